@@ -1,0 +1,51 @@
+# Needs python3 (3.11 or newer), pip and make; everything else goes into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TYPED := ckptkit $(VENV)/typing/ckptkit/cli $(VENV)/typing/ckptkit/schemas tests $(wildcard examples/*.py benchmarks/*.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench clean
+
+help: ## show this
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' Makefile
+
+demo: $(VENV)/base.stamp ## set up without torch, then write a small sharded checkpoint and look at it
+	$(BIN)/ckpt demo
+
+test: $(VENV)/dev.stamp ## set up with torch, then ruff, mypy and pytest
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TYPED)
+	$(BIN)/pytest -n 2
+
+bench: $(VENV)/dev.stamp ## set up with torch, then measure side by side with peers
+	$(BIN)/python -m benchmarks
+
+clean: ## remove the environment, builds and caches
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are older than pyproject.toml exactly when something has to be installed.
+$(VENV)/base.stamp: pyproject.toml $(VENV)/venv.stamp
+	$(PIP) install -e .
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml $(VENV)/venv.stamp
+	$(PIP) install -e '.[dev]'
+	@mkdir -p $(VENV)/typing/ckptkit
+	@ln -sfn ../../../cli $(VENV)/typing/ckptkit/cli
+	@ln -sfn ../../../schemas $(VENV)/typing/ckptkit/schemas
+	@touch $(VENV)/base.stamp $@
+
+# Some Debians ship venv without ensurepip: there the pip outside puts a pip inside.
+$(VENV)/venv.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "ckptkit needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@rm -rf $(VENV)
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); else \
+	  $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; fi || { \
+	  echo "$(PYTHON) cannot make a virtual environment: install its venv package" \
+	    "(Debian, Ubuntu: apt install python3-venv), then run make again" >&2; exit 1; }
+	@touch $@

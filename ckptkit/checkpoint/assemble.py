@@ -1,0 +1,208 @@
+"""From the records of all ranks to one manifest: pure, and where the ranks' stories are compared (FORMAT section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.errors import CorruptionError, PeerError
+from ckptkit.format.arrays import Alias, ArrayInfo
+from ckptkit.format.columns import chunk_starts
+from ckptkit.format.leaves import dumps
+from ckptkit.format.manifest import Manifest, PackInfo
+from ckptkit.format.names import ancestors
+from ckptkit.format.objects import ObjectInfo
+from ckptkit.format.record import Record
+from ckptkit.format.zarr_documents import key_of
+
+
+def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
+    """The manifest of complete records in rank order; disagreement, overlap and holes raise PeerError."""
+    first = records[0]
+    for record in records:
+        _check_same_save(first, record)
+    arrays = _merge_arrays(records)
+    _check_documents(records, arrays)
+    starts = chunk_starts(arrays)
+    rows = _rows(records, arrays, starts)
+    columns = {}
+    for name in ("offset", "length", "crc32"):
+        columns[name] = _scatter(rows, [getattr(record, name) for record in records])
+    counts = [len(record.chunk) for record in records]
+    pack = np.repeat(np.arange(len(records), dtype=np.uint32), counts)
+    return Manifest(
+        save=first.save,
+        packs=tuple(packs),
+        arrays=arrays,
+        aliases=_merge_aliases(records),
+        starts=starts,
+        pack=_scatter(rows, [pack]),
+        objects=_merge_objects(records),
+        **columns,
+    )
+
+
+def missing_groups(records: Sequence[Record]) -> list[str]:
+    """The groups whose documents are in no pack, sorted."""
+    keys = {document.name for record in records for document in record.documents}
+    groups = {g for record in records for array in record.arrays for g in ancestors(array.name)}
+    return sorted(group for group in groups if key_of(group) not in keys)
+
+
+def _check_same_save(first: Record, record: Record) -> None:
+    for field in ("save_id", "step", "world_size", "strategy", "details"):
+        mine, theirs = getattr(first.save, field), getattr(record.save, field)
+        if mine != theirs and (field != "details" or dumps(mine) != dumps(theirs)):
+            raise PeerError(
+                f"rank {first.rank} and rank {record.rank} disagree on {field}: "
+                f"{_shown(mine)} and {_shown(theirs)}"
+            )
+
+
+def _merge_arrays(records: Sequence[Record]) -> tuple[ArrayInfo, ...]:
+    known: dict[str, tuple[ArrayInfo, int]] = {}
+    for record in records:
+        for array in record.arrays:
+            other, rank = known.setdefault(array.name, (array, record.rank))
+            if other is not array and other != array:
+                raise _disagreement(other, rank, array, record.rank)
+    return tuple(known[name][0] for name in sorted(known))
+
+
+def _disagreement(a: ArrayInfo, rank_a: int, b: ArrayInfo, rank_b: int) -> PeerError:
+    for field in ("shape", "dtype", "role", "of", "placements", "grid"):
+        mine, theirs = getattr(a, field), getattr(b, field)
+        if mine != theirs:
+            break
+    return PeerError(
+        f"rank {rank_a} and rank {rank_b} disagree on the {field}: {_shown(mine)} and {_shown(theirs)}",
+        where=a.name,
+        hint="every rank has to add the array with the same global shape, dtype and placements",
+    )
+
+
+def _check_documents(records: Sequence[Record], arrays: Sequence[ArrayInfo]) -> None:
+    seen: set[str] = set()
+    for record in records:
+        for document in record.documents:
+            if document.name in seen:
+                raise PeerError("the document is in two packs", where=document.name)
+            seen.add(document.name)
+    for array in arrays:
+        if key_of(array.name) not in seen:
+            raise PeerError(
+                "no rank wrote the array's document",
+                where=array.name,
+                hint="every rank that holds a part of the array has to add it",
+            )
+
+
+def _rows(
+    records: Sequence[Record], arrays: Sequence[ArrayInfo], starts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """For each chunk of each record in order: its row in the table over all arrays, each row once."""
+    place = {array.name: index for index, array in enumerate(arrays)}
+    counts = np.diff(starts)
+    parts = [np.zeros(0, dtype=np.int64)]
+    for record in records:
+        number = np.array([place[a.name] for a in record.arrays], dtype=np.int64)
+        array = number[record.array] if len(number) else np.zeros(0, dtype=np.int64)
+        outside = record.chunk >= counts[array].astype(np.uint64)
+        if outside.any():
+            row = int(outside.argmax())
+            raise CorruptionError(
+                f"rank {record.rank} lists a chunk that its grid does not have",
+                where=arrays[int(array[row])].name,
+                value=int(record.chunk[row]),
+            )
+        parts.append(starts[array] + record.chunk.astype(np.int64))
+    rows = np.concatenate(parts)
+    _check_each_once(rows, arrays, starts)
+    return rows
+
+
+def _check_each_once(
+    rows: npt.NDArray[np.int64], arrays: Sequence[ArrayInfo], starts: npt.NDArray[np.int64]
+) -> None:
+    # Sorted, and never a table of the size the grids claim: that size is only a number in a file.
+    ordered = np.sort(rows)
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(twice):
+        raise PeerError(
+            "two ranks wrote the same chunk: what they hold overlaps",
+            **_chunk_at(int(ordered[twice[0]]), arrays, starts),
+        )
+    if len(ordered) != int(starts[-1]):
+        gaps = np.flatnonzero(ordered != np.arange(len(ordered)))
+        hole = int(gaps[0]) if len(gaps) else len(ordered)
+        raise PeerError(
+            "no rank wrote a chunk: what the ranks hold leaves a hole",
+            **_chunk_at(hole, arrays, starts),
+        )
+
+
+def _chunk_at(
+    row: int, arrays: Sequence[ArrayInfo], starts: npt.NDArray[np.int64]
+) -> dict[str, Any]:
+    index = int(np.searchsorted(starts, row, side="right")) - 1
+    array = arrays[index]
+    box = array.grid.box(array.grid.index(row - int(starts[index])))
+    return {
+        "where": array.name,
+        "value": box,
+        "hint": "every rank has to add every array it holds a part of, with the same placements",
+    }
+
+
+def _scatter(rows: npt.NDArray[np.int64], parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    joined = np.concatenate(parts)
+    column = np.empty_like(joined)
+    column[rows] = joined
+    return column
+
+
+def _merge_aliases(records: Sequence[Record]) -> tuple[Alias, ...]:
+    known: dict[str, Alias] = {}
+    for record in records:
+        for alias in record.aliases:
+            other = known.setdefault(alias.name, alias)
+            if other != alias:
+                raise PeerError(
+                    f"the ranks disagree on what it is an alias of: {other.alias_of} and {alias.alias_of}",
+                    where=alias.name,
+                )
+    return tuple(known[name] for name in sorted(known))
+
+
+def _merge_objects(records: Sequence[Record]) -> tuple[ObjectInfo, ...]:
+    given: dict[str, dict[int, ObjectInfo]] = {}
+    for record in records:
+        for item in record.objects:
+            given.setdefault(item.name, {})[record.rank] = item
+    return tuple(_merge_object(given[name], len(records)) for name in sorted(given))
+
+
+def _merge_object(by_rank: dict[int, ObjectInfo], world_size: int) -> ObjectInfo:
+    first_rank, first = next(iter(by_rank.items()))
+    for rank, item in by_rank.items():
+        same_value = item.semantics != "replicated" or dumps(item.value) == dumps(first.value)
+        if item.semantics != first.semantics or not same_value:
+            raise PeerError(
+                f"rank {first_rank} and rank {rank} disagree: {_shown(first.value)} and {_shown(item.value)}",
+                where=first.name,
+                hint="wrap what differs from rank to rank in PerRank(…) or Sum(…)",
+            )
+    if first.semantics == "replicated":
+        return first
+    absent = [rank for rank in range(world_size) if rank not in by_rank]
+    if absent:
+        raise PeerError(f"rank {absent[0]} did not add this {first.semantics} value", where=first.name)
+    return ObjectInfo(first.name, first.semantics, [by_rank[r].value for r in range(world_size)])
+
+
+def _shown(value: object) -> str:
+    text = str(value) if not isinstance(value, tuple) else ", ".join(map(str, value))
+    return text if len(text) <= 100 else f"{text[:99]}…"

@@ -1,0 +1,145 @@
+"""The commit: data, manifest, done. And what may be said at each point where the power can fail.
+
+1. Every rank writes its pack under a save id that was never used before, so nothing that exists is touched. A crash here leaves
+   packs that no manifest names; readers do not see them and `prune` removes them.
+2. All ranks meet. From here on all packs are complete and durable: a store's sink returns from `finish` only then.
+3. Rank 0 reads the records out of the packs, from the store and not from memory, and compares them. A crash or a disagreement
+   here is as in 1.
+4. Rank 0 creates the manifest: exclusively, or atomically over the old one when overwriting. Before that instant the step is what it was;
+   after it the new one. If the answer to the create is lost (an error after success), the manifest is read back:
+   if it carries our save id the commit happened.
+5. When overwriting, the old data is freed. A crash before or in it leaves packs that no manifest names, as in 1.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ckptkit.checkpoint.assemble import assemble, missing_groups
+from ckptkit.checkpoint.image import PackImage, write_image
+from ckptkit.checkpoint.places import MANIFEST, data_prefix, described, under
+from ckptkit.checkpoint.tail import read_record
+from ckptkit.errors import (
+    AlreadyExistsError,
+    CkptkitError,
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    StepExistsError,
+)
+from ckptkit.format.manifest import GROUPS_PACK, Manifest, PackInfo, pack_name
+from ckptkit.format.pack import directory
+from ckptkit.format.record import Record
+from ckptkit.format.zarr_documents import group_document, key_of
+from ckptkit.storage import Store
+
+
+def refuse_committed(store: Store, prefix: str) -> None:
+    """Raise StepExistsError where the step is committed."""
+    if MANIFEST in store.children(prefix):
+        raise _exists(store, prefix)
+
+
+def gather(store: Store, prefix: str, save_id: str) -> Manifest:
+    """Read all records of a save, add the group documents that are missing, and make the manifest."""
+    folder = data_prefix(prefix, save_id)
+    first, pack = read_record(store, f"{folder}/{pack_name(0)}")
+    records, packs = [first], [pack]
+    for rank in range(1, first.save.world_size):
+        record, pack = read_record(store, f"{folder}/{pack_name(rank)}")
+        records.append(record)
+        packs.append(pack)
+    _check_ranks(store, folder, save_id, records)
+    groups = missing_groups(records)
+    if groups:
+        packs.append(_ensure_groups(store, folder, groups))
+    return assemble(records, packs)
+
+
+def commit(store: Store, prefix: str, manifest: Manifest, *, overwrite: bool = False) -> None:
+    """Make the step exist; see the module's docstring for why each point is safe."""
+    old = committed_save_id(store, prefix) if overwrite else None
+    publish(store, prefix, manifest, replace=overwrite)
+    if old is not None and old != manifest.save.save_id:
+        # The step is committed; what cannot be freed now is an orphan that `prune` finds.
+        discard(store, prefix, old)
+
+
+def publish(store: Store, prefix: str, manifest: Manifest, *, replace: bool) -> None:
+    """Put the manifest, and nothing else."""
+    try:
+        store.put(under(prefix, MANIFEST), manifest.to_bytes(), exclusive=not replace)
+    except CkptkitError as error:
+        if committed_save_id(store, prefix) != manifest.save.save_id:
+            if isinstance(error, AlreadyExistsError):
+                # Another save won the step for good, so nothing will ever name this data.
+                discard(store, prefix, manifest.save.save_id)
+                raise _exists(store, prefix) from error
+            raise
+
+
+def committed_save_id(store: Store, prefix: str) -> str | None:
+    """The save id of the step's manifest as it is in the store now; None where there is none."""
+    try:
+        data = store.read(under(prefix, MANIFEST))
+        return Manifest.from_bytes(data, described(store, under(prefix, MANIFEST))).save.save_id
+    except (NotFoundError, FormatError):
+        return None
+
+
+def discard(store: Store, prefix: str, save_id: str) -> None:
+    """Remove the packs of a save that will never be committed, as far as that is possible now."""
+    with suppress(CkptkitError):
+        store.delete([entry.key for entry in store.list(data_prefix(prefix, save_id))])
+
+
+def groups_image(groups: list[str]) -> tuple[PackImage, bytes]:
+    """The pack of group documents, and its directory."""
+    image = PackImage(_Groups([key_of(group) for group in groups], group_document()))
+    for segment in image.segments(1 << 30):
+        image.fill(segment, memoryview(bytearray(segment.stop - segment.start)))
+    return image, directory(map(image.entry, range(len(groups))))
+
+
+class _Groups:
+    def __init__(self, keys: list[str], document: bytes) -> None:
+        self._keys = keys
+        self._document = document
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def name(self, index: int) -> str:
+        return self._keys[index]
+
+    def length(self, index: int) -> int:
+        return len(self._document)
+
+    def fill(self, index: int, target: memoryview) -> None:
+        target[:] = self._document
+
+
+def _ensure_groups(store: Store, folder: str, groups: list[str]) -> PackInfo:
+    image, closing = groups_image(groups)
+    key = f"{folder}/{GROUPS_PACK}"
+    if GROUPS_PACK in store.children(folder):
+        return PackInfo(GROUPS_PACK, store.size(key), None)
+    return PackInfo(GROUPS_PACK, write_image(store, key, image, lambda: closing), None)
+
+
+def _check_ranks(store: Store, folder: str, save_id: str, records: list[Record]) -> None:
+    for rank, record in enumerate(records):
+        if record.rank != rank or record.save.save_id != save_id:
+            raise CorruptionError(
+                f"the pack says it is rank {record.rank} of save {record.save.save_id}",
+                where=described(store, f"{folder}/{pack_name(rank)}"),
+                hint="it was copied or renamed; put the right file there",
+            )
+
+
+def _exists(store: Store, prefix: str) -> StepExistsError:
+    return StepExistsError(
+        "the step is committed already",
+        where=described(store, prefix),
+        hint="save another step, delete this one first, or pass overwrite=True",
+    )

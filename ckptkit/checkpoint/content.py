@@ -1,0 +1,138 @@
+"""What a rank puts into its pack: documents first, then chunks cut out of its buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.errors import LayoutError
+from ckptkit.format.arrays import ArrayInfo
+from ckptkit.format.zarr_documents import chunk_key
+from ckptkit.model import Box, DType, Part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalArray:
+    """One array, the part this rank holds of it, and the chunks it writes."""
+
+    info: ArrayInfo
+    part: Part
+    data: npt.NDArray[Any] | None
+    chunks: npt.NDArray[np.int64]
+
+    def stored_bytes(self, chunk: int) -> int:
+        """The length of a chunk in the pack."""
+        grid = self.info.grid
+        if grid.is_regular:
+            return grid.chunk_elements * self.info.dtype.itemsize
+        return math.prod(grid.stored_shape(grid.index(chunk))) * self.info.dtype.itemsize
+
+    def fill(self, chunk: int, target: memoryview) -> None:
+        """Copy one chunk, in stored order, out of the part."""
+        grid = self.info.grid
+        index = grid.index(chunk)
+        box = grid.box(index)
+        stored_shape = grid.stored_shape(index)
+        stored = np.frombuffer(target, dtype=self.info.dtype.bits).reshape(stored_shape)
+        if box.shape != stored_shape:
+            stored.fill(0)
+            stored = stored[tuple(slice(0, extent) for extent in box.shape)]
+        stored[...] = self._local(box)
+
+    def _local(self, box: Box) -> npt.NDArray[Any]:
+        for held, place in zip(self.part.boxes, self.part.places, strict=True):
+            if held.contains(box):
+                inner = box.within(held)
+                at = tuple(
+                    slice(s.start + first, s.stop + first)
+                    for s, first in zip(inner, place.offset, strict=True)
+                )
+                return self.data[at]  # type: ignore[index]  # a part with boxes has data
+        raise LayoutError("this rank does not hold the chunk", where=self.info.name, value=box)
+
+
+class PackContent:
+    """Documents and chunks of one pack, numbered in pack order."""
+
+    def __init__(self, documents: Sequence[tuple[str, bytes]], arrays: Sequence[LocalArray]) -> None:
+        self.documents = documents
+        self._arrays = arrays
+        counts = [len(array.chunks) for array in arrays]
+        self.array: npt.NDArray[np.uint32] = np.repeat(
+            np.arange(len(arrays), dtype=np.uint32), counts
+        )
+        parts = [array.chunks for array in arrays]
+        self.chunk: npt.NDArray[np.int64] = (
+            np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        )
+
+    def __len__(self) -> int:
+        return len(self.documents) + len(self.chunk)
+
+    def name(self, index: int) -> str:
+        """The Zarr key of an entry."""
+        if index < len(self.documents):
+            return self.documents[index][0]
+        array, chunk = self._at(index)
+        return chunk_key(array.info.name, array.info.grid.index(chunk))
+
+    def length(self, index: int) -> int:
+        """The number of bytes of an entry."""
+        if index < len(self.documents):
+            return len(self.documents[index][1])
+        array, chunk = self._at(index)
+        return array.stored_bytes(chunk)
+
+    def fill(self, index: int, target: memoryview) -> None:
+        """The bytes of an entry."""
+        if index < len(self.documents):
+            target[:] = self.documents[index][1]
+        else:
+            array, chunk = self._at(index)
+            array.fill(chunk, target)
+
+    def _at(self, index: int) -> tuple[LocalArray, int]:
+        row = index - len(self.documents)
+        return self._arrays[self.array[row]], int(self.chunk[row])
+
+
+def as_local(
+    name: str, data: object, shape: tuple[int, ...], dtype: DType
+) -> npt.NDArray[Any]:
+    """Any buffer as an array of raw elements in the shape of the part, without a copy."""
+    array = data if isinstance(data, np.ndarray) else np.asarray(memoryview(data))  # type: ignore[arg-type]
+    if array.dtype != dtype.bits:
+        if array.dtype.itemsize == dtype.itemsize:
+            array = array.view(dtype.bits)
+        elif array.flags.c_contiguous:
+            array = _flat(name, array, dtype)
+    if array.dtype == dtype.bits and array.shape != shape and array.flags.c_contiguous:
+        array = array.reshape(shape) if array.size == _size(shape) and array.ndim <= 1 else array
+    if array.dtype != dtype.bits or array.shape != shape:
+        raise LayoutError(
+            f"the buffer does not fit: this rank holds {shape} of {dtype.name}",
+            where=name,
+            value=(array.shape, str(array.dtype)),
+            hint="pass the local part, in its own shape, or as flat bytes",
+        )
+    return array
+
+
+def _flat(name: str, array: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+    if array.dtype.itemsize != 1:
+        return array
+    raw = array.reshape(-1)
+    if len(raw) % dtype.itemsize:
+        raise LayoutError(
+            f"{len(raw)} bytes are not a whole number of {dtype.name} elements", where=name
+        )
+    return raw.view(dtype.bits)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64))

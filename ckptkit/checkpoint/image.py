@@ -1,0 +1,187 @@
+"""A pack's image: laid out before there are bytes, then filled and written in segments by a few threads (DESIGN section 6)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from isal import isal_zlib
+
+from ckptkit.format.pack import Entry, data_offset, directory, local_header
+from ckptkit.storage import Sink, Store, default_pool
+
+I64 = npt.NDArray[np.int64]
+
+DEFAULT_THREADS = 4
+
+Progress = Callable[[int], None]
+
+
+class Content(Protocol):
+    """What a pack will hold, entry by entry; `fill` may be called from any thread."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """The entry's name."""
+
+    def length(self, index: int) -> int:
+        """The entry's number of bytes."""
+
+    def fill(self, index: int, target: memoryview) -> None:
+        """Write the entry's bytes into `target`, which has its length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The entries [first, last) and the bytes of the pack they take, headers included."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
+
+
+class PackImage:
+    """The offsets of all entries of one pack, and the CRCs once they are filled."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+        count = len(content)
+        self.offsets: I64 = np.zeros(count, dtype=np.int64)
+        self.lengths: I64 = np.zeros(count, dtype=np.int64)
+        self.crcs: npt.NDArray[np.uint32] = np.zeros(count, dtype=np.uint32)
+        position = 0
+        for index in range(count):
+            length = content.length(index)
+            offset = data_offset(content.name(index), length, position)
+            self.offsets[index], self.lengths[index] = offset, length
+            position = offset + length
+        self.end = position
+
+    def entry(self, index: int) -> Entry:
+        """One entry; its CRC is right once it has been filled."""
+        return Entry(
+            self._content.name(index),
+            int(self.offsets[index]),
+            int(self.lengths[index]),
+            int(self.crcs[index]),
+        )
+
+    def segments(self, size: int) -> list[Segment]:
+        """Runs of whole entries of about `size` bytes, so that a header's CRC is known when it is written."""
+        ends = self.offsets + self.lengths
+        segments: list[Segment] = []
+        first = start = 0
+        while first < len(ends):
+            last = max(first + 1, int(np.searchsorted(ends, start + size, side="right")))
+            stop = int(ends[last - 1])
+            segments.append(Segment(first, last, start, stop))
+            first, start = last, stop
+        return segments
+
+    def fill(self, segment: Segment, target: memoryview) -> None:
+        """Write headers and data of a segment into `target`, and note the CRCs."""
+        header = segment.start
+        for index in range(segment.first, segment.last):
+            offset, length = int(self.offsets[index]), int(self.lengths[index])
+            data = target[offset - segment.start : offset - segment.start + length]
+            self._content.fill(index, data)
+            self.crcs[index] = isal_zlib.crc32(data)
+            target[header - segment.start : offset - segment.start] = local_header(
+                self.entry(index), header
+            )
+            header = offset + length
+
+    def tail(self, record_name: str, record: bytes) -> tuple[bytes, Entry]:
+        """The bytes after the last entry: the record's entry, the directory and the end; and that entry."""
+        offset = data_offset(record_name, len(record), self.end)
+        entry = Entry(record_name, offset, len(record), int(isal_zlib.crc32(record)))
+        closing = directory(self._entries(entry))
+        return local_header(entry, self.end) + record + closing, entry
+
+    def _entries(self, last: Entry) -> Iterator[Entry]:
+        yield from map(self.entry, range(len(self._content)))
+        yield last
+
+
+def write_image(
+    store: Store,
+    key: str,
+    image: PackImage,
+    make_tail: Callable[[], bytes],
+    *,
+    threads: int = DEFAULT_THREADS,
+    progress: Progress | None = None,
+) -> int:
+    """Fill and write a whole pack; returns its size. Nothing is left behind when it fails.
+
+    `make_tail` gives bytes of the same length before the entries are filled (to learn the length) and after (to write them).
+    """
+    segments = image.segments(store.abilities.part_size)
+    tail_length = len(make_tail())
+    extents = [segment.stop - segment.start for segment in segments] + [tail_length]
+    sink = store.create(key, extents)
+    try:
+        _write_segments(sink, image, segments, threads, progress)
+        sink.write(len(segments), memoryview(make_tail()))
+        sink.finish()
+    except BaseException:
+        sink.abort()
+        raise
+    return sum(extents)
+
+
+def _write_segments(
+    sink: Sink,
+    image: PackImage,
+    segments: Sequence[Segment],
+    threads: int,
+    progress: Progress | None,
+) -> None:
+    pending = iter(enumerate(segments))
+    lock = threading.Lock()
+    stopped = threading.Event()
+    pool = default_pool()
+    largest = max((s.stop - s.start for s in segments), default=0)
+
+    def work() -> None:
+        while not stopped.is_set():
+            with lock:
+                number, segment = next(pending, (-1, None))
+            if segment is None:
+                return
+            size = segment.stop - segment.start
+            loan = pool.take(max(size, min(largest, 1 << 20)), congruent_to=segment.start)
+            try:
+                with loan.view[:size] as target:
+                    image.fill(segment, target)
+                    sink.write(number, target)
+            finally:
+                loan.give_back()
+            if progress:
+                progress(size)
+
+    run_threads(work, min(threads, len(segments)), stopped)
+
+
+def run_threads(work: Callable[[], None], count: int, stopped: threading.Event) -> None:
+    """Run `work` in some threads until all return; the first error, or Ctrl-C, sets `stopped` and is raised."""
+    if count <= 1:
+        work()
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
+        futures = [executor.submit(work) for _ in range(count)]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        finally:
+            stopped.set()
+        for future in futures:
+            future.result()

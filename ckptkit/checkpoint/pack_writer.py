@@ -1,0 +1,107 @@
+"""One rank's pack, from what it holds to the bytes in the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from isal import isal_zlib
+
+from ckptkit.checkpoint.content import LocalArray, PackContent
+from ckptkit.checkpoint.image import PackImage, Progress, write_image
+from ckptkit.checkpoint.places import data_prefix
+from ckptkit.format.arrays import Alias, ArrayInfo
+from ckptkit.format.manifest import pack_name
+from ckptkit.format.names import ancestors
+from ckptkit.format.objects import ObjectInfo
+from ckptkit.format.pack import record_name
+from ckptkit.format.record import Record, SaveInfo
+from ckptkit.format.zarr_documents import array_document, group_document, key_of
+from ckptkit.model import Layout, Part
+from ckptkit.plan.save import Held, chunks_to_write, writes_document
+from ckptkit.storage import Store
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holding:
+    """One array as its rank added it; `data` is the part, None where there is none."""
+
+    info: ArrayInfo
+    layout: Layout
+    part: Part
+    data: npt.NDArray[Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """All that one rank added to a step, by name."""
+
+    arrays: Mapping[str, Holding]
+    aliases: Mapping[str, Alias]
+    objects: Mapping[str, ObjectInfo]
+
+
+def write_pack(
+    store: Store,
+    prefix: str,
+    save: SaveInfo,
+    rank: int,
+    holdings: Holdings,
+    *,
+    threads: int,
+    progress: Progress | None,
+) -> None:
+    """Write the pack of one rank."""
+    content = _content(holdings, rank)
+    image = PackImage(content)
+    count = len(content.documents)
+    # Known before they are written, because the length of the record depends on them.
+    image.crcs[:count] = [isal_zlib.crc32(data) for _, data in content.documents]
+    # Sorted by name in the record, in the order they were added in the pack.
+    names = sorted(holdings.arrays)
+    place = {name: index for index, name in enumerate(names)}
+    renumbered = np.array([place[name] for name in holdings.arrays], dtype=np.uint32)
+
+    def record() -> bytes:
+        return Record(
+            save=save,
+            rank=rank,
+            arrays=tuple(holdings.arrays[name].info for name in names),
+            aliases=tuple(holdings.aliases.values()),
+            documents=tuple(image.entry(index) for index in range(count)),
+            array=renumbered[content.array],
+            chunk=content.chunk.astype(np.uint64),
+            offset=image.offsets[count:].astype(np.uint64),
+            length=image.lengths[count:].astype(np.uint64),
+            crc32=image.crcs[count:],
+            objects=tuple(holdings.objects.values()),
+        ).to_bytes()
+
+    write_image(
+        store,
+        f"{data_prefix(prefix, save.save_id)}/{pack_name(rank)}",
+        image,
+        lambda: image.tail(record_name(rank), record())[0],
+        threads=threads,
+        progress=progress,
+    )
+
+
+def _content(holdings: Holdings, rank: int) -> PackContent:
+    order = list(holdings.arrays.values())
+    held = [Held(h.info.name, h.layout, h.info.grid, h.info.dtype.itemsize) for h in order]
+    chunks = chunks_to_write(held, rank)
+    documents: dict[str, bytes] = {}
+    if rank == 0:
+        names = {group for name in holdings.arrays for group in ancestors(name)} | {""}
+        documents = {key_of(name): group_document() for name in sorted(names)}
+    for holding, known, mine in zip(order, held, chunks, strict=True):
+        if writes_document(known, mine, rank):
+            documents[key_of(holding.info.name)] = array_document(holding.info)
+    return PackContent(
+        list(documents.items()),
+        [LocalArray(h.info, h.part, h.data, mine) for h, mine in zip(order, chunks, strict=True)],
+    )

@@ -1,0 +1,199 @@
+"""The data plane of loading: exact ranges, coalesced, checked, by a few threads into the caller's memory (DESIGN section 6)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from isal import isal_zlib
+
+from ckptkit.checkpoint.image import Progress, run_threads
+from ckptkit.checkpoint.sources import Sources
+from ckptkit.errors import CorruptionError
+from ckptkit.format.arrays import ArrayInfo
+from ckptkit.format.manifest import Manifest
+from ckptkit.format.zarr_documents import chunk_key
+from ckptkit.model import Box
+from ckptkit.plan.load import Piece, coalesce, pieces_of
+from ckptkit.storage import Source, default_pool
+
+# One request at most this large goes through memory that stays in the processor's cache.
+REQUEST_BYTES = 2 << 20
+GAP_BYTES = 4 << 10
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One box of one array, and the memory it goes to: raw elements in the box's shape."""
+
+    array: int
+    box: Box
+    target: npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """All pieces of some requests, sorted by where they lie; columns with one row a piece."""
+
+    pieces: list[tuple[Request, Piece]]
+    pack: npt.NDArray[np.uint32]
+    start: npt.NDArray[np.int64]
+    stop: npt.NDArray[np.int64]
+    crc32: npt.NDArray[np.uint32]
+    runs: list[tuple[int, int]]
+
+
+def default_threads() -> int:
+    """As many as the processor has cores, within reason: reading is copying."""
+    return max(1, min(8, len(os.sched_getaffinity(0))))
+
+
+def plan_job(manifest: Manifest, requests: Sequence[Request], *, verify: bool) -> Job:
+    """Which bytes to read for the requests. With `verify` always whole chunks, so that each can be checked."""
+    pieces = [
+        (request, piece)
+        for request in requests
+        for piece in pieces_of(manifest.arrays[request.array].grid, request.box)
+    ]
+    first = manifest.starts[[r.array for r, _ in pieces]] if pieces else np.zeros(0, np.int64)
+    rows = first + np.fromiter((p.chunk for _, p in pieces), np.int64, len(pieces))
+    start = manifest.offset[rows].astype(np.int64)
+    stop = start + manifest.length[rows].astype(np.int64)
+    if not verify:
+        first_byte, after_last = _needed_bytes(manifest.arrays, pieces)
+        start, stop = start + first_byte, start + after_last
+    pack = manifest.pack[rows]
+    order = np.lexsort((start, pack))
+    pack, start, stop = pack[order], start[order], stop[order]
+    return Job(
+        [pieces[index] for index in order],
+        pack,
+        start,
+        stop,
+        manifest.crc32[rows][order],
+        coalesce(pack, start, stop, gap=GAP_BYTES, limit=REQUEST_BYTES),
+    )
+
+
+def _needed_bytes(
+    arrays: Sequence[ArrayInfo], pieces: Sequence[tuple[Request, Piece]]
+) -> npt.NDArray[np.int64]:
+    spans = [
+        [bound * arrays[request.array].dtype.itemsize for bound in piece.element_span()]
+        for request, piece in pieces
+    ]
+    return np.array(spans, dtype=np.int64).reshape(-1, 2).T
+
+
+class Reader:
+    """Runs jobs over the packs of one step."""
+
+    def __init__(self, manifest: Manifest, sources: Sources) -> None:
+        self._manifest = manifest
+        self._sources = sources
+
+    def run(
+        self, job: Job, *, verify: bool, threads: int | None, progress: Progress | None = None
+    ) -> None:
+        """Fill the targets of all requests; CorruptionError names the first chunk that is not as it was written."""
+        pending = iter(job.runs)
+        lock = threading.Lock()
+        stopped = threading.Event()
+
+        def work() -> None:
+            with default_pool().take(REQUEST_BYTES) as scratch:
+                while not stopped.is_set():
+                    with lock:
+                        run = next(pending, None)
+                    if run is None:
+                        return
+                    self._read(job, run, scratch, verify)
+                    if progress:
+                        progress(int(job.stop[run[1] - 1] - job.start[run[0]]))
+
+        run_threads(work, min(threads or default_threads(), len(job.runs)), stopped)
+
+    def _read(self, job: Job, run: tuple[int, int], scratch: memoryview, verify: bool) -> None:
+        first, last = run
+        start = int(job.start[first])
+        size = int(job.stop[last - 1]) - start
+        direct = _direct_target(job, run)
+        with self._sources.use(int(job.pack[first])) as source:
+            if direct is not None:
+                source.read_into(start, direct)
+                if verify:
+                    self._check(job, first, direct)
+            elif size <= len(scratch):
+                self._scatter(job, run, source, scratch[:size], verify)
+            else:
+                with default_pool().take(size) as larger:
+                    self._scatter(job, run, source, larger, verify)
+
+    def _scatter(
+        self, job: Job, run: tuple[int, int], source: Source, memory: memoryview, verify: bool
+    ) -> None:
+        start = int(job.start[run[0]])
+        source.read_into(start, memory)
+        for row in range(*run):
+            at = int(job.start[row]) - start
+            data = memory[at : at + int(job.stop[row] - job.start[row])]
+            if verify:
+                self._check(job, row, data)
+            request, piece = job.pieces[row]
+            bits = self._manifest.arrays[request.array].dtype.bits
+            # The dots make a view also of an array without dims.
+            target = request.target[(*piece.target, ...)]
+            _place(piece, data, not verify, bits, target)
+
+    def _check(self, job: Job, row: int, data: memoryview) -> None:
+        actual = int(isal_zlib.crc32(data))
+        if actual == int(job.crc32[row]):
+            return
+        request, piece = job.pieces[row]
+        array = self._manifest.arrays[request.array]
+        raise CorruptionError(
+            f"chunk {chunk_key(array.name, array.grid.index(piece.chunk))} has the checksum {actual:08x}, "
+            f"written was {int(job.crc32[row]):08x}",
+            where=f"{self._sources.where(int(job.pack[row]))} at byte {int(job.start[row])}",
+            hint="`ckpt verify` lists all damage of a step; `ckpt ls RUN` shows the other steps",
+        )
+
+
+def _direct_target(job: Job, run: tuple[int, int]) -> memoryview | None:
+    """The caller's memory, where a run is one whole chunk that lands there without a gap."""
+    if run[1] - run[0] != 1:
+        return None
+    request, piece = job.pieces[run[0]]
+    target = request.target[(*piece.target, ...)]
+    if not piece.is_whole or not target.flags.c_contiguous or not target.size:
+        return None
+    return memoryview(target.reshape(-1).view(np.uint8))
+
+
+def _place(
+    piece: Piece,
+    data: memoryview,
+    partial: bool,
+    bits: np.dtype[Any],
+    target: npt.NDArray[Any],
+) -> None:
+    """Copy the needed elements out of a chunk, or out of the span of it that holds them."""
+    if not partial:
+        elements = np.frombuffer(data, dtype=bits).reshape(piece.stored_shape)
+        target[...] = elements[piece.source]
+        return
+    # Only the span from the first to the last needed element was read, so the first one is at 0.
+    shape = tuple(s.stop - s.start for s in piece.source)
+    target[...] = np.ndarray(shape, bits, data, 0, _steps(piece.stored_shape, bits.itemsize))
+
+
+def _steps(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    steps = [itemsize]
+    for extent in reversed(shape[1:]):
+        steps.append(steps[-1] * extent)
+    return tuple(reversed(steps)) if shape else ()

@@ -1,0 +1,80 @@
+"""Making a lost manifest again, from nothing but the packs."""
+
+from __future__ import annotations
+
+from ckptkit.checkpoint.commit import gather, publish, refuse_committed
+from ckptkit.checkpoint.locate import read_manifest
+from ckptkit.checkpoint.places import (
+    DATA,
+    MANIFEST,
+    Place,
+    described,
+    step_number,
+    store_at,
+    under,
+)
+from ckptkit.errors import CkptkitError, FormatError, NotFoundError, PeerError, UsageError
+from ckptkit.format.manifest import Manifest
+from ckptkit.storage import Store
+
+
+def rebuild(location: Place, *, save_id: str | None = None) -> Manifest:
+    """Make the manifest of a step from its packs and commit it; refused where a readable one exists.
+
+    With the packs of several complete saves in the step, `save_id` has to say which one is meant.
+    """
+    store = store_at(location)
+    damaged = _check_manifest(store)
+    manifest = _choose(store, save_id)
+    number = step_number(store.location.name)
+    if number is not None and number != manifest.save.step:
+        raise FormatError(
+            f"the packs are of step {manifest.save.step}, the folder is that of step {number}",
+            where=str(store.location),
+        )
+    publish(store, "", manifest, replace=damaged)
+    return manifest
+
+
+def _check_manifest(store: Store) -> bool:
+    """Whether there is a manifest that cannot be read; StepExistsError where there is a good one."""
+    if MANIFEST not in store.children(""):
+        return False
+    try:
+        read_manifest(store, "")
+    except FormatError:
+        return True
+    refuse_committed(store, "")
+    return False
+
+
+def _choose(store: Store, save_id: str | None) -> Manifest:
+    found = store.children(DATA)
+    if not found:
+        raise NotFoundError("no packs to rebuild from", where=described(store, DATA))
+    if save_id is not None and save_id not in found:
+        raise NotFoundError("no such save", where=described(store, DATA), value=save_id)
+    whole: dict[str, Manifest] = {}
+    problems = []
+    for candidate in [save_id] if save_id else found:
+        try:
+            whole[candidate] = gather(store, "", candidate)
+        except (FormatError, PeerError, NotFoundError) as error:
+            problems.append(f"{candidate}: {_told(error)}")
+    if not whole:
+        raise FormatError(
+            f"no save in it is complete: {'; '.join(problems)}",
+            where=described(store, under("", DATA)),
+            hint="the step was never finished, or a pack is damaged; use an older step",
+        )
+    if len(whole) > 1:
+        raise UsageError(
+            f"{len(whole)} complete saves: {', '.join(whole)}",
+            where=described(store, DATA),
+            hint="say which one with save_id (`ckpt rebuild STEP --save-id …`)",
+        )
+    return next(iter(whole.values()))
+
+
+def _told(error: CkptkitError) -> str:
+    return f"{error.where}: {error.what}" if error.where else error.what

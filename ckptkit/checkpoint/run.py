@@ -1,0 +1,106 @@
+"""A run: the steps below one location, and what may be deleted of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.locate import committed_steps, read_manifest, step_folders
+from ckptkit.checkpoint.places import DATA, MANIFEST, Place, described, step_name, store_at, under
+from ckptkit.checkpoint.prune import Removal, plan_prune, remove
+from ckptkit.errors import FormatError, NotFoundError
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """One step as a listing shows it; `problem` is why a committed one cannot be read."""
+
+    step: int
+    committed: bool
+    nbytes: int
+    time: float | None = None
+    strategy: str = ""
+    problem: str = ""
+
+
+class Run:
+    """The steps of one training run."""
+
+    def __init__(self, location: Place) -> None:
+        self._store = store_at(location)
+
+    @property
+    def location(self) -> str:
+        """Where the run is."""
+        return str(self._store.location)
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        return list(committed_steps(self._store))
+
+    def latest(self) -> int | None:
+        """The newest committed step, or None."""
+        return max(self.steps(), default=None)
+
+    def open(self, step: int | None = None) -> Checkpoint:
+        """Open a step, the newest committed one by default."""
+        if step is None:
+            step = self.latest()
+        if step is None:
+            raise NotFoundError("a run without a committed step", where=self.location)
+        prefix = step_name(step)
+        return Checkpoint(self._store, prefix, read_manifest(self._store, prefix))
+
+    def listing(self) -> list[StepInfo]:
+        """All steps, committed or not, ascending."""
+        return [self._info(step, name) for step, name in step_folders(self._store).items()]
+
+    def plan_prune(
+        self,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        grace: float = 3600.0,
+    ) -> list[Removal]:
+        """What `prune` would delete.
+
+        Of the committed steps the newest `keep_last` and the multiples of `keep_every` stay; without either all do. Data that no
+        manifest names is deleted once its newest file is older than `grace` seconds: younger data may be a save under way.
+        """
+        return plan_prune(self._store, keep_last=keep_last, keep_every=keep_every, grace=grace)
+
+    def prune(
+        self,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        grace: float = 3600.0,
+    ) -> list[Removal]:
+        """Delete what `plan_prune` lists; returns it."""
+        plan = self.plan_prune(keep_last=keep_last, keep_every=keep_every, grace=grace)
+        remove(self._store, plan)
+        return plan
+
+    def delete(self, steps: Iterable[int]) -> None:
+        """Delete steps, committed or not: the manifest first, so that no crash leaves half a step that looks whole."""
+        for step in steps:
+            prefix = step_name(step)
+            keys = [entry.key for entry in self._store.list(prefix)]
+            if not keys:
+                raise NotFoundError("no such step", where=described(self._store, prefix))
+            manifest = under(prefix, MANIFEST)
+            self._store.delete([manifest, *(key for key in keys if key != manifest)])
+
+    def _info(self, step: int, name: str) -> StepInfo:
+        try:
+            manifest = read_manifest(self._store, name)
+        except NotFoundError:
+            nbytes = sum(entry.size for entry in self._store.list(under(name, DATA)))
+            return StepInfo(step, committed=False, nbytes=nbytes)
+        except FormatError as error:
+            nbytes = sum(entry.size for entry in self._store.list(name))
+            return StepInfo(step, committed=True, nbytes=nbytes, problem=error.what)
+        nbytes = sum(pack.size for pack in manifest.packs)
+        save = manifest.save
+        return StepInfo(step, True, nbytes, save.time, str(save.strategy))

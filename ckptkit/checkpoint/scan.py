@@ -1,0 +1,183 @@
+"""Reading a pack from end to end and comparing every byte with what the record says it has to be."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from isal import isal_zlib
+
+from ckptkit.checkpoint.commit import groups_image
+from ckptkit.checkpoint.image import Progress, run_threads
+from ckptkit.checkpoint.reading import default_threads
+from ckptkit.checkpoint.tail import read_record
+from ckptkit.format.arrays import ArrayInfo
+from ckptkit.format.manifest import Manifest
+from ckptkit.format.names import ancestors
+from ckptkit.format.pack import Entry, data_offset, directory, local_header
+from ckptkit.format.record import Record
+from ckptkit.format.zarr_documents import array_document, chunk_key, group_document, key_of
+from ckptkit.storage import Store, default_pool
+
+_WINDOW = 4 << 20
+
+Fault = tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """An entry, where its header begins, and what is to be compared besides the CRC."""
+
+    entry: Entry
+    header: int
+    document: bytes | None = None
+
+
+def scan_pack(
+    store: Store,
+    key: str,
+    record: Record,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> list[Fault]:
+    """(offset, what) for everything in a pack that is not as its record says."""
+    size = store.size(key)
+    own = _own_entry(store, key)
+    entries = list(_entries(record, own))
+    faults: list[Fault] = []
+    position = 0
+    expected = []
+    for entry, document in entries:
+        if entry.offset != data_offset(entry.name, entry.length, position):
+            return [(position, f"the record leaves a gap or an overlap before {entry.name}")]
+        expected.append(_Expected(entry, position, document))
+        position = entry.offset + entry.length
+    faults += _scan(store, key, expected, threads, progress)
+    closing = directory(item.entry for item in expected)
+    actual = store.read(key, position, size - position)
+    if actual != closing:
+        faults.append((position + _first_difference(actual, closing), "the directory is damaged"))
+    return sorted(faults)
+
+
+def scan_groups(
+    store: Store, key: str, manifest: Manifest, records: Sequence[Record]
+) -> list[Fault]:
+    """The same for the pack of group documents, whose bytes are known."""
+    written = {document.name for record in records for document in record.documents}
+    groups = {group for array in manifest.arrays for group in ancestors(array.name)}
+    image, closing = groups_image(sorted(g for g in groups if key_of(g) not in written))
+    expected = bytearray(image.end)
+    for segment in image.segments(1 << 30):
+        image.fill(segment, memoryview(expected)[segment.start : segment.stop])
+    actual = store.read(key)
+    expected += closing
+    if actual == expected:
+        return []
+    return [(_first_difference(actual, expected), "not the group documents of the step")]
+
+
+def _own_entry(store: Store, key: str) -> Entry:
+    record, pack = read_record(store, key)
+    offset, length = pack.record or (0, 0)
+    data = store.read(key, offset, length)
+    return Entry(f".ckptkit/rank-{record.rank:05d}.msgpack", offset, length, isal_zlib.crc32(data))
+
+
+def _entries(record: Record, own: Entry) -> Iterator[tuple[Entry, bytes | None]]:
+    """All entries in pack order, with the content of those whose content is known."""
+    arrays = {key_of(array.name): array for array in record.arrays}
+    for document in record.documents:
+        yield document, _document(arrays.get(document.name))
+    for row in range(len(record.chunk)):
+        array = record.arrays[int(record.array[row])]
+        name = chunk_key(array.name, array.grid.index(int(record.chunk[row])))
+        offset, length = int(record.offset[row]), int(record.length[row])
+        yield Entry(name, offset, length, int(record.crc32[row])), None
+    yield own, None
+
+
+def _document(array: ArrayInfo | None) -> bytes:
+    return group_document() if array is None else array_document(array)
+
+
+def _scan(
+    store: Store,
+    key: str,
+    expected: Sequence[_Expected],
+    threads: int | None,
+    progress: Progress | None,
+) -> list[Fault]:
+    pending = iter(_windows(expected))
+    lock = threading.Lock()
+    stopped = threading.Event()
+    faults: list[Fault] = []
+
+    with store.open(key) as source:
+
+        def work() -> None:
+            while not stopped.is_set():
+                with lock:
+                    window = next(pending, None)
+                if window is None:
+                    return
+                start = window[0].header
+                size = window[-1].entry.offset + window[-1].entry.length - start
+                with default_pool().take(size) as memory:
+                    source.read_into(start, memory)
+                    for item in window:
+                        faults.extend(_faults(item, memory, start))
+                if progress:
+                    progress(size)
+
+        run_threads(work, threads or default_threads(), stopped)
+    return faults
+
+
+def _windows(expected: Sequence[_Expected]) -> Iterator[list[_Expected]]:
+    window: list[_Expected] = []
+    for item in expected:
+        end = item.entry.offset + item.entry.length
+        if window and end - window[0].header > _WINDOW:
+            yield window
+            window = []
+        window.append(item)
+    if window:
+        yield window
+
+
+def _faults(item: _Expected, memory: memoryview, start: int) -> Iterator[Fault]:
+    entry = item.entry
+    at = entry.offset - start
+    header = memory[item.header - start : at]
+    if header != local_header(entry, item.header):
+        yield item.header, f"the header of {entry.name} is damaged"
+    data = memory[at : at + entry.length]
+    actual = int(isal_zlib.crc32(data))
+    if actual != entry.crc:
+        yield (
+            entry.offset,
+            f"{entry.name} has the checksum {actual:08x}, written was {entry.crc:08x}",
+        )
+    elif item.document is not None and not _same_document(bytes(data), item.document):
+        yield entry.offset, f"{entry.name} does not say what the manifest says"
+
+
+def _same_document(actual: bytes, expected: bytes) -> bool:
+    if actual == expected:
+        return True
+    try:
+        found = json.loads(actual)
+    except ValueError:
+        return False
+    return bool(found == json.loads(expected))
+
+
+def _first_difference(actual: bytes, expected: bytes | bytearray) -> int:
+    for place, (a, b) in enumerate(zip(actual, expected, strict=False)):
+        if a != b:
+            return place
+    return min(len(actual), len(expected))

@@ -1,0 +1,40 @@
+"""Finding a pack's record from its end: one request where the record is small, two otherwise."""
+
+from __future__ import annotations
+
+from isal import isal_zlib
+
+from ckptkit.checkpoint.places import described
+from ckptkit.errors import CorruptionError, NotFoundError
+from ckptkit.format.manifest import PackInfo
+from ckptkit.format.pack import END_BYTES, Entry, find_record
+from ckptkit.format.record import Record
+from ckptkit.storage import Store
+
+# The last central record (46 bytes, name, extra) and the end records, with room to spare.
+_TAIL = END_BYTES + 256
+
+
+def read_record(store: Store, key: str) -> tuple[Record, PackInfo]:
+    """The record of a pack, checked."""
+    where = described(store, key)
+    try:
+        size = store.size(key)
+    except NotFoundError as error:
+        raise CorruptionError(
+            "the pack is missing", where=where, hint="a file of the step was moved or deleted"
+        ) from error
+    length = min(size, _TAIL)
+    entry = find_record(store.read(key, size - length, length), size, where)
+    record = Record.from_bytes(_checked(store, key, entry, where), where)
+    return record, PackInfo(key.rpartition("/")[2], size, (entry.offset, entry.length))
+
+
+def _checked(store: Store, key: str, entry: Entry, where: str) -> bytes:
+    data = store.read(key, entry.offset, entry.length)
+    actual = int(isal_zlib.crc32(data))
+    if actual != entry.crc:
+        raise CorruptionError(
+            f"the record's checksum is {actual:08x}, written was {entry.crc:08x}", where=where
+        )
+    return data

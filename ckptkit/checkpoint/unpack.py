@@ -1,0 +1,92 @@
+"""A step as a plain Zarr v3 directory, for tools that know nothing of packs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import threading
+from itertools import islice
+from pathlib import Path
+
+from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.image import Progress, run_threads
+from ckptkit.checkpoint.zarr_view import ZarrView, presented_grid
+from ckptkit.errors import AlreadyExistsError, StorageError
+
+DEFAULT_MEMORY = 256 << 20
+
+
+def unpack(
+    checkpoint: Checkpoint,
+    folder: str | os.PathLike[str],
+    *,
+    memory: int = DEFAULT_MEMORY,
+    progress: Progress | None = None,
+) -> int:
+    """Write a step as one file for each key into a new folder; returns the number of files.
+
+    Every chunk is checked on the way. The folder appears when it is complete, and nothing is left when it fails. At most `memory` bytes of chunks are held at
+    once, and one chunk at least.
+    """
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise AlreadyExistsError(
+            "there is something already", where=str(target), hint="name a folder that is not there"
+        )
+    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    try:
+        partial.mkdir(parents=True)
+        count = _write(ZarrView(checkpoint), partial, _threads(checkpoint, memory), progress)
+        partial.replace(target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"cannot unpack: {error}", where=str(target)) from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return count
+
+
+def _threads(checkpoint: Checkpoint, memory: int) -> int:
+    """As many as have room for a chunk and its copy."""
+    largest = max(
+        (
+            presented_grid(array).chunk_elements * array.dtype.itemsize
+            for array in checkpoint.arrays.values()
+        ),
+        default=1,
+    )
+    return max(1, min(4, memory // (3 * max(1, largest))))
+
+
+def _write(view: ZarrView, root: Path, threads: int, progress: Progress | None) -> int:
+    keys = iter(view.keys())
+    lock = threading.Lock()
+    stopped = threading.Event()
+    counts: list[int] = []
+
+    def work() -> None:
+        while not stopped.is_set():
+            with lock:
+                batch = list(islice(keys, 16))
+            if not batch:
+                return
+            for key in batch:
+                size = _write_key(view, root, key)
+                if progress:
+                    progress(size)
+            counts.append(len(batch))
+
+    run_threads(work, threads, stopped)
+    return sum(counts)
+
+
+def _write_key(view: ZarrView, root: Path, key: str) -> int:
+    data = view.read_key(key) or b""
+    path = root.joinpath(*key.split("/"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return len(data)

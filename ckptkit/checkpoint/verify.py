@@ -1,0 +1,116 @@
+"""Is a step whole? Every byte of it is accounted for, and what is wrong comes back as findings, not as exceptions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptkit.checkpoint.assemble import assemble
+from ckptkit.checkpoint.image import Progress
+from ckptkit.checkpoint.locate import manifest_at
+from ckptkit.checkpoint.places import Place, data_prefix, described, store_at
+from ckptkit.checkpoint.scan import scan_groups, scan_pack
+from ckptkit.checkpoint.tail import read_record
+from ckptkit.errors import CkptkitError, FormatError, NotFoundError, StorageError
+from ckptkit.format.manifest import Manifest
+from ckptkit.format.record import Record
+from ckptkit.storage import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong with a step."""
+
+    kind: str
+    """corrupt, missing, extra, mismatch or unreadable."""
+    where: str
+    what: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.where}: {self.what}"
+
+
+def verify(location: Place, *, threads: int | None = None, progress: Progress | None = None) -> list[Finding]:
+    """Everything that is wrong with a step (of a run: its newest one); an empty list says that every byte is as it was written.
+
+    What is no committed step at all is a NotFoundError.
+    """
+    store = store_at(location)
+    try:
+        prefix, manifest = manifest_at(store)
+    except FormatError as error:
+        return [_as_finding(error, str(store.location))]
+    return list(_findings(store, prefix, manifest, threads, progress))
+
+
+def _findings(
+    store: Store, prefix: str, manifest: Manifest, threads: int | None, progress: Progress | None
+) -> Iterator[Finding]:
+    folder = data_prefix(prefix, manifest.save.save_id)
+    yield from _files(store, folder, manifest)
+    records: list[Record] = []
+    for pack in manifest.packs:
+        key = f"{folder}/{pack.name}"
+        where = described(store, key)
+        try:
+            if store.size(key) != pack.size:
+                continue  # said already
+            if pack.record is None:
+                faults = scan_groups(store, key, manifest, records)
+            else:
+                record, found = read_record(store, key)
+                records.append(record)
+                if found != pack:
+                    yield Finding("mismatch", where, "the record is not where the manifest says")
+                faults = scan_pack(store, key, record, threads=threads, progress=progress)
+            for at, what in faults:
+                yield Finding("corrupt", f"{where} at byte {at}", what)
+        except (FormatError, StorageError, NotFoundError) as error:
+            yield _as_finding(error, where)
+    if len(records) == manifest.save.world_size:
+        yield from _compare(store, prefix, manifest, records)
+
+
+def _files(store: Store, folder: str, manifest: Manifest) -> Iterator[Finding]:
+    """Packs that are missing, of another size, or too many."""
+    present = {entry.key.rpartition("/")[2]: entry.size for entry in store.list(folder)}
+    for pack in manifest.packs:
+        where = described(store, f"{folder}/{pack.name}")
+        size = present.pop(pack.name, None)
+        if size is None:
+            yield Finding("missing", where, "a pack of the step is not there")
+        elif size != pack.size:
+            what = f"the pack has {size} bytes, written were {pack.size}"
+            yield Finding("corrupt", where, what)
+    for name in sorted(present):
+        hint = "nothing refers to it; delete it if you did not put it there"
+        yield Finding("extra", described(store, f"{folder}/{name}"), "not a pack of the step", hint)
+
+
+def _compare(
+    store: Store, prefix: str, manifest: Manifest, records: list[Record]
+) -> Iterator[Finding]:
+    """The manifest against the one that the records give."""
+    where = described(store, prefix)
+    try:
+        expected = assemble(records, manifest.packs)
+    except CkptkitError as error:
+        yield _as_finding(error, where)
+        return
+    if expected.to_bytes() == manifest.to_bytes():
+        return
+    if expected.arrays != manifest.arrays:
+        yield Finding("mismatch", where, "the manifest's arrays are not those of the packs")
+    columns = ("pack", "offset", "length", "crc32")
+    if any(not np.array_equal(getattr(expected, c), getattr(manifest, c)) for c in columns):
+        yield Finding("mismatch", where, "the manifest's chunks are not those of the packs")
+    if not (expected.arrays != manifest.arrays):
+        yield Finding("mismatch", where, "the manifest says other things than the packs do")
+
+
+def _as_finding(error: CkptkitError, where: str) -> Finding:
+    kind = "corrupt" if isinstance(error, FormatError) else "unreadable"
+    return Finding(kind, error.where or where, error.what, error.hint)

@@ -1,0 +1,260 @@
+"""The writer: one for each rank of a save; what all of them wrote becomes a step at once or not at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from ckptkit.checkpoint.barrier import Barrier, SoloBarrier
+from ckptkit.checkpoint.commit import commit, discard, gather, refuse_committed
+from ckptkit.checkpoint.content import as_local
+from ckptkit.checkpoint.image import DEFAULT_THREADS, Progress
+from ckptkit.checkpoint.pack_writer import Holding, Holdings, write_pack
+from ckptkit.checkpoint.places import Place, new_save_id, step_name, store_at
+from ckptkit.errors import InvalidNameError, LayoutError, UnsupportedTypeError, UsageError
+from ckptkit.format.arrays import ROLES, Alias, ArrayInfo
+from ckptkit.format.leaves import dumps
+from ckptkit.format.names import checked_path
+from ckptkit.format.objects import ObjectInfo
+from ckptkit.format.record import SaveInfo
+from ckptkit.model import (
+    DType,
+    PerRank,
+    Placement,
+    Replicate,
+    Replicated,
+    Strategy,
+    Sum,
+    layout_of,
+    parse_placement,
+)
+from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid
+from ckptkit.version import __version__
+
+
+class Writer:
+    """Writes what one rank holds of a step; used as a context manager, it commits at the end.
+
+    Every rank makes one with the same location, step and strategy, adds its part of each array it holds, and leaves the block.
+    Nothing is visible before all ranks are done; if any of them fails, all of them raise and the step does not exist.
+    """
+
+    def __init__(
+        self,
+        location: Place,
+        *,
+        step: int,
+        strategy: str | Strategy = "single",
+        rank: int = 0,
+        barrier: Barrier | None = None,
+        details: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        threads: int = DEFAULT_THREADS,
+        progress: Progress | None = None,
+    ) -> None:
+        self.strategy = Strategy.of(strategy)
+        self.step = step
+        self.rank = rank
+        self._prefix = step_name(step)
+        self._barrier = _checked_barrier(barrier, rank, self.strategy)
+        self._details = dict(details or {})
+        dumps(self._details, "details")  # so that what cannot be stored is refused here
+        self._store = store_at(location)
+        self._overwrite = overwrite
+        self._chunk_bytes = chunk_bytes
+        self._threads = threads
+        self._progress = progress
+        self._arrays: dict[str, Holding] = {}
+        self._aliases: dict[str, Alias] = {}
+        self._objects: dict[str, ObjectInfo] = {}
+        self._done = False
+
+    def add(
+        self,
+        name: str,
+        data: object = None,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: object = None,
+        placements: Mapping[str, Placement | str] | None = None,
+        role: str = "other",
+        of: str | None = None,
+    ) -> None:
+        """Add this rank's part of an array.
+
+        `name` is a path such as `model/layers.0.weight` (`ckptkit.format.names.join` makes one of any names). `data` is anything with the buffer protocol, in
+        the shape of the part, and must not change before the commit; a rank that holds nothing passes None, with shape and dtype. `shape` is the global shape; without it the array
+        is the same on all ranks. `placements` says for each axis how it cuts the array; axes not named replicate it.
+        """
+        self._check_open()
+        self._check_new(name)
+        if role not in ROLES:
+            raise UsageError(f"a role is one of {', '.join(ROLES)}", where=name, value=role)
+        known = _dtype(name, data, dtype)
+        whole = _global_shape(name, data, shape)
+        row = self._placements(name, placements or {})
+        layout = layout_of(whole, self.strategy, row)
+        part = layout.part(self.rank)
+        grid = choose_grid(whole, known.itemsize, layout.edges, self._chunk_bytes)
+        local = None if data is None else as_local(name, data, part.shape, known)
+        if local is None and not part.is_empty:
+            raise UsageError("this rank holds a part, but no data was passed", where=name)
+        info = ArrayInfo(name, whole, known, grid, role, row, of)
+        self._arrays[name] = Holding(info, layout, part, local)
+
+    def add_alias(self, name: str, alias_of: str) -> None:
+        """Add a second name for an array: tied weights are stored once."""
+        self._check_open()
+        self._check_new(name)
+        self._aliases[name] = Alias(name, checked_path(alias_of))
+
+    def add_object(self, name: str, value: object) -> None:
+        """Add a value that is no tensor: plain (the same on all ranks), PerRank(value) or Sum(number)."""
+        self._check_open()
+        if not name or name in self._objects:
+            raise InvalidNameError("an object needs a name of its own", value=name)
+        semantics = {PerRank: "per_rank", Sum: "sum"}.get(type(value), "replicated")
+        inner = value.value if isinstance(value, (PerRank, Sum, Replicated)) else value
+        dumps(inner, name)
+        self._objects[name] = ObjectInfo(name, semantics, inner)
+
+    def commit(self) -> None:
+        """Write this rank's pack, wait for the others, and make the step exist."""
+        self._check_open()
+        self._done = True
+        try:
+            save = self._begin()
+            write_pack(
+                self._store,
+                self._prefix,
+                save,
+                self.rank,
+                Holdings(self._arrays, self._aliases, self._objects),
+                threads=self._threads,
+                progress=self._progress,
+            )
+            self._meet_and_commit(save)
+        except BaseException as error:
+            self._barrier.leave(_in_one_line(error))
+            raise
+
+    def abort(self, problem: str = "the save was given up") -> None:
+        """Tell the other ranks that there will be no step; leaving the block by an exception does this."""
+        if not self._done:
+            self._done = True
+            self._barrier.leave(problem)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.abort(_in_one_line(error))
+        elif not self._done:
+            self.commit()
+
+    def _begin(self) -> SaveInfo:
+        """Agree on the save id and the time, both rank 0's."""
+        shared = ""
+        if self.rank == 0:
+            if not self._overwrite:
+                refuse_committed(self._store, self._prefix)
+            shared = f"{new_save_id()} {time.time()}"
+        save_id, seconds = self._barrier.share(shared).split(" ")
+        return SaveInfo(
+            save_id=save_id,
+            step=self.step,
+            time=float(seconds),
+            writer=f"ckptkit {__version__}",
+            world_size=self.strategy.world_size,
+            strategy=self.strategy,
+            details=self._details,
+        )
+
+    def _meet_and_commit(self, save: SaveInfo) -> None:
+        if self.rank == 0:
+            try:
+                self._barrier.wait()
+                manifest = gather(self._store, self._prefix, save.save_id)
+            except BaseException:
+                # Only rank 0 ever commits, and now it will not: no manifest can name this data.
+                discard(self._store, self._prefix, save.save_id)
+                raise
+            commit(self._store, self._prefix, manifest, overwrite=self._overwrite)
+        else:
+            self._barrier.wait()
+        self._barrier.wait()
+
+    def _check_open(self) -> None:
+        if self._done:
+            raise UsageError("this writer is done", hint="a writer writes one step; make another")
+
+    def _check_new(self, name: str) -> None:
+        checked_path(name)
+        if name in self._arrays or name in self._aliases:
+            raise InvalidNameError("the name was added before", value=name)
+
+    def _placements(
+        self, name: str, given: Mapping[str, Placement | str]
+    ) -> tuple[Placement, ...]:
+        axes = [axis.name for axis in self.strategy.mesh.axes]
+        unknown = sorted(set(given) - set(axes))
+        if unknown:
+            raise LayoutError(
+                f"{self.strategy} has the axes {', '.join(axes) or 'none'}",
+                where=name,
+                value=unknown[0],
+            )
+        row = (given.get(axis, Replicate()) for axis in axes)
+        return tuple(parse_placement(p) if isinstance(p, str) else p for p in row)
+
+
+def _checked_barrier(barrier: Barrier | None, rank: int, strategy: Strategy) -> Barrier:
+    ranks = strategy.world_size
+    if not 0 <= rank < ranks:
+        raise UsageError(f"{strategy} has the ranks 0 to {ranks - 1}", value=rank)
+    if barrier is None:
+        if ranks > 1:
+            raise UsageError(
+                f"{strategy} has {ranks} ranks, which need a barrier to meet at",
+                hint="pass barrier=FileBarrier(folder, rank, world_size)",
+            )
+        return SoloBarrier()
+    if (barrier.rank, barrier.world_size) != (rank, ranks):
+        raise UsageError(
+            f"the barrier does not fit rank {rank} of {ranks}",
+            value=(barrier.rank, barrier.world_size),
+        )
+    return barrier
+
+
+def _dtype(name: str, data: object, dtype: object) -> DType:
+    if dtype is None:
+        dtype = getattr(data, "dtype", None)
+    if dtype is None:
+        raise UsageError("the dtype cannot be seen", where=name, hint="pass dtype=…")
+    try:
+        return DType.of(dtype)
+    except UnsupportedTypeError as error:
+        error.where = name
+        raise
+
+
+def _global_shape(name: str, data: object, shape: Sequence[int] | None) -> tuple[int, ...]:
+    if shape is not None:
+        return tuple(shape)
+    if data is None or not hasattr(data, "shape"):
+        raise UsageError("the shape cannot be seen", where=name, hint="pass shape=…")
+    return tuple(data.shape)
+
+
+def _in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".replace("\n", "; ")

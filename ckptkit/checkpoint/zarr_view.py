@@ -1,0 +1,177 @@
+"""A step as a read-only Zarr v3 store: for zarr-python and everything that stands on it, never our own data path."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import zarr
+from zarr.abc.store import (
+    ByteRequest,
+    OffsetByteRequest,
+    RangeByteRequest,
+    Store,
+    SuffixByteRequest,
+)
+from zarr.core.buffer import Buffer, BufferPrototype
+
+from ckptkit.errors import UsageError
+from ckptkit.format.names import ancestors
+from ckptkit.format.zarr_documents import DOCUMENT, array_document, chunk_key, group_document, key_of
+from ckptkit.model import Grid
+
+if TYPE_CHECKING:
+    from ckptkit.checkpoint.array import Array
+    from ckptkit.checkpoint.checkpoint import Checkpoint
+
+
+def open_group(checkpoint: Checkpoint) -> zarr.Group:
+    """The root group of a step."""
+    return zarr.open_group(ZarrView(checkpoint), mode="r")
+
+
+def presented_grid(array: Array) -> Grid:
+    """The grid that a view shows: its own if it is regular, else the longest pieces, which zarr-python 3.1 can read too."""
+    if array.grid.is_regular:
+        return array.grid
+    longest = [
+        max(b - a for a, b in zip((0, *edges), (*edges, extent), strict=True))
+        for edges, extent in zip(array.grid.edges, array.shape, strict=True)
+    ]
+    return Grid.regular(array.shape, tuple(max(1, extent) for extent in longest))
+
+
+class ZarrView(Store):
+    """Every key of a step, tied arrays under each of their names; a chunk that is not there is an error, never a fill value."""
+
+    supports_writes = False
+    supports_deletes = False
+    supports_listing = True
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(read_only=True)
+        self._checkpoint = checkpoint
+        self._groups = {g for name in checkpoint.arrays for g in ancestors(name)} | {""}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ZarrView) and other._checkpoint is self._checkpoint
+
+    def __hash__(self) -> int:
+        return hash(id(self._checkpoint))
+
+    def __str__(self) -> str:
+        return f"ckptkit:{self._checkpoint.location}"
+
+    def read_key(self, key: str) -> bytes | None:
+        """The bytes of a key, or None where a step has no such key."""
+        name, _, last = key.rpartition("/")
+        if last == DOCUMENT:
+            return self._document(name)
+        found = self._chunk(key)
+        if found is None:
+            return None
+        array, index = found
+        return _chunk_bytes(array, index)
+
+    def keys(self) -> Iterable[str]:
+        """All keys."""
+        yield from map(key_of, sorted(self._groups))
+        for name, array in self._checkpoint.arrays.items():
+            yield key_of(name)
+            for index in np.ndindex(*presented_grid(array).counts):
+                yield chunk_key(name, index)
+
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """The value of a key, or a range of it."""
+        data = await asyncio.to_thread(self.read_key, key)
+        if data is None:
+            return None
+        return prototype.buffer.from_bytes(data[_as_slice(byte_range, len(data))])
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        """Several values or ranges."""
+        return [await self.get(key, prototype, part) for key, part in key_ranges]
+
+    async def exists(self, key: str) -> bool:
+        """Whether a step has the key."""
+        name, _, last = key.rpartition("/")
+        if last == DOCUMENT:
+            return name in self._groups or name in self._checkpoint
+        return self._chunk(key) is not None
+
+    async def list(self) -> AsyncIterator[str]:
+        """All keys."""
+        for key in self.keys():
+            yield key
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        """All keys that begin so."""
+        for key in self.keys():
+            if key.startswith(prefix):
+                yield key
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        """The names directly below a prefix."""
+        start = f"{prefix.rstrip('/')}/" if prefix else ""
+        seen = set()
+        nodes = [*self._groups - {""}, *self._checkpoint.arrays]
+        for name in (DOCUMENT, *(n[len(start) :].partition("/")[0] for n in nodes if n.startswith(start))):
+            if name not in seen:
+                seen.add(name)
+                yield name
+
+    async def set(self, key: str, value: Buffer) -> None:
+        """Refused: a step never changes."""
+        raise UsageError("a checkpoint is read-only", where=str(self), value=key)
+
+    async def delete(self, key: str) -> None:
+        """Refused: a step never changes."""
+        raise UsageError("a checkpoint is read-only", where=str(self), value=key)
+
+    def _document(self, name: str) -> bytes | None:
+        if name in self._groups:
+            return group_document()
+        if name not in self._checkpoint:
+            return None
+        array = self._checkpoint[name]
+        return array_document(array.info, presented_grid(array))
+
+    def _chunk(self, key: str) -> tuple[Array, tuple[int, ...]] | None:
+        name, mark, numbers = f"/{key}/".rpartition("/c/")
+        name, numbers = name[1:], numbers.rstrip("/")
+        if not mark or name not in self._checkpoint:
+            return None
+        array = self._checkpoint[name]
+        parts = numbers.split("/") if numbers else []
+        counts = presented_grid(array).counts
+        if len(parts) != len(counts) or not all(p.isdigit() and p.isascii() for p in parts):
+            return None
+        index = tuple(map(int, parts))
+        inside = all(i < count for i, count in zip(index, counts, strict=True))
+        return (array, index) if inside else None
+
+
+def _chunk_bytes(array: Array, index: tuple[int, ...]) -> bytes:
+    grid = presented_grid(array)
+    box = grid.box(index)
+    stored = np.zeros(grid.chunk_shape, dtype=array.dtype.bits)
+    inside = (*(slice(0, extent) for extent in box.shape), ...)
+    stored[inside] = array.read(box).view(array.dtype.bits)
+    return stored.tobytes()
+
+
+def _as_slice(wanted: ByteRequest | None, size: int) -> slice:
+    match wanted:
+        case RangeByteRequest(start, end):
+            return slice(start, end)
+        case OffsetByteRequest(offset):
+            return slice(offset, None)
+        case SuffixByteRequest(suffix):
+            return slice(max(0, size - suffix), None)
+    return slice(None)

@@ -1,0 +1,126 @@
+"""Every error ckptkit raises on purpose.
+
+CkptkitError
+├── UsageError(ValueError)             what the caller passed cannot be right
+│   ├── StrategyError                  a strategy string or mesh
+│   ├── LayoutError                    a shape, placement or buffer that does not fit
+│   ├── InvalidNameError               a tensor name the format cannot hold
+│   └── UnsupportedTypeError(TypeError)  a value or dtype the format has no type for
+├── FormatError                        bytes that are not a checkpoint this version reads
+│   ├── VersionError                   written by a newer ckptkit
+│   └── CorruptionError                bytes that differ from what was written
+├── NotFoundError(FileNotFoundError)   nothing there, or no such array
+│   └── NotCommittedError              a step without a manifest
+├── AlreadyExistsError(FileExistsError)  something is there and may not be replaced
+│   └── StepExistsError                the step is already committed
+├── StorageError(OSError)              the disk or the object store refused
+│   ├── AccessError(PermissionError)   not allowed
+│   └── NoSpaceError                   full
+└── PeerError(RuntimeError)            another rank failed, disagrees, or did not come
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_ABSENT: Any = object()
+
+
+class CkptkitError(Exception):
+    """Says what is wrong, where, with which value, and what to do about it."""
+
+    def __init__(
+        self, what: str, *, where: str = "", value: object = _ABSENT, hint: str = ""
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.has_value = value is not _ABSENT
+        self.value = _shown(value) if self.has_value else ""
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        if self.has_value:
+            text += f" (got {self.value})"
+        return f"{text}\nhint: {self.hint}" if self.hint else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_restore, (type(self), self.what, self.__dict__.copy()))
+
+
+def _shown(value: object) -> str:
+    """A bounded repr: a hostile file must not fill a terminal, and errors must stay picklable."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:160]}… ({len(text)} characters)"
+
+
+def _restore(kind: type[CkptkitError], what: str, state: dict[str, Any]) -> CkptkitError:
+    error = kind.__new__(kind)
+    Exception.__init__(error, what)
+    error.__dict__.update(state)
+    return error
+
+
+class UsageError(CkptkitError, ValueError):
+    """The call cannot be right, whatever the storage holds."""
+
+
+class StrategyError(UsageError):
+    """A strategy string or a mesh that means nothing."""
+
+
+class LayoutError(UsageError):
+    """A shape, a placement or a buffer that does not fit the others."""
+
+
+class InvalidNameError(UsageError):
+    """A tensor name that the format cannot hold."""
+
+
+class UnsupportedTypeError(UsageError, TypeError):
+    """A value or a dtype that the format has no type for."""
+
+
+class FormatError(CkptkitError):
+    """Bytes that are not a checkpoint this version can read."""
+
+
+class VersionError(FormatError):
+    """A checkpoint written by a newer version of the format."""
+
+
+class CorruptionError(FormatError):
+    """Bytes that differ from what was written."""
+
+
+class NotFoundError(CkptkitError, FileNotFoundError):
+    """There is nothing at the location, or nothing of that name in it."""
+
+
+class NotCommittedError(NotFoundError):
+    """A step that has no manifest: it was never finished, or is being written."""
+
+
+class AlreadyExistsError(CkptkitError, FileExistsError):
+    """Something is there already and must not be replaced."""
+
+
+class StepExistsError(AlreadyExistsError):
+    """The step is committed already, and overwriting was not asked for."""
+
+
+class StorageError(CkptkitError, OSError):
+    """The disk or the object store refused."""
+
+
+class AccessError(StorageError, PermissionError):
+    """The storage does not allow it."""
+
+
+class NoSpaceError(StorageError):
+    """The storage is full."""
+
+
+class PeerError(CkptkitError, RuntimeError):
+    """Another rank failed, disagrees with this one, or did not come in time."""

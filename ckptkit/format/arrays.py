@@ -1,0 +1,163 @@
+"""The entries that describe arrays, the same in records and in the manifest (FORMAT section 6)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.errors import FormatError, UnsupportedTypeError
+from ckptkit.format.fields import Fields, integer
+from ckptkit.format.names import ancestors, name_from_file
+from ckptkit.model import DType, Grid, Placement, placement_from_doc, placement_to_doc
+
+ROLES = ("param", "buffer", "optimizer", "other")
+MAX_ARRAYS = 1 << 24
+MAX_DIMS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayInfo:
+    """One array of a step: everything but its bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    grid: Grid
+    role: str
+    placements: tuple[Placement, ...]
+    of: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements, padding not counted."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A tied tensor: a second name for an array."""
+
+    name: str
+    alias_of: str
+
+
+def arrays_to_docs(
+    arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]
+) -> tuple[list[Any], list[Any]]:
+    """(table of placements, entries sorted by name)."""
+    table: dict[tuple[Placement, ...], int] = {}
+    entries: list[dict[str, Any]] = [{"name": a.name, "alias_of": a.alias_of} for a in aliases]
+    for array in arrays:
+        entry = {
+            "name": array.name,
+            "shape": list(array.shape),
+            "dtype": array.dtype.name,
+            "grid": array.grid.to_doc(),
+            "role": array.role,
+            "placements": table.setdefault(array.placements, len(table)),
+        }
+        if array.of is not None:
+            entry["of"] = array.of
+        entries.append(entry)
+    entries.sort(key=lambda entry: entry["name"])
+    return [[placement_to_doc(p) for p in row] for row in table], entries
+
+
+def arrays_from_docs(
+    fields: Fields, axes: int
+) -> tuple[tuple[ArrayInfo, ...], tuple[Alias, ...]]:
+    """Take `placements` and `arrays` out of a document."""
+    table = _placements(fields.items("placements"), axes)
+    arrays: list[ArrayInfo] = []
+    aliases: list[Alias] = []
+    names: list[str] = []
+    for number, doc in enumerate(fields.items("arrays")):
+        where = f"arrays.{number}"
+        if not isinstance(doc, dict):
+            raise FormatError("not a map", where=where, value=doc)
+        if "alias_of" in doc:
+            aliases.append(_alias(Fields(doc, where)))
+            names.append(aliases[-1].name)
+        else:
+            arrays.append(_array(Fields(doc, where), table))
+            names.append(arrays[-1].name)
+    _check_names(names)
+    _check_aliases(arrays, aliases)
+    return tuple(arrays), tuple(aliases)
+
+
+def _placements(rows: list[Any], axes: int) -> list[tuple[Placement, ...]]:
+    table = []
+    for number, row in enumerate(rows):
+        where = f"placements.{number}"
+        if not isinstance(row, list) or len(row) != axes:
+            raise FormatError(f"not a list of {axes} placements", where=where, value=row)
+        table.append(tuple(placement_from_doc(p, where=f"{where}.{i}") for i, p in enumerate(row)))
+    return table
+
+
+def _alias(fields: Fields) -> Alias:
+    alias = Alias(
+        name_from_file(fields.any("name"), fields.at("name")),
+        name_from_file(fields.any("alias_of"), fields.at("alias_of")),
+    )
+    fields.finish()
+    return alias
+
+
+def _array(fields: Fields, table: list[tuple[Placement, ...]]) -> ArrayInfo:
+    name = name_from_file(fields.any("name"), fields.at("name"))
+    dtype = _dtype(fields.text("dtype"), fields.at("dtype"))
+    shape = _shape(fields.items("shape"), dtype, fields.at("shape"))
+    grid = Grid.from_doc(fields.any("grid"), shape, where=fields.at("grid"))
+    role = fields.text("role")
+    if role not in ROLES:
+        raise FormatError(f"not one of {', '.join(ROLES)}", where=fields.at("role"), value=role)
+    row = fields.integer("placements", below=len(table))
+    of = name_from_file(fields.any("of"), fields.at("of")) if fields.has("of") else None
+    fields.finish()
+    return ArrayInfo(name, shape, dtype, grid, role, table[row], of)
+
+
+def _dtype(name: str, where: str) -> DType:
+    try:
+        dtype = DType.of(name)
+    except UnsupportedTypeError as error:
+        raise FormatError(error.what, where=where, value=name, hint=error.hint) from error
+    if dtype.name != name:
+        raise FormatError("not a dtype as the format spells it", where=where, value=name)
+    return dtype
+
+
+def _shape(extents: list[Any], dtype: DType, where: str) -> tuple[int, ...]:
+    if len(extents) > MAX_DIMS:
+        raise FormatError(f"more than {MAX_DIMS} dims", where=where, value=len(extents))
+    shape = tuple(integer(extent, where, below=(1 << 62) + 1) for extent in extents)
+    if math.prod(shape) * dtype.itemsize >= 1 << 63:
+        raise FormatError("an array of 2**63 bytes or more", where=where, value=shape)
+    return shape
+
+
+def _check_names(names: list[str]) -> None:
+    if len(names) > MAX_ARRAYS:
+        raise FormatError(f"more than {MAX_ARRAYS} arrays", where="arrays", value=len(names))
+    if any(first >= second for first, second in zip(names, names[1:], strict=False)):
+        raise FormatError("the arrays are not sorted by distinct names", where="arrays")
+    known = set(names)
+    for name in names:
+        clash = known.intersection(ancestors(name))
+        if clash:
+            raise FormatError(
+                f"the array lies below the array {clash.pop()!r}", where="arrays", value=name
+            )
+
+
+def _check_aliases(arrays: list[ArrayInfo], aliases: list[Alias]) -> None:
+    known = {array.name for array in arrays}
+    for alias in aliases:
+        if alias.alias_of not in known:
+            raise FormatError(
+                "an alias of an array that is not there", where=alias.name, value=alias.alias_of
+            )

@@ -1,0 +1,89 @@
+"""Taking fields out of a decoded document: every one is checked, none is left over."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ckptkit.errors import FormatError
+
+LIMIT = 1 << 63
+
+
+class Fields:
+    """A map from a document, whose keys are taken one by one."""
+
+    def __init__(self, value: object, where: str) -> None:
+        if not isinstance(value, dict):
+            raise FormatError("not a map", where=where, value=value)
+        self._left = dict(value)
+        self._where = where
+
+    def at(self, key: str) -> str:
+        """Where a key stands, for messages: `arrays.3.shape`."""
+        return f"{self._where}.{key}" if self._where else key
+
+    def has(self, key: str) -> bool:
+        """Whether an optional key is there."""
+        return key in self._left
+
+    def any(self, key: str) -> Any:
+        """The value as it is; the caller checks it."""
+        if key not in self._left:
+            raise FormatError("the field is missing", where=self.at(key))
+        return self._left.pop(key)
+
+    def integer(self, key: str, *, below: int = LIMIT) -> int:
+        """An integer in [0, below)."""
+        return integer(self.any(key), self.at(key), below=below)
+
+    def number(self, key: str) -> float:
+        """A finite float."""
+        value = self.any(key)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise FormatError("not a finite number", where=self.at(key), value=value)
+        return float(value)
+
+    def text(self, key: str) -> str:
+        """A string."""
+        value = self.any(key)
+        if not isinstance(value, str):
+            raise FormatError("not text", where=self.at(key), value=value)
+        return value
+
+    def items(self, key: str) -> list[Any]:
+        """A list."""
+        value = self.any(key)
+        if not isinstance(value, list):
+            raise FormatError("not a list", where=self.at(key), value=value)
+        return value
+
+    def bytes(self, key: str) -> bytes:
+        """A bin."""
+        value = self.any(key)
+        if not isinstance(value, bytes):
+            raise FormatError("not bytes", where=self.at(key), value=type(value).__name__)
+        return value
+
+    def finish(self) -> None:
+        """Refuse what this version does not know: it could change the meaning of the rest."""
+        if self._left:
+            raise FormatError(
+                "fields that this version of the format does not have",
+                where=self._where,
+                value=sorted(map(str, self._left)),
+            )
+
+
+def integer(value: object, where: str, *, below: int = LIMIT) -> int:
+    """The value, if it is an integer in [0, below)."""
+    if type(value) is not int or not 0 <= value < below:
+        raise FormatError(f"not an integer from 0 to below {below}", where=where, value=value)
+    return value
+
+
+def extent(value: object, where: str) -> tuple[int, int]:
+    """An (offset, length) pair."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise FormatError("not an offset and a length", where=where, value=value)
+    return integer(value[0], where), integer(value[1], where)

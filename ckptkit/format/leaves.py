@@ -1,0 +1,171 @@
+"""Typed msgpack: the closed set of values a document may hold besides tensors (FORMAT section 8)."""
+
+from __future__ import annotations
+
+import datetime
+from collections import OrderedDict
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from ckptkit.errors import CkptkitError, FormatError, UnsupportedTypeError
+from ckptkit.model import DType
+
+MAX_DEPTH = 32
+
+_TUPLE, _INTEGER, _ARRAY, _SCALAR, _DATETIME = 1, 2, 3, 4, 5
+_ACCEPTED = (
+    "None, bool, int, float, str, bytes, list, tuple, dict with str or int keys, "
+    "numpy scalars and arrays, datetime"
+)
+
+
+def encode(value: object, path: str = "", depth: int = 0) -> Any:
+    """The value as msgpack types and extension types; what has none is refused by its path."""
+    if depth >= MAX_DEPTH:
+        raise UnsupportedTypeError(
+            f"more than {MAX_DEPTH} levels deep (or it contains itself)", where=path
+        )
+    kind = type(value)
+    if value is None or kind in (bool, float, bytes):
+        return value
+    if kind is str:
+        return _text(value, path)
+    if kind is int:
+        return _integer(value)  # type: ignore[arg-type]
+    if kind is list or kind is tuple:
+        items = [encode(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]  # type: ignore[arg-type, var-annotated]
+        return items if kind is list else msgpack.ExtType(_TUPLE, msgpack.packb(items))
+    if kind is dict or kind is OrderedDict:
+        return {
+            _key(key, path): encode(item, f"{path}.{key}" if path else str(key), depth + 1)
+            for key, item in value.items()  # type: ignore[attr-defined]
+        }
+    if isinstance(value, (np.generic, np.ndarray)):
+        return _numpy(value, path)
+    if kind is datetime.datetime:
+        return msgpack.ExtType(_DATETIME, value.isoformat().encode())  # type: ignore[attr-defined]
+    raise UnsupportedTypeError(
+        f"a {kind.__module__}.{kind.__qualname__} cannot be stored",
+        where=path,
+        hint=f"accepted are {_ACCEPTED}; tensors belong among the arrays",
+    )
+
+
+def dumps(value: object, path: str = "") -> bytes:
+    """The value as bytes, equal for equal values: dictionaries keep their order."""
+    return bytes(msgpack.packb(encode(value, path)))
+
+
+def unpack(data: bytes | memoryview, where: str, depth: int = 0) -> Any:
+    """Decode one document or leaf; anything outside the closed set is a FormatError."""
+    if depth >= MAX_DEPTH:
+        raise FormatError(f"more than {MAX_DEPTH} levels deep", where=where)
+
+    def extension(code: int, payload: bytes) -> object:
+        return _extension(code, payload, where, depth + 1)
+
+    def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise FormatError("a key appears twice in one map", where=where)
+        return result
+
+    try:
+        return msgpack.unpackb(
+            data, strict_map_key=False, object_pairs_hook=unique, ext_hook=extension
+        )
+    except CkptkitError:
+        raise
+    except Exception as error:  # msgpack raises a dozen unrelated types on bad input
+        raise FormatError(f"not valid msgpack: {error}", where=where) from error
+
+
+def check_leaf(value: object, where: str, depth: int = 0) -> Any:
+    """The decoded value if its keys and depth are those of a leaf."""
+    if depth >= MAX_DEPTH:
+        raise FormatError(f"more than {MAX_DEPTH} levels deep", where=where)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if type(key) not in (str, int):
+                raise FormatError("a key that is neither text nor integer", where=where, value=key)
+            check_leaf(item, where, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            check_leaf(item, where, depth + 1)
+    elif isinstance(value, (msgpack.ExtType, msgpack.Timestamp)):
+        raise FormatError("a value of an unknown type", where=where)
+    return value
+
+
+def _text(value: object, path: str) -> object:
+    try:
+        str(value).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UnsupportedTypeError("text that is not valid Unicode", where=path) from error
+    return value
+
+
+def _integer(value: int) -> object:
+    if -(2**63) <= value < 2**64:
+        return value
+    length = (value.bit_length() + 8) // 8
+    return msgpack.ExtType(_INTEGER, value.to_bytes(length, "big", signed=True))
+
+
+def _key(key: object, path: str) -> object:
+    if type(key) is int and -(2**63) <= key < 2**64:
+        return key
+    if type(key) is str:
+        return _text(key, path)
+    raise UnsupportedTypeError(
+        "a dictionary key has to be a str or a 64-bit int", where=path, value=key
+    )
+
+
+def _numpy(value: np.generic | np.ndarray[Any, Any], path: str) -> msgpack.ExtType:
+    try:
+        dtype = DType.of(value.dtype)
+    except UnsupportedTypeError as error:
+        raise UnsupportedTypeError(error.what, where=path, hint=error.hint) from error
+    if isinstance(value, np.generic):
+        return msgpack.ExtType(_SCALAR, msgpack.packb([dtype.name, value.tobytes()]))
+    payload = [dtype.name, list(value.shape), value.tobytes(order="C")]
+    return msgpack.ExtType(_ARRAY, msgpack.packb(payload))
+
+
+def _extension(code: int, payload: bytes, where: str, depth: int) -> object:
+    if code == _INTEGER:
+        return int.from_bytes(payload, "big", signed=True)
+    if code == _DATETIME:
+        return datetime.datetime.fromisoformat(payload.decode("ascii"))
+    if code == _TUPLE:
+        return tuple(_of_length(unpack(payload, where, depth), None, where))
+    if code == _SCALAR:
+        name, data = _of_length(unpack(payload, where, depth), 2, where)
+        return _elements(name, [], data, where)[()]
+    if code == _ARRAY:
+        name, shape, data = _of_length(unpack(payload, where, depth), 3, where)
+        return _elements(name, shape, data, where)
+    raise FormatError("a value of an unknown type", where=where, value=code)
+
+
+def _of_length(value: object, length: int | None, where: str) -> list[Any]:
+    if not isinstance(value, list) or (length is not None and len(value) != length):
+        raise FormatError("a typed value of the wrong form", where=where)
+    return value
+
+
+def _elements(name: object, shape: object, data: object, where: str) -> np.ndarray[Any, Any]:
+    if not (isinstance(name, str) and isinstance(shape, list) and isinstance(data, bytes)):
+        raise FormatError("a typed array of the wrong form", where=where)
+    dtype = DType.of(name)
+    size = dtype.itemsize
+    for extent in shape:
+        if type(extent) is not int or extent < 0:
+            raise FormatError("a typed array of an impossible shape", where=where, value=shape)
+        size *= extent
+    if size != len(data) or len(shape) > MAX_DEPTH:
+        raise FormatError("a typed array whose bytes do not fit its shape", where=where)
+    return np.frombuffer(bytearray(data), dtype=dtype.numpy).reshape(shape)

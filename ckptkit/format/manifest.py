@@ -1,0 +1,160 @@
+"""The manifest: the commit record of a step (FORMAT section 6)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckptkit.errors import FormatError
+from ckptkit.format.arrays import Alias, ArrayInfo, arrays_from_docs, arrays_to_docs
+from ckptkit.format.columns import (
+    I64,
+    U32,
+    U64,
+    check_placed,
+    chunk_starts,
+    columns_from_doc,
+    columns_to_doc,
+    stored_bytes,
+)
+from ckptkit.format.envelope import seal, unseal
+from ckptkit.format.fields import Fields, extent
+from ckptkit.format.objects import ObjectInfo, objects_from_docs, objects_to_docs
+from ckptkit.format.record import SaveInfo
+
+GROUPS_PACK = "groups.zip"
+
+_KIND = "ckptkit-manifest"
+_COLUMNS = ("pack", "offset", "length", "crc32")
+_PACK_NAME = re.compile(r"rank-([0-9]{5,8})\.zip")
+
+
+def pack_name(rank: int) -> str:
+    """The file name of a rank's pack."""
+    return f"rank-{rank:05d}.zip"
+
+
+@dataclass(frozen=True, slots=True)
+class PackInfo:
+    """One pack of a step; `record` is (offset, length) of its record."""
+
+    name: str
+    size: int
+    record: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Manifest:
+    """A committed step; the columns have one row a chunk, arrays in order, chunks in order."""
+
+    save: SaveInfo
+    packs: tuple[PackInfo, ...]
+    arrays: tuple[ArrayInfo, ...]
+    aliases: tuple[Alias, ...]
+    starts: I64
+    pack: U32
+    offset: U64
+    length: U64
+    crc32: U32
+    objects: tuple[ObjectInfo, ...]
+
+    def __post_init__(self) -> None:
+        _check_packs(self.packs, self.save.world_size)
+        if len(self.pack) != int(self.starts[-1]):
+            raise FormatError(
+                f"{len(self.pack)} chunks are listed, the grids have {int(self.starts[-1])}",
+                where="chunks.count",
+            )
+        check_placed(
+            self.pack, self.offset, self.length, [p.size for p in self.packs], "chunks"
+        )
+        _check_lengths(self.arrays, self.starts, self.length)
+
+    def to_bytes(self) -> bytes:
+        """The document."""
+        table, entries = arrays_to_docs(self.arrays, self.aliases)
+        fields = {
+            **self.save.to_fields(),
+            "packs": [
+                {"name": p.name, "size": p.size, "record": list(p.record) if p.record else None}
+                for p in self.packs
+            ],
+            "placements": table,
+            "arrays": entries,
+            "chunks": columns_to_doc({name: getattr(self, name) for name in _COLUMNS}),
+            "objects": objects_to_docs(self.objects),
+        }
+        return seal(_KIND, fields)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Manifest:
+        """Read and check a manifest; errors name the field."""
+        fields = Fields(unseal(_KIND, data, where), "")
+        try:
+            return cls._from_fields(fields)
+        except FormatError as error:
+            error.where = f"{where}: {error.where}" if error.where else where
+            raise
+
+    @classmethod
+    def _from_fields(cls, fields: Fields) -> Manifest:
+        save = SaveInfo.from_fields(fields)
+        packs = tuple(_pack(doc, f"packs.{i}") for i, doc in enumerate(fields.items("packs")))
+        arrays, aliases = arrays_from_docs(fields, len(save.strategy.mesh.axes))
+        columns = columns_from_doc(fields.any("chunks"), "chunks", _COLUMNS)
+        objects = objects_from_docs(fields)
+        _check_per_rank(objects, save.world_size)
+        fields.finish()
+        return cls(
+            save, packs, arrays, aliases, chunk_starts(arrays), objects=objects, **columns
+        )
+
+
+def _pack(doc: Any, where: str) -> PackInfo:
+    fields = Fields(doc, where)
+    name, size = fields.text("name"), fields.integer("size")
+    record = fields.any("record")
+    fields.finish()
+    if record is None:
+        return PackInfo(name, size, None)
+    offset, length = extent(record, f"{where}.record")
+    if offset + length > size:
+        raise FormatError("a record outside of its pack", where=where, value=(offset, length))
+    return PackInfo(name, size, (offset, length))
+
+
+def _check_packs(packs: tuple[PackInfo, ...], world_size: int) -> None:
+    ranks = [p for p in packs if p.record is not None]
+    rest = [p.name for p in packs[len(ranks) :]]
+    for rank, pack in enumerate(packs[: len(ranks)]):
+        if pack.name != pack_name(rank) or pack.record is None:
+            raise FormatError(f"not {pack_name(rank)}", where=f"packs.{rank}", value=pack.name)
+    if len(ranks) != world_size or rest not in ([], [GROUPS_PACK]):
+        raise FormatError(
+            f"{len(packs)} packs do not fit {world_size} ranks", where="packs", value=rest
+        )
+
+
+def _check_lengths(arrays: tuple[ArrayInfo, ...], starts: I64, length: U64) -> None:
+    wrong = np.flatnonzero(length != stored_bytes(arrays, starts))
+    if len(wrong):
+        row = int(wrong[0])
+        array = arrays[int(np.searchsorted(starts, row, side="right")) - 1]
+        raise FormatError(
+            f"a chunk of {array.name} has a length that its grid does not give",
+            where=f"chunks.length.{row}",
+            value=int(length[row]),
+        )
+
+
+def _check_per_rank(objects: tuple[ObjectInfo, ...], world_size: int) -> None:
+    for number, item in enumerate(objects):
+        if item.semantics != "replicated" and (
+            not isinstance(item.value, list) or len(item.value) != world_size
+        ):
+            raise FormatError(
+                f"not a list of {world_size} values", where=f"objects.{number}.value"
+            )

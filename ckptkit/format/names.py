@@ -1,0 +1,116 @@
+"""Names of arrays: paths in the Zarr hierarchy, with exactly one spelling each (FORMAT section 2)."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from urllib.parse import unquote_to_bytes
+
+from ckptkit.errors import FormatError, InvalidNameError
+
+MAX_NODE_BYTES = 240
+MAX_NAME_BYTES = 1024
+MAX_NODES = 32
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.\-]+")
+_ESCAPED = re.compile(r"(?:[A-Za-z0-9_.\-]|%[0-9A-F]{2})+")
+_UNSAFE = re.compile(rb"[^A-Za-z0-9_.\-]")
+
+
+def escape(node: str) -> str:
+    """One tensor or group name, as the format spells it in a path."""
+    if not node or "\0" in node:
+        raise InvalidNameError(
+            "an empty name, or one with a NUL, cannot be stored", value=node, hint="rename it"
+        )
+    try:
+        raw = node.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidNameError("the name is not valid Unicode", value=node) from error
+    text = _UNSAFE.sub(lambda match: b"%%%02X" % match.group()[0], raw).decode("ascii")
+    if not text.strip("."):
+        text = text.replace(".", "%2E")
+    elif text.startswith(("__", ".ckptkit")):
+        text = f"%{ord(text[0]):02X}{text[1:]}"
+    elif text == "zarr.json":
+        text = "zarr%2Ejson"
+    if len(text) > MAX_NODE_BYTES:
+        raise InvalidNameError(
+            f"the name is {len(text)} bytes long in the format, {MAX_NODE_BYTES} are allowed",
+            value=node,
+            hint="file systems allow 255 bytes in a file name; shorten the module names",
+        )
+    return text
+
+
+def unescape(node: str) -> str:
+    """The tensor's own name for a node of a path."""
+    if "%" not in node:
+        return node
+    try:
+        return unquote_to_bytes(node).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError("the name does not decode as UTF-8", value=node) from error
+
+
+def join(*nodes: str) -> str:
+    """The path of unescaped names: `join("model", "a/b")` is `model/a%2Fb`."""
+    return checked_path("/".join(escape(node) for node in nodes))
+
+
+def split(name: str) -> tuple[str, ...]:
+    """The unescaped names along a path; the inverse of `join`."""
+    return tuple(unescape(node) for node in name.split("/"))
+
+
+def ancestors(name: str) -> list[str]:
+    """The groups above an array, the root (the empty name) first."""
+    nodes = name.split("/")
+    return ["/".join(nodes[:depth]) for depth in range(len(nodes))]
+
+
+def checked_path(name: str, *, where: str = "") -> str:
+    """The name itself if it is spelled as the format demands, else an InvalidNameError."""
+    problem = _problem(name)
+    if problem:
+        raise InvalidNameError(
+            problem,
+            where=where,
+            value=name,
+            hint="ckptkit.format.names.join() builds a name from any tensor names",
+        )
+    return name
+
+
+def name_from_file(value: object, where: str) -> str:
+    """A name read from a document: hostile until it is proven to be canonical."""
+    if not isinstance(value, str):
+        raise FormatError("a name has to be text", where=where, value=value)
+    problem = _problem(value)
+    if problem:
+        raise FormatError(problem, where=where, value=value)
+    return value
+
+
+def _problem(name: str) -> str:
+    if len(name) > MAX_NAME_BYTES:
+        return f"the name is longer than {MAX_NAME_BYTES} bytes"
+    nodes = name.split("/")
+    if len(nodes) > MAX_NODES:
+        return f"the name has more than {MAX_NODES} levels"
+    for node in nodes:
+        if not _is_canonical(node):
+            return f"{node[:80]!r} is not a name as the format spells it"
+    return ""
+
+
+@lru_cache(maxsize=65536)
+def _is_canonical(node: str) -> bool:
+    if not _ESCAPED.fullmatch(node) or len(node) > MAX_NODE_BYTES:
+        return False
+    if _PLAIN.fullmatch(node) and node[0] not in "_." and node != "zarr.json":
+        return True
+    try:
+        return escape(unescape(node)) == node
+    except (InvalidNameError, FormatError):
+        return False

@@ -1,0 +1,49 @@
+"""Objects: the values of a step that are no tensors, with what becomes of them when ranks change (FORMAT section 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.errors import FormatError
+from ckptkit.format.fields import Fields
+from ckptkit.format.leaves import check_leaf, encode
+
+SEMANTICS = ("replicated", "per_rank", "sum")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object; in a manifest the value of `per_rank` and `sum` is the list of all ranks' values."""
+
+    name: str
+    semantics: str
+    value: Any
+
+
+def objects_to_docs(objects: Sequence[ObjectInfo]) -> list[Any]:
+    """Entries sorted by name."""
+    return [
+        {"name": o.name, "semantics": o.semantics, "value": encode(o.value, o.name)}
+        for o in sorted(objects, key=lambda o: o.name)
+    ]
+
+
+def objects_from_docs(fields: Fields) -> tuple[ObjectInfo, ...]:
+    """Take `objects` out of a document."""
+    objects = []
+    for number, doc in enumerate(fields.items("objects")):
+        entry = Fields(doc, f"objects.{number}")
+        name, semantics = entry.text("name"), entry.text("semantics")
+        value = check_leaf(entry.any("value"), entry.at("value"))
+        if semantics not in SEMANTICS:
+            raise FormatError(
+                f"not one of {', '.join(SEMANTICS)}", where=entry.at("semantics"), value=semantics
+            )
+        entry.finish()
+        objects.append(ObjectInfo(name, semantics, value))
+    names = [o.name for o in objects]
+    if any(first >= second for first, second in zip(names, names[1:], strict=False)):
+        raise FormatError("the objects are not sorted by distinct names", where="objects")
+    return tuple(objects)

@@ -1,0 +1,174 @@
+"""The zip archive one writer writes (FORMAT section 4): bytes in, bytes out.
+
+Written here and not with `zipfile`, because offsets must be known before there are bytes, and because a header that follows
+from name, length, CRC and offset alone lets `verify` account for every byte of a pack.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckptkit.errors import CorruptionError
+
+ALIGNMENT = 64
+END_BYTES = 22 + 20 + 56  # the three end records, zip64 included
+
+_LIMIT32 = 0xFFFFFFFF
+_LIMIT16 = 0xFFFF
+_DATE = 0x0021
+_MADE_BY = 0x031E
+_MODE = 0x81A40000
+_ALIGN_ID = 0xD935
+_ZIP64_ID = 0x0001
+
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END = struct.Struct("<4sHHHHIIH")
+_END64 = struct.Struct("<4sQHHIIQQQQ")
+_LOCATOR = struct.Struct("<4sIQI")
+
+_RECORD_NAME = re.compile(rb"\.ckptkit/rank-[0-9]{5,8}\.msgpack")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a pack: `offset` is where its data begins."""
+
+    name: str
+    offset: int
+    length: int
+    crc: int
+
+
+def record_name(rank: int) -> str:
+    """The entry that describes what a pack holds."""
+    return f".ckptkit/rank-{rank:05d}.msgpack"
+
+
+def data_offset(name: str, length: int, header_offset: int) -> int:
+    """Where the data of an entry begins whose local header begins at `header_offset`."""
+    fixed = _LOCAL.size + len(name) + (20 if length >= _LIMIT32 else 0) + 4
+    return -(-(header_offset + fixed) // ALIGNMENT) * ALIGNMENT
+
+
+def local_header(entry: Entry, header_offset: int) -> bytes:
+    """All bytes from the header's offset up to the data."""
+    big = entry.length >= _LIMIT32
+    size = _LIMIT32 if big else entry.length
+    extra = struct.pack("<HHQQ", _ZIP64_ID, 16, entry.length, entry.length) if big else b""
+    padding = entry.offset - header_offset - _LOCAL.size - len(entry.name) - len(extra) - 4
+    extra += struct.pack("<HH", _ALIGN_ID, padding) + bytes(padding)
+    return (
+        _LOCAL.pack(
+            b"PK\3\4",
+            45 if big else 20,
+            0,
+            0,
+            0,
+            _DATE,
+            entry.crc,
+            size,
+            size,
+            len(entry.name),
+            len(extra),
+        )
+        + entry.name.encode("ascii")
+        + extra
+    )
+
+
+def directory(entries: Iterable[Entry]) -> bytes:
+    """The central directory and the end records of a pack with these entries in order."""
+    parts = bytearray()
+    header = count = 0
+    for entry in entries:
+        parts += _central(entry, header)
+        header = entry.offset + entry.length
+        count += 1
+    return bytes(parts) + _end(count, len(parts), header)
+
+
+def _central(entry: Entry, header_offset: int) -> bytes:
+    extra = b""
+    size, offset = entry.length, header_offset
+    if size >= _LIMIT32:
+        extra += struct.pack("<QQ", size, size)
+        size = _LIMIT32
+    if offset >= _LIMIT32:
+        extra += struct.pack("<Q", offset)
+        offset = _LIMIT32
+    if extra:
+        extra = struct.pack("<HH", _ZIP64_ID, len(extra)) + extra
+    return (
+        _CENTRAL.pack(
+            b"PK\1\2",
+            _MADE_BY,
+            45 if extra else 20,
+            0,
+            0,
+            0,
+            _DATE,
+            entry.crc,
+            size,
+            size,
+            len(entry.name),
+            len(extra),
+            0,
+            0,
+            0,
+            _MODE,
+            offset,
+        )
+        + entry.name.encode("ascii")
+        + extra
+    )
+
+
+def _end(count: int, size: int, offset: int) -> bytes:
+    end = b""
+    if count >= _LIMIT16 or size >= _LIMIT32 or offset >= _LIMIT32:
+        end = _END64.pack(b"PK\6\6", 44, _MADE_BY, 45, 0, 0, count, count, size, offset)
+        end += _LOCATOR.pack(b"PK\6\7", 0, offset + size, 1)
+    count16 = min(count, _LIMIT16)
+    return end + _END.pack(
+        b"PK\5\6", 0, 0, count16, count16, min(size, _LIMIT32), min(offset, _LIMIT32), 0
+    )
+
+
+def directory_extent(tail: bytes, size: int, where: str) -> tuple[int, int]:
+    """(offset, length) of the central directory and end records, from the last bytes of a pack of `size` bytes."""
+    if len(tail) < _END.size or tail[-_END.size : -_END.size + 4] != b"PK\5\6":
+        raise CorruptionError(
+            "the pack has no end record: truncated, or no pack", where=where, value=f"{size} bytes"
+        )
+    offset = _END.unpack(tail[-_END.size :])[6]
+    locator = tail[-_END.size - _LOCATOR.size : -_END.size]
+    if locator[:4] == b"PK\6\7":
+        end64 = tail[-END_BYTES : -END_BYTES + _END64.size]
+        if len(end64) != _END64.size or end64[:4] != b"PK\6\6":
+            raise CorruptionError("the pack's zip64 end record is damaged", where=where)
+        offset = _END64.unpack(end64)[9]
+    if not 0 <= offset <= size - _END.size:
+        raise CorruptionError("the pack's directory lies outside of it", where=where, value=offset)
+    return offset, size - offset
+
+
+def find_record(tail: bytes, size: int, where: str) -> Entry:
+    """The record's entry, which is the last in the directory that ends with `tail`."""
+    matches = list(_RECORD_NAME.finditer(tail))
+    start = matches[-1].start() - _CENTRAL.size if matches else -1
+    if start < 0 or tail[start : start + 4] != b"PK\1\2":
+        raise CorruptionError("the pack's directory does not name its record", where=where)
+    name = matches[-1].group().decode("ascii")
+    fields = _CENTRAL.unpack(tail[start : start + _CENTRAL.size])
+    crc, length, extra_length, header = fields[7], fields[8], fields[11], fields[16]
+    if header == _LIMIT32 and extra_length == 12:
+        extra = tail[matches[-1].end() : matches[-1].end() + 12]
+        header = struct.unpack("<Q", extra[4:])[0] if len(extra) == 12 else size
+    offset = data_offset(name, length, header)
+    if offset + length > size:
+        raise CorruptionError("the pack's record lies outside of it", where=where, value=offset)
+    return Entry(name, offset, length, crc)

@@ -1,0 +1,126 @@
+"""The record: what one pack holds, said by its writer (FORMAT section 6)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.errors import FormatError
+from ckptkit.format.arrays import Alias, ArrayInfo, arrays_from_docs, arrays_to_docs
+from ckptkit.format.columns import U32, U64, columns_from_doc, columns_to_doc
+from ckptkit.format.envelope import seal, unseal
+from ckptkit.format.fields import Fields, integer
+from ckptkit.format.leaves import check_leaf, encode
+from ckptkit.format.objects import ObjectInfo, objects_from_docs, objects_to_docs
+from ckptkit.format.pack import Entry
+from ckptkit.model import Strategy
+
+MAX_RANKS = 1 << 24
+SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{7,63}")
+
+_KIND = "ckptkit-rank"
+_COLUMNS = ("array", "chunk", "offset", "length", "crc32")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveInfo:
+    """What every rank of one save says alike, the time apart."""
+
+    save_id: str
+    step: int
+    time: float
+    writer: str
+    world_size: int
+    strategy: Strategy
+    details: dict[str, Any]
+
+    def to_fields(self) -> dict[str, Any]:
+        """The document's first fields."""
+        return {
+            "save_id": self.save_id,
+            "step": self.step,
+            "time": self.time,
+            "writer": self.writer,
+            "world_size": self.world_size,
+            "strategy": self.strategy.to_doc(),
+            "details": encode(self.details, "details"),
+        }
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> SaveInfo:
+        """Take them out of a document."""
+        save_id = fields.text("save_id")
+        if not SAVE_ID.fullmatch(save_id):
+            raise FormatError("not a save id", where=fields.at("save_id"), value=save_id)
+        step, time, writer = fields.integer("step"), fields.number("time"), fields.text("writer")
+        world_size = fields.integer("world_size", below=MAX_RANKS + 1)
+        strategy = Strategy.from_doc(fields.any("strategy"), where=fields.at("strategy"))
+        if strategy.world_size != world_size:
+            raise FormatError(
+                f"{strategy} has {strategy.world_size} ranks, the world size is {world_size}",
+                where=fields.at("strategy"),
+            )
+        details = check_leaf(fields.any("details"), fields.at("details"))
+        if not isinstance(details, dict):
+            raise FormatError("not a map", where=fields.at("details"), value=details)
+        return cls(save_id, step, time, writer, world_size, strategy, details)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """What one pack holds; the columns are one row a chunk, in pack order."""
+
+    save: SaveInfo
+    rank: int
+    arrays: tuple[ArrayInfo, ...]
+    aliases: tuple[Alias, ...]
+    documents: tuple[Entry, ...]
+    array: U32
+    chunk: U64
+    offset: U64
+    length: U64
+    crc32: U32
+    objects: tuple[ObjectInfo, ...]
+
+    def to_bytes(self) -> bytes:
+        """The document."""
+        table, entries = arrays_to_docs(self.arrays, self.aliases)
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        fields = {
+            **self.save.to_fields(),
+            "rank": self.rank,
+            "placements": table,
+            "arrays": entries,
+            "documents": [[d.name, d.offset, d.length, d.crc] for d in self.documents],
+            "chunks": columns_to_doc(columns),
+            "objects": objects_to_docs(self.objects),
+        }
+        return seal(_KIND, fields)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Record:
+        """Read and check a record; errors name the field."""
+        fields = Fields(unseal(_KIND, data, where), where)
+        save = SaveInfo.from_fields(fields)
+        rank = fields.integer("rank", below=save.world_size)
+        arrays, aliases = arrays_from_docs(fields, len(save.strategy.mesh.axes))
+        documents = _documents(fields.items("documents"), fields.at("documents"))
+        columns = columns_from_doc(fields.any("chunks"), fields.at("chunks"), _COLUMNS)
+        objects = objects_from_docs(fields)
+        fields.finish()
+        if len(columns["array"]) and int(columns["array"].max()) >= len(arrays):
+            raise FormatError("a chunk of an array that is not listed", where=where)
+        return cls(save, rank, arrays, aliases, documents, objects=objects, **columns)
+
+
+def _documents(rows: list[Any], where: str) -> tuple[Entry, ...]:
+    documents = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, list) or len(row) != 4 or not isinstance(row[0], str):
+            raise FormatError("not a document's entry", where=f"{where}.{number}", value=row)
+        name, *numbers = row
+        if name != "zarr.json" and not name.endswith("/zarr.json"):
+            raise FormatError("not a zarr.json", where=f"{where}.{number}", value=name)
+        documents.append(Entry(name, *(integer(n, f"{where}.{number}") for n in numbers)))
+    return tuple(documents)

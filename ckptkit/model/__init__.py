@@ -1,0 +1,59 @@
+"""Values that check themselves: what a tensor is, how it is cut, and which rank holds what."""
+
+from __future__ import annotations
+
+from ckptkit.model.box import MAX_COORDINATE, Box, flat_boxes
+from ckptkit.model.cover import Gap, check_cover
+from ckptkit.model.dtype import DTYPES, DType
+from ckptkit.model.grid import MAX_CHUNKS, Grid
+from ckptkit.model.layout import Layout, layout_of
+from ckptkit.model.mesh import KINDS, MAX_AXES, MAX_WORLD_SIZE, Axis, Mesh
+from ckptkit.model.object import PerRank, Replicated, Sum
+from ckptkit.model.part import Part, Replicas, Share
+from ckptkit.model.placement import (
+    Owner,
+    Placement,
+    Replicate,
+    Shard,
+    Stage,
+    Strided,
+    parse_placement,
+    placement_from_doc,
+    placement_to_doc,
+)
+from ckptkit.model.strategy import Strategy
+
+__all__ = [
+    "DTYPES",
+    "KINDS",
+    "MAX_AXES",
+    "MAX_CHUNKS",
+    "MAX_COORDINATE",
+    "MAX_WORLD_SIZE",
+    "Axis",
+    "Box",
+    "DType",
+    "Gap",
+    "Grid",
+    "Layout",
+    "Mesh",
+    "Owner",
+    "Part",
+    "PerRank",
+    "Placement",
+    "Replicas",
+    "Replicate",
+    "Replicated",
+    "Shard",
+    "Share",
+    "Stage",
+    "Strategy",
+    "Strided",
+    "Sum",
+    "check_cover",
+    "flat_boxes",
+    "layout_of",
+    "parse_placement",
+    "placement_from_doc",
+    "placement_to_doc",
+]

@@ -1,0 +1,195 @@
+"""How the axes of a mesh cut one dim: pure arithmetic on intervals, never a loop over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ckptkit.errors import LayoutError
+
+# Ascending (start, stop) pairs that neither touch nor overlap.
+Intervals: TypeAlias = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisCut:
+    """One axis that cuts a dim: its position in the mesh, its name and size, and how it cuts."""
+
+    axis: int
+    name: str
+    size: int
+    blocks: tuple[int, ...] | None
+    unit: int
+
+    def group(self, length: int) -> int:
+        """How many consecutive ranks hold the same piece of one block of this length."""
+        units = length // self.unit
+        return self.size // units if self.unit > 1 and 0 < units < self.size else 1
+
+    @property
+    def is_tangled(self) -> bool:
+        """Whether some blocks are shared by more ranks than others, so that parts overlap."""
+        return self.blocks is not None and len({self.group(b) for b in self.blocks}) > 1
+
+    def sharers(self, length: int, coord: int) -> range:
+        """The coordinates that hold the same non-empty piece as this one; not if tangled."""
+        group = self.group(self.blocks[0] if self.blocks else length)
+        first = coord - coord % group
+        return range(first, first + group)
+
+    def piece(self, intervals: Intervals, coord: int) -> Intervals:
+        """What the rank at a coordinate gets of a list of intervals."""
+        base, found = 0, list[tuple[int, int]]()
+        for block in self.blocks or (length_of(intervals),):
+            start, stop = self._span(block, coord)
+            found += _taken(intervals, base + start, base + stop)
+            base += block
+        return merged(found)
+
+    def lengths(self, length: int) -> set[int]:
+        """All lengths that pieces of this length can have; refuses a length that does not fit."""
+        blocks = self.blocks or (length,)
+        self._check(length, blocks)
+        # The length of a piece changes behind the last full piece of a block, and nowhere else.
+        coords = {0}
+        for block in blocks:
+            full = block // (self._step(block) or 1)
+            coords |= {c for c in (full, full + 1) if c < self.size}
+        spans = [[self._span(block, c) for block in blocks] for c in coords]
+        return {sum(stop - start for start, stop in pieces) for pieces in spans}
+
+    def points(self, intervals: Intervals) -> Iterator[range]:
+        """Where this axis cuts inside the intervals; only for an axis without blocks."""
+        step, base = self._step(length_of(intervals)), 0
+        for start, stop in intervals:
+            first = start + (-base % step or step)
+            yield range(first, stop, step)
+            base += stop - start
+
+    def _step(self, block: int) -> int:
+        units = block // self.unit
+        return self.unit if self.group(block) > 1 else -(-units // self.size) * self.unit
+
+    def _span(self, block: int, coord: int) -> tuple[int, int]:
+        step = self._step(block)
+        place = coord // self.group(block)
+        return min(place * step, block), min((place + 1) * step, block)
+
+    def _check(self, length: int, blocks: tuple[int, ...]) -> None:
+        where = f"axis {self.name}"
+        if sum(blocks) != length:
+            raise LayoutError(f"the blocks must add up to {length}", where=where, value=self.blocks)
+        for block in blocks:
+            if block % self.unit:
+                raise LayoutError(
+                    f"a length of {block} is no multiple of the unit", where=where, value=self.unit
+                )
+            units = block // self.unit
+            if self.unit > 1 and 0 < units < self.size and self.size % units:
+                raise LayoutError(
+                    f"{units} units cannot be shared evenly by the ranks of the axis",
+                    where=where,
+                    value=self.size,
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class DimCut:
+    """A dim and the axes that cut it, in the order in which they cut."""
+
+    length: int
+    cuts: tuple[AxisCut, ...]
+
+    def __post_init__(self) -> None:
+        lengths = {self.length}
+        for cut in self.cuts:
+            lengths = {piece for length in lengths for piece in cut.lengths(length)}
+
+    @property
+    def is_tangled(self) -> bool:
+        return any(cut.is_tangled for cut in self.cuts)
+
+    @property
+    def whole(self) -> Intervals:
+        return ((0, self.length),) if self.length else ()
+
+    def intervals(self, coords: tuple[int, ...]) -> Intervals:
+        """What the rank at these coordinates of the mesh holds of the dim."""
+        intervals = self.whole
+        for cut in self.cuts:
+            intervals = cut.piece(intervals, coords[cut.axis])
+        return intervals
+
+    def sharers(self, coords: tuple[int, ...]) -> list[tuple[int, range]]:
+        """Per axis the coordinates that hold the same as this one; not if tangled."""
+        intervals, found = self.whole, []
+        for cut in self.cuts:
+            coord = coords[cut.axis]
+            found.append((cut.axis, cut.sharers(length_of(intervals), coord)))
+            intervals = cut.piece(intervals, coord)
+        return found
+
+    def pieces(self, depth: int) -> Iterator[tuple[tuple[range, ...], Intervals]]:
+        """The non-empty pieces the first axes make, with the coordinates that hold each.
+
+        A piece comes once, except behind a tangled axis.
+        """
+        if depth == 0:
+            if self.length:
+                yield (), self.whole
+            return
+        cut = self.cuts[depth - 1]
+        for above, intervals in self.pieces(depth - 1):
+            coord = 0
+            while coord < cut.size:
+                piece = cut.piece(intervals, coord)
+                if not piece:  # nor do the coordinates behind it get any
+                    break
+                held = (
+                    range(coord, coord + 1)
+                    if cut.is_tangled
+                    else cut.sharers(length_of(intervals), coord)
+                )
+                yield (*above, held), piece
+                coord = held.stop
+
+    def edges(self) -> tuple[int, ...]:
+        """All interior cut coordinates, ascending."""
+        found: set[int] = set()
+        depth = len(self.cuts)
+        # What the last axis cuts out of one interval is a range, and needs no piece each.
+        by_range = depth > 0 and self.cuts[-1].blocks is None
+        for _, intervals in self.pieces(depth - 1 if by_range else depth):
+            for interval in intervals:
+                found.update(interval)
+            if by_range:
+                found.update(*self.cuts[-1].points(intervals))
+        return tuple(sorted(found - {0, self.length}))
+
+
+def length_of(intervals: Intervals) -> int:
+    """How much the intervals hold together."""
+    return sum(stop - start for start, stop in intervals)
+
+
+def _taken(intervals: Intervals, start: int, stop: int) -> list[tuple[int, int]]:
+    """The intervals between two local positions."""
+    found, base = [], 0
+    for a, b in intervals:
+        low, high = max(start - base, 0), min(stop - base, b - a)
+        if low < high:
+            found.append((a + low, a + high))
+        base += b - a
+    return found
+
+
+def merged(intervals: list[tuple[int, int]]) -> Intervals:
+    """The intervals with those that touch made one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in intervals:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.errors import FormatError, LayoutError
+from ckptkit.model import doc as document
+from ckptkit.model.box import MAX_COORDINATE, Box
+
+MAX_CHUNKS = 2**40
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How an array is cut into chunks; made by `Grid.regular` or `Grid.rectilinear`.
+
+    Chunks of a regular grid are all stored in full size, those at the edge padded; chunks of a
+    rectilinear grid are stored as they are.
+    """
+
+    shape: tuple[int, ...]
+    _chunk_shape: tuple[int, ...] | None = None
+    _edges: tuple[tuple[int, ...], ...] | None = None
+    counts: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    chunk_count: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for length in self.shape:
+            if not 0 <= length <= MAX_COORDINATE:
+                raise LayoutError("a dim of an array is from 0 to 2**62", value=self.shape)
+        if self._chunk_shape is not None:
+            counts = _regular_counts(self.shape, self._chunk_shape)
+        elif self._edges is not None:
+            counts = _rectilinear_counts(self.shape, self._edges)
+        else:
+            raise LayoutError("a grid has either a chunk shape or edges", value=self.shape)
+        total = math.prod(counts)
+        if total > MAX_CHUNKS:
+            raise LayoutError("a grid of more than 2**40 chunks", value=total)
+        object.__setattr__(self, "counts", counts)
+        object.__setattr__(self, "chunk_count", total)
+
+    @classmethod
+    def regular(cls, shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Grid:
+        """Chunks of one shape, as in Zarr's `regular` grid."""
+        return cls(shape, chunk_shape)
+
+    @classmethod
+    def rectilinear(cls, shape: tuple[int, ...], edges: tuple[tuple[int, ...], ...]) -> Grid:
+        """Chunks between the interior edges given for every dim."""
+        return cls(shape, None, edges)
+
+    @property
+    def is_regular(self) -> bool:
+        return self._chunk_shape is not None
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """The shape every chunk of a regular grid is stored in."""
+        if self._chunk_shape is None:
+            raise LayoutError("a rectilinear grid has no single chunk shape", value=self.shape)
+        return self._chunk_shape
+
+    @property
+    def edges(self) -> tuple[tuple[int, ...], ...]:
+        """The interior edges of a rectilinear grid, per dim."""
+        if self._edges is None:
+            raise LayoutError("a regular grid has a chunk shape, not edges", value=self.shape)
+        return self._edges
+
+    def box(self, index: tuple[int, ...]) -> Box:
+        """The region of a chunk, clipped to the array."""
+        self._check(index)
+        if self._chunk_shape is not None:
+            offset = tuple(i * c for i, c in zip(index, self._chunk_shape, strict=True))
+            rest = zip(offset, self._chunk_shape, self.shape, strict=True)
+            return Box(offset, tuple(min(c, n - a) for a, c, n in rest))
+        ends = [
+            (edges[i - 1] if i else 0, edges[i] if i < len(edges) else n)
+            for i, edges, n in zip(index, self.edges, self.shape, strict=True)
+        ]
+        return Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+
+    def stored_shape(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape a chunk is stored in: padding included, where the grid is regular."""
+        if self._chunk_shape is None:
+            return self.box(index).shape
+        self._check(index)
+        return self._chunk_shape
+
+    @property
+    def chunk_elements(self) -> int:
+        """The elements a chunk is stored as: of every chunk if regular, of the largest if not."""
+        if self._chunk_shape is not None:
+            return math.prod(self._chunk_shape)
+        return math.prod(max(sizes, default=0) for sizes in self._piece_sizes())
+
+    def stored_elements(self) -> npt.NDArray[np.int64]:
+        """The elements each chunk is stored as, in row-major order."""
+        if self._chunk_shape is not None:
+            return np.full(self.chunk_count, self.chunk_elements, dtype=np.int64)
+        elements = np.ones(1, dtype=np.int64)
+        for sizes in self._piece_sizes():
+            along = np.array(sizes, dtype=np.int64)
+            elements = (elements[:, None] * along[None, :]).reshape(-1)
+        return elements
+
+    def interval(self, dim: int, index: int) -> tuple[int, int, int]:
+        """Along one dim: where a chunk starts and stops in the array, and its stored length."""
+        if self._chunk_shape is not None:
+            chunk = self._chunk_shape[dim]
+            return index * chunk, min((index + 1) * chunk, self.shape[dim]), chunk
+        edges = self.edges[dim]
+        start = edges[index - 1] if index else 0
+        stop = edges[index] if index < len(edges) else self.shape[dim]
+        return start, stop, stop - start
+
+    def _piece_sizes(self) -> list[list[int]]:
+        borders = [(0, *edges, n) for edges, n in zip(self.edges, self.shape, strict=True)]
+        return [[b - a for a, b in pairwise(along) if b > a] for along in borders]
+
+    def flat(self, index: tuple[int, ...]) -> int:
+        """The row-major number of a chunk."""
+        self._check(index)
+        flat = 0
+        for i, count in zip(index, self.counts, strict=True):
+            flat = flat * count + i
+        return flat
+
+    def index(self, flat: int) -> tuple[int, ...]:
+        """The index of the chunk of this row-major number."""
+        if not 0 <= flat < self.chunk_count:
+            raise LayoutError(f"no such chunk in a grid of {self.chunk_count}", value=flat)
+        index = []
+        for count in reversed(self.counts):
+            flat, i = divmod(flat, count)
+            index.append(i)
+        return tuple(reversed(index))
+
+    def span(self, box: Box) -> tuple[range, ...]:
+        """Per dim the indices of the chunks that overlap the box."""
+        self._check_inside(box)
+        return tuple(
+            self._span(dim, a, a + n)
+            for dim, (a, n) in enumerate(zip(box.offset, box.shape, strict=True))
+        )
+
+    def is_whole(self, box: Box) -> bool:
+        """Whether the box is a whole number of chunks, none included."""
+        self._check_inside(box)
+        return box.is_empty or all(
+            self._is_border(dim, a) and self._is_border(dim, a + n)
+            for dim, (a, n) in enumerate(zip(box.offset, box.shape, strict=True))
+        )
+
+    def to_doc(self) -> dict[str, Any]:
+        """The grid as plain values, without the shape of the array."""
+        if self._chunk_shape is not None:
+            return {"kind": "regular", "chunk_shape": list(self._chunk_shape)}
+        return {"kind": "rectilinear", "edges": [list(edges) for edges in self.edges]}
+
+    @classmethod
+    def from_doc(cls, doc: object, shape: tuple[int, ...], *, where: str = "grid") -> Grid:
+        """The grid of an untrusted document, for an array of a shape that was checked before."""
+        kind = doc.get("kind") if type(doc) is dict else None
+        try:
+            if kind == "regular":
+                found = document.fields(doc, where, ("kind", "chunk_shape"))
+                return cls(shape, document.integers(found["chunk_shape"], f"{where}.chunk_shape"))
+            if kind == "rectilinear":
+                found = document.fields(doc, where, ("kind", "edges"))
+                return cls(shape, None, _edges_from(found["edges"], f"{where}.edges"))
+        except LayoutError as error:
+            raise FormatError(error.what, where=where, value=doc) from error
+        raise FormatError("must be a regular or a rectilinear grid", where=where, value=doc)
+
+    def _span(self, dim: int, start: int, stop: int) -> range:
+        if start == stop:
+            return range(0)
+        if self._chunk_shape is not None:
+            chunk = self._chunk_shape[dim]
+            return range(start // chunk, -(-stop // chunk))
+        edges = self.edges[dim]
+        return range(bisect_right(edges, start), bisect_left(edges, stop) + 1)
+
+    def _is_border(self, dim: int, at: int) -> bool:
+        if at in (0, self.shape[dim]):
+            return True
+        if self._chunk_shape is not None:
+            return at % self._chunk_shape[dim] == 0
+        edges = self.edges[dim]
+        place = bisect_left(edges, at)
+        return place < len(edges) and edges[place] == at
+
+    def _check(self, index: tuple[int, ...]) -> None:
+        if len(index) != len(self.counts) or not all(
+            0 <= i < count for i, count in zip(index, self.counts, strict=True)
+        ):
+            raise LayoutError(f"no such chunk in a grid of {self.counts}", value=index)
+
+    def _check_inside(self, box: Box) -> None:
+        if box.ndim != len(self.shape) or not all(
+            a + n <= length for a, n, length in zip(box.offset, box.shape, self.shape, strict=True)
+        ):
+            raise LayoutError(f"the box is not inside an array of {self.shape}", value=box)
+
+
+def _regular_counts(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(chunk_shape) != len(shape):
+        raise LayoutError(f"the chunk shape has not the rank of {shape}", value=chunk_shape)
+    for length in chunk_shape:
+        if not 1 <= length <= MAX_COORDINATE:
+            raise LayoutError("a dim of a chunk is from 1 to 2**62", value=chunk_shape)
+    return tuple([-(-n // c) for n, c in zip(shape, chunk_shape, strict=True)])
+
+
+def _rectilinear_counts(
+    shape: tuple[int, ...], edges: tuple[tuple[int, ...], ...]
+) -> tuple[int, ...]:
+    if len(edges) != len(shape):
+        raise LayoutError(f"the edges have not the rank of {shape}", value=edges)
+    counts = []
+    for length, inner in zip(shape, edges, strict=True):
+        last = 0
+        for edge in inner:
+            if not last < edge < length:
+                raise LayoutError(f"edges must rise between 0 and {length}", value=edge)
+            last = edge
+        counts.append(len(inner) + 1 if length else 0)
+    return tuple(counts)
+
+
+def _edges_from(doc: object, where: str) -> tuple[tuple[int, ...], ...]:
+    if type(doc) is not list and type(doc) is not tuple:
+        raise FormatError("must be a list of lists", where=where, value=doc)
+    return tuple(document.integers(edges, f"{where}.{dim}") for dim, edges in enumerate(doc))

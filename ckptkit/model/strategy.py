@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ckptkit.errors import FormatError, StrategyError
+from ckptkit.model import doc as document
+from ckptkit.model.mesh import MAX_AXES, MAX_WORLD_SIZE, Axis, Mesh
+
+_EXAMPLES = "fsdp:8, tp:4, ddp:2,fsdp:4, pp:2,tp:2,fsdp:2, hsdp:2x4 or single"
+# Each of them cuts the optimizer over its own ranks; two would cut it twice.
+_SHARDERS = ("fsdp", "zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How a job is spread over ranks, written `fsdp:8` or `pp:2,tp:2,fsdp:2`.
+
+    An axis whose name is not its kind is written `name=kind:size`, so that str() can always be
+    parsed back to the same strategy.
+    """
+
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        found = [axis.kind for axis in self.mesh.axes if axis.kind in _SHARDERS]
+        if len(found) > 1:
+            raise StrategyError(
+                f"at most one axis can be {', '.join(_SHARDERS)}",
+                value=str(self),
+                hint="replicas of sharded groups are written ddp:<n>,fsdp:<m>",
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """The strategy that a text such as `pp:2,tp:2,fsdp:2` names."""
+        if text != text.lower():
+            raise _refusal(
+                "strategies are written in lower case", text, f"write {_shortened(text.lower())}"
+            )
+        if not text.strip():
+            raise _refusal(
+                "the strategy is empty", text, f"one rank alone is `single`; {_EXAMPLES}"
+            )
+        if text.strip() == "single":
+            return cls(Mesh())
+        axes: list[Axis] = []
+        for item in text.split(","):
+            axes += _axes(item.strip(), text)
+        return cls(Mesh(tuple(axes)))
+
+    @classmethod
+    def of(cls, what: str | Strategy) -> Strategy:
+        """A strategy as it is, or parsed."""
+        if isinstance(what, Strategy):
+            return what
+        if not isinstance(what, str):
+            raise StrategyError("a strategy is a text", value=what, hint=f"such as {_EXAMPLES}")
+        return cls.parse(what)
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    def __str__(self) -> str:
+        return ",".join(_written(axis) for axis in self.mesh.axes) or "single"
+
+    def to_doc(self) -> dict[str, object]:
+        """The strategy as plain values, for a manifest."""
+        axes = [{"name": a.name, "kind": a.kind, "size": a.size} for a in self.mesh.axes]
+        return {"axes": axes, "rank_order": "row-major"}
+
+    @classmethod
+    def from_doc(cls, doc: object, *, where: str = "strategy") -> Strategy:
+        """The strategy of an untrusted document; FormatError when it is not one."""
+        found = document.fields(doc, where, ("axes", "rank_order"))
+        if found["rank_order"] != "row-major":
+            raise FormatError(
+                "must be 'row-major'", where=f"{where}.rank_order", value=found["rank_order"]
+            )
+        axes = found["axes"]
+        if type(axes) not in (list, tuple) or len(axes) > MAX_AXES:
+            raise FormatError(
+                f"must be a list of at most {MAX_AXES} axes", where=f"{where}.axes", value=axes
+            )
+        try:
+            return cls(
+                Mesh(tuple(_axis_from(axis, f"{where}.axes.{i}") for i, axis in enumerate(axes)))
+            )
+        except StrategyError as error:
+            raise FormatError(error.what, where=where, value=doc) from error
+
+
+def _axis_from(doc: object, where: str) -> Axis:
+    found = document.fields(doc, where, ("name", "kind", "size"))
+    name = document.text(found["name"], f"{where}.name")
+    kind = document.text(found["kind"], f"{where}.kind")
+    size = document.integer(found["size"], f"{where}.size", least=1, most=MAX_WORLD_SIZE)
+    try:
+        return Axis(name, kind, size)
+    except StrategyError as error:
+        raise FormatError(error.what, where=where, value=doc) from error
+
+
+def _written(axis: Axis) -> str:
+    label = axis.kind if axis.name == axis.kind else f"{axis.name}={axis.kind}"
+    return f"{label}:{axis.size}"
+
+
+def _axes(item: str, text: str) -> list[Axis]:
+    if not item:
+        raise _refusal("an axis is missing between commas", text, f"such as {_EXAMPLES}")
+    if item == "single":
+        raise _refusal("single stands alone", text, "leave it out, or leave out the others")
+    label, colon, size = (piece.strip() for piece in item.partition(":"))
+    name, named, kind = (piece.strip() for piece in label.rpartition("="))
+    if not colon:
+        raise _refusal(
+            f"{_shortened(item)} has no size", text, "an axis is <kind>:<size>, such as fsdp:8"
+        )
+    if kind == "hsdp" and not named:
+        return _hybrid(size, text)
+    return [_axis(name if named else kind, kind, size, text)]
+
+
+def _hybrid(sizes: str, text: str) -> list[Axis]:
+    outer, times, inner = (piece.strip() for piece in sizes.partition("x"))
+    if not times:
+        raise _refusal("hsdp takes two sizes", text, "replicas x shards, such as hsdp:2x4")
+    return [_axis("ddp", "ddp", outer, text), _axis("fsdp", "fsdp", inner, text)]
+
+
+def _axis(name: str, kind: str, size: str, text: str) -> Axis:
+    # Eight digits hold every size a mesh may have, and int() of more could take long.
+    if size and not re.fullmatch(r"[0-9]{1,8}", size):
+        raise _refusal(
+            f"{_shortened(size)} is not a size", text, "sizes are whole numbers from 1 to 2**24"
+        )
+    if not size:
+        raise _refusal("an axis has no size", text, "an axis is <kind>:<size>, such as fsdp:8")
+    try:
+        return Axis(name, kind, int(size))
+    except StrategyError as error:
+        error.where = error.where or f"strategy {_shortened(text)}"
+        raise
+
+
+def _refusal(what: str, text: str, hint: str) -> StrategyError:
+    return StrategyError(what, where=f"strategy {_shortened(text)}", hint=hint)
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:80]}…")

@@ -1,0 +1,106 @@
+"""Who writes which chunks: the same answer on every rank, without a word between them (DESIGN section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.errors import LayoutError
+from ckptkit.model import Box, Grid, Layout, Replicas, Share
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One array as a rank knows it."""
+
+    name: str
+    layout: Layout
+    grid: Grid
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stretch:
+    """Chunks of one array that the same ranks hold."""
+
+    array: int
+    chunks: I64
+    replicas: Replicas
+
+
+def chunks_to_write(arrays: Sequence[Held], rank: int) -> list[I64]:
+    """For each array the chunks that this rank writes, in file order.
+
+    What several ranks hold is one stream of chunks for each set of such ranks, cut into equal shares by bytes. All members of
+    a set know all arrays of it, so they agree; ranks outside of it (other pipeline stages) need not know any.
+    """
+    streams: dict[Hashable, list[_Stretch]] = {}
+    mine: list[list[I64]] = [[] for _ in arrays]
+    for index, array in enumerate(arrays):
+        for share in array.layout.shares(rank):
+            stretch = _Stretch(index, _chunks_held(array, share), share.replicas)
+            if share.replicas.count == 1:
+                mine[index].append(stretch.chunks)
+            else:
+                streams.setdefault(share.replicas.key, []).append(stretch)
+    for stream in streams.values():
+        for stretch, chunks in zip(stream, _shares(arrays, stream), strict=True):
+            mine[stretch.array].append(chunks)
+    nothing = np.zeros(0, dtype=np.int64)
+    return [np.concatenate(parts) if parts else nothing for parts in mine]
+
+
+def writes_document(array: Held, chunks: I64, rank: int) -> bool:
+    """Whether this rank writes the array's zarr.json: with chunk 0, or, without chunks, as its lowest holder."""
+    if array.grid.chunk_count:
+        return bool(len(chunks)) and int(chunks.min()) == 0
+    return array.layout.first_rank == rank
+
+
+def chunks_in(grid: Grid, box: Box) -> I64:
+    """The numbers of the chunks that a box overlaps, in order."""
+    numbers = np.zeros(1, dtype=np.int64)
+    for span, count in zip(grid.span(box), grid.counts, strict=True):
+        along = np.arange(span.start, span.stop, dtype=np.int64)
+        numbers = (numbers[:, None] * count + along[None, :]).reshape(-1)
+    return numbers
+
+
+def _chunks_held(array: Held, share: Share) -> I64:
+    parts = [np.zeros(0, dtype=np.int64)]
+    for box in share.boxes:
+        if not array.grid.is_whole(box):
+            raise LayoutError(
+                "the grid has chunks that reach beyond what one rank holds",
+                where=array.name,
+                value=box,
+            )
+        parts.append(chunks_in(array.grid, box))
+    return np.concatenate(parts)
+
+
+def _shares(arrays: Sequence[Held], stream: Sequence[_Stretch]) -> Iterator[I64]:
+    """The chunks of each stretch whose middle lies in this rank's share of the stream."""
+    sizes = [_sizes(arrays[stretch.array], stretch.chunks) for stretch in stream]
+    total = sum(int(size.sum()) for size in sizes)
+    begin = 0
+    for stretch, size in zip(stream, sizes, strict=True):
+        ends = begin + np.cumsum(size)
+        count = stretch.replicas.count
+        # Twice the middle of each chunk, so that integers decide alike on every machine.
+        middles = (2 * ends - size).astype(object if total * count >= 1 << 61 else np.int64)
+        yield stretch.chunks[middles * count // (2 * total) == stretch.replicas.index]
+        begin += int(size.sum())
+
+
+def _sizes(array: Held, chunks: I64) -> I64:
+    if array.grid.is_regular:
+        size = array.grid.chunk_elements * array.itemsize
+        return np.full(len(chunks), size, dtype=np.int64)
+    sizes: I64 = array.grid.stored_elements()[chunks] * array.itemsize
+    return sizes

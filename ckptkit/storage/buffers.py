@@ -1,0 +1,138 @@
+"""Page-aligned memory, used again: the first touch of fresh memory costs more than a copy."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from contextlib import suppress
+from functools import cache
+from types import TracebackType
+
+import numpy as np
+
+from ckptkit.errors import UsageError
+
+PAGE = 4096
+_HUGE = 2 << 20
+
+
+def address_of(view: memoryview) -> int:
+    """Where a non-empty buffer begins in memory."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+class AlignedBuffer:
+    """A writable view of `size` bytes on loan from a pool; give it back, or use it in a `with`."""
+
+    __slots__ = ("_memory", "_pool", "view")
+
+    def __init__(self, pool: BufferPool, memory: mmap.mmap, start: int, size: int) -> None:
+        self._pool = pool
+        self._memory: mmap.mmap | None = memory
+        self.view = memoryview(memory)[start : start + size]
+
+    def give_back(self) -> None:
+        """Let the pool use the memory again, unless a slice or an array still shows it."""
+        memory, self._memory = self._memory, None
+        if memory is None:
+            return
+        with suppress(BufferError):
+            self.view.release()
+            _refuse_watchers(memory)
+            self._pool.keep(memory)
+
+    def __enter__(self) -> memoryview:
+        return self.view
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.give_back()
+
+
+class BufferPool:
+    """Lends page-aligned buffers and keeps at most `limit` bytes of them for reuse."""
+
+    def __init__(self, limit: int = 512 << 20) -> None:
+        self._limit = limit
+        self._kept: dict[int, list[mmap.mmap]] = {}
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, size: int, *, congruent_to: int = 0) -> AlignedBuffer:
+        """A buffer of `size` bytes whose address equals `congruent_to` modulo the page size.
+
+        Its content is whatever its last user left there.
+        """
+        if size < 0:
+            raise UsageError("a buffer cannot have a negative size", value=size)
+        start = congruent_to % PAGE
+        length = _rounded(start + size)
+        with self._lock:
+            kept = self._kept.get(length)
+            memory = kept.pop() if kept else None
+            self._kept_bytes -= length if memory is not None else 0
+        return AlignedBuffer(self, memory or _fresh(length), start, size)
+
+    def keep(self, memory: mmap.mmap) -> None:
+        """Keep memory that was lent; what waits longest makes room for it."""
+        length = len(memory)
+        if length > self._limit:
+            return
+        with self._lock:
+            while self._kept_bytes + length > self._limit:
+                self._drop_one()
+            # Sizes that come back move to the end, where they are dropped last.
+            kept = self._kept.pop(length, [])
+            kept.append(memory)
+            self._kept[length] = kept
+            self._kept_bytes += length
+
+    @property
+    def kept_bytes(self) -> int:
+        """How much memory waits for reuse."""
+        return self._kept_bytes
+
+    def clear(self) -> None:
+        """Free what waits for reuse."""
+        with self._lock:
+            self._kept.clear()
+            self._kept_bytes = 0
+
+    def _drop_one(self) -> None:
+        length, kept = next(iter(self._kept.items()))
+        if kept:
+            kept.pop()
+            self._kept_bytes -= length
+        else:
+            del self._kept[length]
+
+
+@cache
+def default_pool() -> BufferPool:
+    """The pool of this process."""
+    return BufferPool()
+
+
+def _refuse_watchers(memory: mmap.mmap) -> None:
+    """BufferError while any view of the memory is alive."""
+    # To its own size: changes nothing, but checks what cannot be asked for.
+    with suppress(SystemError):
+        memory.resize(len(memory))
+
+
+def _rounded(size: int) -> int:
+    """The next of few lengths, at most an eighth above, so that like loans find each other."""
+    step = max(PAGE, 1 << max(0, size.bit_length() - 4))
+    return max(PAGE, -(-size // step) * step)
+
+
+def _fresh(size: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

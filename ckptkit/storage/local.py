@@ -1,0 +1,204 @@
+"""Objects as files below a folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+
+from ckptkit.errors import NotFoundError, UsageError
+from ckptkit.storage.direct import BLOCK
+from ckptkit.storage.folders import (
+    make_folders,
+    remove_empty,
+    sync_above,
+    sync_folder,
+    sync_nearest,
+)
+from ckptkit.storage.keys import TEMPORARY, checked_key, folder_of, is_temporary
+from ckptkit.storage.local_sink import LocalSink
+from ckptkit.storage.local_source import LocalSource
+from ckptkit.storage.location import Location
+from ckptkit.storage.ranges import as_bytes
+from ckptkit.storage.refusals import refusals
+from ckptkit.storage.store import Abilities, Entries, Entry, Names
+
+_ABILITIES = Abilities(
+    exclusive_create=True, alignment=BLOCK, part_size=8 << 20, modified_times=True
+)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_TRIES = 16
+
+
+class LocalStore:
+    """A store in a folder of this machine or of a mounted network file system.
+
+    Symbolic links are followed where a key passes through one; `list` does not enter them.
+    """
+
+    def __init__(self, location: str | os.PathLike[str] | Location) -> None:
+        self.location = Location.parse(location)
+        if self.location.scheme != "file":
+            raise UsageError("not a local path", where=str(self.location), hint="use open_store")
+        self._root = Path(self.location.path)
+
+    @property
+    def abilities(self) -> Abilities:
+        """Racing creators are told apart; direct I/O likes buffers that match their offsets."""
+        return _ABILITIES
+
+    def children(self, prefix: str = "") -> Names:
+        """The names directly below `prefix`, sorted; folders that are empty are among them."""
+        folder = self._below(prefix)
+        with refusals(str(folder)):
+            return sorted(entry.name for entry in _entries(folder))
+
+    def list(self, prefix: str = "") -> Entries:
+        """Every file below `prefix`, sorted by key."""
+        folder = self._below(prefix)
+        with refusals(str(folder)):
+            return sorted(_files(folder, folder_of(prefix)), key=lambda entry: entry.key)
+
+    def size(self, key: str) -> int:
+        """The number of bytes of a file."""
+        path = self._path(key)
+        with refusals(str(path)):
+            try:
+                status = path.stat()
+            except _ABSENT as error:
+                raise _absent(path) from error
+            if not stat.S_ISREG(status.st_mode):
+                raise _absent(path)
+            return status.st_size
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Exactly these bytes of a file."""
+        with self.open(key) as source:
+            return source.read(start, length)
+
+    def open(self, key: str) -> LocalSource:
+        """Open a file for reading; it stays readable when its name is deleted or replaced."""
+        path = self._path(key)
+        with refusals(str(path)):
+            try:
+                return LocalSource(path)
+            except _ABSENT as error:
+                raise _absent(path) from error
+
+    def create(self, key: str, extents: Sequence[int]) -> LocalSink:
+        """Begin a new file, visible but incomplete until it is finished."""
+        return LocalSink(self._root, self._path(key), extents)
+
+    def put(
+        self, key: str, data: bytes | bytearray | memoryview, *, exclusive: bool = False
+    ) -> None:
+        """Store a small file whole, by way of a temporary name."""
+        path = self._path(key)
+        view = as_bytes(str(path), data)
+        with refusals(str(path)):
+            for _ in range(_TRIES - 1):
+                # A store that empties the folder removes it, with the temporary name in it.
+                with suppress(FileNotFoundError):
+                    self._put(path, view, exclusive=exclusive)
+                    break
+            else:
+                self._put(path, view, exclusive=exclusive)
+            sync_folder(path.parent)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete files in this order, also across a crash, then the folders left empty."""
+        paths = (self._path(key) for key in keys)
+        for folder, group in groupby(paths, key=attrgetter("parent")):
+            with refusals(str(folder)):
+                if sum([_unlinked(path) for path in group]):
+                    sync_nearest(folder)
+                remove_empty(folder, self._root)
+
+    def _put(self, path: Path, data: memoryview, *, exclusive: bool) -> None:
+        folder = path.parent
+        made = make_folders(folder)
+        temporary = folder / f"{TEMPORARY}{secrets.token_hex(8)}"
+        try:
+            _write_whole(temporary, data)
+            sync_above(folder, self._root, made)
+            if exclusive:
+                _publish_once(temporary, path)
+            else:
+                temporary.replace(path)
+        finally:
+            with suppress(FileNotFoundError):
+                temporary.unlink()
+
+    def _path(self, key: str) -> Path:
+        return self._root / checked_key(key)
+
+    def _below(self, prefix: str) -> Path:
+        return self._root / folder_of(prefix)
+
+
+def _write_whole(path: Path, data: memoryview) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        done = 0
+        while done < data.nbytes:
+            done += os.pwrite(descriptor, data[done:], done)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _publish_once(temporary: Path, path: Path) -> None:
+    """Give a whole, durable file its name, unless that is taken: a link cannot replace."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # NFS repeats a lost request, and then finds its own link.
+        if temporary.stat().st_nlink < 2:
+            raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # Without links: claim the name with an empty file, which readers refuse, then fill it.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        os.close(os.open(path, flags, 0o666))
+        temporary.replace(path)
+
+
+def _unlinked(path: Path) -> bool:
+    try:
+        path.unlink()
+    except _ABSENT:
+        return False
+    return True
+
+
+def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            yield from (entry for entry in entries if not is_temporary(entry.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def _files(folder: Path | str, prefix: str) -> Iterator[Entry]:
+    for entry in _entries(folder):
+        key = f"{prefix}/{entry.name}" if prefix else entry.name
+        # A link to a folder above would never end.
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files(entry.path, key)
+            continue
+        with suppress(FileNotFoundError):
+            status = entry.stat()
+            if stat.S_ISREG(status.st_mode):
+                yield Entry(key, status.st_size, status.st_mtime)
+
+
+def _absent(path: Path) -> NotFoundError:
+    return NotFoundError("no such file", where=str(path), hint="check the path and the name")

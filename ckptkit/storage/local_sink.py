@@ -1,0 +1,152 @@
+"""A file being written in parts by several threads, each byte straight to its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from ckptkit.errors import NotFoundError
+from ckptkit.storage.buffers import AlignedBuffer, address_of, default_pool
+from ckptkit.storage.direct import BLOCK, DirectFile
+from ckptkit.storage.edges import EdgeBlocks
+from ckptkit.storage.folders import make_folders, remove_empty, sync_above, sync_folder
+from ckptkit.storage.parts import Parts
+from ckptkit.storage.refusals import refusals
+
+_BOUNCE = 4 << 20
+_TRIES = 16
+
+
+class LocalSink:
+    """A new file of the store; visible under its name, incomplete until `finish`.
+
+    Under its name, because a crash then leaves something that is listed and can be deleted.
+    """
+
+    def __init__(self, root: Path, path: Path, extents: Sequence[int]) -> None:
+        self._root = root
+        self._path = path
+        self._where = str(path)
+        self._parts = Parts(self._where, extents)
+        self._pool = default_pool()
+        self._made: list[Path] = []
+        self._finished = False
+        self._file = self._open()
+        self._blocks = self._file.direct
+        self._edges = EdgeBlocks(self._parts.total, self._pool)
+        try:
+            with refusals(self._where):
+                self._file.reserve(self._parts.total)
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, part: int, data: memoryview) -> None:
+        """Write one part, from the buffer itself where its address suits its offset."""
+        with refusals(self._where), self._parts.writing(part, data) as (offset, view):
+            if not self._blocks:
+                self._file.write([view] if view.nbytes else [], offset)
+            elif view.nbytes:
+                self._write_blocks(offset, view)
+
+    def finish(self) -> None:
+        """Make the file durable, then its name and the way to it."""
+        self._parts.complete()
+        with refusals(self._where):
+            self._file.seal(self._parts.total)
+            if not self._file.is_at(self._path):
+                raise self._lost()
+            sync_folder(self._path.parent)
+            sync_above(self._path.parent, self._root, self._made)
+            self._file.close()
+        self._finished = True
+
+    def abort(self) -> None:
+        """Remove the file, and the folders that are empty then."""
+        self._parts.close()
+        if self._finished:
+            return
+        self._finished = True
+        self._edges.clear()
+        with suppress(OSError):
+            # Not what another writer put in its place.
+            if self._file.is_at(self._path):
+                self._path.unlink()
+        with suppress(OSError):
+            self._file.close()
+        self._remove_folders()
+
+    def _open(self) -> DirectFile:
+        try:
+            with refusals(self._where):
+                for _ in range(_TRIES - 1):
+                    # Another writer that gives up removes the folder while it is empty.
+                    with suppress(FileNotFoundError):
+                        self._made += make_folders(self._path.parent)
+                        return DirectFile(self._path)
+                return DirectFile(self._path)
+        except BaseException:
+            self._remove_folders()
+            raise
+
+    def _lost(self) -> NotFoundError:
+        return NotFoundError(
+            "the file was deleted or replaced while it was written",
+            where=self._where,
+            hint="two writers share a name, or something cleans up too early",
+        )
+
+    def _remove_folders(self) -> None:
+        # Whoever made a folder could not remove it while this file was in it.
+        remove_empty(self._path.parent, self._root)
+        for folder in reversed(self._made):
+            with suppress(OSError):
+                folder.rmdir()
+
+    def _write_blocks(self, offset: int, view: memoryview) -> None:
+        """Write the whole blocks of a part, with those at its borders that it completes.
+
+        These go out in one call with the part's own, so that they cost no request of their own.
+        """
+        end = offset + view.nbytes
+        first, last = -(-offset // BLOCK) * BLOCK, end // BLOCK * BLOCK
+        head = self._edge(offset, view[: min(first, end) - offset])
+        tail = self._edge(last, view[last - offset :]) if last >= first else None
+        middle = view[first - offset : last - offset] if last > first else view[:0]
+        try:
+            self._write_run(first, head, middle, tail)
+        finally:
+            for block in (head, tail):
+                if block is not None:
+                    block.give_back()
+
+    def _edge(self, offset: int, piece: memoryview) -> AlignedBuffer | None:
+        return self._edges.add(offset, piece) if piece.nbytes else None
+
+    def _write_run(
+        self, first: int, head: AlignedBuffer | None, middle: memoryview, tail: AlignedBuffer | None
+    ) -> None:
+        if middle.nbytes and self._file.direct and address_of(middle) % BLOCK:
+            self._bounce(first, middle)
+            if head is not None:
+                self._file.write([head.view], first - BLOCK)
+            if tail is not None:
+                self._file.write([tail.view], first + middle.nbytes)
+            return
+        run = [head.view] if head is not None else []
+        run += [middle] if middle.nbytes else []
+        run += [tail.view] if tail is not None else []
+        self._file.write(run, first if head is None else first - BLOCK)
+
+    def _bounce(self, first: int, middle: memoryview) -> None:
+        with self._pool.take(min(_BOUNCE, middle.nbytes)) as bounce:
+            target, source = np.frombuffer(bounce, np.uint8), np.frombuffer(middle, np.uint8)
+            for begin in range(0, middle.nbytes, _BOUNCE):
+                count = min(_BOUNCE, middle.nbytes - begin)
+                # numpy copies without the GIL, a memoryview does not.
+                np.copyto(target[:count], source[begin : begin + count])
+                self._file.write([bounce[:count]], first + begin)
+            del target

@@ -1,0 +1,229 @@
+"""Objects in the memory of this process, behind the same contract as files."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+from weakref import WeakValueDictionary
+
+from ckptkit.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
+from ckptkit.storage.keys import checked_key, folder_of
+from ckptkit.storage.location import Location
+from ckptkit.storage.parts import Parts
+from ckptkit.storage.ranges import as_bytes, checked_range
+from ckptkit.storage.store import Abilities, Entries, Entry, Names
+
+_ABILITIES = Abilities(exclusive_create=True, alignment=1, part_size=1 << 20, modified_times=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    data: bytes | bytearray
+    modified: float
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Shelf:
+    """What all stores of one name share; paths are keys behind the folder of the location."""
+
+    objects: dict[str, _Object] = field(default_factory=dict)
+    pending: set[str] = field(default_factory=set)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def refuse_clash(self, where: str, path: str) -> None:
+        """A path is an object or a folder, as it is on disk."""
+        names = self.objects.keys() | self.pending
+        parts = path.split("/")
+        above = {"/".join(parts[:count]) for count in range(1, len(parts))}
+        if above & names or any(name.startswith(f"{path}/") for name in names):
+            raise StorageError(
+                "a name cannot be an object and a folder", where=where, hint="choose another name"
+            )
+
+    def refuse_taken(self, where: str, path: str) -> None:
+        if path in self.objects or path in self.pending:
+            raise AlreadyExistsError(
+                "there is an object of this name", where=where, hint="delete it first"
+            )
+
+
+_named: dict[str, _Shelf] = {}
+# What no URL names must not outlive the last store that shows it.
+_unnamed: WeakValueDictionary[str, _Shelf] = WeakValueDictionary()
+_registry_lock = threading.Lock()
+
+
+class MemoryStore:
+    """A store in memory; stores of one `memory://` name in a process show the same objects.
+
+    Without a location it is private: it lives as long as the stores that show it.
+    """
+
+    def __init__(self, location: Location | None = None) -> None:
+        private = location is None
+        self.location = location or Location("memory", f"private-{secrets.token_hex(8)}")
+        if self.location.scheme != "memory":
+            raise UsageError(
+                "not a memory location", where=str(self.location), hint="use open_store"
+            )
+        name, _, folder = self.location.path.partition("/")
+        self._folder = f"{folder}/" if folder else ""
+        with _registry_lock:
+            self._shelf = _shelf(name, private=private)
+
+    @property
+    def abilities(self) -> Abilities:
+        """Racing creators are told apart; buffers need no alignment."""
+        return _ABILITIES
+
+    def children(self, prefix: str = "") -> Names:
+        """The names directly below `prefix`, sorted."""
+        folder = self._below(prefix)
+        with self._shelf.lock:
+            below = [path[len(folder) :] for path in self._shelf.objects if path.startswith(folder)]
+        return sorted({name.partition("/")[0] for name in below})
+
+    def list(self, prefix: str = "") -> Entries:
+        """Every object below `prefix`, sorted by key."""
+        folder, root = self._below(prefix), len(self._folder)
+        with self._shelf.lock:
+            found = [item for item in self._shelf.objects.items() if item[0].startswith(folder)]
+        return [Entry(path[root:], len(item.data), item.modified) for path, item in sorted(found)]
+
+    def size(self, key: str) -> int:
+        """The number of bytes of an object."""
+        return len(self._get(key).data)
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Exactly these bytes of an object."""
+        data = self._get(key).data
+        count = checked_range(self._where(key), len(data), start, length)
+        return bytes(memoryview(data)[start : start + count])
+
+    def open(self, key: str) -> MemorySource:
+        """Open an object for reading; it stays readable when its name is deleted or replaced."""
+        return MemorySource(self._where(key), self._get(key).data)
+
+    def create(self, key: str, extents: Sequence[int]) -> MemorySink:
+        """Begin a new object, invisible until it is finished."""
+        path, where = self._path(key), self._where(key)
+        parts = Parts(where, extents)
+        with self._shelf.lock:
+            self._shelf.refuse_taken(where, path)
+            self._shelf.refuse_clash(where, path)
+            self._shelf.pending.add(path)
+        return MemorySink(self._shelf, path, parts)
+
+    def put(
+        self, key: str, data: bytes | bytearray | memoryview, *, exclusive: bool = False
+    ) -> None:
+        """Store a small object whole."""
+        path, where = self._path(key), self._where(key)
+        item = _Object(bytes(as_bytes(where, data)), time.time())
+        with self._shelf.lock:
+            if exclusive:
+                self._shelf.refuse_taken(where, path)
+            self._shelf.refuse_clash(where, path)
+            self._shelf.objects[path] = item
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; missing ones are fine."""
+        for key in keys:
+            path = self._path(key)
+            with self._shelf.lock:
+                self._shelf.objects.pop(path, None)
+
+    def _path(self, key: str) -> str:
+        return self._folder + checked_key(key)
+
+    def _below(self, prefix: str) -> str:
+        folder = folder_of(prefix)
+        return f"{self._folder}{folder}/" if folder else self._folder
+
+    def _where(self, key: str) -> str:
+        return f"{self.location}/{key}"
+
+    def _get(self, key: str) -> _Object:
+        path = self._path(key)
+        with self._shelf.lock:
+            found = self._shelf.objects.get(path)
+        if found is None:
+            raise NotFoundError(
+                "no such object", where=self._where(key), hint="memory:// lives in one process only"
+            )
+        return found
+
+
+class MemorySource:
+    """An object in memory, open for reading."""
+
+    def __init__(self, where: str, data: bytes | bytearray) -> None:
+        self._where = where
+        self._data = memoryview(data).toreadonly()
+        self.size = len(data)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the whole buffer from `offset`."""
+        view = as_bytes(self._where, buffer)
+        checked_range(self._where, self.size, offset, view.nbytes)
+        if view.nbytes:
+            view[:] = self._data[offset : offset + view.nbytes]
+
+    def close(self) -> None:
+        """Let go of the object."""
+        self._data.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class MemorySink:
+    """An object in memory, being written."""
+
+    def __init__(self, shelf: _Shelf, path: str, parts: Parts) -> None:
+        self._shelf = shelf
+        self._path = path
+        self._parts = parts
+        self._data = bytearray(parts.total)
+
+    def write(self, part: int, data: memoryview) -> None:
+        """Copy one part to its place."""
+        with self._parts.writing(part, data) as (offset, view):
+            memoryview(self._data)[offset : offset + view.nbytes] = view
+
+    def finish(self) -> None:
+        """Make the object visible."""
+        self._parts.complete()
+        with self._shelf.lock:
+            self._shelf.pending.discard(self._path)
+            self._shelf.objects[self._path] = _Object(self._data, time.time())
+
+    def abort(self) -> None:
+        """Forget what was written."""
+        self._parts.close()
+        with self._shelf.lock:
+            self._shelf.pending.discard(self._path)
+
+
+def _shelf(name: str, *, private: bool) -> _Shelf:
+    found = _named.get(name) or _unnamed.get(name)
+    if found is None:
+        found = _Shelf()
+        if private:
+            _unnamed[name] = found
+        else:
+            _named[name] = found
+    return found

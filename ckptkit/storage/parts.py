@@ -1,0 +1,91 @@
+"""The bookkeeping of a sink: where each part lies, and that each is written once and whole."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from operator import index
+
+from ckptkit.errors import StorageError, UsageError
+from ckptkit.storage.ranges import as_bytes
+
+
+class Parts:
+    """Which parts of one object are written, being written, or missing."""
+
+    def __init__(self, where: str, extents: Sequence[int]) -> None:
+        sizes = [index(extent) for extent in extents]
+        if sizes and min(sizes) < 0:
+            raise UsageError("a part cannot have a negative length", where=where, value=min(sizes))
+        self.total = sum(sizes)
+        self._where = where
+        self._sizes = sizes
+        self._offsets = list(accumulate(sizes, initial=0))
+        self._claimed = bytearray(len(sizes))
+        self._missing = sum(1 for size in sizes if size)
+        self._running = 0
+        self._closed = False
+        self._failed = False
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def writing(self, part: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Claim a part: yields its offset and its bytes; an error inside spoils the object."""
+        view = as_bytes(self._where, data)
+        self._claim(part, view.nbytes)
+        try:
+            yield self._offsets[part], view
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def complete(self) -> None:
+        """Take no more parts, wait for those being written, and make sure that none is missing."""
+        with self._changed:
+            if self._closed:
+                raise self._misuse("finished or aborted already")
+            if self._missing:
+                raise self._misuse(f"{self._missing} of {len(self._sizes)} parts were not written")
+            self._wait()
+        if self._failed:
+            raise self._spoiled()
+
+    def close(self) -> None:
+        """Take no more parts and wait for those being written."""
+        with self._changed:
+            self._wait()
+
+    def _wait(self) -> None:
+        # A descriptor closed under a running write may by then belong to another file.
+        self._closed = True
+        self._changed.wait_for(lambda: self._running == 0)
+
+    def _claim(self, part: int, size: int) -> None:
+        with self._changed:
+            if self._closed:
+                raise self._misuse("finished or aborted already")
+            if self._failed:
+                raise self._spoiled()
+            if not 0 <= part < len(self._sizes):
+                raise self._misuse(f"there is no part {part} of {len(self._sizes)}")
+            if size != self._sizes[part]:
+                raise self._misuse(f"part {part} has {self._sizes[part]} bytes, not {size}")
+            if self._claimed[part]:
+                raise self._misuse(f"part {part} was written before")
+            self._claimed[part] = 1
+            self._missing -= size > 0
+            self._running += 1
+
+    def _misuse(self, what: str) -> UsageError:
+        return UsageError(what, where=self._where, hint="write every part once, whole, then finish")
+
+    def _spoiled(self) -> StorageError:
+        return StorageError(
+            "an earlier write to this object failed", where=self._where, hint="abort and start over"
+        )

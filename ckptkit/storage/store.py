@@ -1,0 +1,135 @@
+"""What every store can do: the questions that the engine asks about bytes, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self, TypeAlias, runtime_checkable
+
+from ckptkit.storage.location import Location
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a store does well, so that its callers ask instead of trying."""
+
+    exclusive_create: bool
+    """`put(exclusive=True)` has exactly one winner among racing creators."""
+    alignment: int
+    """Writing is fastest from a buffer whose address equals the part's offset modulo this."""
+    part_size: int
+    """The number of bytes per part that the store likes best."""
+    modified_times: bool
+    """`Entry.modified` means something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored object."""
+
+    key: str
+    size: int
+    modified: float
+    """Unix seconds."""
+
+
+# A method named `list` hides the builtin from annotations in the same class.
+Names: TypeAlias = list[str]
+Entries: TypeAlias = list[Entry]
+
+
+class Source(Protocol):
+    """One object, open for reading from any thread; close it once no read is running."""
+
+    @property
+    def size(self) -> int:
+        """The number of bytes of the object."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the whole buffer from `offset`; CorruptionError where the object is too short."""
+
+    def close(self) -> None:
+        """Free what the source holds; closing twice is fine."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Sink(Protocol):
+    """One object being written: parts in any order from any thread, then `finish` or `abort`.
+
+    Every part is written once and with exactly its length; parts of length zero may be left out.
+    After a write that failed, only `abort` is left. Both endings wait for writes still running.
+    """
+
+    def write(self, part: int, data: memoryview) -> None:
+        """Write part number `part`; the data may be reused as soon as this returns."""
+
+    def finish(self) -> None:
+        """Make the object durable, then visible; refused while parts are missing."""
+
+    def abort(self) -> None:
+        """Leave nothing behind; does nothing when called again or after `finish`, never raises."""
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Objects under one location, named by relative keys such as `data/7f3a/rank-00000.zip`.
+
+    Keys are `/`-separated, without empty, `.` or `..` components; components that start with
+    `.tmp-` are the store's own. A prefix is `""` (everything) or a key read as a folder, a
+    trailing `/` allowed. A name is an object or a folder, never both. All methods may be called
+    from any thread, and raise nothing but `CkptkitError`s.
+    """
+
+    @property
+    def location(self) -> Location:
+        """Where the keys begin."""
+
+    @property
+    def abilities(self) -> Abilities:
+        """What this store does well."""
+
+    def children(self, prefix: str = "") -> Names:
+        """The names directly below `prefix`, sorted; none where there is nothing."""
+
+    def list(self, prefix: str = "") -> Entries:
+        """Every object below `prefix`, sorted by key; keys are relative to the location."""
+
+    def size(self, key: str) -> int:
+        """The number of bytes of an object; NotFoundError where there is none."""
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Exactly `length` bytes (None: to the end); CorruptionError where they are not there."""
+
+    def open(self, key: str) -> Source:
+        """Open an object for reading; NotFoundError where there is none."""
+
+    def create(self, key: str, extents: Sequence[int]) -> Sink:
+        """Begin a new object: the concatenation of parts of these lengths.
+
+        Until `finish` the object is invisible, or (in a local folder) visible but incomplete.
+        What is there already is never touched: AlreadyExistsError.
+        """
+
+    def put(
+        self, key: str, data: bytes | bytearray | memoryview, *, exclusive: bool = False
+    ) -> None:
+        """Store a small object whole: atomic, and durable on return.
+
+        Replaces what is there, or with `exclusive` raises AlreadyExistsError: of racing exclusive
+        creators exactly one returns.
+        """
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects in the order given, also across a crash; missing ones are fine.
+
+        Folders left empty, those of missing keys included, go too where the store has folders.
+        """

@@ -1,0 +1,5 @@
+"""The version of this package; the format has its own (`ckptkit.format.envelope.VERSION`)."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

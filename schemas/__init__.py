@@ -1,0 +1,1 @@
+"""The written format: FORMAT.md, the JSON-Schemas and the conformance cases."""

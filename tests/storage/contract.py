@@ -1,0 +1,326 @@
+"""What every store promises; a store joins by a subclass with a `store` fixture."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ckptkit.errors import (
+    AlreadyExistsError,
+    CkptkitError,
+    CorruptionError,
+    InvalidNameError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
+from ckptkit.storage import Entry, Store
+
+BAD_KEYS = ["", "/", "/a", "a/", "a//b", ".", "..", "a/../b", "./a", "a\0b", ".tmp-x", "a/.tmp-/b"]
+
+
+def keys(store: Store, prefix: str = "") -> list[str]:
+    return [entry.key for entry in store.list(prefix)]
+
+
+def write_object(store: Store, key: str, parts: list[bytes]) -> None:
+    sink = store.create(key, [len(part) for part in parts])
+    for number, part in enumerate(parts):
+        sink.write(number, memoryview(part))
+    sink.finish()
+
+
+class StoreContract:
+    """Put `store` to the test; needs a fixture of that name that gives an empty one."""
+
+    def test_it_is_a_store_that_says_where_it_is_and_what_it_can(self, store: Store) -> None:
+        assert isinstance(store, Store)
+        assert str(store.location)
+        assert store.abilities.alignment >= 1
+        assert store.abilities.part_size >= 1
+
+    def test_what_was_put_is_read_back(self, store: Store) -> None:
+        for data in (b"abc", b"", bytearray(b"def"), memoryview(b"ghi")):
+            store.put("a", data)
+            assert store.read("a") == bytes(data)
+            assert store.size("a") == len(data)
+
+    def test_ranges_are_exact(self, store: Store) -> None:
+        store.put("a", b"0123456789")
+        assert store.read("a", 3) == b"3456789"
+        assert store.read("a", 3, 4) == b"3456"
+        assert store.read("a", 10) == store.read("a", 10, 0) == store.read("a", 4, 0) == b""
+
+    @pytest.mark.parametrize("wrong", [(0, 11), (11, None), (11, 0), (5, 6), (0, 1 << 60)])
+    def test_a_range_beyond_the_end_is_corruption(
+        self, store: Store, wrong: tuple[int, int | None]
+    ) -> None:
+        store.put("some/key", b"0123456789")
+        with pytest.raises(CorruptionError) as caught:
+            store.read("some/key", *wrong)
+        assert "key" in caught.value.where
+        assert caught.value.hint
+
+    @pytest.mark.parametrize("wrong", [(-1, None), (0, -1), (-5, 5)])
+    def test_a_negative_range_is_misuse(self, store: Store, wrong: tuple[int, int | None]) -> None:
+        store.put("a", b"0123456789")
+        with pytest.raises(UsageError):
+            store.read("a", *wrong)
+
+    def test_what_is_not_there_is_not_found(self, store: Store) -> None:
+        store.put("folder/a", b"x")
+        reads: list[Callable[[str], object]] = [store.size, store.read, store.open]
+        for read in reads:
+            for key in ("b", "folder", "folder/b", "folder/a/b", "no/folder"):
+                with pytest.raises(NotFoundError) as caught:
+                    read(key)
+                assert key in caught.value.where
+                assert caught.value.hint
+
+    @pytest.mark.parametrize("key", BAD_KEYS)
+    def test_bad_keys_are_refused_everywhere(self, store: Store, key: str) -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: store.size(key),
+            lambda: store.read(key),
+            lambda: store.open(key),
+            lambda: store.create(key, [1]),
+            lambda: store.put(key, b"x"),
+            lambda: store.put(key, b"x", exclusive=True),
+            lambda: store.delete([key]),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidNameError):
+                call()
+        assert store.list() == []
+
+    @pytest.mark.parametrize("prefix", ["/", "..", "a/..", "a//", "//a"])
+    def test_bad_prefixes_are_refused(self, store: Store, prefix: str) -> None:
+        with pytest.raises(InvalidNameError):
+            store.list(prefix)
+        with pytest.raises(InvalidNameError):
+            store.children(prefix)
+
+    @pytest.mark.parametrize("key", ["c/0/1", "layers.0.wq", "a b", "ü/é", "%2F", "-x", "x.tmp-y"])
+    def test_ordinary_names_of_all_kinds_work(self, store: Store, key: str) -> None:
+        store.put(key, b"x", exclusive=True)
+        write_object(store, f"other/{key}", [b"y"])
+        assert sorted([key, f"other/{key}"]) == keys(store)
+        assert store.read(f"other/{key}") == b"y"
+
+    def test_listings_read_prefixes_as_folders(self, store: Store) -> None:
+        for key in ("step-1/a", "step-10/b", "step-1/data/c", "top", "step-1.x"):
+            store.put(key, key.encode())
+        assert store.children() == ["step-1", "step-1.x", "step-10", "top"]
+        assert store.children("step-1") == store.children("step-1/") == ["a", "data"]
+        assert store.children("top") == store.children("nothing/here") == []
+        assert keys(store) == ["step-1.x", "step-1/a", "step-1/data/c", "step-10/b", "top"]
+        assert keys(store, "step-1") == keys(store, "step-1/") == ["step-1/a", "step-1/data/c"]
+        assert keys(store, "top") == keys(store, "step") == keys(store, "nothing/here") == []
+
+    def test_entries_know_size_and_time(self, store: Store) -> None:
+        before = time.time()
+        store.put("a/b", b"12345")
+        (entry,) = store.list()
+        assert entry == Entry("a/b", 5, entry.modified)
+        if store.abilities.modified_times:
+            assert before - 5 < entry.modified < time.time() + 5
+
+    def test_put_replaces(self, store: Store) -> None:
+        store.put("a", b"a long first value")
+        store.put("a", b"short")
+        assert store.read("a") == b"short"
+
+    def test_an_exclusive_put_never_replaces(self, store: Store) -> None:
+        store.put("a/b", b"first", exclusive=True)
+        with pytest.raises(AlreadyExistsError) as caught:
+            store.put("a/b", b"second", exclusive=True)
+        assert "a/b" in caught.value.where
+        assert caught.value.hint
+        assert store.read("a/b") == b"first"
+
+    def test_of_racing_exclusive_creators_one_wins(self, store: Store) -> None:
+        assert store.abilities.exclusive_create
+        for attempt in range(5):
+            start = threading.Barrier(16)
+
+            def race(number: int, key: str, start: threading.Barrier = start) -> int | None:
+                start.wait()
+                try:
+                    store.put(key, bytes([number]) * 1000, exclusive=True)
+                except AlreadyExistsError:
+                    return None
+                return number
+
+            key = f"runs/{attempt}/manifest"
+            with ThreadPoolExecutor(16) as threads:
+                winners = [n for n in threads.map(race, range(16), [key] * 16) if n is not None]
+            assert len(winners) == 1
+            assert store.read(key) == bytes(winners) * 1000
+            assert store.children(f"runs/{attempt}") == ["manifest"]
+
+    def test_a_sink_joins_its_parts_in_whatever_order_they_come(self, store: Store) -> None:
+        rng = random.Random(1)
+        parts = [rng.randbytes(rng.choice([0, 1, 100, 4096, 10_000])) for _ in range(40)]
+        sink = store.create("data/x/pack", [len(part) for part in parts])
+        for number in rng.sample(range(40), 40):
+            sink.write(number, memoryview(parts[number]))
+        sink.finish()
+        assert store.read("data/x/pack") == b"".join(parts)
+        assert keys(store) == ["data/x/pack"]
+
+    def test_a_sink_takes_parts_from_many_threads(self, store: Store) -> None:
+        rng = random.Random(2)
+        parts = [rng.randbytes(rng.randrange(1, 30_000)) for _ in range(100)]
+        sink = store.create("pack", [len(part) for part in parts])
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda n: sink.write(n, memoryview(parts[n])), range(100)))
+        sink.finish()
+        assert store.read("pack") == b"".join(parts)
+
+    def test_a_sink_does_not_keep_the_buffer(self, store: Store) -> None:
+        sink = store.create("a", [5, 5])
+        buffer = bytearray(b"first")
+        sink.write(0, memoryview(buffer))
+        buffer[:] = b"xxxxx"
+        sink.write(1, memoryview(b"after"))
+        sink.finish()
+        assert store.read("a") == b"firstafter"
+
+    @pytest.mark.parametrize("extents", [[], [0], [0, 0]])
+    def test_an_object_may_be_empty(self, store: Store, extents: list[int]) -> None:
+        store.create("a", extents).finish()
+        assert store.read("a") == b""
+
+    def test_before_finish_an_object_is_invisible_or_incomplete(self, store: Store) -> None:
+        sink = store.create("a", [3, 3])
+        sink.write(1, memoryview(b"def"))
+        if keys(store):
+            assert store.read("a") != b"abcdef"
+        sink.write(0, memoryview(b"abc"))
+        sink.finish()
+        assert store.read("a") == b"abcdef"
+
+    def test_abort_leaves_nothing_and_may_be_repeated(self, store: Store) -> None:
+        sink = store.create("deep/down/a", [3, 3])
+        sink.write(0, memoryview(b"abc"))
+        sink.abort()
+        sink.abort()
+        assert store.list() == []
+        assert store.children() == []
+        write_object(store, "deep/down/a", [b"again"])
+        assert store.read("deep/down/a") == b"again"
+
+    def test_abort_spares_what_others_wrote_nearby(self, store: Store) -> None:
+        sink = store.create("data/a", [3])
+        store.put("data/b", b"mine")
+        sink.abort()
+        assert keys(store) == ["data/b"]
+
+    def test_abort_after_finish_changes_nothing(self, store: Store) -> None:
+        sink = store.create("a", [3])
+        sink.write(0, memoryview(b"abc"))
+        sink.finish()
+        sink.abort()
+        assert store.read("a") == b"abc"
+
+    def test_create_never_touches_what_is_there(self, store: Store) -> None:
+        store.put("a", b"precious")
+        with pytest.raises(AlreadyExistsError):
+            store.create("a", [3])
+        sink = store.create("b", [3])
+        with pytest.raises(AlreadyExistsError):
+            store.create("b", [3])
+        sink.write(0, memoryview(b"abc"))
+        sink.finish()
+        assert store.read("a") == b"precious"
+        assert store.read("b") == b"abc"
+
+    def test_a_sink_refuses_wrong_parts(self, store: Store) -> None:
+        sink = store.create("a", [3, 3])
+        sink.write(0, memoryview(b"abc"))
+        strided = memoryview(b"a-b-c-")[::2]
+        wrong = [(0, memoryview(b"abc")), (1, memoryview(b"ab")), (1, memoryview(b"abcd"))]
+        for number, data in [*wrong, (2, memoryview(b"")), (-1, memoryview(b"abc")), (1, strided)]:
+            with pytest.raises(UsageError) as caught:
+                sink.write(number, data)
+            assert caught.value.hint
+        with pytest.raises(UsageError, match="1 of 2 parts"):
+            sink.finish()
+        sink.write(1, memoryview(b"def"))
+        sink.finish()
+        for late in (sink.finish, lambda: sink.write(1, memoryview(b"def"))):
+            with pytest.raises(UsageError):
+                late()
+        assert store.read("a") == b"abcdef"
+
+    def test_negative_extents_are_refused(self, store: Store) -> None:
+        with pytest.raises(UsageError):
+            store.create("a", [3, -1])
+        assert store.children() == []
+
+    def test_a_source_fills_buffers_from_any_thread(self, store: Store) -> None:
+        data = random.Random(3).randbytes(200_000)
+        store.put("a", data)
+
+        def check(number: int) -> bool:
+            offset, buffer = number * 1999, bytearray(997)
+            source.read_into(offset, memoryview(buffer))
+            return bytes(buffer) == data[offset : offset + 997]
+
+        with store.open("a") as source, ThreadPoolExecutor(8) as threads:
+            assert source.size == len(data)
+            assert all(threads.map(check, range(100)))
+
+    def test_a_source_refuses_ranges_that_are_not_there(self, store: Store) -> None:
+        store.put("a", b"0123456789")
+        with store.open("a") as source:
+            for offset, length in ((8, 3), (11, 0), (1 << 62, 1)):
+                with pytest.raises(CorruptionError):
+                    source.read_into(offset, memoryview(bytearray(length)))
+            with pytest.raises(UsageError):
+                source.read_into(-1, memoryview(bytearray(1)))
+            source.read_into(10, memoryview(bytearray()))
+        source.close()
+
+    def test_a_source_outlives_its_name(self, store: Store) -> None:
+        store.put("a", b"old")
+        with store.open("a") as source:
+            store.put("a", b"new")
+            store.delete(["a"])
+            buffer = bytearray(3)
+            source.read_into(0, memoryview(buffer))
+            assert buffer == b"old"
+
+    def test_delete_forgives_what_is_missing_and_removes_empty_folders(self, store: Store) -> None:
+        for key in ("a/b/c", "a/b/d", "a/e", "f"):
+            store.put(key, b"x")
+        store.delete(["a/b/c", "nothing", "no/thing", "f/g", "a/b"])
+        assert keys(store) == ["a/b/d", "a/e", "f"]
+        store.delete(iter(["a/b/d"]))
+        assert store.children("a") == ["e"]
+        store.delete(["a/e", "f"])
+        assert store.children() == []
+        store.put("a/b/c", b"again")
+        assert keys(store) == ["a/b/c"]
+
+    def test_a_name_is_an_object_or_a_folder(self, store: Store) -> None:
+        store.put("object", b"x")
+        store.put("folder/object", b"x")
+        calls: list[Callable[[], object]] = [
+            lambda: store.put("object/below", b"y"),
+            lambda: store.put("object/below", b"y", exclusive=True),
+            lambda: store.create("object/below", [1]),
+            lambda: store.put("folder", b"y"),
+            lambda: store.put("folder", b"y", exclusive=True),
+            lambda: store.create("folder", [1]),
+        ]
+        for call in calls:
+            with pytest.raises((StorageError, AlreadyExistsError)) as caught:
+                call()
+            assert isinstance(caught.value, CkptkitError)
+        assert keys(store) == ["folder/object", "object"]

@@ -1,0 +1,88 @@
+"""Buffers: where they lie in memory, and when they are used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.errors import UsageError
+from ckptkit.storage import BufferPool, default_pool
+from ckptkit.storage.buffers import PAGE, address_of
+
+
+@given(st.integers(1, 3 << 20), st.integers(0, 1 << 40))
+def test_a_buffer_has_its_size_and_lies_where_it_was_asked_to(size: int, offset: int) -> None:
+    with BufferPool().take(size, congruent_to=offset) as view:
+        assert view.nbytes == size
+        assert address_of(view) % PAGE == offset % PAGE
+        view[0] = view[-1] = 1
+
+
+def test_a_buffer_given_back_is_used_again() -> None:
+    pool = BufferPool()
+    first = pool.take(3 * PAGE)
+    address = address_of(first.view)
+    first.give_back()
+    assert pool.kept_bytes == 3 * PAGE
+    with pool.take(3 * PAGE) as view:
+        assert address_of(view) == address
+        assert pool.kept_bytes == 0
+        with pool.take(3 * PAGE) as other:
+            assert address_of(other) != address
+
+
+def test_giving_back_twice_lends_it_once() -> None:
+    pool = BufferPool()
+    buffer = pool.take(PAGE)
+    buffer.give_back()
+    buffer.give_back()
+    assert pool.kept_bytes == PAGE
+
+
+def test_a_view_cannot_be_used_after_it_was_given_back() -> None:
+    buffer = BufferPool().take(PAGE)
+    view = buffer.view
+    buffer.give_back()
+    with pytest.raises(ValueError, match="released"):
+        view[0] = 1
+
+
+@pytest.mark.parametrize("look", [np.asarray, lambda view: view[:10], memoryview])
+def test_memory_that_something_still_shows_is_not_lent_again(
+    look: Callable[[memoryview], memoryview],
+) -> None:
+    pool = BufferPool()
+    buffer = pool.take(PAGE)
+    shown = look(buffer.view)
+    shown[0] = 7
+    buffer.give_back()
+    assert pool.kept_bytes == 0
+    assert shown[0] == 7
+
+
+def test_a_pool_keeps_no_more_than_its_limit_and_lets_the_oldest_go() -> None:
+    pool = BufferPool(limit=4 * PAGE)
+    buffers = [pool.take(size * PAGE) for size in (1, 2, 3, 5)]
+    for buffer in buffers:
+        buffer.give_back()
+    assert pool.kept_bytes == 3 * PAGE
+    pool.clear()
+    assert pool.kept_bytes == 0
+
+
+def test_an_empty_buffer_is_a_buffer() -> None:
+    with BufferPool().take(0) as view:
+        assert view.nbytes == 0
+
+
+def test_a_negative_size_is_refused() -> None:
+    with pytest.raises(UsageError):
+        BufferPool().take(-1)
+
+
+def test_there_is_one_pool_for_the_process() -> None:
+    assert default_pool() is default_pool()

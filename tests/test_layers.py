@@ -1,0 +1,98 @@
+"""The architecture, enforced: who may import whom, and how long and how named a module may be."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from importlib.util import resolve_name
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VALUES = {"errors", "model"}
+ENGINE = VALUES | {"plan", "format", "storage", "checkpoint"}
+LIVE = ENGINE | {"convert"}
+TORCH = {"live", "parallel", "activation"}
+LAYERS: dict[str, tuple[set[str], str]] = {
+    "errors": (set(), "every layer raises errors, so they stand on nothing"),
+    "model": ({"errors"}, "values are pure: they know no plans, no documents, no bytes"),
+    "plan": (VALUES, "decisions are pure functions of values, wherever the bytes lie"),
+    "format": (VALUES, "documents describe values, whoever decided and wherever the bytes lie"),
+    "storage": ({"errors"}, "storage moves bytes, whatever they mean"),
+    "checkpoint": (ENGINE, "the engine is below foreign formats, torch and commands"),
+    "convert": (ENGINE, "foreign checkpoints are sources and sinks of the engine, no more"),
+    "live": (LIVE, "live is the one door between torch and the engine"),
+    **dict.fromkeys(("parallel", "activation"), (LIVE | {"live"}, "both stand on live, apart")),
+    "schemas": (set(), "the written format is data"),
+    "ckptkit": (LIVE, "`import ckptkit` must work without torch and without commands"),
+    "cli": (set(), "a command calls the public API only, as a user's script would"),
+}
+PUBLIC = {"ckptkit", "ckptkit.errors", "ckptkit.schemas", *(f"ckptkit.{door}" for door in TORCH)}
+ONLY: dict[str, tuple[set[str], str]] = {
+    "torch": (TORCH, "it costs seconds and 220 MB, which offline work must not pay"),
+    "zarr": ({"format", "checkpoint"}, "zarr is a view for others, never the data path"),
+    **dict.fromkeys(("fsspec", "s3fs", "gcsfs", "obstore"), ({"storage"}, "it hides the stores")),
+    **dict.fromkeys(("click", "rich"), ({"cli"}, "a library returns or raises, it never prints")),
+}
+BANNED = {"util", "utils", "helper", "helpers", "core", "common", "manager"}
+
+
+def _sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def _imports(code: str, package: str) -> list[tuple[int, str]]:
+    """Line and absolute name of all that code in `package` imports, in functions too."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            inner = LAYERS if base == "ckptkit" else {}
+            names = [f"{base}.{it.name}" if it.name in inner else base for it in node.names]
+            found += [(node.lineno, name) for name in names]
+    return found
+
+
+def _objection(layer: str, target: str) -> str | None:
+    """Why `layer` may not import `target`, or None when it may."""
+    root, _, rest = target.partition(".")
+    if root != "ckptkit":
+        layers, why = ONLY.get(root, ({layer}, ""))
+        return None if layer in layers else f"only {', '.join(sorted(layers))} may: {why}"
+    allowed, why = LAYERS[layer]
+    other = rest.partition(".")[0] or "ckptkit"
+    if other == layer or other in allowed or (layer == "cli" and target in PUBLIC):
+        return None
+    return f"{layer} may import {', '.join(sorted(allowed)) or 'no other layer'}: {why}"
+
+
+def test_imports_go_down_the_layers_only() -> None:
+    wrong: list[str] = []
+    for path in _sources("ckptkit", "cli", "schemas"):
+        parts = path.relative_to(ROOT).parts[path.is_relative_to(ROOT / "ckptkit") :]
+        layer = parts[0].removesuffix(".py").replace("__init__", "ckptkit")
+        assert layer in LAYERS, f"{path}: say in LAYERS what {layer} may import, and why"
+        for line, target in _imports(path.read_text(), ".".join(["ckptkit", *parts[:-1]])):
+            if objection := _objection(layer, target):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {target}, but {objection}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_way_of_importing_goes_unseen() -> None:
+    for layer, code in (
+        ("model", "def load():\n    from ..storage import local"),
+        ("model", "from .. import errors, cli"),
+        ("cli", "from ckptkit import open, format"),
+        ("plan", "if True:\n    import torch.nn as nn"),
+    ):
+        found = _imports(code, f"ckptkit.{layer}")
+        assert any(_objection(layer, target) for _, target in found), code
+
+
+def test_modules_are_short_and_named_after_what_they_hold() -> None:
+    paths = _sources("ckptkit", "cli", "schemas", "tests", "examples", "benchmarks")
+    lengths = {path: len(path.read_text().splitlines()) for path in paths}
+    assert not [path for path in paths if {path.stem, path.parent.name} & BANNED], "name the idea"
+    assert not {path: n for path, n in lengths.items() if n > 400}, "split it by idea"
+    assert statistics.median(n for path, n in lengths.items() if path.stem != "__init__") <= 150
