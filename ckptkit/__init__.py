@@ -1,4 +1,6 @@
-"""Checkpoints of distributed training: fast to save, impossible to half-save, readable by anyone."""
+"""Checkpoints of distributed training: fast to save, impossible to half-save, readable by
+anyone.
+"""
 
 from __future__ import annotations
 

@@ -18,12 +18,13 @@ LAYERS: dict[str, tuple[set[str], str]] = {
     "plan": (VALUES, "decisions are pure functions of values, wherever the bytes lie"),
     "format": (VALUES, "documents describe values, whoever decided and wherever the bytes lie"),
     "storage": ({"errors"}, "storage moves bytes, whatever they mean"),
-    "checkpoint": (ENGINE, "the engine is below foreign formats, torch and commands"),
+    "checkpoint": (ENGINE | {"version"}, "the engine is below foreign formats, torch and commands"),
     "convert": (ENGINE, "foreign checkpoints are sources and sinks of the engine, no more"),
     "live": (LIVE, "live is the one door between torch and the engine"),
     **dict.fromkeys(("parallel", "activation"), (LIVE | {"live"}, "both stand on live, apart")),
     "schemas": (set(), "the written format is data"),
-    "ckptkit": (LIVE, "`import ckptkit` must work without torch and without commands"),
+    "version": (set(), "a number stands on nothing"),
+    "ckptkit": (LIVE | {"version"}, "`import ckptkit` must work without torch and without commands"),
     "cli": (set(), "a command calls the public API only, as a user's script would"),
 }
 PUBLIC = {"ckptkit", "ckptkit.errors", "ckptkit.schemas", *(f"ckptkit.{door}" for door in TORCH)}

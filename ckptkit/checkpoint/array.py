@@ -77,7 +77,9 @@ class Array:
         return result
 
     def __array__(
-        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+        self,
+        dtype: npt.DTypeLike | None = None,
+        copy: bool | None = None,  # noqa: FBT001 — numpy's protocol
     ) -> npt.NDArray[Any]:
         if copy is False:
             raise LayoutError("the array is in storage: reading it is a copy", where=self.name)
@@ -89,13 +91,14 @@ def _as_box(
 ) -> tuple[Box, tuple[int | slice, ...]]:
     """The smallest box with all that an index selects, and the index within that box."""
     wanted = _without_ellipsis(name, shape, index if isinstance(index, tuple) else (index,))
-    offset, extents, rest = [], [], []
+    offset, extents = [], []
+    rest: list[int | slice] = []
     for item, extent in zip(wanted, shape, strict=True):
         if isinstance(item, slice):
             chosen = range(extent)[item]
             low, high = (min(chosen), max(chosen) + 1) if len(chosen) else (0, 0)
             # A step of -1 from the end down to the first element cannot be written as a stop.
-            inner = slice(None, None, chosen.step)
+            inner: int | slice = slice(None, None, chosen.step)
         else:
             low = _position(name, item, extent)
             high, inner = low + 1, 0

@@ -1,4 +1,6 @@
-"""From the records of all ranks to one manifest: pure, and where the ranks' stories are compared (FORMAT section 6)."""
+"""From the records of all ranks to one manifest: pure, and where the ranks' stories are compared
+(FORMAT section 6).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from ckptkit.format.zarr_documents import key_of
 
 
 def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
-    """The manifest of complete records in rank order; disagreement, overlap and holes raise PeerError."""
+    """The manifest of complete records in rank order; disagreement, overlap and holes raise
+    PeerError.
+    """
     first = records[0]
     for record in records:
         _check_same_save(first, record)
@@ -55,7 +59,9 @@ def missing_groups(records: Sequence[Record]) -> list[str]:
 def _check_same_save(first: Record, record: Record) -> None:
     for field in ("save_id", "step", "world_size", "strategy", "details"):
         mine, theirs = getattr(first.save, field), getattr(record.save, field)
-        if mine != theirs and (field != "details" or dumps(mine) != dumps(theirs)):
+        # As bytes where arrays may be inside, which do not compare to one answer.
+        same = dumps(mine) == dumps(theirs) if field == "details" else mine == theirs
+        if not same:
             raise PeerError(
                 f"rank {first.rank} and rank {record.rank} disagree on {field}: "
                 f"{_shown(mine)} and {_shown(theirs)}"
@@ -73,12 +79,11 @@ def _merge_arrays(records: Sequence[Record]) -> tuple[ArrayInfo, ...]:
 
 
 def _disagreement(a: ArrayInfo, rank_a: int, b: ArrayInfo, rank_b: int) -> PeerError:
-    for field in ("shape", "dtype", "role", "of", "placements", "grid"):
-        mine, theirs = getattr(a, field), getattr(b, field)
-        if mine != theirs:
-            break
+    fields = ("shape", "dtype", "role", "of", "placements", "grid")
+    field = next(field for field in fields if getattr(a, field) != getattr(b, field))
+    mine, theirs = _shown(getattr(a, field)), _shown(getattr(b, field))
     return PeerError(
-        f"rank {rank_a} and rank {rank_b} disagree on the {field}: {_shown(mine)} and {_shown(theirs)}",
+        f"rank {rank_a} and rank {rank_b} disagree on the {field}: {mine} and {theirs}",
         where=a.name,
         hint="every rank has to add the array with the same global shape, dtype and placements",
     )
@@ -103,7 +108,9 @@ def _check_documents(records: Sequence[Record], arrays: Sequence[ArrayInfo]) -> 
 def _rows(
     records: Sequence[Record], arrays: Sequence[ArrayInfo], starts: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """For each chunk of each record in order: its row in the table over all arrays, each row once."""
+    """For each chunk of each record in order: its row in the table over all arrays, each row
+    once.
+    """
     place = {array.name: index for index, array in enumerate(arrays)}
     counts = np.diff(starts)
     parts = [np.zeros(0, dtype=np.int64)]
@@ -171,7 +178,8 @@ def _merge_aliases(records: Sequence[Record]) -> tuple[Alias, ...]:
             other = known.setdefault(alias.name, alias)
             if other != alias:
                 raise PeerError(
-                    f"the ranks disagree on what it is an alias of: {other.alias_of} and {alias.alias_of}",
+                    "the ranks disagree on what it is an alias of: "
+                    f"{other.alias_of} and {alias.alias_of}",
                     where=alias.name,
                 )
     return tuple(known[name] for name in sorted(known))
@@ -191,7 +199,8 @@ def _merge_object(by_rank: dict[int, ObjectInfo], world_size: int) -> ObjectInfo
         same_value = item.semantics != "replicated" or dumps(item.value) == dumps(first.value)
         if item.semantics != first.semantics or not same_value:
             raise PeerError(
-                f"rank {first_rank} and rank {rank} disagree: {_shown(first.value)} and {_shown(item.value)}",
+                f"rank {first_rank} and rank {rank} disagree: "
+                f"{_shown(first.value)} and {_shown(item.value)}",
                 where=first.name,
                 hint="wrap what differs from rank to rank in PerRank(…) or Sum(…)",
             )
@@ -199,7 +208,9 @@ def _merge_object(by_rank: dict[int, ObjectInfo], world_size: int) -> ObjectInfo
         return first
     absent = [rank for rank in range(world_size) if rank not in by_rank]
     if absent:
-        raise PeerError(f"rank {absent[0]} did not add this {first.semantics} value", where=first.name)
+        raise PeerError(
+            f"rank {absent[0]} did not add this {first.semantics} value", where=first.name
+        )
     return ObjectInfo(first.name, first.semantics, [by_rank[r].value for r in range(world_size)])
 
 

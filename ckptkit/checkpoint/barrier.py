@@ -18,13 +18,14 @@ DEFAULT_TIMEOUT = 600.0
 class Barrier(Protocol):
     """A meeting point of all ranks; every rank makes the same calls in the same order.
 
-    A rank that does not come within the implementation's time-out is a PeerError on the others, never a hang. Once a rank
-    has left, every call on every rank raises: a barrier serves until the first failure.
+    A rank that does not come within the implementation's time-out is a PeerError on the others,
+    never a hang. Once a rank has left, every call on every rank raises: a barrier serves until
+    the first failure.
     """
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """The number of this rank."""
 
     @property
     def world_size(self) -> int:
@@ -69,7 +70,7 @@ class ThreadBarrier:
     @classmethod
     def group(cls, world_size: int, timeout: float = DEFAULT_TIMEOUT) -> list[ThreadBarrier]:
         """One barrier for each rank."""
-        shared = _Shared(threading.Barrier(world_size), {})
+        shared = _Shared(threading.Barrier(world_size))
         return [cls(rank, shared, timeout) for rank in range(world_size)]
 
     def share(self, value: str) -> str:
@@ -86,27 +87,29 @@ class ThreadBarrier:
         try:
             self._shared.meeting.wait(self._timeout)
         except threading.BrokenBarrierError:
-            if self._shared.problems:
-                raise _failed(*next(iter(self._shared.problems.items()))) from None
+            if self._shared.problem:
+                raise _failed(self._shared.problem) from None
             raise _late("another rank", self._timeout) from None
 
     def leave(self, problem: str) -> None:
         """Break the meeting."""
-        self._shared.problems.setdefault(self.rank, problem)
+        self._shared.problem = self._shared.problem or f"rank {self.rank}: {problem}"
         self._shared.meeting.abort()
 
 
 @dataclass(slots=True)
 class _Shared:
     meeting: threading.Barrier
-    problems: dict[int, str]
+    problem: str = ""
     value: str = ""
 
 
 class FileBarrier:
-    """Ranks that are processes which see one folder; it must be empty at the start and belong to this job alone.
+    """Ranks that are processes which see one folder; it must be empty at the start and belong to
+    this job alone.
 
-    Rank 0 reads one small file of each rank, the others one of rank 0: nothing grows with ranks squared.
+    Rank 0 reads one small file of each rank, the others one of rank 0: nothing grows with ranks
+    squared.
     """
 
     def __init__(
@@ -146,14 +149,20 @@ class FileBarrier:
 
     def leave(self, problem: str) -> None:
         """Leave a note in the folder."""
-        with suppress(OSError):
-            self._write(f"left-{self.rank}", problem)
+        self._relay(f"rank {self.rank}: {problem}")
 
     def _next(self) -> None:
         # A file is removed two rounds late: by then everyone has left the round it belongs to.
         for what in ("shared", "here", "go"):
             (self._folder / f"{self._round - 2}-{what}-{self.rank}").unlink(missing_ok=True)
         self._round += 1
+
+    def _relay(self, problem: str) -> None:
+        """Say why there will be no step, unless this rank has said so before."""
+        name = f"left-{self.rank}"
+        with suppress(OSError):
+            if not (self._folder / name).exists():
+                self._write(name, problem)
 
     def _say(self, what: str, text: str) -> None:
         self._write(f"{self._round}-{what}-{self.rank}", text)
@@ -173,16 +182,16 @@ class FileBarrier:
                 return message.read_text(encoding="utf-8")
             if farewell.exists():
                 problem = farewell.read_text(encoding="utf-8")
-                self.leave(problem)
-                raise _failed(rank, problem)
+                self._relay(problem)
+                raise _failed(problem)
             if time.monotonic() > deadline:
                 raise _late(f"rank {rank}", self._timeout)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)
 
 
-def _failed(rank: int, problem: str) -> PeerError:
-    return PeerError(f"rank {rank} failed, so there is no new step: {problem}")
+def _failed(problem: str) -> PeerError:
+    return PeerError(f"there is no new step, because of {problem}")
 
 
 def _late(who: str, timeout: float) -> PeerError:

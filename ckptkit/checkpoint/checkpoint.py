@@ -115,10 +115,12 @@ class Checkpoint:
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Fill many arrays at once: (name, box, memory of the box's shape and the array's dtype).
+        """Fill many arrays at once: (name, box, memory of the box's shape and the array's
+        dtype).
 
-        With `verify`, the default, chunks are read whole, and every byte that reaches the caller was compared with its checksum;
-        without, only the bytes needed are read, unchecked. What is in the memory after an error is undefined.
+        With `verify`, the default, chunks are read whole, and every byte that reaches the caller
+        was compared with its checksum; without, only the bytes needed are read, unchecked. What
+        is in the memory after an error is undefined.
         """
         requests = [self._request(name, box, target) for name, box, target in wanted]
         job = plan_job(self.manifest, requests, verify=verify)

@@ -1,19 +1,25 @@
 """The commit: data, manifest, done. And what may be said at each point where the power can fail.
 
-1. Every rank writes its pack under a save id that was never used before, so nothing that exists is touched. A crash here leaves
-   packs that no manifest names; readers do not see them and `prune` removes them.
-2. All ranks meet. From here on all packs are complete and durable: a store's sink returns from `finish` only then.
-3. Rank 0 reads the records out of the packs, from the store and not from memory, and compares them. A crash or a disagreement
-   here is as in 1.
-4. Rank 0 creates the manifest: exclusively, or atomically over the old one when overwriting. Before that instant the step is what it was;
-   after it the new one. If the answer to the create is lost (an error after success), the manifest is read back:
-   if it carries our save id the commit happened.
-5. When overwriting, the old data is freed. A crash before or in it leaves packs that no manifest names, as in 1.
+1. Every rank writes its pack under a save id that was never used before, so nothing that exists
+   is touched. A crash here leaves packs that no manifest names; readers do not see them and
+   `prune` removes them.
+2. All ranks meet. From here on all packs are complete and durable: a store's sink returns from
+   `finish` only then.
+3. Rank 0 reads the records out of the packs, from the store and not from memory, and compares
+   them. A crash or a disagreement here is as in 1.
+4. Rank 0 creates the manifest: exclusively, or atomically over the old one when overwriting.
+   Before that instant the step is what it was; after it the new one. If the answer to the create
+   is lost (an error after success), the manifest is read back: if it carries our save id the
+   commit happened.
+5. When overwriting, the old data is freed. A crash before or in it leaves packs that no manifest
+   names, as in 1.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 from ckptkit.checkpoint.assemble import assemble, missing_groups
 from ckptkit.checkpoint.image import PackImage, write_image
@@ -33,6 +39,8 @@ from ckptkit.format.record import Record
 from ckptkit.format.zarr_documents import group_document, key_of
 from ckptkit.storage import Store
 
+_READERS = 8
+
 
 def refuse_committed(store: Store, prefix: str) -> None:
     """Raise StepExistsError where the step is committed."""
@@ -41,14 +49,15 @@ def refuse_committed(store: Store, prefix: str) -> None:
 
 
 def gather(store: Store, prefix: str, save_id: str) -> Manifest:
-    """Read all records of a save, add the group documents that are missing, and make the manifest."""
+    """Read all records of a save, add the group documents that are missing, and make the
+    manifest.
+    """
     folder = data_prefix(prefix, save_id)
-    first, pack = read_record(store, f"{folder}/{pack_name(0)}")
-    records, packs = [first], [pack]
-    for rank in range(1, first.save.world_size):
-        record, pack = read_record(store, f"{folder}/{pack_name(rank)}")
-        records.append(record)
-        packs.append(pack)
+    first = read_record(store, f"{folder}/{pack_name(0)}")
+    others = [f"{folder}/{pack_name(rank)}" for rank in range(1, first.record.save.world_size)]
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="ckptkit") as executor:
+        found = [first, *executor.map(partial(read_record, store), others)]
+    records, packs = [item.record for item in found], [item.pack for item in found]
     _check_ranks(store, folder, save_id, records)
     groups = missing_groups(records)
     if groups:
@@ -112,10 +121,10 @@ class _Groups:
     def name(self, index: int) -> str:
         return self._keys[index]
 
-    def length(self, index: int) -> int:
+    def length(self, index: int) -> int:  # noqa: ARG002
         return len(self._document)
 
-    def fill(self, index: int, target: memoryview) -> None:
+    def fill(self, index: int, target: memoryview) -> None:  # noqa: ARG002
         target[:] = self._document
 
 

@@ -59,7 +59,9 @@ class LocalArray:
 class PackContent:
     """Documents and chunks of one pack, numbered in pack order."""
 
-    def __init__(self, documents: Sequence[tuple[str, bytes]], arrays: Sequence[LocalArray]) -> None:
+    def __init__(
+        self, documents: Sequence[tuple[str, bytes]], arrays: Sequence[LocalArray]
+    ) -> None:
         self.documents = documents
         self._arrays = arrays
         counts = [len(array.chunks) for array in arrays]
@@ -101,9 +103,7 @@ class PackContent:
         return self._arrays[self.array[row]], int(self.chunk[row])
 
 
-def as_local(
-    name: str, data: object, shape: tuple[int, ...], dtype: DType
-) -> npt.NDArray[Any]:
+def as_local(name: str, data: object, shape: tuple[int, ...], dtype: DType) -> npt.NDArray[Any]:
     """Any buffer as an array of raw elements in the shape of the part, without a copy."""
     array = data if isinstance(data, np.ndarray) else np.asarray(memoryview(data))  # type: ignore[arg-type]
     if array.dtype != dtype.bits:

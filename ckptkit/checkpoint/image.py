@@ -1,11 +1,15 @@
-"""A pack's image: laid out before there are bytes, then filled and written in segments by a few threads (DESIGN section 6)."""
+"""A pack's image: laid out before there are bytes, then filled and written in segments by a few
+threads (DESIGN section 6).
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -13,11 +17,14 @@ import numpy.typing as npt
 from isal import isal_zlib
 
 from ckptkit.format.pack import Entry, data_offset, directory, local_header
-from ckptkit.storage import Sink, Store, default_pool
+from ckptkit.storage import AlignedBuffer, Sink, Store, default_pool
 
 I64 = npt.NDArray[np.int64]
 
 DEFAULT_THREADS = 4
+
+_STAGED_SEGMENT = 8 << 20
+_REUSED = 1 << 20
 
 Progress = Callable[[int], None]
 
@@ -74,7 +81,9 @@ class PackImage:
         )
 
     def segments(self, size: int) -> list[Segment]:
-        """Runs of whole entries of about `size` bytes, so that a header's CRC is known when it is written."""
+        """Runs of whole entries of about `size` bytes, so that a header's CRC is known when it
+        is written.
+        """
         ends = self.offsets + self.lengths
         segments: list[Segment] = []
         first = start = 0
@@ -99,7 +108,9 @@ class PackImage:
             header = offset + length
 
     def tail(self, record_name: str, record: bytes) -> tuple[bytes, Entry]:
-        """The bytes after the last entry: the record's entry, the directory and the end; and that entry."""
+        """The bytes after the last entry: the record's entry, the directory and the end; and
+        that entry.
+        """
         offset = data_offset(record_name, len(record), self.end)
         entry = Entry(record_name, offset, len(record), int(isal_zlib.crc32(record)))
         closing = directory(self._entries(entry))
@@ -110,25 +121,50 @@ class PackImage:
         yield last
 
 
+def stage_image(image: PackImage, *, threads: int = DEFAULT_THREADS) -> AlignedBuffer:
+    """The whole pack up to its tail in one piece of memory, which `write_image` can write from."""
+    staged = default_pool().take(image.end)
+    pending = iter(image.segments(_STAGED_SEGMENT))
+    lock = threading.Lock()
+    stopped = threading.Event()
+
+    def work() -> None:
+        while not stopped.is_set():
+            with lock:
+                segment = next(pending, None)
+            if segment is None:
+                return
+            image.fill(segment, staged.view[segment.start : segment.stop])
+
+    run_threads(work, threads, stopped)
+    return staged
+
+
 def write_image(
     store: Store,
     key: str,
     image: PackImage,
     make_tail: Callable[[], bytes],
     *,
+    staged: AlignedBuffer | None = None,
     threads: int = DEFAULT_THREADS,
     progress: Progress | None = None,
 ) -> int:
     """Fill and write a whole pack; returns its size. Nothing is left behind when it fails.
 
-    `make_tail` gives bytes of the same length before the entries are filled (to learn the length) and after (to write them).
+    `make_tail` gives bytes of the same length before the entries are filled (to learn the
+    length) and after (to write them).
     """
     segments = image.segments(store.abilities.part_size)
     tail_length = len(make_tail())
     extents = [segment.stop - segment.start for segment in segments] + [tail_length]
     sink = store.create(key, extents)
     try:
-        _write_segments(sink, image, segments, threads, progress)
+        if staged is None:
+            produce = partial(_filled, image, max(extents))
+        else:
+            produce = partial(_cut, staged)
+        _write_segments(sink, segments, produce, threads, progress)
         sink.write(len(segments), memoryview(make_tail()))
         sink.finish()
     except BaseException:
@@ -137,18 +173,31 @@ def write_image(
     return sum(extents)
 
 
+@contextmanager
+def _filled(image: PackImage, largest: int, segment: Segment) -> Iterator[memoryview]:
+    """A segment's bytes, put together in memory that the next one uses again."""
+    size = segment.stop - segment.start
+    with default_pool().take(max(size, min(largest, _REUSED)), congruent_to=segment.start) as loan:
+        image.fill(segment, loan[:size])
+        yield loan[:size]
+
+
+@contextmanager
+def _cut(staged: AlignedBuffer, segment: Segment) -> Iterator[memoryview]:
+    """A segment's bytes out of the image that was staged."""
+    yield staged.view[segment.start : segment.stop]
+
+
 def _write_segments(
     sink: Sink,
-    image: PackImage,
     segments: Sequence[Segment],
+    produce: Callable[[Segment], AbstractContextManager[memoryview]],
     threads: int,
     progress: Progress | None,
 ) -> None:
     pending = iter(enumerate(segments))
     lock = threading.Lock()
     stopped = threading.Event()
-    pool = default_pool()
-    largest = max((s.stop - s.start for s in segments), default=0)
 
     def work() -> None:
         while not stopped.is_set():
@@ -156,22 +205,18 @@ def _write_segments(
                 number, segment = next(pending, (-1, None))
             if segment is None:
                 return
-            size = segment.stop - segment.start
-            loan = pool.take(max(size, min(largest, 1 << 20)), congruent_to=segment.start)
-            try:
-                with loan.view[:size] as target:
-                    image.fill(segment, target)
-                    sink.write(number, target)
-            finally:
-                loan.give_back()
+            with produce(segment) as data:
+                sink.write(number, data)
             if progress:
-                progress(size)
+                progress(segment.stop - segment.start)
 
     run_threads(work, min(threads, len(segments)), stopped)
 
 
 def run_threads(work: Callable[[], None], count: int, stopped: threading.Event) -> None:
-    """Run `work` in some threads until all return; the first error, or Ctrl-C, sets `stopped` and is raised."""
+    """Run `work` in some threads until all return; the first error, or Ctrl-C, sets `stopped`
+    and is raised.
+    """
     if count <= 1:
         work()
         return

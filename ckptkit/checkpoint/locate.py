@@ -27,7 +27,9 @@ def read_manifest(store: Store, prefix: str) -> Manifest:
 
 
 def manifest_at(store: Store) -> tuple[str, Manifest]:
-    """(prefix in the store, manifest) of the step at its location, or of the newest one of the run there."""
+    """(prefix in the store, manifest) of the step at its location, or of the newest one of the
+    run there.
+    """
     try:
         return "", read_manifest(store, "")
     except NotCommittedError:
@@ -63,7 +65,8 @@ def _not_committed(store: Store, prefix: str) -> NotFoundError:
         return NotCommittedError(
             f"not a committed checkpoint: {objects} objects, no manifest",
             where=where,
-            hint="`ckpt ls RUN` lists the steps that are; `ckpt rebuild STEP` makes a lost manifest again",
+            hint="`ckpt ls RUN` lists the steps that are; "
+            "`ckpt rebuild STEP` makes a lost manifest again",
         )
     steps = [name for name in names if step_number(name) is not None]
     if steps:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from isal import isal_zlib
 
 from ckptkit.checkpoint.content import LocalArray, PackContent
-from ckptkit.checkpoint.image import PackImage, Progress, write_image
+from ckptkit.checkpoint.image import PackImage, Progress, stage_image, write_image
 from ckptkit.checkpoint.places import data_prefix
 from ckptkit.format.arrays import Alias, ArrayInfo
 from ckptkit.format.manifest import pack_name
@@ -22,7 +22,7 @@ from ckptkit.format.record import Record, SaveInfo
 from ckptkit.format.zarr_documents import array_document, group_document, key_of
 from ckptkit.model import Layout, Part
 from ckptkit.plan.save import Held, chunks_to_write, writes_document
-from ckptkit.storage import Store
+from ckptkit.storage import AlignedBuffer, Store
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,31 +44,62 @@ class Holdings:
     objects: Mapping[str, ObjectInfo]
 
 
-def write_pack(
-    store: Store,
-    prefix: str,
-    save: SaveInfo,
-    rank: int,
-    holdings: Holdings,
-    *,
-    threads: int,
-    progress: Progress | None,
-) -> None:
-    """Write the pack of one rank."""
-    content = _content(holdings, rank)
-    image = PackImage(content)
-    count = len(content.documents)
-    # Known before they are written, because the length of the record depends on them.
-    image.crcs[:count] = [isal_zlib.crc32(data) for _, data in content.documents]
-    # Sorted by name in the record, in the order they were added in the pack.
-    names = sorted(holdings.arrays)
-    place = {name: index for index, name in enumerate(names)}
-    renumbered = np.array([place[name] for name in holdings.arrays], dtype=np.uint32)
+class Pack:
+    """What one rank will write: laid out when made, then perhaps staged, then written."""
 
-    def record() -> bytes:
+    def __init__(self, holdings: Holdings, rank: int) -> None:
+        self._holdings = holdings
+        self._rank = rank
+        self._content = _content(holdings, rank)
+        self._image = PackImage(self._content)
+        self._staged: AlignedBuffer | None = None
+        documents = self._content.documents
+        # Known before they are written, because the length of the record depends on them.
+        self._image.crcs[: len(documents)] = [isal_zlib.crc32(data) for _, data in documents]
+
+    def stage(self, threads: int) -> None:
+        """Copy all data, so that the buffers it came from may change."""
+        self._staged = stage_image(self._image, threads=threads)
+
+    def write(
+        self,
+        store: Store,
+        prefix: str,
+        save: SaveInfo,
+        *,
+        threads: int,
+        progress: Progress | None = None,
+    ) -> None:
+        """Write the pack; complete and durable on return, and nothing left behind when it fails."""
+        try:
+            write_image(
+                store,
+                f"{data_prefix(prefix, save.save_id)}/{pack_name(self._rank)}",
+                self._image,
+                lambda: self._image.tail(record_name(self._rank), self._record(save))[0],
+                staged=self._staged,
+                threads=threads,
+                progress=progress,
+            )
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Free the staged copy."""
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.give_back()
+
+    def _record(self, save: SaveInfo) -> bytes:
+        content, image, holdings = self._content, self._image, self._holdings
+        count = len(content.documents)
+        # Arrays are sorted by name in the record, and in the order they were added in the pack.
+        names = sorted(holdings.arrays)
+        place = {name: index for index, name in enumerate(names)}
+        renumbered = np.array([place[name] for name in holdings.arrays], dtype=np.uint32)
         return Record(
             save=save,
-            rank=rank,
+            rank=self._rank,
             arrays=tuple(holdings.arrays[name].info for name in names),
             aliases=tuple(holdings.aliases.values()),
             documents=tuple(image.entry(index) for index in range(count)),
@@ -79,15 +110,6 @@ def write_pack(
             crc32=image.crcs[count:],
             objects=tuple(holdings.objects.values()),
         ).to_bytes()
-
-    write_image(
-        store,
-        f"{data_prefix(prefix, save.save_id)}/{pack_name(rank)}",
-        image,
-        lambda: image.tail(record_name(rank), record())[0],
-        threads=threads,
-        progress=progress,
-    )
 
 
 def _content(holdings: Holdings, rank: int) -> PackContent:

@@ -18,7 +18,9 @@ class Removal:
     """One thing to delete: a committed step, or the data of one save that no manifest names."""
 
     kind: str
+    """step or orphan."""
     step: int
+    folder: str
     name: str
     nbytes: int
     keys: tuple[str, ...]
@@ -56,7 +58,8 @@ def plan_prune(
 def remove(store: Store, removals: Sequence[Removal]) -> None:
     """Delete, in the order that is safe against a crash: each manifest before its data.
 
-    Data without a manifest is looked at again first: the save may have committed since it was planned.
+    Data without a manifest is looked at again first: the save may have committed since it was
+    planned.
     """
     for removal in removals:
         if removal.kind == "orphan" and _named(store, removal):
@@ -68,7 +71,7 @@ def _step(store: Store, step: int, folder: str) -> Removal:
     entries = store.list(folder)
     manifest = under(folder, MANIFEST)
     keys = [manifest, *(entry.key for entry in entries if entry.key != manifest)]
-    return Removal("step", step, folder, _total(entries), tuple(keys))
+    return Removal("step", step, folder, folder, _total(entries), tuple(keys))
 
 
 def _orphans(store: Store, step: int, folder: str, before: float) -> list[Removal]:
@@ -85,13 +88,12 @@ def _orphans(store: Store, step: int, folder: str, before: float) -> list[Remova
         newest = max((entry.modified for entry in entries), default=0.0)
         if newest <= before:
             keys = tuple(entry.key for entry in entries)
-            removals.append(Removal("orphan", step, save_id, _total(entries), keys))
+            removals.append(Removal("orphan", step, folder, save_id, _total(entries), keys))
     return removals
 
 
 def _named(store: Store, removal: Removal) -> bool:
-    folder = removal.keys[0].partition("/")[0] if removal.keys else ""
-    manifest = _manifest(store, folder)
+    manifest = _manifest(store, removal.folder)
     return manifest is not None and manifest.save.save_id == removal.name
 
 

@@ -1,4 +1,6 @@
-"""The data plane of loading: exact ranges, coalesced, checked, by a few threads into the caller's memory (DESIGN section 6)."""
+"""The data plane of loading: exact ranges, coalesced, checked, by a few threads into the
+caller's memory (DESIGN section 6).
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def default_threads() -> int:
 
 
 def plan_job(manifest: Manifest, requests: Sequence[Request], *, verify: bool) -> Job:
-    """Which bytes to read for the requests. With `verify` always whole chunks, so that each can be checked."""
+    """Which bytes to read for the requests. With `verify` always whole chunks, so that each can
+    be checked.
+    """
     pieces = [
         (request, piece)
         for request in requests
@@ -100,7 +104,9 @@ class Reader:
     def run(
         self, job: Job, *, verify: bool, threads: int | None, progress: Progress | None = None
     ) -> None:
-        """Fill the targets of all requests; CorruptionError names the first chunk that is not as it was written."""
+        """Fill the targets of all requests; CorruptionError names the first chunk that is not as
+        it was written.
+        """
         pending = iter(job.runs)
         lock = threading.Lock()
         stopped = threading.Event()
@@ -112,13 +118,13 @@ class Reader:
                         run = next(pending, None)
                     if run is None:
                         return
-                    self._read(job, run, scratch, verify)
+                    self._read(job, run, scratch, verify=verify)
                     if progress:
                         progress(int(job.stop[run[1] - 1] - job.start[run[0]]))
 
         run_threads(work, min(threads or default_threads(), len(job.runs)), stopped)
 
-    def _read(self, job: Job, run: tuple[int, int], scratch: memoryview, verify: bool) -> None:
+    def _read(self, job: Job, run: tuple[int, int], scratch: memoryview, *, verify: bool) -> None:
         first, last = run
         start = int(job.start[first])
         size = int(job.stop[last - 1]) - start
@@ -129,13 +135,13 @@ class Reader:
                 if verify:
                     self._check(job, first, direct)
             elif size <= len(scratch):
-                self._scatter(job, run, source, scratch[:size], verify)
+                self._scatter(job, run, source, scratch[:size], verify=verify)
             else:
                 with default_pool().take(size) as larger:
-                    self._scatter(job, run, source, larger, verify)
+                    self._scatter(job, run, source, larger, verify=verify)
 
     def _scatter(
-        self, job: Job, run: tuple[int, int], source: Source, memory: memoryview, verify: bool
+        self, job: Job, run: tuple[int, int], source: Source, memory: memoryview, *, verify: bool
     ) -> None:
         start = int(job.start[run[0]])
         source.read_into(start, memory)
@@ -145,10 +151,8 @@ class Reader:
             if verify:
                 self._check(job, row, data)
             request, piece = job.pieces[row]
-            bits = self._manifest.arrays[request.array].dtype.bits
-            # The dots make a view also of an array without dims.
-            target = request.target[(*piece.target, ...)]
-            _place(piece, data, not verify, bits, target)
+            target = _view(request.target, piece.target)
+            _place(piece, data, target, partial=not verify)
 
     def _check(self, job: Job, row: int, data: memoryview) -> None:
         actual = int(isal_zlib.crc32(data))
@@ -157,8 +161,8 @@ class Reader:
         request, piece = job.pieces[row]
         array = self._manifest.arrays[request.array]
         raise CorruptionError(
-            f"chunk {chunk_key(array.name, array.grid.index(piece.chunk))} has the checksum {actual:08x}, "
-            f"written was {int(job.crc32[row]):08x}",
+            f"chunk {chunk_key(array.name, array.grid.index(piece.chunk))} has the checksum "
+            f"{actual:08x}, written was {int(job.crc32[row]):08x}",
             where=f"{self._sources.where(int(job.pack[row]))} at byte {int(job.start[row])}",
             hint="`ckpt verify` lists all damage of a step; `ckpt ls RUN` shows the other steps",
         )
@@ -169,20 +173,21 @@ def _direct_target(job: Job, run: tuple[int, int]) -> memoryview | None:
     if run[1] - run[0] != 1:
         return None
     request, piece = job.pieces[run[0]]
-    target = request.target[(*piece.target, ...)]
+    target = _view(request.target, piece.target)
     if not piece.is_whole or not target.flags.c_contiguous or not target.size:
         return None
-    return memoryview(target.reshape(-1).view(np.uint8))
+    return target.reshape(-1).view(np.uint8).data
 
 
 def _place(
     piece: Piece,
     data: memoryview,
-    partial: bool,
-    bits: np.dtype[Any],
     target: npt.NDArray[Any],
+    *,
+    partial: bool,
 ) -> None:
     """Copy the needed elements out of a chunk, or out of the span of it that holds them."""
+    bits = target.dtype
     if not partial:
         elements = np.frombuffer(data, dtype=bits).reshape(piece.stored_shape)
         target[...] = elements[piece.source]
@@ -190,6 +195,13 @@ def _place(
     # Only the span from the first to the last needed element was read, so the first one is at 0.
     shape = tuple(s.stop - s.start for s in piece.source)
     target[...] = np.ndarray(shape, bits, data, 0, _steps(piece.stored_shape, bits.itemsize))
+
+
+def _view(array: npt.NDArray[Any], part: tuple[slice, ...]) -> npt.NDArray[Any]:
+    """A part as a view, also of an array without dims, which plain indexing would copy."""
+    index: Any = (*part, ...)
+    view: npt.NDArray[Any] = array[index]
+    return view
 
 
 def _steps(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

@@ -19,9 +19,11 @@ from ckptkit.storage import Store
 
 
 def rebuild(location: Place, *, save_id: str | None = None) -> Manifest:
-    """Make the manifest of a step from its packs and commit it; refused where a readable one exists.
+    """Make the manifest of a step from its packs and commit it; refused where a readable one
+    exists.
 
-    With the packs of several complete saves in the step, `save_id` has to say which one is meant.
+    With the packs of several complete saves in the step, `save_id` has to say which one is
+    meant.
     """
     store = store_at(location)
     damaged = _check_manifest(store)
@@ -37,7 +39,9 @@ def rebuild(location: Place, *, save_id: str | None = None) -> Manifest:
 
 
 def _check_manifest(store: Store) -> bool:
-    """Whether there is a manifest that cannot be read; StepExistsError where there is a good one."""
+    """Whether there is a manifest that cannot be read; StepExistsError where there is a good
+    one.
+    """
     if MANIFEST not in store.children(""):
         return False
     try:

@@ -65,8 +65,9 @@ class Run:
     ) -> list[Removal]:
         """What `prune` would delete.
 
-        Of the committed steps the newest `keep_last` and the multiples of `keep_every` stay; without either all do. Data that no
-        manifest names is deleted once its newest file is older than `grace` seconds: younger data may be a save under way.
+        Of the committed steps the newest `keep_last` and the multiples of `keep_every` stay;
+        without either all do. Data that no manifest names is deleted once its newest file is
+        older than `grace` seconds: younger data may be a save under way.
         """
         return plan_prune(self._store, keep_last=keep_last, keep_every=keep_every, grace=grace)
 
@@ -83,7 +84,9 @@ class Run:
         return plan
 
     def delete(self, steps: Iterable[int]) -> None:
-        """Delete steps, committed or not: the manifest first, so that no crash leaves half a step that looks whole."""
+        """Delete steps, committed or not: the manifest first, so that no crash leaves half a
+        step that looks whole.
+        """
         for step in steps:
             prefix = step_name(step)
             keys = [entry.key for entry in self._store.list(prefix)]
@@ -103,4 +106,6 @@ class Run:
             return StepInfo(step, committed=True, nbytes=nbytes, problem=error.what)
         nbytes = sum(pack.size for pack in manifest.packs)
         save = manifest.save
-        return StepInfo(step, True, nbytes, save.time, str(save.strategy))
+        return StepInfo(
+            step, committed=True, nbytes=nbytes, time=save.time, strategy=str(save.strategy)
+        )

@@ -1,4 +1,6 @@
-"""Reading a pack from end to end and comparing every byte with what the record says it has to be."""
+"""Reading a pack from end to end and comparing every byte with what the record says it has to
+be.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from isal import isal_zlib
 from ckptkit.checkpoint.commit import groups_image
 from ckptkit.checkpoint.image import Progress, run_threads
 from ckptkit.checkpoint.reading import default_threads
-from ckptkit.checkpoint.tail import read_record
+from ckptkit.checkpoint.tail import PackRecord
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.names import ancestors
@@ -38,26 +40,22 @@ class _Expected:
 def scan_pack(
     store: Store,
     key: str,
-    record: Record,
+    found: PackRecord,
     *,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> list[Fault]:
     """(offset, what) for everything in a pack that is not as its record says."""
-    size = store.size(key)
-    own = _own_entry(store, key)
-    entries = list(_entries(record, own))
-    faults: list[Fault] = []
     position = 0
     expected = []
-    for entry, document in entries:
+    for entry, document in _entries(found.record, found.entry):
         if entry.offset != data_offset(entry.name, entry.length, position):
             return [(position, f"the record leaves a gap or an overlap before {entry.name}")]
         expected.append(_Expected(entry, position, document))
         position = entry.offset + entry.length
-    faults += _scan(store, key, expected, threads, progress)
+    faults = _scan(store, key, expected, threads, progress)
     closing = directory(item.entry for item in expected)
-    actual = store.read(key, position, size - position)
+    actual = store.read(key, position, found.pack.size - position)
     if actual != closing:
         faults.append((position + _first_difference(actual, closing), "the directory is damaged"))
     return sorted(faults)
@@ -78,13 +76,6 @@ def scan_groups(
     if actual == expected:
         return []
     return [(_first_difference(actual, expected), "not the group documents of the step")]
-
-
-def _own_entry(store: Store, key: str) -> Entry:
-    record, pack = read_record(store, key)
-    offset, length = pack.record or (0, 0)
-    data = store.read(key, offset, length)
-    return Entry(f".ckptkit/rank-{record.rank:05d}.msgpack", offset, length, isal_zlib.crc32(data))
 
 
 def _entries(record: Record, own: Entry) -> Iterator[tuple[Entry, bytes | None]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from isal import isal_zlib
 
 from ckptkit.checkpoint.places import described
@@ -15,7 +17,16 @@ from ckptkit.storage import Store
 _TAIL = END_BYTES + 256
 
 
-def read_record(store: Store, key: str) -> tuple[Record, PackInfo]:
+@dataclass(frozen=True, slots=True, eq=False)
+class PackRecord:
+    """A pack's record, the pack as a manifest lists it, and the record's entry in it."""
+
+    record: Record
+    pack: PackInfo
+    entry: Entry
+
+
+def read_record(store: Store, key: str) -> PackRecord:
     """The record of a pack, checked."""
     where = described(store, key)
     try:
@@ -27,7 +38,8 @@ def read_record(store: Store, key: str) -> tuple[Record, PackInfo]:
     length = min(size, _TAIL)
     entry = find_record(store.read(key, size - length, length), size, where)
     record = Record.from_bytes(_checked(store, key, entry, where), where)
-    return record, PackInfo(key.rpartition("/")[2], size, (entry.offset, entry.length))
+    pack = PackInfo(key.rpartition("/")[2], size, (entry.offset, entry.length))
+    return PackRecord(record, pack, entry)
 
 
 def _checked(store: Store, key: str, entry: Entry, where: str) -> bytes:

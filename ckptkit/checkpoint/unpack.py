@@ -26,8 +26,9 @@ def unpack(
 ) -> int:
     """Write a step as one file for each key into a new folder; returns the number of files.
 
-    Every chunk is checked on the way. The folder appears when it is complete, and nothing is left when it fails. At most `memory` bytes of chunks are held at
-    once, and one chunk at least.
+    Every chunk is checked on the way. The folder appears when it is complete, and nothing is
+    left when it fails. At most `memory` bytes of chunks are held at once, and one chunk at
+    least.
     """
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

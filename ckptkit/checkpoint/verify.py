@@ -1,4 +1,6 @@
-"""Is a step whole? Every byte of it is accounted for, and what is wrong comes back as findings, not as exceptions."""
+"""Is a step whole? Every byte of it is accounted for, and what is wrong comes back as findings,
+not as exceptions.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,11 @@ class Finding:
         return f"{self.kind}: {self.where}: {self.what}"
 
 
-def verify(location: Place, *, threads: int | None = None, progress: Progress | None = None) -> list[Finding]:
-    """Everything that is wrong with a step (of a run: its newest one); an empty list says that every byte is as it was written.
+def verify(
+    location: Place, *, threads: int | None = None, progress: Progress | None = None
+) -> list[Finding]:
+    """Everything that is wrong with a step (of a run: its newest one); an empty list says that
+    every byte is as it was written.
 
     What is no committed step at all is a NotFoundError.
     """
@@ -61,11 +66,11 @@ def _findings(
             if pack.record is None:
                 faults = scan_groups(store, key, manifest, records)
             else:
-                record, found = read_record(store, key)
-                records.append(record)
-                if found != pack:
+                found = read_record(store, key)
+                records.append(found.record)
+                if found.pack != pack:
                     yield Finding("mismatch", where, "the record is not where the manifest says")
-                faults = scan_pack(store, key, record, threads=threads, progress=progress)
+                faults = scan_pack(store, key, found, threads=threads, progress=progress)
             for at, what in faults:
                 yield Finding("corrupt", f"{where} at byte {at}", what)
         except (FormatError, StorageError, NotFoundError) as error:
@@ -107,7 +112,7 @@ def _compare(
     columns = ("pack", "offset", "length", "crc32")
     if any(not np.array_equal(getattr(expected, c), getattr(manifest, c)) for c in columns):
         yield Finding("mismatch", where, "the manifest's chunks are not those of the packs")
-    if not (expected.arrays != manifest.arrays):
+    if expected.arrays == manifest.arrays:
         yield Finding("mismatch", where, "the manifest says other things than the packs do")
 
 

@@ -1,4 +1,6 @@
-"""The writer: one for each rank of a save; what all of them wrote becomes a step at once or not at all."""
+"""The writer: one for each rank of a save; what all of them wrote becomes a step at once or not
+at all.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from ckptkit.checkpoint.barrier import Barrier, SoloBarrier
 from ckptkit.checkpoint.commit import commit, discard, gather, refuse_committed
 from ckptkit.checkpoint.content import as_local
 from ckptkit.checkpoint.image import DEFAULT_THREADS, Progress
-from ckptkit.checkpoint.pack_writer import Holding, Holdings, write_pack
+from ckptkit.checkpoint.pack_writer import Holding, Holdings, Pack
 from ckptkit.checkpoint.places import Place, new_save_id, step_name, store_at
 from ckptkit.errors import InvalidNameError, LayoutError, UnsupportedTypeError, UsageError
 from ckptkit.format.arrays import ROLES, Alias, ArrayInfo
@@ -37,11 +39,12 @@ from ckptkit.version import __version__
 class Writer:
     """Writes what one rank holds of a step; used as a context manager, it commits at the end.
 
-    Every rank makes one with the same location, step and strategy, adds its part of each array it holds, and leaves the block.
-    Nothing is visible before all ranks are done; if any of them fails, all of them raise and the step does not exist.
+    Every rank makes one with the same location, step and strategy, adds its part of each array
+    it holds, and leaves the block. Nothing is visible before all ranks are done; if any of them
+    fails, all of them raise and the step does not exist.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 — one keyword for each decision, all with defaults
         self,
         location: Place,
         *,
@@ -70,6 +73,7 @@ class Writer:
         self._arrays: dict[str, Holding] = {}
         self._aliases: dict[str, Alias] = {}
         self._objects: dict[str, ObjectInfo] = {}
+        self._pack: Pack | None = None
         self._done = False
 
     def add(
@@ -85,9 +89,11 @@ class Writer:
     ) -> None:
         """Add this rank's part of an array.
 
-        `name` is a path such as `model/layers.0.weight` (`ckptkit.format.names.join` makes one of any names). `data` is anything with the buffer protocol, in
-        the shape of the part, and must not change before the commit; a rank that holds nothing passes None, with shape and dtype. `shape` is the global shape; without it the array
-        is the same on all ranks. `placements` says for each axis how it cuts the array; axes not named replicate it.
+        `name` is a path such as `model/layers.0.weight` (`ckptkit.format.names.join` makes one
+        of any names). `data` is anything with the buffer protocol, in the shape of the part, and
+        must not change before the commit; a rank that holds nothing passes None, with shape and
+        dtype. `shape` is the global shape; without it the array is the same on all ranks.
+        `placements` says for each axis how it cuts the array; axes not named replicate it.
         """
         self._check_open()
         self._check_new(name)
@@ -112,7 +118,9 @@ class Writer:
         self._aliases[name] = Alias(name, checked_path(alias_of))
 
     def add_object(self, name: str, value: object) -> None:
-        """Add a value that is no tensor: plain (the same on all ranks), PerRank(value) or Sum(number)."""
+        """Add a value that is no tensor: plain (the same on all ranks), PerRank(value) or
+        Sum(number).
+        """
         self._check_open()
         if not name or name in self._objects:
             raise InvalidNameError("an object needs a name of its own", value=name)
@@ -121,31 +129,36 @@ class Writer:
         dumps(inner, name)
         self._objects[name] = ObjectInfo(name, semantics, inner)
 
+    def stage(self) -> None:
+        """Copy all that was added into memory of the writer's own; from then on the buffers may
+        change, and nothing more can be added.
+        """
+        self._check_open()
+        self._pack = self._laid_out()
+        self._pack.stage(self._threads)
+
     def commit(self) -> None:
         """Write this rank's pack, wait for the others, and make the step exist."""
         self._check_open()
         self._done = True
         try:
             save = self._begin()
-            write_pack(
-                self._store,
-                self._prefix,
-                save,
-                self.rank,
-                Holdings(self._arrays, self._aliases, self._objects),
-                threads=self._threads,
-                progress=self._progress,
+            pack = self._pack or self._laid_out()
+            pack.write(
+                self._store, self._prefix, save, threads=self._threads, progress=self._progress
             )
             self._meet_and_commit(save)
         except BaseException as error:
-            self._barrier.leave(_in_one_line(error))
+            self._give_up(_in_one_line(error))
             raise
 
     def abort(self, problem: str = "the save was given up") -> None:
-        """Tell the other ranks that there will be no step; leaving the block by an exception does this."""
+        """Tell the other ranks that there will be no step; leaving the block by an exception
+        does this.
+        """
         if not self._done:
             self._done = True
-            self._barrier.leave(problem)
+            self._give_up(problem)
 
     def __enter__(self) -> Self:
         return self
@@ -160,6 +173,9 @@ class Writer:
             self.abort(_in_one_line(error))
         elif not self._done:
             self.commit()
+
+    def _laid_out(self) -> Pack:
+        return Pack(Holdings(self._arrays, self._aliases, self._objects), self.rank)
 
     def _begin(self) -> SaveInfo:
         """Agree on the save id and the time, both rank 0's."""
@@ -193,18 +209,23 @@ class Writer:
             self._barrier.wait()
         self._barrier.wait()
 
+    def _give_up(self, problem: str) -> None:
+        if self._pack is not None:
+            self._pack.release()
+        self._barrier.leave(problem)
+
     def _check_open(self) -> None:
         if self._done:
             raise UsageError("this writer is done", hint="a writer writes one step; make another")
 
     def _check_new(self, name: str) -> None:
+        if self._pack is not None:
+            raise UsageError("the writer has staged what it writes", where=name)
         checked_path(name)
         if name in self._arrays or name in self._aliases:
             raise InvalidNameError("the name was added before", value=name)
 
-    def _placements(
-        self, name: str, given: Mapping[str, Placement | str]
-    ) -> tuple[Placement, ...]:
+    def _placements(self, name: str, given: Mapping[str, Placement | str]) -> tuple[Placement, ...]:
         axes = [axis.name for axis in self.strategy.mesh.axes]
         unknown = sorted(set(given) - set(axes))
         if unknown:

@@ -1,10 +1,12 @@
-"""A step as a read-only Zarr v3 store: for zarr-python and everything that stands on it, never our own data path."""
+"""A step as a read-only Zarr v3 store: for zarr-python and everything that stands on it, never
+our own data path.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zarr
@@ -19,7 +21,13 @@ from zarr.core.buffer import Buffer, BufferPrototype
 
 from ckptkit.errors import UsageError
 from ckptkit.format.names import ancestors
-from ckptkit.format.zarr_documents import DOCUMENT, array_document, chunk_key, group_document, key_of
+from ckptkit.format.zarr_documents import (
+    DOCUMENT,
+    array_document,
+    chunk_key,
+    group_document,
+    key_of,
+)
 from ckptkit.model import Grid
 
 if TYPE_CHECKING:
@@ -33,7 +41,9 @@ def open_group(checkpoint: Checkpoint) -> zarr.Group:
 
 
 def presented_grid(array: Array) -> Grid:
-    """The grid that a view shows: its own if it is regular, else the longest pieces, which zarr-python 3.1 can read too."""
+    """The grid that a view shows: its own if it is regular, else the longest pieces, which
+    zarr-python 3.1 can read too.
+    """
     if array.grid.is_regular:
         return array.grid
     longest = [
@@ -44,7 +54,9 @@ def presented_grid(array: Array) -> Grid:
 
 
 class ZarrView(Store):
-    """Every key of a step, tied arrays under each of their names; a chunk that is not there is an error, never a fill value."""
+    """Every key of a step, tied arrays under each of their names; a chunk that is not there is
+    an error, never a fill value.
+    """
 
     supports_writes = False
     supports_deletes = False
@@ -121,12 +133,15 @@ class ZarrView(Store):
         start = f"{prefix.rstrip('/')}/" if prefix else ""
         seen = set()
         nodes = [*self._groups - {""}, *self._checkpoint.arrays]
-        for name in (DOCUMENT, *(n[len(start) :].partition("/")[0] for n in nodes if n.startswith(start))):
+        for name in (
+            DOCUMENT,
+            *(n[len(start) :].partition("/")[0] for n in nodes if n.startswith(start)),
+        ):
             if name not in seen:
                 seen.add(name)
                 yield name
 
-    async def set(self, key: str, value: Buffer) -> None:
+    async def set(self, key: str, value: Buffer) -> None:  # noqa: ARG002
         """Refused: a step never changes."""
         raise UsageError("a checkpoint is read-only", where=str(self), value=key)
 
@@ -161,7 +176,7 @@ def _chunk_bytes(array: Array, index: tuple[int, ...]) -> bytes:
     grid = presented_grid(array)
     box = grid.box(index)
     stored = np.zeros(grid.chunk_shape, dtype=array.dtype.bits)
-    inside = (*(slice(0, extent) for extent in box.shape), ...)
+    inside: Any = (*(slice(0, extent) for extent in box.shape), ...)
     stored[inside] = array.read(box).view(array.dtype.bits)
     return stored.tobytes()
 

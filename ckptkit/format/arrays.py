@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
-from ckptkit.format.fields import Fields, integer
+from ckptkit.format.fields import Fields
 from ckptkit.format.names import ancestors, name_from_file
 from ckptkit.model import DType, Grid, Placement, placement_from_doc, placement_to_doc
+from ckptkit.model import doc as document
 
 ROLES = ("param", "buffer", "optimizer", "other")
 MAX_ARRAYS = 1 << 24
@@ -65,9 +67,7 @@ def arrays_to_docs(
     return [[placement_to_doc(p) for p in row] for row in table], entries
 
 
-def arrays_from_docs(
-    fields: Fields, axes: int
-) -> tuple[tuple[ArrayInfo, ...], tuple[Alias, ...]]:
+def arrays_from_docs(fields: Fields, axes: int) -> tuple[tuple[ArrayInfo, ...], tuple[Alias, ...]]:
     """Take `placements` and `arrays` out of a document."""
     table = _placements(fields.items("placements"), axes)
     arrays: list[ArrayInfo] = []
@@ -134,7 +134,7 @@ def _dtype(name: str, where: str) -> DType:
 def _shape(extents: list[Any], dtype: DType, where: str) -> tuple[int, ...]:
     if len(extents) > MAX_DIMS:
         raise FormatError(f"more than {MAX_DIMS} dims", where=where, value=len(extents))
-    shape = tuple(integer(extent, where, below=(1 << 62) + 1) for extent in extents)
+    shape = document.integers(extents, where)
     if math.prod(shape) * dtype.itemsize >= 1 << 63:
         raise FormatError("an array of 2**63 bytes or more", where=where, value=shape)
     return shape
@@ -143,7 +143,7 @@ def _shape(extents: list[Any], dtype: DType, where: str) -> tuple[int, ...]:
 def _check_names(names: list[str]) -> None:
     if len(names) > MAX_ARRAYS:
         raise FormatError(f"more than {MAX_ARRAYS} arrays", where="arrays", value=len(names))
-    if any(first >= second for first, second in zip(names, names[1:], strict=False)):
+    if any(first >= second for first, second in pairwise(names)):
         raise FormatError("the arrays are not sorted by distinct names", where="arrays")
     known = set(names)
     for name in names:

@@ -79,7 +79,9 @@ def check_placed(
     if not len(pack):
         return
     if int(pack.max()) >= len(pack_sizes):
-        raise FormatError("a chunk in a pack that is not listed", where=where, value=int(pack.max()))
+        raise FormatError(
+            "a chunk in a pack that is not listed", where=where, value=int(pack.max())
+        )
     sizes = np.array(pack_sizes, dtype=np.uint64)[pack]
     outside = (offset > sizes) | (length > sizes - np.minimum(offset, sizes))
     if outside.any():

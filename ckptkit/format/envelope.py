@@ -1,4 +1,6 @@
-"""What records and manifests have in common: kind, version, and a checksum at the end (FORMAT section 6)."""
+"""What records and manifests have in common: kind, version, and a checksum at the end (FORMAT
+section 6).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _CRC_BYTES = 5  # 0xCE and four bytes: a msgpack uint32 of fixed width
 def seal(kind: str, fields: dict[str, Any]) -> bytes:
     """One msgpack map: format and version first, the CRC of everything before it last."""
     document = {"format": kind, "version": VERSION, **fields, "crc32": 0}
-    body = msgpack.packb(document)[:-1] + b"\xce"
+    body: bytes = msgpack.packb(document)[:-1] + b"\xce"
     return body + int(isal_zlib.crc32(body)).to_bytes(4, "big")
 
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ckptkit.errors import FormatError
+from ckptkit.model import doc as document
 
 LIMIT = 1 << 63
 
@@ -35,7 +36,7 @@ class Fields:
 
     def integer(self, key: str, *, below: int = LIMIT) -> int:
         """An integer in [0, below)."""
-        return integer(self.any(key), self.at(key), below=below)
+        return document.integer(self.any(key), self.at(key), most=below - 1)
 
     def number(self, key: str) -> float:
         """A finite float."""
@@ -46,10 +47,7 @@ class Fields:
 
     def text(self, key: str) -> str:
         """A string."""
-        value = self.any(key)
-        if not isinstance(value, str):
-            raise FormatError("not text", where=self.at(key), value=value)
-        return value
+        return document.text(self.any(key), self.at(key))
 
     def items(self, key: str) -> list[Any]:
         """A list."""
@@ -75,15 +73,9 @@ class Fields:
             )
 
 
-def integer(value: object, where: str, *, below: int = LIMIT) -> int:
-    """The value, if it is an integer in [0, below)."""
-    if type(value) is not int or not 0 <= value < below:
-        raise FormatError(f"not an integer from 0 to below {below}", where=where, value=value)
-    return value
-
-
 def extent(value: object, where: str) -> tuple[int, int]:
     """An (offset, length) pair."""
     if not isinstance(value, list) or len(value) != 2:
         raise FormatError("not an offset and a length", where=where, value=value)
-    return integer(value[0], where), integer(value[1], where)
+    offset, length = document.integers(value, where, most=LIMIT - 1)
+    return offset, length

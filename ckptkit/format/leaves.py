@@ -1,4 +1,6 @@
-"""Typed msgpack: the closed set of values a document may hold besides tensors (FORMAT section 8)."""
+"""Typed msgpack: the closed set of values a document may hold besides tensors (FORMAT section
+8).
+"""
 
 from __future__ import annotations
 

@@ -68,9 +68,7 @@ class Manifest:
                 f"{len(self.pack)} chunks are listed, the grids have {int(self.starts[-1])}",
                 where="chunks.count",
             )
-        check_placed(
-            self.pack, self.offset, self.length, [p.size for p in self.packs], "chunks"
-        )
+        check_placed(self.pack, self.offset, self.length, [p.size for p in self.packs], "chunks")
         _check_lengths(self.arrays, self.starts, self.length)
 
     def to_bytes(self) -> bytes:
@@ -108,9 +106,7 @@ class Manifest:
         objects = objects_from_docs(fields)
         _check_per_rank(objects, save.world_size)
         fields.finish()
-        return cls(
-            save, packs, arrays, aliases, chunk_starts(arrays), objects=objects, **columns
-        )
+        return cls(save, packs, arrays, aliases, chunk_starts(arrays), objects=objects, **columns)
 
 
 def _pack(doc: Any, where: str) -> PackInfo:
@@ -155,6 +151,4 @@ def _check_per_rank(objects: tuple[ObjectInfo, ...], world_size: int) -> None:
         if item.semantics != "replicated" and (
             not isinstance(item.value, list) or len(item.value) != world_size
         ):
-            raise FormatError(
-                f"not a list of {world_size} values", where=f"objects.{number}.value"
-            )
+            raise FormatError(f"not a list of {world_size} values", where=f"objects.{number}.value")

@@ -1,4 +1,6 @@
-"""Names of arrays: paths in the Zarr hierarchy, with exactly one spelling each (FORMAT section 2)."""
+"""Names of arrays: paths in the Zarr hierarchy, with exactly one spelling each (FORMAT section
+2).
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""Objects: the values of a step that are no tensors, with what becomes of them when ranks change (FORMAT section 8)."""
+"""Objects: the values of a step that are no tensors, with what becomes of them when ranks change
+(FORMAT section 8).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ckptkit.errors import FormatError
@@ -15,7 +18,9 @@ SEMANTICS = ("replicated", "per_rank", "sum")
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object; in a manifest the value of `per_rank` and `sum` is the list of all ranks' values."""
+    """One object; in a manifest the value of `per_rank` and `sum` is the list of all ranks'
+    values.
+    """
 
     name: str
     semantics: str
@@ -44,6 +49,6 @@ def objects_from_docs(fields: Fields) -> tuple[ObjectInfo, ...]:
         entry.finish()
         objects.append(ObjectInfo(name, semantics, value))
     names = [o.name for o in objects]
-    if any(first >= second for first, second in zip(names, names[1:], strict=False)):
+    if any(first >= second for first, second in pairwise(names)):
         raise FormatError("the objects are not sorted by distinct names", where="objects")
     return tuple(objects)

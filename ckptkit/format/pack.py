@@ -1,7 +1,8 @@
 """The zip archive one writer writes (FORMAT section 4): bytes in, bytes out.
 
-Written here and not with `zipfile`, because offsets must be known before there are bytes, and because a header that follows
-from name, length, CRC and offset alone lets `verify` account for every byte of a pack.
+Written here and not with `zipfile`, because offsets must be known before there are bytes, and
+because a header that follows from name, length, CRC and offset alone lets `verify` account for
+every byte of a pack.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ def _end(count: int, size: int, offset: int) -> bytes:
 
 
 def directory_extent(tail: bytes, size: int, where: str) -> tuple[int, int]:
-    """(offset, length) of the central directory and end records, from the last bytes of a pack of `size` bytes."""
+    """(offset, length) of the central directory and end records, from the last bytes of a pack
+    of `size` bytes.
+    """
     if len(tail) < _END.size or tail[-_END.size : -_END.size + 4] != b"PK\5\6":
         raise CorruptionError(
             "the pack has no end record: truncated, or no pack", where=where, value=f"{size} bytes"

@@ -10,11 +10,12 @@ from ckptkit.errors import FormatError
 from ckptkit.format.arrays import Alias, ArrayInfo, arrays_from_docs, arrays_to_docs
 from ckptkit.format.columns import U32, U64, columns_from_doc, columns_to_doc
 from ckptkit.format.envelope import seal, unseal
-from ckptkit.format.fields import Fields, integer
+from ckptkit.format.fields import LIMIT, Fields
 from ckptkit.format.leaves import check_leaf, encode
 from ckptkit.format.objects import ObjectInfo, objects_from_docs, objects_to_docs
 from ckptkit.format.pack import Entry
 from ckptkit.model import Strategy
+from ckptkit.model import doc as document
 
 MAX_RANKS = 1 << 24
 SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{7,63}")
@@ -122,5 +123,6 @@ def _documents(rows: list[Any], where: str) -> tuple[Entry, ...]:
         name, *numbers = row
         if name != "zarr.json" and not name.endswith("/zarr.json"):
             raise FormatError("not a zarr.json", where=f"{where}.{number}", value=name)
-        documents.append(Entry(name, *(integer(n, f"{where}.{number}") for n in numbers)))
+        extents = document.integers(numbers, f"{where}.{number}", most=LIMIT - 1)
+        documents.append(Entry(name, *extents))
     return tuple(documents)

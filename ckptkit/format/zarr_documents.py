@@ -50,7 +50,9 @@ def array_document(array: ArrayInfo, grid: Grid | None = None) -> bytes:
 
 
 def fill_value(dtype: DType) -> Any:
-    """Zero as Zarr v3 writes it: in hexadecimal for the 8-bit floats, which strict readers demand."""
+    """Zero as Zarr v3 writes it: in hexadecimal for the 8-bit floats, which strict readers
+    demand.
+    """
     if dtype.name.startswith("float8"):
         return "0x00"
     if dtype.name.startswith("complex"):

@@ -1,15 +1,16 @@
-"""The dtypes that zarr-python lacks, as its data type plugins: bfloat16, the 8-bit floats, complex of two float16.
+"""The dtypes that zarr-python lacks, as its data type plugins: bfloat16, the 8-bit floats,
+complex of two float16.
 
-zarr-python 3.1 does not load the entry point group `zarr.data_type` by itself, so `import ckptkit` registers them too.
+zarr-python 3.1 does not load the entry point group `zarr.data_type` by itself, so `import
+ckptkit` registers them too.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeGuard
 
 import numpy as np
-from zarr.core.dtype.common import DataTypeValidationError
-from zarr.dtype import ZDType, data_type_registry
+from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
 
 from ckptkit.model import DTYPES, DType
 
@@ -26,8 +27,8 @@ class _Plugin(ZDType[Any, Any]):
         return self.known.itemsize
 
     @classmethod
-    def _check_native_dtype(cls, dtype: Any) -> Any:
-        return dtype == cls.known.numpy
+    def _check_native_dtype(cls, dtype: Any) -> TypeGuard[Any]:
+        return bool(dtype == cls.known.numpy)
 
     @classmethod
     def from_native_dtype(cls, dtype: Any) -> Self:
@@ -42,7 +43,9 @@ class _Plugin(ZDType[Any, Any]):
 
     @classmethod
     def _from_json_v2(cls, data: Any) -> Self:
-        raise DataTypeValidationError(f"{cls.known.name} is not in Zarr v2, {data} is something else")
+        raise DataTypeValidationError(
+            f"{cls.known.name} is not in Zarr v2, {data} is something else"
+        )
 
     @classmethod
     def _from_json_v3(cls, data: Any) -> Self:

@@ -32,14 +32,18 @@ def choose_grid(
     edges: tuple[tuple[int, ...], ...],
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
 ) -> Grid:
-    """The grid with a border at every edge, and at halves, quarters and eighths of each dim where that leaves chunks of a useful size."""
+    """The grid with a border at every edge, and at halves, quarters and eighths of each dim
+    where that leaves chunks of a useful size.
+    """
     if 0 in shape:
         return Grid.regular(shape, tuple(max(1, extent) for extent in shape))
     ladders = [_ladder(extent, cuts) for extent, cuts in zip(shape, edges, strict=True)]
     at = [_start(extent, ladder) for extent, ladder in zip(shape, ladders, strict=True)]
 
     def size() -> int:
-        return itemsize * math.prod(l[i].longest for l, i in zip(ladders, at, strict=True))
+        return itemsize * math.prod(
+            ladder[i].longest for ladder, i in zip(ladders, at, strict=True)
+        )
 
     def longer(dim: int) -> bool:
         return at[dim] + 1 < len(ladders[dim])
@@ -58,11 +62,13 @@ def choose_grid(
 
 
 def _ladder(extent: int, cuts: tuple[int, ...]) -> list[_Choice]:
-    """The ways to cut a dim so that all cuts are borders, from the shortest pieces to the longest."""
+    """The ways to cut a dim so that all cuts are borders, from the shortest pieces to the
+    longest.
+    """
     longest = max(b - a for a, b in zip((0, *cuts), (*cuts, extent), strict=True))
     common = math.gcd(*cuts) if cuts else extent
     if common * 2 > longest:
-        return [_Choice(size, size) for size in _regular_sizes(extent, common, bool(cuts))]
+        return [_Choice(size, size) for size in _regular_sizes(extent, common if cuts else None)]
     ladder: list[_Choice] = []
     for parts in _FINER:
         choice = _irregular(extent, cuts, -(-extent // parts))
@@ -71,9 +77,9 @@ def _ladder(extent: int, cuts: tuple[int, ...]) -> list[_Choice]:
     return ladder
 
 
-def _regular_sizes(extent: int, common: int, is_cut: bool) -> list[int]:
-    """Chunk sizes, ascending; of a cut dim only those with a border at every multiple of `common`."""
-    if is_cut:
+def _regular_sizes(extent: int, common: int | None) -> list[int]:
+    """Chunk sizes, ascending; of a cut dim those with a border at every multiple of `common`."""
+    if common is not None:
         return sorted({common // k for k in range(1, 65) if common % k == 0})
     return sorted({-(-extent // parts) for parts in (1 << k for k in range(32))})
 
@@ -85,7 +91,9 @@ def _irregular(extent: int, cuts: tuple[int, ...], size: int) -> _Choice:
 
 
 def _start(extent: int, ladder: list[_Choice]) -> int:
-    """The longest pieces that have a border at every eighth; where none do, that are no longer than one."""
+    """The longest pieces that have a border at every eighth; where none do, that are no longer
+    than one.
+    """
     eighth = -(-extent // _PARTS)
     short = [i for i, choice in enumerate(ladder) if choice.longest <= eighth]
     aligned = [i for i in short if eighth % ladder[i].longest == 0 or ladder[i].size is None]

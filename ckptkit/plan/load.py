@@ -1,10 +1,12 @@
-"""Which pieces of which chunks fill a box, and in which requests they are read (DESIGN section 6)."""
+"""Which pieces of which chunks fill a box, and in which requests they are read (DESIGN section
+6).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +18,9 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one chunk gives to a box: slices of the stored chunk, and of an array that holds exactly the box."""
+    """What one chunk gives to a box: slices of the stored chunk, and of an array that holds
+    exactly the box.
+    """
 
     chunk: int
     stored_shape: tuple[int, ...]
@@ -27,7 +31,8 @@ class Piece:
     def is_whole(self) -> bool:
         """Whether the box takes every stored element of the chunk."""
         return all(
-            s.start == 0 and s.stop == n for s, n in zip(self.source, self.stored_shape, strict=True)
+            s.start == 0 and s.stop == n
+            for s, n in zip(self.source, self.stored_shape, strict=True)
         )
 
     def element_span(self) -> tuple[int, int]:
@@ -54,9 +59,7 @@ def pieces_of(grid: Grid, box: Box) -> Iterator[Piece]:
         )
 
 
-def _along(
-    grid: Grid, dim: int, span: range, box: Box
-) -> list[tuple[int, int, slice, slice]]:
+def _along(grid: Grid, dim: int, span: range, box: Box) -> list[tuple[int, int, slice, slice]]:
     """Along one dim: (chunk index, its stored extent, slice of the chunk, slice of the box)."""
     low, high = box.offset[dim], box.offset[dim] + box.shape[dim]
     result = []
@@ -80,10 +83,10 @@ def coalesce(
     apart = (pack[1:] != pack[:-1]) | (start[1:] - stop[:-1] > gap)
     borders = [0, *(np.flatnonzero(apart) + 1).tolist(), len(pack)]
     runs = []
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for first, end in pairwise(borders):
+        begin = first
         while begin < end:
-            after = int(np.searchsorted(stop[begin:end], start[begin] + limit, side="right"))
-            after = begin + max(1, after)
-            runs.append((begin, after))
-            begin = after
+            fitting = int(np.searchsorted(stop[begin:end], start[begin] + limit, side="right"))
+            runs.append((begin, begin + max(1, fitting)))
+            begin = runs[-1][1]
     return runs

@@ -1,4 +1,6 @@
-"""Who writes which chunks: the same answer on every rank, without a word between them (DESIGN section 3)."""
+"""Who writes which chunks: the same answer on every rank, without a word between them (DESIGN
+section 3).
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ class _Stretch:
 def chunks_to_write(arrays: Sequence[Held], rank: int) -> list[I64]:
     """For each array the chunks that this rank writes, in file order.
 
-    What several ranks hold is one stream of chunks for each set of such ranks, cut into equal shares by bytes. All members of
-    a set know all arrays of it, so they agree; ranks outside of it (other pipeline stages) need not know any.
+    What several ranks hold is one stream of chunks for each set of such ranks, cut into equal
+    shares by bytes. All members of a set know all arrays of it, so they agree; ranks outside of
+    it (other pipeline stages) need not know any.
     """
     streams: dict[Hashable, list[_Stretch]] = {}
     mine: list[list[I64]] = [[] for _ in arrays]
@@ -56,7 +59,9 @@ def chunks_to_write(arrays: Sequence[Held], rank: int) -> list[I64]:
 
 
 def writes_document(array: Held, chunks: I64, rank: int) -> bool:
-    """Whether this rank writes the array's zarr.json: with chunk 0, or, without chunks, as its lowest holder."""
+    """Whether this rank writes the array's zarr.json: with chunk 0, or, without chunks, as its
+    lowest holder.
+    """
     if array.grid.chunk_count:
         return bool(len(chunks)) and int(chunks.min()) == 0
     return array.layout.first_rank == rank

@@ -1,0 +1,69 @@
+"""`python -m benchmarks`: measure, print the tables, say which bars are met."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from benchmarks import speed
+from benchmarks.machine import describe, in_words
+from benchmarks.table import Section, bars_text
+
+RESULTS = Path(__file__).with_name("results")
+
+Bench = Callable[[], Section]
+
+
+def main() -> None:
+    """Run what was asked for."""
+    arguments = _arguments()
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=arguments.folder))
+    machine = describe(folder)
+    print(f"# Benchmarks\n\n{in_words(machine)}\n", flush=True)
+    sections: list[Section] = []
+    try:
+        for bench in _benches(arguments, folder):
+            sections.append(bench())
+            print(sections[-1].to_text(), "\n", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(bars_text(sections))
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    doc = {"machine": machine, "sections": [section.to_doc() for section in sections]}
+    arguments.json.write_text(json.dumps(doc, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
+    gib, repeat = arguments.gib, arguments.repeat
+    wanted = arguments.what
+    if wanted in ("save", "all"):
+        for world_size in (1, 2):
+            yield partial(speed.save, folder, gib, repeat, world_size)
+    if wanted in ("load", "all"):
+        for world_size in (1, 2):
+            yield partial(speed.load, folder, gib, repeat, world_size)
+    # SLOT
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    choices = ("save", "load", "slice", "scale", "memory", "all")
+    parser.add_argument("what", nargs="?", default="all", choices=choices)
+    parser.add_argument("--gib", type=float, default=1.6, help="size of the state (default 1.6)")
+    parser.add_argument("--repeat", type=int, default=3, help="timed runs of each (default 3)")
+    parser.add_argument(
+        "--folder", type=Path, default=RESULTS, help="where the files go: the disk to measure"
+    )
+    parser.add_argument("--json", type=Path, default=RESULTS / "results.json", metavar="FILE")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

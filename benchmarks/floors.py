@@ -1,0 +1,96 @@
+"""What the machine can do at all: the same number of bytes, without a format."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+import numpy as np
+
+from benchmarks.contender import make_durable
+from benchmarks.state import Part
+
+BLOCK = 4096
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Parallel direct writes of one file per rank from aligned memory; parallel reads into the part."""
+
+    part: Part
+    threads: int
+    segment: int
+    preallocate: bool = False
+
+    def save(self, folder: Path) -> None:
+        """`pwrite` with O_DIRECT, then fsync of the file and the folder."""
+        size = -(-self.part.nbytes // BLOCK) * BLOCK
+        flags = os.O_WRONLY | os.O_CREAT | os.O_DIRECT
+        descriptor = os.open(self._path(folder), flags, 0o644)
+        buffers: SimpleQueue[memoryview] = SimpleQueue()
+        for number in range(self.threads):
+            buffers.put(_random_memory(self.segment, number))
+
+        def write(at: int) -> None:
+            memory = buffers.get()
+            done, length = 0, min(self.segment, size - at)
+            while done < length:
+                done += os.pwrite(descriptor, memory[done:length], at + done)
+            buffers.put(memory)
+
+        try:
+            if self.preallocate:
+                os.posix_fallocate(descriptor, 0, size)
+            self._run(write, range(0, size, self.segment))
+            os.ftruncate(descriptor, self.part.nbytes)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        make_durable(folder)
+
+    def load(self, folder: Path) -> None:
+        """`preadv` of the file, in order, into the existing buffers."""
+        pieces: list[tuple[int, memoryview]] = []
+        start = 0
+        for flat in self.part.flat():
+            for begin in range(0, len(flat), self.segment):
+                view = memoryview(flat)[begin : begin + self.segment]
+                pieces.append((start + begin, view))
+            start += len(flat)
+        descriptor = os.open(self._path(folder), os.O_RDONLY)
+
+        def read(piece: tuple[int, memoryview]) -> None:
+            at, target = piece
+            done = 0
+            while done < target.nbytes:
+                done += os.preadv(descriptor, [target[done:]], at + done)
+
+        try:
+            self._run(read, pieces)
+        finally:
+            os.close(descriptor)
+
+    def _run(self, work: Callable[[Item], None], items: Sequence[Item]) -> None:
+        with ThreadPoolExecutor(self.threads) as executor:
+            for _ in executor.map(work, items):
+                pass
+
+    def _path(self, folder: Path) -> Path:
+        return folder / f"rank-{self.part.rank}.bin"
+
+
+@cache
+def _random_memory(size: int, number: int) -> memoryview:
+    """Page-aligned memory that has been touched: fresh pages would be made in the measured time."""
+    memory = memoryview(mmap.mmap(-1, size))
+    memory[:] = np.random.default_rng(number).bytes(size)
+    return memory

@@ -1,0 +1,53 @@
+"""ckptkit, through its public interface; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import ckptkit
+from benchmarks.state import Part
+from ckptkit.storage import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Ckptkit:
+    """A step written by `fsdp:N`, every tensor cut by rows."""
+
+    part: Part
+    verify: bool = True
+
+    def save(self, folder: Path) -> None:
+        """Write, meet and commit."""
+        rank, ranks = self.part.rank, self.part.world_size
+        barrier = ckptkit.FileBarrier(folder / "barrier", rank, ranks) if ranks > 1 else None
+        add_and_commit(self.part, folder / "run", barrier)
+
+    def load(self, folder: Path) -> None:
+        """Read this rank's rows of every tensor."""
+        with ckptkit.open(folder / "run") as step:
+            wanted = []
+            for name, array in self.part.arrays.items():
+                for box in step[name].part(self.part.rank).boxes:
+                    wanted.append((name, box, array))
+            step.read_many(wanted, verify=self.verify)
+
+
+def add_and_commit(
+    part: Part, place: Path | Store, barrier: ckptkit.Barrier | None
+) -> None:
+    """One rank's save."""
+    strategy = f"fsdp:{part.world_size}"
+    with ckptkit.Writer(
+        place, step=1, strategy=strategy, rank=part.rank, barrier=barrier
+    ) as writer:
+        for tensor in part.tensors:
+            writer.add(
+                tensor.name,
+                part.arrays[tensor.name],
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                placements={"fsdp": "shard(0)"},
+                role="optimizer" if tensor.of else "param",
+                of=tensor.of,
+            )

@@ -1,0 +1,117 @@
+"""What is saved: the training state of a small llama, bf16 parameters and two fp32 moments."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+HIDDEN, FFN, VOCAB, KV = 2048, 5632, 32000, 512
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+# The bits of an element: numpy alone has no bfloat16.
+BITS = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}
+
+_BYTES_PER_PARAMETER = 2 + 4 + 4
+_PATTERN = (16 << 20) + 8  # no multiple of any chunk: two chunks never hold the same bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of the state."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    of: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * BITS[self.dtype].itemsize
+
+
+def llama(gib: float) -> list[Tensor]:
+    """The tensors of at least so many GiB: one embedding (tied) and as many layers as that takes."""
+    fixed = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,)}
+    layer = {
+        "attention.wq": (HIDDEN, HIDDEN),
+        "attention.wk": (KV, HIDDEN),
+        "attention.wv": (KV, HIDDEN),
+        "attention.wo": (HIDDEN, HIDDEN),
+        "ffn.gate": (FFN, HIDDEN),
+        "ffn.up": (FFN, HIDDEN),
+        "ffn.down": (HIDDEN, FFN),
+        "attention.norm": (HIDDEN,),
+        "ffn.norm": (HIDDEN,),
+    }
+    wanted = gib * (1 << 30) / _BYTES_PER_PARAMETER - _elements(fixed)
+    count = max(1, math.ceil(wanted / _elements(layer)))
+    shapes = fixed | {f"layers.{n}.{k}": shape for n in range(count) for k, shape in layer.items()}
+    tensors = [Tensor(f"model/{name}.weight", s, "bfloat16") for name, s in shapes.items()]
+    for name, shape in shapes.items():
+        path = f"{name}.weight"
+        tensors += [
+            Tensor(f"optimizer/{path}/{moment}", shape, "float32", f"model/{path}")
+            for moment in MOMENTS
+        ]
+    return tensors
+
+
+def total_bytes(tensors: list[Tensor]) -> int:
+    """The bytes of all tensors together."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+class Part:
+    """What one rank holds: rows of every tensor, filled with random bytes, as arrays of raw elements."""
+
+    def __init__(self, tensors: list[Tensor], rank: int = 0, world_size: int = 1) -> None:
+        self.tensors = tensors
+        self.rank = rank
+        self.world_size = world_size
+        self.arrays = {tensor.name: self._empty(tensor) for tensor in tensors}
+        pattern = np.frombuffer(np.random.default_rng(rank).bytes(_PATTERN), np.uint8)
+        for number, flat in enumerate(self.flat()):
+            start = number * 12345 % _PATTERN
+            _repeat(np.roll(pattern, -start), flat)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes this rank holds."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def flat(self) -> list[npt.NDArray[np.uint8]]:
+        """The memory of each tensor, as bytes."""
+        return [array.reshape(-1).view(np.uint8) for array in self.arrays.values()]
+
+    def digest(self) -> int:
+        """A checksum of everything."""
+        value = 0
+        for flat in self.flat():
+            value = zlib.crc32(flat, value)
+        return value
+
+    def clear(self) -> None:
+        """Zeros everywhere, so that a load cannot succeed by doing nothing."""
+        for flat in self.flat():
+            flat.fill(0)
+
+    def _empty(self, tensor: Tensor) -> npt.NDArray[Any]:
+        rows = -(-tensor.shape[0] // self.world_size)
+        mine = min(rows, tensor.shape[0] - rows * self.rank)
+        return np.empty((mine, *tensor.shape[1:]), BITS[tensor.dtype])
+
+
+def _elements(shapes: dict[str, tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes.values()))
+
+
+def _repeat(pattern: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
+    for begin in range(0, len(target), len(pattern)):
+        piece = target[begin : begin + len(pattern)]
+        piece[:] = pattern[: len(piece)]
