@@ -1,3 +1,3 @@
-"""ckptkit beside its peers and beside what the machine can do at all; `python -m benchmarks --help`."""
+"""ckptkit beside its peers and what the machine can do at all; see `python -m benchmarks -h`."""
 
 from __future__ import annotations

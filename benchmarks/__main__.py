@@ -12,6 +12,11 @@ from pathlib import Path
 
 from benchmarks import speed
 from benchmarks.machine import describe, in_words
+from benchmarks.manifest import manifest
+from benchmarks.memory import memory
+from benchmarks.ranks import isolated
+from benchmarks.scale import listing, ranks
+from benchmarks.slices import slices
 from benchmarks.table import Section, bars_text
 
 RESULTS = Path(__file__).with_name("results")
@@ -47,7 +52,14 @@ def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
     if wanted in ("load", "all"):
         for world_size in (1, 2):
             yield partial(speed.load, folder, gib, repeat, world_size)
-    # SLOT
+    if wanted in ("slice", "all"):
+        yield partial(isolated, slices, folder, gib)
+    if wanted in ("scale", "all"):
+        yield partial(listing, folder, repeat)
+        yield partial(manifest, folder)
+        yield ranks
+    if wanted in ("memory", "all"):
+        yield partial(memory, folder, gib)
 
 
 def _arguments() -> argparse.Namespace:

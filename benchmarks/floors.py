@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Parallel direct writes of one file per rank from aligned memory; parallel reads into the part."""
+    """Parallel direct writes of a file per rank from aligned memory; parallel reads into the part."""
 
     part: Part
     threads: int
@@ -63,7 +63,7 @@ class Floor:
         start = 0
         for flat in self.part.flat():
             for begin in range(0, len(flat), self.segment):
-                view = memoryview(flat)[begin : begin + self.segment]
+                view = memoryview(flat[begin : begin + self.segment])
                 pieces.append((start + begin, view))
             start += len(flat)
         descriptor = os.open(self._path(folder), os.O_RDONLY)

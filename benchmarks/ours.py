@@ -26,16 +26,15 @@ class Ckptkit:
     def load(self, folder: Path) -> None:
         """Read this rank's rows of every tensor."""
         with ckptkit.open(folder / "run") as step:
-            wanted = []
-            for name, array in self.part.arrays.items():
-                for box in step[name].part(self.part.rank).boxes:
-                    wanted.append((name, box, array))
+            wanted = [
+                (name, box, array)
+                for name, array in self.part.arrays.items()
+                for box in step[name].part(self.part.rank).boxes
+            ]
             step.read_many(wanted, verify=self.verify)
 
 
-def add_and_commit(
-    part: Part, place: Path | Store, barrier: ckptkit.Barrier | None
-) -> None:
+def add_and_commit(part: Part, place: Path | Store, barrier: ckptkit.Barrier | None) -> None:
     """One rank's save."""
     strategy = f"fsdp:{part.world_size}"
     with ckptkit.Writer(

@@ -1,4 +1,4 @@
-"""The peers: torch.distributed.checkpoint, safetensors and torch.save, as their documentation uses them."""
+"""The peers: torch.distributed.checkpoint, safetensors, torch.save; as their documents say."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -37,11 +38,11 @@ class Dcp:
     def save(self, folder: Path) -> None:
         """Each rank its shards, and the metadata by rank 0."""
         writer = FileSystemWriter(folder / "dcp", thread_count=self.threads)
-        dcp.save(dict(self.tensors), storage_writer=writer)
+        save(dict(self.tensors), storage_writer=writer)
 
     def load(self, folder: Path) -> None:
         """In place."""
-        dcp.load(dict(self.tensors), storage_reader=FileSystemReader(folder / "dcp"))
+        load(dict(self.tensors), storage_reader=FileSystemReader(folder / "dcp"))
 
 
 @dataclass(frozen=True, slots=True)

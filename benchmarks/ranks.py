@@ -1,4 +1,4 @@
-"""The processes of a job: one for each rank, started once, then asked to save and load on a common signal."""
+"""The processes of a job: one per rank, started once, then asked to save and load together."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Ranks:
         answers = [pipe.recv() for pipe in self._pipes]
         for answer in answers:
             if isinstance(answer, str):
-                raise RuntimeError(f"a rank failed:\n{answer}")
+                raise RuntimeError(f"a rank failed:\n{answer}")  # noqa: TRY004  # not our types
         return answers
 
     def __enter__(self) -> Self:

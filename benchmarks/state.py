@@ -14,7 +14,7 @@ HIDDEN, FFN, VOCAB, KV = 2048, 5632, 32000, 512
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # The bits of an element: numpy alone has no bfloat16.
-BITS = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}
+BITS: dict[str, np.dtype[Any]] = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}
 
 _BYTES_PER_PARAMETER = 2 + 4 + 4
 _PATTERN = (16 << 20) + 8  # no multiple of any chunk: two chunks never hold the same bytes
@@ -36,7 +36,7 @@ class Tensor:
 
 
 def llama(gib: float) -> list[Tensor]:
-    """The tensors of at least so many GiB: one embedding (tied) and as many layers as that takes."""
+    """The tensors of at least so many GiB: a tied embedding, and as many layers as that takes."""
     fixed = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,)}
     layer = {
         "attention.wq": (HIDDEN, HIDDEN),
@@ -68,7 +68,7 @@ def total_bytes(tensors: list[Tensor]) -> int:
 
 
 class Part:
-    """What one rank holds: rows of every tensor, filled with random bytes, as arrays of raw elements."""
+    """What one rank holds: rows of every tensor, of random bytes, as arrays of raw elements."""
 
     def __init__(self, tensors: list[Tensor], rank: int = 0, world_size: int = 1) -> None:
         self.tensors = tensors

@@ -13,11 +13,11 @@ from ckptkit.checkpoint.unpack import unpack
 from ckptkit.checkpoint.verify import Finding, verify
 from ckptkit.checkpoint.writer import Writer
 from ckptkit.errors import CkptkitError
-from ckptkit.format.zarr_dtypes import register
+from ckptkit.format.zarr_dtypes import register as _register
 from ckptkit.model import PerRank, Strategy, Sum
 from ckptkit.version import __version__
 
-register()
+_register()
 
 __all__ = [
     "Barrier",

@@ -24,7 +24,10 @@ LAYERS: dict[str, tuple[set[str], str]] = {
     **dict.fromkeys(("parallel", "activation"), (LIVE | {"live"}, "both stand on live, apart")),
     "schemas": (set(), "the written format is data"),
     "version": (set(), "a number stands on nothing"),
-    "ckptkit": (LIVE | {"version"}, "`import ckptkit` must work without torch and without commands"),
+    "ckptkit": (
+        LIVE | {"version"},
+        "`import ckptkit` must work without torch and without commands",
+    ),
     "cli": (set(), "a command calls the public API only, as a user's script would"),
 }
 PUBLIC = {"ckptkit", "ckptkit.errors", "ckptkit.schemas", *(f"ckptkit.{door}" for door in TORCH)}

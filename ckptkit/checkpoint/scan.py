@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from isal import isal_zlib
 
 from ckptkit.checkpoint.commit import groups_image
@@ -30,11 +31,21 @@ Fault = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """An entry, where its header begins, and what is to be compared besides the CRC."""
+    """An entry, and what is to be compared besides its CRC, as far as that is known."""
 
     entry: Entry
-    header: int
+    header: int | None = None
     document: bytes | None = None
+
+    @property
+    def start(self) -> int:
+        """Where reading it begins."""
+        return self.entry.offset if self.header is None else self.header
+
+    @property
+    def stop(self) -> int:
+        """Where its data ends."""
+        return self.entry.offset + self.entry.length
 
 
 def scan_pack(
@@ -59,6 +70,28 @@ def scan_pack(
     if actual != closing:
         faults.append((position + _first_difference(actual, closing), "the directory is damaged"))
     return sorted(faults)
+
+
+def scan_chunks(
+    store: Store,
+    key: str,
+    manifest: Manifest,
+    pack: int,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> list[Fault]:
+    """The chunks of a pack whose record cannot be read, by what the manifest says of them."""
+    rows = np.flatnonzero(manifest.pack == pack)
+    rows = rows[np.argsort(manifest.offset[rows])]
+    expected = []
+    for row in rows.tolist():
+        index = int(np.searchsorted(manifest.starts, row, side="right")) - 1
+        array = manifest.arrays[index]
+        name = chunk_key(array.name, array.grid.index(row - int(manifest.starts[index])))
+        extent = int(manifest.offset[row]), int(manifest.length[row])
+        expected.append(_Expected(Entry(name, *extent, int(manifest.crc32[row]))))
+    return sorted(_scan(store, key, expected, threads, progress))
 
 
 def scan_groups(
@@ -115,8 +148,8 @@ def _scan(
                     window = next(pending, None)
                 if window is None:
                     return
-                start = window[0].header
-                size = window[-1].entry.offset + window[-1].entry.length - start
+                start = window[0].start
+                size = window[-1].stop - start
                 with default_pool().take(size) as memory:
                     source.read_into(start, memory)
                     for item in window:
@@ -131,8 +164,7 @@ def _scan(
 def _windows(expected: Sequence[_Expected]) -> Iterator[list[_Expected]]:
     window: list[_Expected] = []
     for item in expected:
-        end = item.entry.offset + item.entry.length
-        if window and end - window[0].header > _WINDOW:
+        if window and item.stop - window[0].start > _WINDOW:
             yield window
             window = []
         window.append(item)
@@ -143,9 +175,10 @@ def _windows(expected: Sequence[_Expected]) -> Iterator[list[_Expected]]:
 def _faults(item: _Expected, memory: memoryview, start: int) -> Iterator[Fault]:
     entry = item.entry
     at = entry.offset - start
-    header = memory[item.header - start : at]
-    if header != local_header(entry, item.header):
-        yield item.header, f"the header of {entry.name} is damaged"
+    if item.header is not None:
+        header = memory[item.header - start : at]
+        if header != local_header(entry, item.header):
+            yield item.header, f"the header of {entry.name} is damaged"
     data = memory[at : at + entry.length]
     actual = int(isal_zlib.crc32(data))
     if actual != entry.crc:

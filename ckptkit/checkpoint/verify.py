@@ -13,7 +13,7 @@ from ckptkit.checkpoint.assemble import assemble
 from ckptkit.checkpoint.image import Progress
 from ckptkit.checkpoint.locate import manifest_at
 from ckptkit.checkpoint.places import Place, data_prefix, described, store_at
-from ckptkit.checkpoint.scan import scan_groups, scan_pack
+from ckptkit.checkpoint.scan import Fault, scan_chunks, scan_groups, scan_pack
 from ckptkit.checkpoint.tail import read_record
 from ckptkit.errors import CkptkitError, FormatError, NotFoundError, StorageError
 from ckptkit.format.manifest import Manifest
@@ -55,44 +55,77 @@ def _findings(
     store: Store, prefix: str, manifest: Manifest, threads: int | None, progress: Progress | None
 ) -> Iterator[Finding]:
     folder = data_prefix(prefix, manifest.save.save_id)
-    yield from _files(store, folder, manifest)
+    wrong_size = set()
+    for finding, name in _files(store, folder, manifest):
+        wrong_size.add(name)
+        yield finding
     records: list[Record] = []
-    for pack in manifest.packs:
+    for number, pack in enumerate(manifest.packs):
+        if pack.name in wrong_size:
+            continue
         key = f"{folder}/{pack.name}"
         where = described(store, key)
         try:
-            if store.size(key) != pack.size:
-                continue  # said already
-            if pack.record is None:
-                faults = scan_groups(store, key, manifest, records)
-            else:
-                found = read_record(store, key)
-                records.append(found.record)
-                if found.pack != pack:
-                    yield Finding("mismatch", where, "the record is not where the manifest says")
-                faults = scan_pack(store, key, found, threads=threads, progress=progress)
-            for at, what in faults:
-                yield Finding("corrupt", f"{where} at byte {at}", what)
-        except (FormatError, StorageError, NotFoundError) as error:
+            faults = _scan(store, key, manifest, number, records, threads, progress)
+        except FormatError as error:
             yield _as_finding(error, where)
+            faults = _scan_without_record(store, key, manifest, number, threads)
+        except (StorageError, NotFoundError) as error:
+            yield _as_finding(error, where)
+            continue
+        for at, what in faults:
+            yield Finding("corrupt", f"{where} at byte {at}", what)
     if len(records) == manifest.save.world_size:
         yield from _compare(store, prefix, manifest, records)
 
 
-def _files(store: Store, folder: str, manifest: Manifest) -> Iterator[Finding]:
-    """Packs that are missing, of another size, or too many."""
+def _scan(
+    store: Store,
+    key: str,
+    manifest: Manifest,
+    number: int,
+    records: list[Record],
+    threads: int | None,
+    progress: Progress | None,
+) -> list[Fault]:
+    """The faults of one pack; its record, where it has one, is added to the records."""
+    pack = manifest.packs[number]
+    if pack.record is None:
+        # Which documents belong in it follows from what the records say is elsewhere.
+        complete = len(records) == manifest.save.world_size
+        return scan_groups(store, key, manifest, records) if complete else []
+    found = read_record(store, key)
+    records.append(found.record)
+    faults = scan_pack(store, key, found, threads=threads, progress=progress)
+    if found.pack != pack:
+        faults.append((found.entry.offset, "the record is not where the manifest says"))
+    return faults
+
+
+def _scan_without_record(
+    store: Store, key: str, manifest: Manifest, number: int, threads: int | None
+) -> list[Fault]:
+    try:
+        return scan_chunks(store, key, manifest, number, threads=threads)
+    except CkptkitError:
+        return []  # it has been said that the pack is not as it was written
+
+
+def _files(store: Store, folder: str, manifest: Manifest) -> Iterator[tuple[Finding, str]]:
+    """Packs that are missing, of another size, or too many, with their names."""
     present = {entry.key.rpartition("/")[2]: entry.size for entry in store.list(folder)}
     for pack in manifest.packs:
         where = described(store, f"{folder}/{pack.name}")
         size = present.pop(pack.name, None)
         if size is None:
-            yield Finding("missing", where, "a pack of the step is not there")
+            yield Finding("missing", where, "a pack of the step is not there"), pack.name
         elif size != pack.size:
             what = f"the pack has {size} bytes, written were {pack.size}"
-            yield Finding("corrupt", where, what)
+            yield Finding("corrupt", where, what), pack.name
     for name in sorted(present):
         hint = "nothing refers to it; delete it if you did not put it there"
-        yield Finding("extra", described(store, f"{folder}/{name}"), "not a pack of the step", hint)
+        where = described(store, f"{folder}/{name}")
+        yield Finding("extra", where, "not a pack of the step", hint), name
 
 
 def _compare(

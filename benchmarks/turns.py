@@ -1,0 +1,81 @@
+"""Many simulated ranks in one process: one saves after the other, only rank 0 waits for all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ckptkit
+from ckptkit.storage import Store
+
+
+@dataclass(slots=True)
+class _Meeting:
+    world_size: int
+    value: str = ""
+    shared: threading.Event = field(default_factory=threading.Event)
+    all_here: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A barrier that holds up rank 0 only: the others are done when they have written."""
+
+    rank: int
+    meeting: _Meeting
+
+    @property
+    def world_size(self) -> int:
+        return self.meeting.world_size
+
+    def share(self, value: str) -> str:
+        if self.rank == 0:
+            self.meeting.value = value
+            self.meeting.shared.set()
+        self.meeting.shared.wait()
+        return self.meeting.value
+
+    def wait(self) -> None:
+        if self.rank == 0:
+            self.meeting.all_here.wait()
+
+    def leave(self, problem: str) -> None:  # noqa: ARG002  # raised by the rank itself
+        if self.rank == 0:
+            self.meeting.shared.set()
+
+
+def save_in_turns(
+    place: Path | Store, strategy: str, ranks: int, add: Callable[[ckptkit.Writer], None]
+) -> tuple[list[float], float]:
+    """One save by all ranks; the seconds of each rank but 0, and those that the commit took."""
+    meeting = _Meeting(ranks)
+    failed: list[BaseException] = []
+
+    def save(rank: int) -> None:
+        barrier: ckptkit.Barrier = _Turn(rank, meeting)
+        with ckptkit.Writer(place, step=1, strategy=strategy, rank=rank, barrier=barrier) as writer:
+            add(writer)
+
+    def lead() -> None:
+        try:
+            save(0)
+        except BaseException as error:  # noqa: BLE001  # raised below, in the thread that waits for it
+            failed.append(error)
+
+    leader = threading.Thread(target=lead)
+    leader.start()
+    meeting.shared.wait()
+    spans = []
+    for rank in range(1, ranks):
+        start = time.monotonic()
+        save(rank)
+        spans.append(time.monotonic() - start)
+    start = time.monotonic()
+    meeting.all_here.set()
+    leader.join()
+    if failed:
+        raise failed[0]
+    return spans, time.monotonic() - start

@@ -1,0 +1,7 @@
+"""Failed asserts of the shared modules explain themselves, as those of a test module do."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("tests.checkpoint.saving")

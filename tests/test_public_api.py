@@ -1,0 +1,31 @@
+"""The names that users may rely on are exactly those, and need neither torch nor a command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from zarr.dtype import data_type_registry
+
+import ckptkit
+
+
+def test_all_is_what_there_is() -> None:
+    public = {
+        name
+        for name, value in vars(ckptkit).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith("ckptkit.")
+    }
+    assert public <= set(ckptkit.__all__)
+    assert all(hasattr(ckptkit, name) for name in ckptkit.__all__)
+
+
+def test_import_needs_neither_torch_nor_commands() -> None:
+    code = "import sys, ckptkit; print([m for m in ('torch', 'click', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_import_teaches_zarr_the_dtypes_it_lacks() -> None:
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "complex_float16"):
+        assert name in data_type_registry.contents
