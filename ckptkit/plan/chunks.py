@@ -5,24 +5,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from typing import TypeAlias
 
 from ckptkit.model import Grid
 
 DEFAULT_CHUNK_BYTES = 4 << 20
 
 _SMALLEST_SHARE = 16  # chunks below 1/16 of the target cost more to handle than they save
-_SHORTEST_RUN = 512  # bytes: copies of shorter rows are slower than the disk
+_LARGEST_MULTIPLE = 4  # a regular grid may miss the target by this much before a border is added
+_SHORTEST_RUN = 512  # bytes: copying shorter rows is slower than the disk
 _PARTS = 8
-_FINER = (128, 64, 32, 16, 8, 4, 2, 1)
+_MOST_BORDERS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One way to cut a dim: the longest piece it makes, and the chunk size or the borders."""
+    """One way to cut a dim: the longest piece it makes, and the borders where pieces differ."""
 
     longest: int
-    size: int | None
-    borders: tuple[int, ...] = ()
+    borders: tuple[int, ...] | None = None
+
+
+# The ways to cut a dim so that all cuts are borders, from the shortest pieces to the longest.
+_Ladder: TypeAlias = list[_Choice]
 
 
 @lru_cache(maxsize=4096)
@@ -32,79 +38,121 @@ def choose_grid(
     edges: tuple[tuple[int, ...], ...],
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
 ) -> Grid:
-    """The grid with a border at every edge, and at halves, quarters and eighths of each dim
-    where that leaves chunks of a useful size.
+    """The grid with a border at every edge, and at halves, quarters and eighths of each dim where
+    that leaves chunks of a useful size.
+
+    It is regular unless that would make chunks far too small or too large.
     """
     if 0 in shape:
         return Grid.regular(shape, tuple(max(1, extent) for extent in shape))
-    ladders = [_ladder(extent, cuts) for extent, cuts in zip(shape, edges, strict=True)]
-    at = [_start(extent, ladder) for extent, ladder in zip(shape, ladders, strict=True)]
-
-    def size() -> int:
-        return itemsize * math.prod(
-            ladder[i].longest for ladder, i in zip(ladders, at, strict=True)
-        )
-
-    def longer(dim: int) -> bool:
-        return at[dim] + 1 < len(ladders[dim])
-
-    inner = len(shape) - 1
-    while shape and longer(inner) and ladders[inner][at[inner]].longest * itemsize < _SHORTEST_RUN:
-        at[inner] += 1
-    dim = 0
-    while size() * _SMALLEST_SHARE < chunk_bytes and any(map(longer, range(len(shape)))):
-        at[dim] += longer(dim)
-        dim = (dim + 1) % len(shape)
-    while size() > chunk_bytes and any(at):
-        dim = next(d for d, index in enumerate(at) if index)
-        at[dim] -= 1
-    return _grid(shape, [ladder[i] for ladder, i in zip(ladders, at, strict=True)])
+    ladders = []
+    for dim, (extent, cuts) in enumerate(zip(shape, edges, strict=True)):
+        others = itemsize * math.prod(shape) // extent
+        ladders.append(_ladder(extent, cuts, others, chunk_bytes))
+    chosen = _Climb(ladders, itemsize, chunk_bytes).run(shape)
+    if itemsize * math.prod(choice.longest for choice in chosen) > _LARGEST_MULTIPLE * chunk_bytes:
+        finer = [
+            _irregular_ladder(extent, cuts, itemsize, chunk_bytes) if cuts else ladder
+            for extent, cuts, ladder in zip(shape, edges, ladders, strict=True)
+        ]
+        chosen = _Climb(finer, itemsize, chunk_bytes).run(shape)
+    return _grid(shape, chosen)
 
 
-def _ladder(extent: int, cuts: tuple[int, ...]) -> list[_Choice]:
-    """The ways to cut a dim so that all cuts are borders, from the shortest pieces to the
-    longest.
-    """
-    longest = max(b - a for a, b in zip((0, *cuts), (*cuts, extent), strict=True))
-    common = math.gcd(*cuts) if cuts else extent
-    if common * 2 > longest:
-        return [_Choice(size, size) for size in _regular_sizes(extent, common if cuts else None)]
-    ladder: list[_Choice] = []
-    for parts in _FINER:
-        choice = _irregular(extent, cuts, -(-extent // parts))
+class _Climb:
+    """Finds a rung of each dim's ladder so that the chunk comes close to the target."""
+
+    def __init__(self, ladders: list[_Ladder], itemsize: int, chunk_bytes: int) -> None:
+        self._ladders = ladders
+        self._itemsize = itemsize
+        self._target = chunk_bytes
+        self._at = [0] * len(ladders)
+
+    def run(self, shape: tuple[int, ...]) -> list[_Choice]:
+        """Begin at eighths, lengthen the pieces while chunks are too small, shorten while too large."""
+        self._at = [
+            _eighths(extent, rungs) for extent, rungs in zip(shape, self._ladders, strict=True)
+        ]
+        dims = range(len(shape))
+        while dims and self._can_rise(dims[-1]) and self._run() < _SHORTEST_RUN:
+            self._at[-1] += 1
+        dim = 0
+        while self._size() * _SMALLEST_SHARE < self._target and any(map(self._can_rise, dims)):
+            self._at[dim] += self._can_rise(dim)
+            dim = (dim + 1) % len(shape)
+        while self._size() > self._target and (lower := self._lower()) is not None:
+            self._at[lower] -= 1
+        return [rungs[i] for rungs, i in zip(self._ladders, self._at, strict=True)]
+
+    def _size(self) -> int:
+        rungs = zip(self._ladders, self._at, strict=True)
+        return self._itemsize * math.prod(ladder[i].longest for ladder, i in rungs)
+
+    def _run(self) -> int:
+        return self._itemsize * self._ladders[-1][self._at[-1]].longest
+
+    def _can_rise(self, dim: int) -> bool:
+        return self._at[dim] + 1 < len(self._ladders[dim])
+
+    def _lower(self) -> int | None:
+        """The outermost dim with a shorter piece that does not make chunks too small."""
+        for dim, at in enumerate(self._at):
+            if at:
+                step = self._ladders[dim][at - 1].longest / self._ladders[dim][at].longest
+                if self._size() * step * _SMALLEST_SHARE >= self._target:
+                    return dim
+        return None
+
+
+def _ladder(extent: int, cuts: tuple[int, ...], others: int, chunk_bytes: int) -> _Ladder:
+    """The ladder of one dim; `others` are the bytes of one index of it."""
+    if not cuts:
+        sizes = {-(-extent // (1 << k)) for k in range(extent.bit_length() + 1)}
+        return [_Choice(size) for size in sorted(sizes)]
+    common = math.gcd(*cuts)
+    longest = _longest(extent, cuts)
+    if 2 * common > longest or common * others * _SMALLEST_SHARE >= chunk_bytes:
+        divisors = {common // k for k in range(1, 65) if common % k == 0}
+        return [_Choice(size) for size in sorted(divisors)]
+    return _irregular_ladder(extent, cuts, others, chunk_bytes)
+
+
+def _irregular_ladder(extent: int, cuts: tuple[int, ...], others: int, chunk_bytes: int) -> _Ladder:
+    finest = min(_MOST_BORDERS, max(128, 2 * extent * others // chunk_bytes))
+    ladder: _Ladder = []
+    for halvings in reversed(range(finest.bit_length())):
+        size = -(-extent // (1 << halvings))
+        borders = tuple(sorted({*cuts, *range(size, extent, size)}))
+        choice = _Choice(_longest(extent, borders), borders)
         if not ladder or choice.longest > ladder[-1].longest:
             ladder.append(choice)
     return ladder
 
 
-def _regular_sizes(extent: int, common: int | None) -> list[int]:
-    """Chunk sizes, ascending; of a cut dim those with a border at every multiple of `common`."""
-    if common is not None:
-        return sorted({common // k for k in range(1, 65) if common % k == 0})
-    return sorted({-(-extent // parts) for parts in (1 << k for k in range(32))})
+def _longest(extent: int, borders: tuple[int, ...]) -> int:
+    return max(b - a for a, b in pairwise((0, *borders, extent)))
 
 
-def _irregular(extent: int, cuts: tuple[int, ...], size: int) -> _Choice:
-    borders = tuple(sorted({*cuts, *range(size, extent, size)}))
-    longest = max(b - a for a, b in zip((0, *borders), (*borders, extent), strict=True))
-    return _Choice(longest, None, borders)
+def _eighths(extent: int, ladder: _Ladder) -> int:
+    """The longest pieces that have a border at every eighth; where none do, that are no longer.
 
-
-def _start(extent: int, ladder: list[_Choice]) -> int:
-    """The longest pieces that have a border at every eighth; where none do, that are no longer
-    than one.
+    A dim of fewer than eight is left whole where nothing cuts it: kernels, heads, pairs.
     """
+    if extent < _PARTS:
+        return len(ladder) - 1
     eighth = -(-extent // _PARTS)
     short = [i for i, choice in enumerate(ladder) if choice.longest <= eighth]
-    aligned = [i for i in short if eighth % ladder[i].longest == 0 or ladder[i].size is None]
+    aligned = [i for i in short if eighth % ladder[i].longest == 0 or ladder[i].borders is not None]
     return (aligned or short or [0])[-1]
 
 
-def _grid(shape: tuple[int, ...], choices: list[_Choice]) -> Grid:
-    if all(choice.size is not None for choice in choices):
-        return Grid.regular(shape, tuple(choice.longest for choice in choices))
+def _grid(shape: tuple[int, ...], chosen: list[_Choice]) -> Grid:
+    if all(choice.borders is None for choice in chosen):
+        return Grid.regular(shape, tuple(choice.longest for choice in chosen))
     borders = tuple(
-        choice.borders if choice.size is None else tuple(range(choice.size, extent, choice.size))
-        for extent, choice in zip(shape, choices, strict=True)
+        tuple(range(choice.longest, extent, choice.longest))
+        if choice.borders is None
+        else choice.borders
+        for extent, choice in zip(shape, chosen, strict=True)
     )
     return Grid.rectilinear(shape, borders)
