@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Parallel direct writes of a file per rank from aligned memory; parallel reads into the part."""
+    """Parallel direct writes, a file per rank, from aligned memory; parallel reads into the part."""
 
     part: Part
     threads: int

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import click
+from ckptkit.cli.program import main
 
-import ckptkit
-
-
-@click.group()
-@click.version_option(ckptkit.__version__, prog_name="ckpt")
-def main() -> None:
-    """Look at, check and move the checkpoints of distributed training runs."""
+__all__ = ["main"]

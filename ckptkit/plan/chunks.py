@@ -16,7 +16,7 @@ _SMALLEST_SHARE = 16  # chunks below 1/16 of the target cost more to handle than
 _LARGEST_MULTIPLE = 4  # a regular grid may miss the target by this much before a border is added
 _SHORTEST_RUN = 512  # bytes: copying shorter rows is slower than the disk
 _PARTS = 8
-_MOST_BORDERS = 1 << 20
+_MOST_BORDERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def choose_grid(
     if 0 in shape:
         return Grid.regular(shape, tuple(max(1, extent) for extent in shape))
     ladders = []
-    for dim, (extent, cuts) in enumerate(zip(shape, edges, strict=True)):
+    for extent, cuts in zip(shape, edges, strict=True):
         others = itemsize * math.prod(shape) // extent
         ladders.append(_ladder(extent, cuts, others, chunk_bytes))
     chosen = _Climb(ladders, itemsize, chunk_bytes).run(shape)
@@ -69,10 +69,8 @@ class _Climb:
         self._at = [0] * len(ladders)
 
     def run(self, shape: tuple[int, ...]) -> list[_Choice]:
-        """Begin at eighths, lengthen the pieces while chunks are too small, shorten while too large."""
-        self._at = [
-            _eighths(extent, rungs) for extent, rungs in zip(shape, self._ladders, strict=True)
-        ]
+        """Begin at eighths; lengthen pieces while chunks are too small, shorten while too large."""
+        self._at = list(map(_eighths, shape, self._ladders))
         dims = range(len(shape))
         while dims and self._can_rise(dims[-1]) and self._run() < _SHORTEST_RUN:
             self._at[-1] += 1

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit import Barrier, Checkpoint, Strategy, ThreadBarrier, Writer
-from ckptkit.checkpoint.places import Place
+from ckptkit.checkpoint.places import Place, step_name
 from ckptkit.errors import PeerError
 from ckptkit.model import (
     DTYPES,
@@ -24,7 +24,7 @@ from ckptkit.model import (
     layout_of,
     parse_placement,
 )
-from ckptkit.storage import Store
+from ckptkit.storage import LocalStore, MemoryStore, Store
 
 Values = npt.NDArray[Any]
 Fill = Callable[[Writer], None]
@@ -74,7 +74,7 @@ def random_values(shape: Sequence[int], dtype: str = "float32", seed: int = 0) -
 
 def take(part: Part, whole: Values) -> Values:
     """What a rank holds, as the tensor in its memory."""
-    out = np.empty(part.shape, whole.dtype)
+    out = np.zeros(part.shape, whole.dtype)  # a rank may hold nothing of a tensor without dims
     for box, place in zip(part.boxes, part.places, strict=True):
         inside: Any = (*place.within(Box.whole(part.shape)), ...)
         out[inside] = whole[box.within(Box.whole(whole.shape))]
@@ -161,6 +161,20 @@ def assert_holds(checkpoint: Checkpoint, state: State, *, verify: bool = True) -
 def contents(store: Store) -> dict[str, bytes]:
     """Every object of a store."""
     return {entry.key: store.read(entry.key) for entry in store.list()}
+
+
+def memory_with(objects: Mapping[str, bytes]) -> MemoryStore:
+    """A store with these objects."""
+    store = MemoryStore()
+    for key, data in objects.items():
+        store.put(key, data)
+    return store
+
+
+def at_step(store: Store, step: int) -> Store:
+    """The store of one step of the run in a store."""
+    location = store.location / step_name(step)
+    return MemoryStore(location) if location.scheme == "memory" else LocalStore(location)
 
 
 def files(root: Path) -> dict[str, bytes]:

@@ -33,7 +33,7 @@ def read_as_rank(
 ) -> Any:
     """The part of a rank, every box read straight to its place in the rank's tensor."""
     part = layout.part(rank)
-    local = np.empty(part.shape, checkpoint[name].dtype.numpy)
+    local = np.zeros(part.shape, checkpoint[name].dtype.numpy)
     wanted = []
     for box, place in zip(part.boxes, part.places, strict=True):
         inside: Any = (*place.within(Box.whole(part.shape)), ...)

@@ -17,7 +17,7 @@ def read(data: bytes) -> Any:
     return check_leaf(unpack(data, "objects.0.value"), "objects.0.value")
 
 
-def refuse(value: Any, problem: str = "") -> None:
+def refuse(value: Any, problem: str = ".") -> None:
     """Packed as it is, the value gives a FormatError and nothing else."""
     data = value if isinstance(value, bytes) else msgpack.packb(value)
     with pytest.raises(FormatError, match=problem) as error:
@@ -25,7 +25,7 @@ def refuse(value: Any, problem: str = "") -> None:
     assert error.value.where == "objects.0.value"
 
 
-codes = st.sampled_from([1, 2, 3, 4, 5, -1, 0, 6])
+codes = st.sampled_from([1, 2, 3, 4, 5, 0, 6])
 hostile = st.recursive(
     st.none()
     | st.integers(-(2**63), 2**64 - 1)
@@ -35,7 +35,7 @@ hostile = st.recursive(
         st.lists(inner, max_size=3)
         | st.dictionaries(st.integers(0, 9) | st.text(max_size=2), inner, max_size=2)
         | st.tuples(codes, inner).map(lambda it: extension(*it))
-        | st.tuples(codes, st.binary(max_size=9)).map(lambda it: msgpack.ExtType(*it) if it[0] >= 0 else None)
+        | st.tuples(codes, st.binary(max_size=9)).map(lambda it: msgpack.ExtType(abs(it[0]), it[1]))
     ),
 )
 
