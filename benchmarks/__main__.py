@@ -37,8 +37,12 @@ def main() -> None:
             print(sections[-1].to_text(), "\n", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(bars_text(sections))
+    bars = bars_text(sections)
+    print(bars)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    text = [f"# Benchmarks\n\n{in_words(machine)}", bars, *(s.to_text() for s in sections)]
+    markdown = arguments.json.with_suffix(".md")
+    markdown.write_text("\n\n".join(text) + "\n", encoding="utf-8")
     doc = {"machine": machine, "sections": [section.to_doc() for section in sections]}
     arguments.json.write_text(json.dumps(doc, indent=1, ensure_ascii=False), encoding="utf-8")
 

@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Parallel direct writes, a file per rank, from aligned memory; parallel reads into the part."""
+    """Parallel direct writes, one file per rank, out of aligned memory; parallel reads."""
 
     part: Part
     threads: int
@@ -63,7 +63,7 @@ class Floor:
         start = 0
         for flat in self.part.flat():
             for begin in range(0, len(flat), self.segment):
-                view = memoryview(flat[begin : begin + self.segment])
+                view = flat[begin : begin + self.segment].data
                 pieces.append((start + begin, view))
             start += len(flat)
         descriptor = os.open(self._path(folder), os.O_RDONLY)

@@ -108,8 +108,6 @@ def _show() -> tuple[list[str], str]:
     script = Path(sys.executable).with_name("ckpt")
     if script.exists():
         return [str(script), "show"], "ckpt show"
-    if (ROOT / "cli" / "main.py").exists() or (ROOT / "cli" / "show.py").exists():
-        return [sys.executable, "-c", "from cli import main; main()", "show"], "ckpt show"
     return [sys.executable, "-c", _WALK], "open and print all arrays"
 
 

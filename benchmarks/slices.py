@@ -31,7 +31,7 @@ def slices(folder: Path, gib: float) -> Section:
                 checked = "checked" if verify else "unchecked"
                 rows.append(
                     [
-                        f"{writers} writers, {title}, {checked}",
+                        f"{_writers(writers)}, {title}, {checked}",
                         f"{needed / 1e6:.1f}",
                         f"{read / 1e6:.1f}",
                         f"{read / needed:.3f}",
@@ -40,11 +40,15 @@ def slices(folder: Path, gib: float) -> Section:
                     ]
                 )
                 if verify and first == 2:
-                    what = f"column slice, {writers} writers: bytes read / needed"
+                    what = f"column slice, {_writers(writers)}: bytes read / needed"
                     bars.append(Bar(what, read / needed, LIMIT, at_least=False))
         shutil.rmtree(place)
     columns = ["`[:, a:b]` of every 2-D array", "needed MB", "read MB", "ratio", "reads", "GB/s"]
     return Section("Column slices at the default chunking", columns, rows, bars)
+
+
+def _writers(count: int) -> str:
+    return "1 writer" if count == 1 else f"{count} writers"
 
 
 def _save(place: Path, gib: float, writers: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import time
 from contextlib import ExitStack
@@ -19,8 +20,8 @@ _SETTLE = 0.5
 DCP_LIMIT = {1: 2.5, 2: 1.8}
 
 _SAVE_NOTES = (
-    "Durable (fsync, and a commit where the format has one) unless a row says otherwise. safetensors "
-    "and torch.save neither sync nor commit; they write a file per rank, for this layout only.",
+    "Durable (fsync, and a commit where the format has one) unless a row says otherwise.",
+    "safetensors and torch.save neither sync nor commit; their files fit this layout only.",
 )
 _LOAD_NOTES = (
     "Only ckptkit checks what it reads. Each result was once compared with what had been saved.",
@@ -36,7 +37,7 @@ def save(folder: Path, gib: float, repeat: int, world_size: int) -> Section:
     with _Job(folder, gib, world_size) as job:
         names = job.savers()
         for turn in range(repeat + 1):
-            for name in names if turn % 2 else names[::-1]:
+            for name in _order(names, turn):
                 seconds = job.fresh_save(name)
                 # The first turn fills buffer pools and allocators; a training run saves many times.
                 if turn:
@@ -70,7 +71,7 @@ def load(folder: Path, gib: float, repeat: int, world_size: int) -> Section:
                 job.ranks_of(name).check(name, job.folder_of(name))
         os.sync()
         for turn in range(repeat):
-            for name in names if turn % 2 else names[::-1]:
+            for name in _order(names, turn):
                 samples.setdefault(name, []).append(job.warm_load(name))
     floor, rows = _with_best_floor(samples, "read floor")
     best, dcp = median(rows[floor]), median(samples["DCP"])
@@ -91,6 +92,11 @@ def load(folder: Path, gib: float, repeat: int, world_size: int) -> Section:
         _LOAD_NOTES,
         samples,
     )
+
+
+def _order(names: list[str], turn: int) -> list[str]:
+    """Another order each turn, as disks and caches remember who came before."""
+    return random.Random(turn).sample(names, len(names))
 
 
 class _Job:

@@ -17,6 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 BITS: dict[str, np.dtype[Any]] = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}
 
 _BYTES_PER_PARAMETER = 2 + 4 + 4
+_ALIGNMENT = 64  # as torch allocates
 _PATTERN = (16 << 20) + 8  # no multiple of any chunk: two chunks never hold the same bytes
 
 
@@ -93,7 +94,7 @@ class Part:
         """A checksum of everything."""
         value = 0
         for flat in self.flat():
-            value = zlib.crc32(flat, value)
+            value = zlib.crc32(flat.data, value)
         return value
 
     def clear(self) -> None:
@@ -104,7 +105,10 @@ class Part:
     def _empty(self, tensor: Tensor) -> npt.NDArray[Any]:
         rows = -(-tensor.shape[0] // self.world_size)
         mine = min(rows, tensor.shape[0] - rows * self.rank)
-        return np.empty((mine, *tensor.shape[1:]), BITS[tensor.dtype])
+        shape, bits = (mine, *tensor.shape[1:]), BITS[tensor.dtype]
+        memory = np.empty(math.prod(shape) * bits.itemsize + _ALIGNMENT, np.uint8)
+        start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+        return memory[start : len(memory) - _ALIGNMENT + start].view(bits).reshape(shape)
 
 
 def _elements(shapes: dict[str, tuple[int, ...]]) -> int:

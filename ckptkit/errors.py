@@ -17,6 +17,7 @@ CkptkitError
 │   ├── AccessError(PermissionError)   not allowed
 │   └── NoSpaceError                   full
 └── PeerError(RuntimeError)            another rank failed, disagrees, or did not come
+    └── GivenUpError                   rank 0 failed: nothing of the save will be committed
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ class CkptkitError(Exception):
 
 def _shown(value: object) -> str:
     """A bounded repr: a hostile file must not fill a terminal, and errors must stay picklable."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, a very deep tree
+        return f"a value of {type(value).__name__} that is too large to show"
     return text if len(text) <= 200 else f"{text[:160]}… ({len(text)} characters)"
 
 
@@ -124,3 +128,7 @@ class NoSpaceError(StorageError):
 
 class PeerError(CkptkitError, RuntimeError):
     """Another rank failed, disagrees with this one, or did not come in time."""
+
+
+class GivenUpError(PeerError):
+    """Rank 0 has left: nothing of this save will ever be committed."""

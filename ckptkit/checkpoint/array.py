@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.errors import LayoutError
+from ckptkit.errors import FormatError, LayoutError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType, Grid, Layout, Part, Strategy, layout_of
 
@@ -61,7 +61,11 @@ class Array:
     @property
     def layout(self) -> Layout:
         """Which rank of the strategy that wrote it held what."""
-        return layout_of(self.info.shape, self._strategy, self.info.placements)
+        try:
+            return layout_of(self.info.shape, self._strategy, self.info.placements)
+        except LayoutError as error:
+            where = f"{self._checkpoint.location}: {self.info.name}"
+            raise FormatError(error.what, where=where, hint=error.hint) from error
 
     def part(self, rank: int) -> Part:
         """What a rank of the strategy that wrote it held."""
@@ -96,7 +100,8 @@ def _as_box(
     for item, extent in zip(wanted, shape, strict=True):
         if isinstance(item, slice):
             chosen = range(extent)[item]
-            low, high = (min(chosen), max(chosen) + 1) if len(chosen) else (0, 0)
+            ends = (chosen[0], chosen[-1]) if chosen else ()
+            low, high = min(ends, default=0), max(ends, default=-1) + 1
             # A step of -1 from the end down to the first element cannot be written as a stop.
             inner: int | slice = slice(None, None, chosen.step)
         else:

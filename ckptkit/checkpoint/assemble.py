@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.errors import CorruptionError, PeerError
-from ckptkit.format.arrays import Alias, ArrayInfo
+from ckptkit.errors import CorruptionError, FormatError, PeerError
+from ckptkit.format.arrays import Alias, ArrayInfo, check_names
 from ckptkit.format.columns import chunk_starts
 from ckptkit.format.leaves import dumps
 from ckptkit.format.manifest import Manifest, PackInfo
@@ -28,7 +28,8 @@ def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
     first = records[0]
     for record in records:
         _check_same_save(first, record)
-    arrays = _merge_arrays(records)
+    arrays, aliases = _merge_arrays(records), _merge_aliases(records)
+    _check_names(arrays, aliases)
     _check_documents(records, arrays)
     starts = chunk_starts(arrays)
     rows = _rows(records, arrays, starts)
@@ -41,7 +42,7 @@ def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
         save=first.save,
         packs=tuple(packs),
         arrays=arrays,
-        aliases=_merge_aliases(records),
+        aliases=aliases,
         starts=starts,
         pack=_scatter(rows, [pack]),
         objects=_merge_objects(records),
@@ -87,6 +88,16 @@ def _disagreement(a: ArrayInfo, rank_a: int, b: ArrayInfo, rank_b: int) -> PeerE
         where=a.name,
         hint="every rank has to add the array with the same global shape, dtype and placements",
     )
+
+
+def _check_names(arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> None:
+    try:
+        check_names(arrays, aliases)
+    except FormatError as error:
+        raise PeerError(
+            f"the names of all ranks do not fit together: {error}",
+            hint="an array has no arrays below it, and a name is an array or an alias on all ranks",
+        ) from error
 
 
 def _check_documents(records: Sequence[Record], arrays: Sequence[ArrayInfo]) -> None:

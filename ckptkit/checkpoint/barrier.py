@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ckptkit.errors import PeerError, UsageError
+from ckptkit.errors import GivenUpError, PeerError, UsageError
 
 DEFAULT_TIMEOUT = 600.0
 
@@ -87,13 +87,17 @@ class ThreadBarrier:
         try:
             self._shared.meeting.wait(self._timeout)
         except threading.BrokenBarrierError:
-            if self._shared.problem:
-                raise _failed(self._shared.problem) from None
-            raise _late("another rank", self._timeout) from None
+            if not self._shared.problem:
+                raise _late("another rank", self._timeout) from None
+            # Any thread can break the meeting; only rank 0 can say that there will be no commit.
+            if self.rank == 0:
+                self._shared.given_up = True
+            raise _failed(self._shared.problem, given_up=self._shared.given_up) from None
 
     def leave(self, problem: str) -> None:
         """Break the meeting."""
         self._shared.problem = self._shared.problem or f"rank {self.rank}: {problem}"
+        self._shared.given_up |= self.rank == 0
         self._shared.meeting.abort()
 
 
@@ -102,6 +106,7 @@ class _Shared:
     meeting: threading.Barrier
     problem: str = ""
     value: str = ""
+    given_up: bool = False
 
 
 class FileBarrier:
@@ -183,15 +188,16 @@ class FileBarrier:
             if farewell.exists():
                 problem = farewell.read_text(encoding="utf-8")
                 self._relay(problem)
-                raise _failed(problem)
+                raise _failed(problem, given_up=rank == 0)
             if time.monotonic() > deadline:
                 raise _late(f"rank {rank}", self._timeout)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)
 
 
-def _failed(problem: str) -> PeerError:
-    return PeerError(f"there is no new step, because of {problem}")
+def _failed(problem: str, *, given_up: bool) -> PeerError:
+    kind = GivenUpError if given_up else PeerError
+    return kind(f"there is no new step, because of {problem}")
 
 
 def _late(who: str, timeout: float) -> PeerError:

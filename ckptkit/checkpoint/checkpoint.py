@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from ckptkit.checkpoint.array import Array
 from ckptkit.checkpoint.image import Progress
-from ckptkit.checkpoint.locate import manifest_at
+from ckptkit.checkpoint.locate import manifest_at, read_manifest
 from ckptkit.checkpoint.places import Place, described, store_at
 from ckptkit.checkpoint.reading import Reader, Request, plan_job
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.errors import LayoutError, NotFoundError
+from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
 from ckptkit.model import Box, Strategy
 from ckptkit.storage import Store
@@ -30,6 +31,17 @@ def open_checkpoint(location: Place) -> Checkpoint:
     store = store_at(location)
     prefix, manifest = manifest_at(store)
     return Checkpoint(store, prefix, manifest)
+
+
+def _reopened(location: str, prefix: str) -> Checkpoint:
+    store = store_at(location)
+    return Checkpoint(store, prefix, read_manifest(store, prefix))
+
+
+def _inside(array: ArrayInfo, name: str, box: Box) -> Box:
+    if len(box.shape) != len(array.shape) or not Box.whole(array.shape).contains(box):
+        raise LayoutError(f"the box is not inside of {array.shape}", where=name, value=box)
+    return box
 
 
 class Checkpoint:
@@ -101,7 +113,7 @@ class Checkpoint:
     ) -> npt.NDArray[Any]:
         """A box of an array (all of it without one), into `out` where given."""
         array = self[name]
-        box = box or Box.whole(array.shape)
+        box = _inside(array.info, name, box or Box.whole(array.shape))
         if out is None:
             out = np.empty(box.shape, dtype=array.dtype.numpy)
         self.read_many([(name, box, out)], verify=verify)
@@ -126,6 +138,10 @@ class Checkpoint:
         job = plan_job(self.manifest, requests, verify=verify)
         reader = Reader(self.manifest, self._sources)
         reader.run(job, verify=verify, threads=threads, progress=progress)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Opened again where it arrives: handles do not travel.
+        return (_reopened, (str(self.store.location), self.prefix))
 
     def close(self) -> None:
         """Close the packs; reading opens them again."""
@@ -155,9 +171,8 @@ class Checkpoint:
     def _request(self, name: str, box: Box, target: npt.NDArray[Any]) -> Request:
         place = self._place(name)
         array = self.manifest.arrays[place]
-        if not Box.whole(array.shape).contains(box):
-            raise LayoutError(f"the box is not inside of {array.shape}", where=name, value=box)
-        if target.shape != box.shape or target.dtype.itemsize != array.dtype.itemsize:
+        _inside(array, name, box)
+        if target.shape != box.shape or target.dtype not in (array.dtype.numpy, array.dtype.bits):
             raise LayoutError(
                 f"the memory does not fit {box.shape} of {array.dtype.name}",
                 where=name,

@@ -24,18 +24,16 @@ from functools import partial
 from ckptkit.checkpoint.assemble import assemble, missing_groups
 from ckptkit.checkpoint.image import PackImage, write_image
 from ckptkit.checkpoint.places import MANIFEST, data_prefix, described, under
-from ckptkit.checkpoint.tail import read_record
+from ckptkit.checkpoint.tail import check_belongs, read_record
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
-    CorruptionError,
     FormatError,
     NotFoundError,
     StepExistsError,
 )
 from ckptkit.format.manifest import GROUPS_PACK, Manifest, PackInfo, pack_name
 from ckptkit.format.pack import directory
-from ckptkit.format.record import Record
 from ckptkit.format.zarr_documents import group_document, key_of
 from ckptkit.storage import Store
 
@@ -58,7 +56,8 @@ def gather(store: Store, prefix: str, save_id: str) -> Manifest:
     with ThreadPoolExecutor(_READERS, thread_name_prefix="ckptkit") as executor:
         found = [first, *executor.map(partial(read_record, store), others)]
     records, packs = [item.record for item in found], [item.pack for item in found]
-    _check_ranks(store, folder, save_id, records)
+    for rank, record in enumerate(records):
+        check_belongs(store, f"{folder}/{pack_name(rank)}", record, rank, save_id)
     groups = missing_groups(records)
     if groups:
         packs.append(_ensure_groups(store, folder, groups))
@@ -75,16 +74,20 @@ def commit(store: Store, prefix: str, manifest: Manifest, *, overwrite: bool = F
 
 
 def publish(store: Store, prefix: str, manifest: Manifest, *, replace: bool) -> None:
-    """Put the manifest, and nothing else."""
+    """Put the manifest, and nothing else; StepExistsError says that another save's is there."""
+    key = under(prefix, MANIFEST)
+    data = manifest.to_bytes()
+    # Read as every later reader will: what cannot be opened must never count as committed.
+    Manifest.from_bytes(data, described(store, key))
     try:
-        store.put(under(prefix, MANIFEST), manifest.to_bytes(), exclusive=not replace)
+        store.put(key, data, exclusive=not replace)
     except CkptkitError as error:
-        if committed_save_id(store, prefix) != manifest.save.save_id:
-            if isinstance(error, AlreadyExistsError):
-                # Another save won the step for good, so nothing will ever name this data.
-                discard(store, prefix, manifest.save.save_id)
-                raise _exists(store, prefix) from error
-            raise
+        there = committed_save_id(store, prefix)
+        if there == manifest.save.save_id:
+            return  # only the answer was lost
+        if there is not None and isinstance(error, AlreadyExistsError):
+            raise _exists(store, prefix) from error
+        raise
 
 
 def committed_save_id(store: Store, prefix: str) -> str | None:
@@ -96,10 +99,13 @@ def committed_save_id(store: Store, prefix: str) -> str | None:
         return None
 
 
-def discard(store: Store, prefix: str, save_id: str) -> None:
-    """Remove the packs of a save that will never be committed, as far as that is possible now."""
+def discard(store: Store, prefix: str, save_id: str, pack: str = "") -> None:
+    """Remove the packs (or one) of a save that will never be committed, as far as that is possible
+    now.
+    """
+    folder = data_prefix(prefix, save_id)
     with suppress(CkptkitError):
-        store.delete([entry.key for entry in store.list(data_prefix(prefix, save_id))])
+        store.delete([f"{folder}/{pack}"] if pack else [e.key for e in store.list(folder)])
 
 
 def groups_image(groups: list[str]) -> tuple[PackImage, bytes]:
@@ -134,16 +140,6 @@ def _ensure_groups(store: Store, folder: str, groups: list[str]) -> PackInfo:
     if GROUPS_PACK in store.children(folder):
         return PackInfo(GROUPS_PACK, store.size(key), None)
     return PackInfo(GROUPS_PACK, write_image(store, key, image, lambda: closing), None)
-
-
-def _check_ranks(store: Store, folder: str, save_id: str, records: list[Record]) -> None:
-    for rank, record in enumerate(records):
-        if record.rank != rank or record.save.save_id != save_id:
-            raise CorruptionError(
-                f"the pack says it is rank {record.rank} of save {record.save.save_id}",
-                where=described(store, f"{folder}/{pack_name(rank)}"),
-                hint="it was copied or renamed; put the right file there",
-            )
 
 
 def _exists(store: Store, prefix: str) -> StepExistsError:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.errors import LayoutError
+from ckptkit.errors import LayoutError, UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.zarr_documents import chunk_key
 from ckptkit.model import Box, DType, Part
@@ -105,34 +105,54 @@ class PackContent:
 
 def as_local(name: str, data: object, shape: tuple[int, ...], dtype: DType) -> npt.NDArray[Any]:
     """Any buffer as an array of raw elements in the shape of the part, without a copy."""
-    array = data if isinstance(data, np.ndarray) else np.asarray(memoryview(data))  # type: ignore[arg-type]
-    if array.dtype != dtype.bits:
-        if array.dtype.itemsize == dtype.itemsize:
-            array = array.view(dtype.bits)
-        elif array.flags.c_contiguous:
-            array = _flat(name, array, dtype)
-    if array.dtype == dtype.bits and array.shape != shape and array.flags.c_contiguous:
-        array = array.reshape(shape) if array.size == _size(shape) and array.ndim <= 1 else array
-    if array.dtype != dtype.bits or array.shape != shape:
+    array = data if isinstance(data, np.ndarray) else _from_buffer(name, data)
+    if array.dtype not in _spellings(dtype):
+        array = _from_bytes(name, array, dtype)
+    array = array.view(dtype.bits)
+    if array.ndim == 1 and array.flags.c_contiguous and array.size == math.prod(shape):
+        array = array.reshape(shape)
+    if array.shape != shape:
         raise LayoutError(
             f"the buffer does not fit: this rank holds {shape} of {dtype.name}",
             where=name,
-            value=(array.shape, str(array.dtype)),
+            value=array.shape,
             hint="pass the local part, in its own shape, or as flat bytes",
         )
     return array
 
 
-def _flat(name: str, array: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
-    if array.dtype.itemsize != 1:
-        return array
-    raw = array.reshape(-1)
-    if len(raw) % dtype.itemsize:
+def _spellings(dtype: DType) -> tuple[np.dtype[Any], ...]:
+    """The numpy dtypes whose elements are these: its own, raw bits, and for what numpy lacks the
+    signed integers that torch's `view` offers.
+    """
+    if dtype.numpy.type.__module__ == "numpy":
+        return dtype.numpy, dtype.bits
+    return dtype.numpy, dtype.bits, np.dtype(f"<i{dtype.itemsize}")
+
+
+def _from_buffer(name: str, data: object) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(memoryview(data))  # type: ignore[arg-type]  # what is no buffer raises
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            "neither an array nor a buffer",
+            where=name,
+            value=type(data).__name__,
+            hint="pass a numpy array, or anything with the buffer protocol and dtype=…",
+        ) from error
+
+
+def _from_bytes(name: str, array: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+    """Bytes as elements; elements of another type are never taken for the bytes of this one."""
+    if array.dtype not in (np.uint8, np.int8, np.dtype("S1")) or not array.flags.c_contiguous:
         raise LayoutError(
-            f"{len(raw)} bytes are not a whole number of {dtype.name} elements", where=name
+            f"the buffer is not of {dtype.name}",
+            where=name,
+            value=array.dtype,
+            hint="pass little-endian elements of that dtype, or their contiguous bytes",
         )
-    return raw.view(dtype.bits)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
+    if array.nbytes % dtype.itemsize:
+        raise LayoutError(
+            f"{array.nbytes} bytes are not a whole number of {dtype.name} elements", where=name
+        )
+    return array.reshape(-1).view(dtype.bits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckptkit.checkpoint.places import DATA, MANIFEST, described, step_number, under
 from ckptkit.errors import FormatError, NotCommittedError, NotFoundError
+from ckptkit.format.envelope import MAX_DOCUMENT_BYTES
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Store
 
@@ -12,7 +13,7 @@ def read_manifest(store: Store, prefix: str) -> Manifest:
     """The manifest of a step; NotCommittedError or NotFoundError where there is none."""
     key = under(prefix, MANIFEST)
     try:
-        data = store.read(key)
+        data = _read_bounded(store, key)
     except NotFoundError as error:
         raise _not_committed(store, prefix) from error
     manifest = Manifest.from_bytes(data, described(store, key))
@@ -24,6 +25,19 @@ def read_manifest(store: Store, prefix: str) -> Manifest:
             hint="the folder was renamed; give it its own name again",
         )
     return manifest
+
+
+def _read_bounded(store: Store, key: str) -> bytes:
+    with store.open(key) as source:
+        if source.size > MAX_DOCUMENT_BYTES:
+            raise FormatError(
+                f"a manifest has at most {MAX_DOCUMENT_BYTES} bytes",
+                where=described(store, key),
+                value=source.size,
+            )
+        data = bytearray(source.size)
+        source.read_into(0, memoryview(data))
+    return bytes(data)
 
 
 def manifest_at(store: Store) -> tuple[str, Manifest]:

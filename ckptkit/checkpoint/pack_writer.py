@@ -114,15 +114,18 @@ class Pack:
 
 def _content(holdings: Holdings, rank: int) -> PackContent:
     order = list(holdings.arrays.values())
-    held = [Held(h.info.name, h.layout, h.info.grid, h.info.dtype.itemsize) for h in order]
-    chunks = chunks_to_write(held, rank)
+    # Shared out in the order of names, which is the same on all ranks however they were added.
+    named = sorted(order, key=lambda h: h.info.name)
+    known = [Held(h.info.name, h.layout, h.info.grid, h.info.dtype.itemsize) for h in named]
+    writes = dict(zip(sorted(holdings.arrays), chunks_to_write(known, rank), strict=True))
+    chunks = [writes[holding.info.name] for holding in order]
     documents: dict[str, bytes] = {}
     if rank == 0:
         names = {group for name in holdings.arrays for group in ancestors(name)} | {""}
         documents = {key_of(name): group_document() for name in sorted(names)}
-    for holding, known, mine in zip(order, held, chunks, strict=True):
-        if writes_document(known, mine, rank):
-            documents[key_of(holding.info.name)] = array_document(holding.info)
+    for holding, array in zip(named, known, strict=True):
+        if writes_document(array, writes[array.name], rank):
+            documents[key_of(array.name)] = array_document(holding.info)
     return PackContent(
         list(documents.items()),
         [LocalArray(h.info, h.part, h.data, mine) for h, mine in zip(order, chunks, strict=True)],

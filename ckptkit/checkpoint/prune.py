@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from ckptkit.checkpoint.locate import committed_steps, read_manifest, step_folders
+from ckptkit.checkpoint.locate import read_manifest, step_folders
 from ckptkit.checkpoint.places import DATA, MANIFEST, data_prefix, under
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Entry, Store
+
+_NOTHING = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +32,13 @@ class Removal:
 def kept_steps(
     steps: Sequence[int], *, keep_last: int | None = None, keep_every: int | None = None
 ) -> set[int]:
-    """The steps that retention keeps: all of them when it says nothing."""
+    """The steps that retention keeps: the newest always, and all of them when it says nothing."""
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
             raise UsageError(f"{name} has to be at least 1", value=value)
     if keep_last is None and keep_every is None:
         return set(steps)
-    newest = sorted(steps)[-keep_last:] if keep_last else []
+    newest = sorted(steps)[-(keep_last or 1) :]
     regular = [step for step in steps if keep_every and step % keep_every == 0]
     return {*newest, *regular}
 
@@ -43,15 +46,24 @@ def kept_steps(
 def plan_prune(
     store: Store, *, keep_last: int | None, keep_every: int | None, grace: float
 ) -> list[Removal]:
-    """What to delete, oldest step first."""
-    committed = committed_steps(store)
-    kept = kept_steps(list(committed), keep_last=keep_last, keep_every=keep_every)
+    """What to delete, oldest step first.
+
+    A step whose manifest cannot be read is left alone, and does not count among those that are
+    kept: it may be rebuilt, and what it names is unknown.
+    """
+    manifests: dict[int, Manifest | None] = {}
+    folders = step_folders(store)
+    for step, folder in folders.items():
+        with suppress(FormatError):
+            manifests[step] = _manifest(store, folder)
+    readable = [step for step, manifest in manifests.items() if manifest is not None]
+    kept = kept_steps(readable, keep_last=keep_last, keep_every=keep_every)
     removals = []
-    for step, folder in step_folders(store).items():
-        if step in committed and step not in kept:
-            removals.append(_step(store, step, folder))
+    for step, manifest in manifests.items():
+        if manifest is not None and step not in kept:
+            removals.append(_step(store, step, folders[step]))
         else:
-            removals += _orphans(store, step, folder, time.time() - grace)
+            removals += _orphans(store, step, folders[step], manifest, grace)
     return removals
 
 
@@ -74,26 +86,33 @@ def _step(store: Store, step: int, folder: str) -> Removal:
     return Removal("step", step, folder, folder, _total(entries), tuple(keys))
 
 
-def _orphans(store: Store, step: int, folder: str, before: float) -> list[Removal]:
-    try:
-        manifest = _manifest(store, folder)
-    except FormatError:
-        # What a manifest that cannot be read names is unknown, so nothing here is an orphan.
-        return []
-    removals = []
-    for save_id in store.children(under(folder, DATA)):
-        if manifest is not None and save_id == manifest.save.save_id:
-            continue
-        entries = store.list(data_prefix(folder, save_id))
-        newest = max((entry.modified for entry in entries), default=0.0)
-        if newest <= before:
-            keys = tuple(entry.key for entry in entries)
-            removals.append(Removal("orphan", step, folder, save_id, _total(entries), keys))
-    return removals
+def _orphans(
+    store: Store, step: int, folder: str, manifest: Manifest | None, grace: float
+) -> list[Removal]:
+    if grace > 0 and not store.abilities.modified_times:
+        return []  # nothing says whether a save is under way
+    saves = store.children(under(folder, DATA))
+    if manifest is None and not saves:
+        # Folders that a save left before it wrote: deleting a key in them removes them.
+        return [Removal("orphan", step, folder, "", 0, (data_prefix(folder, _NOTHING),))]
+    before = time.time() - grace
+    found = []
+    for save_id in saves:
+        if manifest is None or save_id != manifest.save.save_id:
+            entries = store.list(data_prefix(folder, save_id))
+            if max((entry.modified for entry in entries), default=0.0) <= before:
+                keys = [entry.key for entry in entries]
+                keys = keys or [f"{data_prefix(folder, save_id)}/{_NOTHING}"]
+                total = _total(entries)
+                found.append(Removal("orphan", step, folder, save_id, total, tuple(keys)))
+    return found
 
 
 def _named(store: Store, removal: Removal) -> bool:
-    manifest = _manifest(store, removal.folder)
+    try:
+        manifest = _manifest(store, removal.folder)
+    except FormatError:
+        return True  # by now there is a manifest, and what it names is unknown
     return manifest is not None and manifest.save.save_id == removal.name
 
 

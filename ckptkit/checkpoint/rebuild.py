@@ -13,7 +13,14 @@ from ckptkit.checkpoint.places import (
     store_at,
     under,
 )
-from ckptkit.errors import CkptkitError, FormatError, NotFoundError, PeerError, UsageError
+from ckptkit.errors import (
+    CkptkitError,
+    FormatError,
+    NotFoundError,
+    PeerError,
+    UsageError,
+    VersionError,
+)
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Store
 
@@ -46,6 +53,8 @@ def _check_manifest(store: Store) -> bool:
         return False
     try:
         read_manifest(store, "")
+    except VersionError:
+        raise
     except FormatError:
         return True
     refuse_committed(store, "")

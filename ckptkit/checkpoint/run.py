@@ -65,7 +65,8 @@ class Run:
     ) -> list[Removal]:
         """What `prune` would delete.
 
-        Of the committed steps the newest `keep_last` and the multiples of `keep_every` stay;
+        Of the committed steps the newest `keep_last` (one at least) and the multiples of
+        `keep_every` stay;
         without either all do. Data that no manifest names is deleted once its newest file is
         older than `grace` seconds: younger data may be a save under way.
         """

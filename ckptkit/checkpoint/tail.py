@@ -42,6 +42,16 @@ def read_record(store: Store, key: str) -> PackRecord:
     return PackRecord(record, pack, entry)
 
 
+def check_belongs(store: Store, key: str, record: Record, rank: int, save_id: str) -> None:
+    """CorruptionError where a pack is not the one of this rank and save: copied, or renamed."""
+    if record.rank != rank or record.save.save_id != save_id:
+        raise CorruptionError(
+            f"the pack says it is rank {record.rank} of save {record.save.save_id}",
+            where=described(store, key),
+            hint="it was copied or renamed; put the right file there",
+        )
+
+
 def _checked(store: Store, key: str, entry: Entry, where: str) -> bytes:
     data = store.read(key, entry.offset, entry.length)
     actual = int(isal_zlib.crc32(data))

@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import threading
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -30,25 +31,33 @@ def unpack(
     left when it fails. At most `memory` bytes of chunks are held at once, and one chunk at
     least.
     """
-    target = Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    target = Path(os.path.abspath(folder))  # noqa: PTH100 — resolve() would follow a link
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise AlreadyExistsError(
             "there is something already", where=str(target), hint="name a folder that is not there"
         )
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    made = [parent for parent in target.parents if not parent.exists()]
     try:
         partial.mkdir(parents=True)
         count = _write(ZarrView(checkpoint), partial, _threads(checkpoint, memory), progress)
         partial.replace(target)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial, made)
         if isinstance(error, StorageError):
             raise
         raise StorageError(f"cannot unpack: {error}", where=str(target)) from error
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial, made)
         raise
     return count
+
+
+def _remove(partial: Path, made: list[Path]) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    for parent in made:
+        with suppress(OSError):
+            parent.rmdir()
 
 
 def _threads(checkpoint: Checkpoint, memory: int) -> int:

@@ -14,7 +14,7 @@ from ckptkit.checkpoint.image import Progress
 from ckptkit.checkpoint.locate import manifest_at
 from ckptkit.checkpoint.places import Place, data_prefix, described, store_at
 from ckptkit.checkpoint.scan import Fault, scan_chunks, scan_groups, scan_pack
-from ckptkit.checkpoint.tail import read_record
+from ckptkit.checkpoint.tail import check_belongs, read_record
 from ckptkit.errors import CkptkitError, FormatError, NotFoundError, StorageError
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.record import Record
@@ -95,6 +95,7 @@ def _scan(
         complete = len(records) == manifest.save.world_size
         return scan_groups(store, key, manifest, records) if complete else []
     found = read_record(store, key)
+    check_belongs(store, key, found.record, number, manifest.save.save_id)
     records.append(found.record)
     faults = scan_pack(store, key, found, threads=threads, progress=progress)
     if found.pack != pack:

@@ -15,14 +15,24 @@ from ckptkit.checkpoint.content import as_local
 from ckptkit.checkpoint.image import DEFAULT_THREADS, Progress
 from ckptkit.checkpoint.pack_writer import Holding, Holdings, Pack
 from ckptkit.checkpoint.places import Place, new_save_id, step_name, store_at
-from ckptkit.errors import InvalidNameError, LayoutError, UnsupportedTypeError, UsageError
+from ckptkit.errors import (
+    GivenUpError,
+    InvalidNameError,
+    LayoutError,
+    StepExistsError,
+    UnsupportedTypeError,
+    UsageError,
+)
 from ckptkit.format.arrays import ROLES, Alias, ArrayInfo
 from ckptkit.format.leaves import dumps
-from ckptkit.format.names import checked_path
+from ckptkit.format.manifest import pack_name
+from ckptkit.format.names import ancestors, checked_path
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import (
     DType,
+    Grid,
+    Layout,
     PerRank,
     Placement,
     Replicate,
@@ -73,6 +83,7 @@ class Writer:
         self._arrays: dict[str, Holding] = {}
         self._aliases: dict[str, Alias] = {}
         self._objects: dict[str, ObjectInfo] = {}
+        self._groups: set[str] = set()
         self._pack: Pack | None = None
         self._done = False
 
@@ -102,31 +113,35 @@ class Writer:
         known = _dtype(name, data, dtype)
         whole = _global_shape(name, data, shape)
         row = self._placements(name, placements or {})
-        layout = layout_of(whole, self.strategy, row)
+        layout, grid = self._cut(name, whole, known, row)
         part = layout.part(self.rank)
-        grid = choose_grid(whole, known.itemsize, layout.edges, self._chunk_bytes)
         local = None if data is None else as_local(name, data, part.shape, known)
         if local is None and not part.is_empty:
             raise UsageError("this rank holds a part, but no data was passed", where=name)
+        if of is not None:
+            checked_path(of, where=name)
         info = ArrayInfo(name, whole, known, grid, role, row, of)
         self._arrays[name] = Holding(info, layout, part, local)
+        self._groups.update(ancestors(name))
 
     def add_alias(self, name: str, alias_of: str) -> None:
         """Add a second name for an array: tied weights are stored once."""
         self._check_open()
         self._check_new(name)
         self._aliases[name] = Alias(name, checked_path(alias_of))
+        self._groups.update(ancestors(name))
 
     def add_object(self, name: str, value: object) -> None:
         """Add a value that is no tensor: plain (the same on all ranks), PerRank(value) or
         Sum(number).
         """
         self._check_open()
-        if not name or name in self._objects:
+        if not name or name in self._objects or not _is_text(name):
             raise InvalidNameError("an object needs a name of its own", value=name)
         semantics = {PerRank: "per_rank", Sum: "sum"}.get(type(value), "replicated")
         inner = value.value if isinstance(value, (PerRank, Sum, Replicated)) else value
-        dumps(inner, name)
+        # In a manifest the values of all ranks are a list, one level deeper.
+        dumps(inner if semantics == "replicated" else [inner], name)
         self._objects[name] = ObjectInfo(name, semantics, inner)
 
     def stage(self) -> None:
@@ -196,18 +211,38 @@ class Writer:
         )
 
     def _meet_and_commit(self, save: SaveInfo) -> None:
+        self._meet(save)
         if self.rank == 0:
-            try:
-                self._barrier.wait()
-                manifest = gather(self._store, self._prefix, save.save_id)
-            except BaseException:
-                # Only rank 0 ever commits, and now it will not: no manifest can name this data.
-                discard(self._store, self._prefix, save.save_id)
-                raise
-            commit(self._store, self._prefix, manifest, overwrite=self._overwrite)
-        else:
-            self._barrier.wait()
+            self._commit(save)
         self._barrier.wait()
+
+    def _meet(self, save: SaveInfo) -> None:
+        """Wait until all packs are complete; where it is certain that rank 0 will never commit
+        them, remove this rank's own.
+
+        Others may still be writing theirs, and remove them when they come here. After a time-out
+        on another rank nothing is certain: then the pack stays, for `prune`.
+        """
+        try:
+            self._barrier.wait()
+        except BaseException as error:
+            if self.rank == 0 or isinstance(error, GivenUpError):
+                discard(self._store, self._prefix, save.save_id, pack_name(self.rank))
+            raise
+
+    def _commit(self, save: SaveInfo) -> None:
+        try:
+            manifest = gather(self._store, self._prefix, save.save_id)
+        except BaseException:
+            # Only rank 0 ever commits, and now it will not; all others have finished writing.
+            discard(self._store, self._prefix, save.save_id)
+            raise
+        try:
+            commit(self._store, self._prefix, manifest, overwrite=self._overwrite)
+        except StepExistsError:
+            # Another save has won the step for good: nothing will ever name this data.
+            discard(self._store, self._prefix, save.save_id)
+            raise
 
     def _give_up(self, problem: str) -> None:
         if self._pack is not None:
@@ -224,6 +259,24 @@ class Writer:
         checked_path(name)
         if name in self._arrays or name in self._aliases:
             raise InvalidNameError("the name was added before", value=name)
+        clash = [n for n in ancestors(name) if n in self._arrays or n in self._aliases]
+        if name in self._groups:
+            added = (*self._arrays, *self._aliases)
+            clash = [other for other in added if other.startswith(f"{name}/")]
+        if clash:
+            raise InvalidNameError(
+                "an array cannot have arrays below it", where=clash[0], value=name
+            )
+
+    def _cut(
+        self, name: str, shape: tuple[int, ...], dtype: DType, row: tuple[Placement, ...]
+    ) -> tuple[Layout, Grid]:
+        try:
+            layout = layout_of(shape, self.strategy, row)
+            return layout, choose_grid(shape, dtype.itemsize, layout.edges, self._chunk_bytes)
+        except LayoutError as error:
+            error.where = f"{name}: {error.where}" if error.where else name
+            raise
 
     def _placements(self, name: str, given: Mapping[str, Placement | str]) -> tuple[Placement, ...]:
         axes = [axis.name for axis in self.strategy.mesh.axes]
@@ -275,6 +328,13 @@ def _global_shape(name: str, data: object, shape: Sequence[int] | None) -> tuple
     if data is None or not hasattr(data, "shape"):
         raise UsageError("the shape cannot be seen", where=name, hint="pass shape=…")
     return tuple(data.shape)
+
+
+def _is_text(name: str) -> bool:
+    try:
+        return bool(name.encode("utf-8"))
+    except UnicodeEncodeError:
+        return False
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -5,7 +5,8 @@ our own data path.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,9 @@ from ckptkit.model import Grid
 if TYPE_CHECKING:
     from ckptkit.checkpoint.array import Array
     from ckptkit.checkpoint.checkpoint import Checkpoint
+
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
 def open_group(checkpoint: Checkpoint) -> zarr.Group:
@@ -79,7 +83,7 @@ class ZarrView(Store):
     def read_key(self, key: str) -> bytes | None:
         """The bytes of a key, or None where a step has no such key."""
         name, _, last = key.rpartition("/")
-        if last == DOCUMENT:
+        if last == DOCUMENT and key == key_of(name):
             return self._document(name)
         found = self._chunk(key)
         if found is None:
@@ -90,10 +94,8 @@ class ZarrView(Store):
     def keys(self) -> Iterable[str]:
         """All keys."""
         yield from map(key_of, sorted(self._groups))
-        for name, array in self._checkpoint.arrays.items():
-            yield key_of(name)
-            for index in np.ndindex(*presented_grid(array).counts):
-                yield chunk_key(name, index)
+        for name in self._checkpoint.arrays:
+            yield from self._keys_of(name)
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
@@ -113,7 +115,7 @@ class ZarrView(Store):
     async def exists(self, key: str) -> bool:
         """Whether a step has the key."""
         name, _, last = key.rpartition("/")
-        if last == DOCUMENT:
+        if last == DOCUMENT and key == key_of(name):
             return name in self._groups or name in self._checkpoint
         return self._chunk(key) is not None
 
@@ -131,15 +133,12 @@ class ZarrView(Store):
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
         """The names directly below a prefix."""
         start = f"{prefix.rstrip('/')}/" if prefix else ""
-        seen = set()
-        nodes = [*self._groups - {""}, *self._checkpoint.arrays]
-        for name in (
-            DOCUMENT,
-            *(n[len(start) :].partition("/")[0] for n in nodes if n.startswith(start)),
-        ):
-            if name not in seen:
-                seen.add(name)
-                yield name
+        name, mark, _ = f"/{start}".rpartition("/c/")
+        inside = mark and name[1:] in self._checkpoint
+        keys = self._keys_of(name[1:]) if inside else self._node_keys()
+        seen = {key[len(start) :].partition("/")[0] for key in keys if key.startswith(start)}
+        for child in sorted(seen):
+            yield child
 
     async def set(self, key: str, value: Buffer) -> None:  # noqa: ARG002
         """Refused: a step never changes."""
@@ -148,6 +147,19 @@ class ZarrView(Store):
     async def delete(self, key: str) -> None:
         """Refused: a step never changes."""
         raise UsageError("a checkpoint is read-only", where=str(self), value=key)
+
+    def _keys_of(self, name: str) -> Iterator[str]:
+        yield key_of(name)
+        for index in np.ndindex(*presented_grid(self._checkpoint[name]).counts):
+            yield chunk_key(name, index)
+
+    def _node_keys(self) -> Iterator[str]:
+        """All documents, and for arrays with chunks that there are some."""
+        yield from map(key_of, self._groups)
+        for name, array in self._checkpoint.arrays.items():
+            yield key_of(name)
+            if array.grid.chunk_count:
+                yield f"{name}/c"
 
     def _document(self, name: str) -> bytes | None:
         if name in self._groups:
@@ -158,18 +170,17 @@ class ZarrView(Store):
         return array_document(array.info, presented_grid(array))
 
     def _chunk(self, key: str) -> tuple[Array, tuple[int, ...]] | None:
-        name, mark, numbers = f"/{key}/".rpartition("/c/")
-        name, numbers = name[1:], numbers.rstrip("/")
+        name, mark, numbers = f"{key}/".rpartition("/c/")
         if not mark or name not in self._checkpoint:
             return None
         array = self._checkpoint[name]
-        parts = numbers.split("/") if numbers else []
+        parts = [part for part in numbers.split("/") if part]
         counts = presented_grid(array).counts
-        if len(parts) != len(counts) or not all(p.isdigit() and p.isascii() for p in parts):
+        if len(parts) != len(counts) or not all(_NUMBER.fullmatch(part) for part in parts):
             return None
         index = tuple(map(int, parts))
         inside = all(i < count for i, count in zip(index, counts, strict=True))
-        return (array, index) if inside else None
+        return (array, index) if inside and key == chunk_key(name, index) else None
 
 
 def _chunk_bytes(array: Array, index: tuple[int, ...]) -> bytes:

@@ -83,8 +83,9 @@ def arrays_from_docs(fields: Fields, axes: int) -> tuple[tuple[ArrayInfo, ...], 
         else:
             arrays.append(_array(Fields(doc, where), table))
             names.append(arrays[-1].name)
-    _check_names(names)
-    _check_aliases(arrays, aliases)
+    if any(first >= second for first, second in pairwise(names)):
+        raise FormatError("the arrays are not sorted by distinct names", where="arrays")
+    check_names(arrays, aliases)
     return tuple(arrays), tuple(aliases)
 
 
@@ -112,6 +113,8 @@ def _array(fields: Fields, table: list[tuple[Placement, ...]]) -> ArrayInfo:
     dtype = _dtype(fields.text("dtype"), fields.at("dtype"))
     shape = _shape(fields.items("shape"), dtype, fields.at("shape"))
     grid = Grid.from_doc(fields.any("grid"), shape, where=fields.at("grid"))
+    if grid.chunk_elements * dtype.itemsize >= 1 << 63:
+        raise FormatError("chunks of 2**63 bytes or more", where=fields.at("grid"))
     role = fields.text("role")
     if role not in ROLES:
         raise FormatError(f"not one of {', '.join(ROLES)}", where=fields.at("role"), value=role)
@@ -140,24 +143,24 @@ def _shape(extents: list[Any], dtype: DType, where: str) -> tuple[int, ...]:
     return shape
 
 
-def _check_names(names: list[str]) -> None:
+def check_names(arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> None:
+    """Names are distinct, none lies below another, and aliases are of arrays that are there."""
+    names = [array.name for array in arrays] + [alias.name for alias in aliases]
     if len(names) > MAX_ARRAYS:
         raise FormatError(f"more than {MAX_ARRAYS} arrays", where="arrays", value=len(names))
-    if any(first >= second for first, second in pairwise(names)):
-        raise FormatError("the arrays are not sorted by distinct names", where="arrays")
     known = set(names)
+    rising = all(first.name < second.name for first, second in pairwise(arrays))
+    if len(known) < len(names) or not rising:
+        raise FormatError("the arrays are not sorted by distinct names", where="arrays")
     for name in names:
         clash = known.intersection(ancestors(name))
         if clash:
             raise FormatError(
                 f"the array lies below the array {clash.pop()!r}", where="arrays", value=name
             )
-
-
-def _check_aliases(arrays: list[ArrayInfo], aliases: list[Alias]) -> None:
-    known = {array.name for array in arrays}
+    real = {array.name for array in arrays}
     for alias in aliases:
-        if alias.alias_of not in known:
+        if alias.alias_of not in real:
             raise FormatError(
                 "an alias of an array that is not there", where=alias.name, value=alias.alias_of
             )

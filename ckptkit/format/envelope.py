@@ -41,20 +41,28 @@ def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
             where=where,
             hint="`ckpt rebuild STEP` makes a lost manifest again from the packs",
         )
-    document = unpack(data, where)
-    if not isinstance(document, dict):
-        raise FormatError("not a map", where=where)
-    _check_version(kind, document, where)
+    _check_head(kind, data, where)
+    document: dict[str, Any] = unpack(data, where)
+    last = list(document)[-1]
+    if last != "crc32" or document[last] is True or document[last] != stored:
+        raise FormatError("the last key is not the checksum", where=where, value=last)
+    for key in ("format", "version", "crc32"):
+        del document[key]
     return document
 
 
-def _check_version(kind: str, document: dict[str, Any], where: str) -> None:
-    keys = list(document)
-    if keys[:1] != ["format"] or document["format"] != kind:
-        raise FormatError(f"not a {kind}", where=where, value=document.get("format"))
-    if keys[-1] != "crc32":
-        raise FormatError("the last key is not the checksum", where=where, value=keys[-1])
-    version = document.pop("version", None)
+def _check_head(kind: str, data: bytes, where: str) -> None:
+    """Kind and version, before anything that only a newer version may have is decoded."""
+    head = msgpack.Unpacker(strict_map_key=False)
+    head.feed(data[:256])
+    try:
+        entries = head.read_map_header()
+        found = [head.unpack() for _ in range(min(2 * entries, 4))]
+    except Exception as error:  # msgpack raises a dozen unrelated types on bad input
+        raise FormatError(f"not a {kind}", where=where) from error
+    if found[:1] != ["format"] or type(found[1]) is not str or found[1] != kind:
+        raise FormatError(f"not a {kind}", where=where, value=found[1:2])
+    version = found[3] if found[2:3] == ["version"] else None
     if type(version) is not int or version < 1:
         raise FormatError("no usable version number", where=where, value=version)
     if version > VERSION:
@@ -63,4 +71,3 @@ def _check_version(kind: str, document: dict[str, Any], where: str) -> None:
             where=where,
             hint="pip install --upgrade ckptkit",
         )
-    del document["format"], document["crc32"]

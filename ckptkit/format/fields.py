@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from ckptkit.errors import FormatError
@@ -41,7 +40,7 @@ class Fields:
     def number(self, key: str) -> float:
         """A finite float."""
         value = self.any(key)
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not -(2**63) <= value < 2**64:
             raise FormatError("not a finite number", where=self.at(key), value=value)
         return float(value)
 
@@ -69,7 +68,7 @@ class Fields:
             raise FormatError(
                 "fields that this version of the format does not have",
                 where=self._where,
-                value=sorted(map(str, self._left)),
+                value=list(self._left),
             )
 
 

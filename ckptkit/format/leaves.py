@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 
 from ckptkit.errors import CkptkitError, FormatError, UnsupportedTypeError
-from ckptkit.model import DType
+from ckptkit.model import DTYPES, DType
 
 MAX_DEPTH = 32
 
@@ -90,7 +90,7 @@ def check_leaf(value: object, where: str, depth: int = 0) -> Any:
         raise FormatError(f"more than {MAX_DEPTH} levels deep", where=where)
     if isinstance(value, dict):
         for key, item in value.items():
-            if type(key) not in (str, int):
+            if type(key) is not str and not _is_plain_integer(key):
                 raise FormatError("a key that is neither text nor integer", where=where, value=key)
             check_leaf(item, where, depth + 1)
     elif isinstance(value, (list, tuple)):
@@ -110,14 +110,22 @@ def _text(value: object, path: str) -> object:
 
 
 def _integer(value: int) -> object:
-    if -(2**63) <= value < 2**64:
+    if _is_plain_integer(value):
         return value
-    length = (value.bit_length() + 8) // 8
-    return msgpack.ExtType(_INTEGER, value.to_bytes(length, "big", signed=True))
+    return msgpack.ExtType(_INTEGER, _shortest(value))
+
+
+def _shortest(value: int) -> bytes:
+    length = (value + (value < 0)).bit_length() // 8 + 1
+    return value.to_bytes(length, "big", signed=True)
+
+
+def _is_plain_integer(value: object) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**64
 
 
 def _key(key: object, path: str) -> object:
-    if type(key) is int and -(2**63) <= key < 2**64:
+    if _is_plain_integer(key):
         return key
     if type(key) is str:
         return _text(key, path)
@@ -127,6 +135,8 @@ def _key(key: object, path: str) -> object:
 
 
 def _numpy(value: np.generic | np.ndarray[Any, Any], path: str) -> msgpack.ExtType:
+    if isinstance(value, np.ma.MaskedArray):
+        raise UnsupportedTypeError("a masked array would lose its mask", where=path)
     try:
         dtype = DType.of(value.dtype)
     except UnsupportedTypeError as error:
@@ -139,18 +149,26 @@ def _numpy(value: np.generic | np.ndarray[Any, Any], path: str) -> msgpack.ExtTy
 
 def _extension(code: int, payload: bytes, where: str, depth: int) -> object:
     if code == _INTEGER:
-        return int.from_bytes(payload, "big", signed=True)
+        number = int.from_bytes(payload, "big", signed=True)
+        if _is_plain_integer(number) or _shortest(number) != payload:
+            raise FormatError("an integer not spelled as the format demands", where=where)
+        return number
     if code == _DATETIME:
         return datetime.datetime.fromisoformat(payload.decode("ascii"))
     if code == _TUPLE:
         return tuple(_of_length(unpack(payload, where, depth), None, where))
     if code == _SCALAR:
-        name, data = _of_length(unpack(payload, where, depth), 2, where)
+        name, data = _of_length(_flat(payload, where), 2, where)
         return _elements(name, [], data, where)[()]
     if code == _ARRAY:
-        name, shape, data = _of_length(unpack(payload, where, depth), 3, where)
+        name, shape, data = _of_length(_flat(payload, where), 3, where)
         return _elements(name, shape, data, where)
     raise FormatError("a value of an unknown type", where=where, value=code)
+
+
+def _flat(payload: bytes, where: str) -> object:
+    """The payload of an array or a scalar, which has no typed values inside."""
+    return unpack(payload, where, MAX_DEPTH - 1)
 
 
 def _of_length(value: object, length: int | None, where: str) -> list[Any]:
@@ -162,12 +180,18 @@ def _of_length(value: object, length: int | None, where: str) -> list[Any]:
 def _elements(name: object, shape: object, data: object, where: str) -> np.ndarray[Any, Any]:
     if not (isinstance(name, str) and isinstance(shape, list) and isinstance(data, bytes)):
         raise FormatError("a typed array of the wrong form", where=where)
-    dtype = DType.of(name)
+    dtype = DTYPES.get(name)
+    if dtype is None:
+        raise FormatError("no dtype of the format", where=where, value=name)
+    if len(shape) > MAX_DEPTH:
+        raise FormatError("a typed array of too many dims", where=where, value=len(shape))
     size = dtype.itemsize
     for extent in shape:
         if type(extent) is not int or extent < 0:
             raise FormatError("a typed array of an impossible shape", where=where, value=shape)
         size *= extent
-    if size != len(data) or len(shape) > MAX_DEPTH:
+    if size != len(data):
         raise FormatError("a typed array whose bytes do not fit its shape", where=where)
+    if name == "bool" and data.strip(b"\0\1"):
+        raise FormatError("a bool that is neither 0 nor 1", where=where)
     return np.frombuffer(bytearray(data), dtype=dtype.numpy).reshape(shape)

@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 
 from ckptkit.errors import FormatError
-from ckptkit.format.arrays import Alias, ArrayInfo, arrays_from_docs, arrays_to_docs
+from ckptkit.format.arrays import (
+    Alias,
+    ArrayInfo,
+    arrays_from_docs,
+    arrays_to_docs,
+    check_names,
+)
 from ckptkit.format.columns import (
     I64,
     U32,
@@ -22,7 +28,12 @@ from ckptkit.format.columns import (
 )
 from ckptkit.format.envelope import seal, unseal
 from ckptkit.format.fields import Fields, extent
-from ckptkit.format.objects import ObjectInfo, objects_from_docs, objects_to_docs
+from ckptkit.format.objects import (
+    ObjectInfo,
+    check_number,
+    objects_from_docs,
+    objects_to_docs,
+)
 from ckptkit.format.record import SaveInfo
 
 GROUPS_PACK = "groups.zip"
@@ -63,6 +74,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         _check_packs(self.packs, self.save.world_size)
+        check_names(self.arrays, self.aliases)
         if len(self.pack) != int(self.starts[-1]):
             raise FormatError(
                 f"{len(self.pack)} chunks are listed, the grids have {int(self.starts[-1])}",
@@ -152,3 +164,6 @@ def _check_per_rank(objects: tuple[ObjectInfo, ...], world_size: int) -> None:
             not isinstance(item.value, list) or len(item.value) != world_size
         ):
             raise FormatError(f"not a list of {world_size} values", where=f"objects.{number}.value")
+        if item.semantics == "sum":
+            for value in item.value:
+                check_number(value, f"objects.{number}.value")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from ckptkit.errors import FormatError
 from ckptkit.format.fields import Fields
 from ckptkit.format.leaves import check_leaf, encode
@@ -52,3 +54,9 @@ def objects_from_docs(fields: Fields) -> tuple[ObjectInfo, ...]:
     if any(first >= second for first, second in pairwise(names)):
         raise FormatError("the objects are not sorted by distinct names", where="objects")
     return tuple(objects)
+
+
+def check_number(value: object, where: str) -> None:
+    """Refuse what cannot be one of the values of a sum."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.generic, np.ndarray)):
+        raise FormatError("not a number, in a sum over ranks", where=where, value=value)

@@ -51,7 +51,7 @@ def record_name(rank: int) -> str:
 
 def data_offset(name: str, length: int, header_offset: int) -> int:
     """Where the data of an entry begins whose local header begins at `header_offset`."""
-    fixed = _LOCAL.size + len(name) + (20 if length >= _LIMIT32 else 0) + 4
+    fixed = _LOCAL.size + len(name) + (20 if length >= _LIMIT32 else 0) + 5
     return -(-(header_offset + fixed) // ALIGNMENT) * ALIGNMENT
 
 
@@ -174,4 +174,12 @@ def find_record(tail: bytes, size: int, where: str) -> Entry:
     offset = data_offset(name, length, header)
     if offset + length > size:
         raise CorruptionError("the pack's record lies outside of it", where=where, value=offset)
+    after = matches[-1].end() + extra_length
+    start, _ = directory_extent(tail[-END_BYTES:], size, where)
+    # The record is the last entry: the directory begins where it ends, and behind the last
+    # central record there are only the end records.
+    if start != offset + length or len(tail) - after not in (_END.size, END_BYTES):
+        raise CorruptionError(
+            "the pack does not end with its record, directory and end record", where=where
+        )
     return Entry(name, offset, length, crc)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ckptkit.errors import FormatError
 from ckptkit.format.arrays import Alias, ArrayInfo, arrays_from_docs, arrays_to_docs
@@ -12,7 +15,13 @@ from ckptkit.format.columns import U32, U64, columns_from_doc, columns_to_doc
 from ckptkit.format.envelope import seal, unseal
 from ckptkit.format.fields import LIMIT, Fields
 from ckptkit.format.leaves import check_leaf, encode
-from ckptkit.format.objects import ObjectInfo, objects_from_docs, objects_to_docs
+from ckptkit.format.names import name_from_file
+from ckptkit.format.objects import (
+    ObjectInfo,
+    check_number,
+    objects_from_docs,
+    objects_to_docs,
+)
 from ckptkit.format.pack import Entry
 from ckptkit.model import Strategy
 from ckptkit.model import doc as document
@@ -88,6 +97,7 @@ class Record:
         """The document."""
         table, entries = arrays_to_docs(self.arrays, self.aliases)
         columns = {name: getattr(self, name) for name in _COLUMNS}
+        columns["array"] = _places(self.arrays, self.aliases)[self.array]
         fields = {
             **self.save.to_fields(),
             "rank": self.rank,
@@ -102,7 +112,15 @@ class Record:
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Record:
         """Read and check a record; errors name the field."""
-        fields = Fields(unseal(_KIND, data, where), where)
+        fields = Fields(unseal(_KIND, data, where), "")
+        try:
+            return cls._from_fields(fields)
+        except FormatError as error:
+            error.where = f"{where}: {error.where}" if error.where else where
+            raise
+
+    @classmethod
+    def _from_fields(cls, fields: Fields) -> Record:
         save = SaveInfo.from_fields(fields)
         rank = fields.integer("rank", below=save.world_size)
         arrays, aliases = arrays_from_docs(fields, len(save.strategy.mesh.axes))
@@ -110,19 +128,74 @@ class Record:
         columns = columns_from_doc(fields.any("chunks"), fields.at("chunks"), _COLUMNS)
         objects = objects_from_docs(fields)
         fields.finish()
-        if len(columns["array"]) and int(columns["array"].max()) >= len(arrays):
-            raise FormatError("a chunk of an array that is not listed", where=where)
+        for number, item in enumerate(objects):
+            if item.semantics == "sum":
+                check_number(item.value, f"objects.{number}.value")
+        columns["array"] = _without_aliases(columns["array"], arrays, aliases)
+        _check_chunks(columns, arrays)
         return cls(save, rank, arrays, aliases, documents, objects=objects, **columns)
 
 
 def _documents(rows: list[Any], where: str) -> tuple[Entry, ...]:
     documents = []
+    seen = set()
     for number, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != 4 or not isinstance(row[0], str):
             raise FormatError("not a document's entry", where=f"{where}.{number}", value=row)
         name, *numbers = row
         if name != "zarr.json" and not name.endswith("/zarr.json"):
             raise FormatError("not a zarr.json", where=f"{where}.{number}", value=name)
+        if name in seen:
+            raise FormatError("a document listed twice", where=f"{where}.{number}", value=name)
+        seen.add(name)
+        if name != "zarr.json":
+            name_from_file(name.removesuffix("/zarr.json"), f"{where}.{number}")
         extents = document.integers(numbers, f"{where}.{number}", most=LIMIT - 1)
+        if extents[2] >= 1 << 32:
+            raise FormatError("not a CRC-32", where=f"{where}.{number}", value=extents[2])
         documents.append(Entry(name, *extents))
     return tuple(documents)
+
+
+def _places(arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> U32:
+    """Where each array stands in the list that has the aliases too."""
+    names = sorted([a.name for a in arrays] + [a.name for a in aliases])
+    place = {name: number for number, name in enumerate(names)}
+    return np.array([place[array.name] for array in arrays], dtype=np.uint32)
+
+
+def _without_aliases(column: U32, arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> U32:
+    places = _places(arrays, aliases)
+    number = np.full(len(arrays) + len(aliases), len(arrays), dtype=np.uint32)
+    number[places] = np.arange(len(arrays), dtype=np.uint32)
+    if len(column) and int(column.max()) >= len(number):
+        raise FormatError("a chunk of an array that is not listed", where="chunks.array")
+    found = number[column]
+    if len(found) and int(found.max()) == len(arrays):
+        raise FormatError("a chunk of an alias", where="chunks.array")
+    return found
+
+
+def _check_chunks(columns: dict[str, Any], arrays: Sequence[ArrayInfo]) -> None:
+    """Chunks of their grids, each once, at places that exist."""
+    array, chunk = columns["array"], columns["chunk"]
+    counts = np.array([a.grid.chunk_count for a in arrays], dtype=np.uint64)
+    outside = chunk >= counts[array] if len(arrays) else np.zeros(0, dtype=bool)
+    if outside.any():
+        row = int(outside.argmax())
+        raise FormatError(
+            "a chunk that its grid does not have",
+            where=f"chunks.chunk.{row}",
+            value=int(chunk[row]),
+        )
+    order = np.lexsort((chunk, array))
+    twice = (array[order][1:] == array[order][:-1]) & (chunk[order][1:] == chunk[order][:-1])
+    if twice.any():
+        row = int(order[int(twice.argmax()) + 1])
+        raise FormatError(
+            "a chunk listed twice", where=f"chunks.chunk.{row}", value=int(chunk[row])
+        )
+    half = np.uint64(1 << 62)
+    far = (columns["offset"] >= half) | (columns["length"] >= half)
+    if far.any():
+        raise FormatError("no place in a pack", where=f"chunks.offset.{int(far.argmax())}")

@@ -169,6 +169,7 @@ class Grid:
     def from_doc(cls, doc: object, shape: tuple[int, ...], *, where: str = "grid") -> Grid:
         """The grid of an untrusted document, for an array of a shape that was checked before."""
         kind = doc.get("kind") if type(doc) is dict else None
+        kind = kind if type(kind) is str else None
         try:
             if kind == "regular":
                 found = document.fields(doc, where, ("kind", "chunk_shape"))

@@ -147,6 +147,7 @@ def placement_from_doc(doc: object, *, where: str = "placement") -> Placement:
 
 def _from_doc(doc: object, where: str) -> Placement:
     kind = doc.get("kind") if type(doc) is dict else None
+    kind = kind if type(kind) is str else None
     if kind == "replicate":
         document.fields(doc, where, ("kind",))
         return Replicate()

@@ -74,7 +74,7 @@ class Strategy:
     def from_doc(cls, doc: object, *, where: str = "strategy") -> Strategy:
         """The strategy of an untrusted document; FormatError when it is not one."""
         found = document.fields(doc, where, ("axes", "rank_order"))
-        if found["rank_order"] != "row-major":
+        if document.text(found["rank_order"], f"{where}.rank_order") != "row-major":
             raise FormatError(
                 "must be 'row-major'", where=f"{where}.rank_order", value=found["rank_order"]
             )

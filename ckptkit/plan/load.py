@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -30,45 +32,90 @@ class Piece:
     @property
     def is_whole(self) -> bool:
         """Whether the box takes every stored element of the chunk."""
-        return all(
-            s.start == 0 and s.stop == n
-            for s, n in zip(self.source, self.stored_shape, strict=True)
+        slices = zip(self.source, self.stored_shape, strict=True)
+        return all(s.start == 0 and s.stop == n for s, n in slices)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one chunk index means along one dim."""
+
+    index: int
+    stored: int
+    source: slice
+    target: slice
+
+
+class Pieces(Sequence[Piece]):
+    """The pieces that fill a box, in chunk order; each is made when asked for, so that a plan over
+    many chunks is arrays and not objects.
+    """
+
+    __slots__ = ("_dims", "_grid", "_length")
+
+    def __init__(self, grid: Grid, box: Box) -> None:
+        self._grid = grid
+        spans = enumerate(grid.span(box))
+        self._dims = [_along(grid, dim, span, box) for dim, span in spans]
+        self._length = math.prod(map(len, self._dims))
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, at: int) -> Piece: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Piece]: ...
+    def __getitem__(self, at: int | slice) -> Piece | list[Piece]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(self._length)[at]]
+        rest = range(self._length)[at]
+        steps = []
+        for along in reversed(self._dims):
+            rest, place = divmod(rest, len(along))
+            steps.append(along[place])
+        steps.reverse()
+        return Piece(
+            self._grid.flat(tuple([step.index for step in steps])),
+            tuple([step.stored for step in steps]),
+            tuple([step.source for step in steps]),
+            tuple([step.target for step in steps]),
         )
 
-    def element_span(self) -> tuple[int, int]:
-        """The first element needed and the one after the last, in stored order."""
-        first = last = 0
-        for piece, extent in zip(self.source, self.stored_shape, strict=True):
-            first = first * extent + piece.start
-            last = last * extent + piece.stop - 1
+    def chunks(self) -> I64:
+        """The number of each piece's chunk."""
+        numbers = np.zeros(1, dtype=np.int64)
+        for along, count in zip(self._dims, self._grid.counts, strict=True):
+            indices = np.array([step.index for step in along], dtype=np.int64)
+            numbers = (numbers[:, None] * count + indices[None, :]).reshape(-1)
+        return numbers
+
+    def element_spans(self) -> tuple[I64, I64]:
+        """For each piece the first element needed and the one after the last, in stored order."""
+        first = last = np.zeros(1, dtype=np.int64)
+        for along in self._dims:
+            stored = np.array([step.stored for step in along], dtype=np.int64)
+            start = np.array([step.source.start for step in along], dtype=np.int64)
+            stop = np.array([step.source.stop for step in along], dtype=np.int64)
+            first = (first[:, None] * stored[None, :] + start[None, :]).reshape(-1)
+            last = (last[:, None] * stored[None, :] + (stop - 1)[None, :]).reshape(-1)
         return first, last + 1
 
 
-def pieces_of(grid: Grid, box: Box) -> Iterator[Piece]:
-    """The pieces that fill a box, in chunk order."""
-    dims = [_along(grid, dim, span, box) for dim, span in enumerate(grid.span(box))]
-    for combination in product(*dims):
-        number = 0
-        for count, (index, *_) in zip(grid.counts, combination, strict=True):
-            number = number * count + index
-        yield Piece(
-            number,
-            tuple(part[1] for part in combination),
-            tuple(part[2] for part in combination),
-            tuple(part[3] for part in combination),
-        )
+def pieces_of(grid: Grid, box: Box) -> Pieces:
+    """The pieces of the chunks of a grid that fill a box."""
+    return Pieces(grid, box)
 
 
-def _along(grid: Grid, dim: int, span: range, box: Box) -> list[tuple[int, int, slice, slice]]:
-    """Along one dim: (chunk index, its stored extent, slice of the chunk, slice of the box)."""
+def _along(grid: Grid, dim: int, span: range, box: Box) -> list[_Step]:
     low, high = box.offset[dim], box.offset[dim] + box.shape[dim]
-    result = []
+    steps = []
     for index in span:
         start, stop, stored = grid.interval(dim, index)
         begin, end = max(start, low), min(stop, high)
         source, target = slice(begin - start, end - start), slice(begin - low, end - low)
-        result.append((index, stored, source, target))
-    return result
+        steps.append(_Step(index, stored, source, target))
+    return steps
 
 
 def coalesce(
@@ -80,13 +127,18 @@ def coalesce(
     """
     if not len(pack):
         return []
-    apart = (pack[1:] != pack[:-1]) | (start[1:] - stop[:-1] > gap)
+    other = pack[1:] != pack[:-1]
+    # How far the extents so far reach: one may lie inside of an earlier one.
+    reach = stop.copy()
+    for first, end in pairwise([0, *(np.flatnonzero(other) + 1).tolist(), len(pack)]):
+        np.maximum.accumulate(stop[first:end], out=reach[first:end])
+    apart = other | (start[1:] - reach[:-1] > gap)
     borders = [0, *(np.flatnonzero(apart) + 1).tolist(), len(pack)]
     runs = []
     for first, end in pairwise(borders):
         begin = first
         while begin < end:
-            fitting = int(np.searchsorted(stop[begin:end], start[begin] + limit, side="right"))
+            fitting = int(np.searchsorted(reach[begin:end], start[begin] + limit, side="right"))
             runs.append((begin, begin + max(1, fitting)))
             begin = runs[-1][1]
     return runs

@@ -30,7 +30,7 @@ shapes = st.lists(lengths, max_size=3).map(tuple)
 
 @st.composite
 def parallel(draw: st.DrawFn) -> Strategy:
-    """Any strategy of at most eight ranks, its axes named a0, a1 …"""
+    """Any strategy of at most eight ranks, its axes named by number."""
     axes: list[Axis] = []
     ranks = MOST_RANKS
     for number in range(draw(st.integers(0, 3))):

@@ -171,6 +171,15 @@ def memory_with(objects: Mapping[str, bytes]) -> MemoryStore:
     return store
 
 
+def flipped(store: Store, data: bytes) -> Store:
+    """A copy of a store with one bit flipped at the beginning of data that one pack holds."""
+    objects = contents(store)
+    (key,) = [key for key, pack in objects.items() if key.endswith(".zip") and data in pack]
+    pack = bytearray(objects[key])
+    pack[pack.index(data)] ^= 1
+    return memory_with({**objects, key: bytes(pack)})
+
+
 def at_step(store: Store, step: int) -> Store:
     """The store of one step of the run in a store."""
     location = store.location / step_name(step)
@@ -183,6 +192,6 @@ def files(root: Path) -> dict[str, bytes]:
     for path in sorted(root.rglob("*")):
         if path.is_file():
             found[str(path.relative_to(root))] = path.read_bytes()
-        elif not any(path.iterdir()):
+        elif path.is_dir() and not any(path.iterdir()):
             found[f"{path.relative_to(root)}/"] = b""
     return found

@@ -1,4 +1,4 @@
-"""Small documents to begin with, and the ways to change one field of them or to put the checksum right again."""
+"""Small documents, and the ways to change a field of them and to put the checksum right."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def edited(document: dict[Any, Any], path: str, value: Any) -> dict[Any, Any]:
     result = copy.deepcopy(document)
     *above, last = path.split(".")
     place: Any = result
-    for key in above:
-        place = place[int(key)] if isinstance(place, list) else place[key]
-    key = int(last) if isinstance(place, list) else last
+    for step in above:
+        place = place[int(step)] if isinstance(place, list) else place[step]
+    key: Any = int(last) if isinstance(place, list) else last
     if value is ABSENT:
         del place[key]
     else:

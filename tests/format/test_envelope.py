@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import msgpack
 import pytest
@@ -124,6 +125,12 @@ def test_a_checksum_that_is_not_the_uint32_at_the_end_is_refused() -> None:
 
 
 def test_a_kind_of_a_hostile_type_is_a_format_error() -> None:
-    for kind in (extension(3, ["int8", [2], b"ab"]), msgpack.ExtType(2, b"\1" * 3000), None, [], 1):
+    kinds: list[Any] = [
+        extension(3, ["int8", [2], b"ab"]),
+        msgpack.ExtType(2, b"\1" * 3000),
+        None,
+        1,
+    ]
+    for kind in kinds:
         with pytest.raises(FormatError):
             unseal(KIND, sealed({"format": kind, "version": 1}), "m")

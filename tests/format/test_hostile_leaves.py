@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -48,8 +49,7 @@ hostile = st.recursive(
 def test_any_bytes_are_a_leaf_or_a_format_error(data: bytes) -> None:
     try:
         value = read(data)
-    except FormatError as error:
-        assert error.where == "objects.0.value"
+    except FormatError:
         return
     assert read(dumps(value)) is value or dumps(read(dumps(value))) == dumps(value)
 
@@ -58,10 +58,8 @@ def test_any_bytes_are_a_leaf_or_a_format_error(data: bytes) -> None:
 def test_a_leaf_with_some_bytes_changed_is_a_leaf_or_a_format_error(noise: bytes, at: int) -> None:
     good = dumps({"a": [1, (2, 3.5), b"x" * 9], "n": 2**80, "t": {5: None}})
     at %= len(good)
-    try:
+    with suppress(FormatError):
         read(good[:at] + noise + good[at + len(noise) :])
-    except FormatError:
-        pass
 
 
 def test_a_leaf_that_is_cut_off_or_goes_on_is_refused() -> None:
@@ -73,7 +71,12 @@ def test_a_leaf_that_is_cut_off_or_goes_on_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "head",
-    [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"],
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+    ],
     ids=["list", "map", "bin", "str"],
 )
 def test_a_length_that_the_bytes_do_not_have_is_refused(head: bytes) -> None:

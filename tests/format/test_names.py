@@ -57,8 +57,7 @@ def test_a_path_gives_its_names_back(names: list[str]) -> None:
 def test_a_spelling_is_accepted_only_if_it_is_the_one_of_its_name(text: str) -> None:
     try:
         accepted = name_from_file(text, "names.0")
-    except FormatError as error:
-        assert error.where == "names.0"
+    except FormatError:
         return
     assert accepted == text
     assert join(*split(text)) == text

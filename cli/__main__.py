@@ -1,0 +1,7 @@
+"""`python -m ckptkit.cli`, where `ckpt` is not on the path."""
+
+from __future__ import annotations
+
+from ckptkit.cli.program import main
+
+main()

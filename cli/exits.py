@@ -1,0 +1,99 @@
+"""The exit codes, and the one place that maps errors to them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from contextlib import suppress
+
+import click
+from ckptkit.cli.output import printable
+
+from ckptkit.errors import (
+    AlreadyExistsError,
+    CkptkitError,
+    FormatError,
+    NotFoundError,
+    PeerError,
+    StorageError,
+    UsageError,
+)
+
+OK, NO, USAGE, CORRUPT, ABSENT, STORAGE, PEER = range(7)
+BUG, INTERRUPTED, PIPE = 70, 130, 141
+
+MEANING = {
+    OK: "done",
+    NO: "the answer is no",
+    USAGE: "wrong usage, or something is in the way",
+    CORRUPT: "corrupt, or no format that this version reads",
+    ABSENT: "not found, or not committed",
+    STORAGE: "the storage refused",
+    PEER: "another rank failed",
+    BUG: "a bug in ckptkit",
+    INTERRUPTED: "interrupted",
+    PIPE: "the reader of the output went away",
+}
+
+_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (click.ClickException, USAGE),
+    (UsageError, USAGE),
+    (AlreadyExistsError, USAGE),
+    (FormatError, CORRUPT),
+    (NotFoundError, ABSENT),
+    (StorageError, STORAGE),
+    (PeerError, PEER),
+    (KeyboardInterrupt, INTERRUPTED),
+    (click.Abort, INTERRUPTED),
+    (BrokenPipeError, PIPE),
+)
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code that an error ends the program with."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), BUG)
+
+
+def report(error: BaseException) -> int:
+    """Say on stderr what went wrong, as `error: …` and `hint: …`; returns the exit code."""
+    if isinstance(error, SystemExit):
+        raise error
+    code = code_of(error)
+    if code == PIPE:
+        _let_go_of_stdout()
+        return code
+    if os.environ.get("CKPTKIT_DEBUG") == "1":
+        traceback.print_exception(error)
+    for line in _message(error, code):
+        click.echo(printable(line), err=True)
+    return code
+
+
+def _message(error: BaseException, code: int) -> list[str]:
+    if code == INTERRUPTED:
+        return ["interrupted"]
+    if isinstance(error, CkptkitError):
+        return f"error: {error}".splitlines()
+    if isinstance(error, click.ClickException):
+        return _click_message(error)
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return [
+        f"error: this is a bug in ckptkit: {text}",
+        "hint: report it to the project's issue tracker, with what CKPTKIT_DEBUG=1 makes it print",
+    ]
+
+
+def _click_message(error: click.ClickException) -> list[str]:
+    text = error.format_message().rstrip(".")
+    lines = [f"error: {text[:1].lower()}{text[1:]}"]
+    context = getattr(error, "ctx", None)
+    if context is not None:
+        lines.append(f"hint: `{context.command_path} --help` shows the usage")
+    return lines
+
+
+def _let_go_of_stdout() -> None:
+    """Python flushes stdout once more at its end, and would complain."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

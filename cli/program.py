@@ -1,0 +1,76 @@
+"""The group of all commands: each is imported when it is asked for, and every error ends here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import click
+from ckptkit.cli.command import epilog
+from ckptkit.cli.exits import MEANING, report
+
+import ckptkit
+
+COMMANDS = ("ls", "show", "verify", "unpack", "prune", "rebuild", "demo")
+
+
+class Program(click.Group):
+    """Commands live in the module of their name, under their own name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """The names, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """One command."""
+        if cmd_name not in COMMANDS:
+            return None
+        found: click.Command = getattr(import_module(f"ckptkit.cli.{cmd_name}"), cmd_name)
+        return found
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; what it raises becomes a message and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except click.exceptions.Exit:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the one place where errors end
+            return report(error)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,  # noqa: ARG002 - what a file is called changes no message
+        complete_var: str | None = None,
+        standalone_mode: bool = True,  # noqa: FBT001, FBT002 - as click has it
+        **extra: Any,
+    ) -> Any:
+        """Run the program; without `standalone_mode` return the exit code instead of exiting."""
+        for stream in (sys.stdout, sys.stderr):
+            # A path may hold bytes, and a value letters, that the terminal's encoding lacks.
+            getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
+        try:
+            code = super().main(args, "ckpt", complete_var, standalone_mode=False, **extra) or 0
+        except Exception as error:  # noqa: BLE001 - what fails before a command runs
+            code = report(error)
+        return sys.exit(code) if standalone_mode else code
+
+
+@click.command(
+    cls=Program,
+    invoke_without_command=True,
+    epilog=epilog(["ckpt demo", "ckpt ls runs/7b"], MEANING),
+)
+@click.version_option(ckptkit.__version__, prog_name="ckpt")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Look at, check and move the checkpoints of distributed training runs.
+
+    A RUN is a folder of steps, a STEP one checkpoint in it; where a STEP is asked for, a RUN means
+    its newest committed step. Data goes to stdout, all else to stderr: errors as `error: ...` and
+    `hint: ...`, with --json too.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())

@@ -1,0 +1,126 @@
+"""Barriers: everyone meets, or everyone learns why not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from ckptkit import Barrier, FileBarrier, ThreadBarrier
+from ckptkit.checkpoint.barrier import SoloBarrier
+from ckptkit.errors import PeerError, UsageError
+
+Make = Callable[[int, float], Sequence[Barrier]]
+
+
+@pytest.fixture(params=["threads", "files"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    """Makes the barriers of some ranks."""
+    if request.param == "threads":
+        return ThreadBarrier.group
+    return lambda ranks, timeout: [FileBarrier(tmp_path, r, ranks, timeout) for r in range(ranks)]
+
+
+def at_once(
+    barriers: Sequence[Barrier], action: Callable[[Barrier], object]
+) -> tuple[list[object], list[Exception | None]]:
+    """What an action returns or raises on each rank, all at the same time."""
+    results: list[object] = [None] * len(barriers)
+    errors: list[Exception | None] = [None] * len(barriers)
+
+    def run(number: int) -> None:
+        try:
+            results[number] = action(barriers[number])
+        except PeerError as error:
+            errors[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(barriers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results, errors
+
+
+def test_what_rank_0_shares_reaches_all_in_order(make: Make) -> None:
+    def talk(barrier: Barrier) -> list[str]:
+        heard = []
+        for number in range(20):
+            heard.append(barrier.share(f"{number} of {barrier.rank}"))
+            barrier.wait()
+        return heard
+
+    results, errors = at_once(make(4, 20), talk)
+    assert errors == [None] * 4
+    assert results == [[f"{number} of 0" for number in range(20)]] * 4
+
+
+def test_nobody_passes_before_all_are_there(make: Make) -> None:
+    arrived = []
+
+    def meet(barrier: Barrier) -> int:
+        arrived.append(barrier.rank)
+        barrier.wait()
+        return len(arrived)
+
+    assert at_once(make(3, 20), meet)[0] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("leaving", [0, 1, 2])
+def test_a_rank_that_leaves_says_why_to_all(make: Make, leaving: int) -> None:
+    def meet(barrier: Barrier) -> None:
+        if barrier.rank == leaving:
+            barrier.leave("the disk is full")
+        else:
+            barrier.wait()
+
+    errors = at_once(make(3, 20), meet)[1]
+    assert errors[leaving] is None
+    assert all("the disk is full" in str(e) for rank, e in enumerate(errors) if rank != leaving)
+
+
+def test_a_rank_that_left_in_an_earlier_round_is_not_waited_for(make: Make) -> None:
+    def meet(barrier: Barrier) -> None:
+        barrier.wait()
+        if barrier.rank == 1:
+            barrier.leave("gone")
+            return
+        barrier.share("anything")
+        barrier.wait()
+
+    errors = at_once(make(3, 20), meet)[1]
+    assert "gone" in str(errors[0])
+    assert "gone" in str(errors[2])
+
+
+def test_a_rank_that_does_not_come_is_an_error_with_a_hint(make: Make) -> None:
+    errors = at_once(make(3, 0.1)[:2], lambda barrier: barrier.wait())[1]
+    for error in errors:
+        assert isinstance(error, PeerError)
+        assert "0.1 s" in str(error)
+        assert error.hint
+
+
+def test_files_do_not_pile_up(tmp_path: Path) -> None:
+    def meet(barrier: Barrier) -> None:
+        for _ in range(30):
+            barrier.wait()
+
+    at_once([FileBarrier(tmp_path, rank, 3, 20) for rank in range(3)], meet)
+    assert len(list(tmp_path.iterdir())) < 3 * 4
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(-1, 2), (2, 2), (0, 0)])
+def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path, rank: int, ranks: int) -> None:
+    with pytest.raises(UsageError):
+        FileBarrier(tmp_path, rank, ranks)
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    barrier = SoloBarrier()
+    barrier.wait()
+    barrier.leave("whatever")
+    assert barrier.share("a") == "a"
+    assert (barrier.rank, barrier.world_size) == (0, 1)

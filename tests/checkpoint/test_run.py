@@ -1,0 +1,238 @@
+"""A run: which steps there are, which may go, and in which order they go."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptkit
+from ckptkit import Run, Writer
+from ckptkit.checkpoint.prune import kept_steps
+from ckptkit.errors import NotFoundError, StorageError, UsageError
+from ckptkit.storage import Abilities, FailingStore, MemoryStore, Store
+from tests.checkpoint.saving import at_step, contents, memory_with
+from tests.checkpoint.watching import RecordingStore, operations_of
+
+
+def save_steps(*steps: int) -> MemoryStore:
+    store = MemoryStore()
+    for step in steps:
+        with Writer(store, step=step) as writer:
+            writer.add("w", np.full(10, step))
+    return store
+
+
+def manifest(step: int) -> str:
+    return f"step-{step:010d}/manifest.msgpack"
+
+
+def abandoned(store: Store, step: int, save_id: str = "20200101T000000Z-0123456789ab") -> str:
+    """The data of a save that never committed; its key."""
+    key = f"step-{step:010d}/data/{save_id}/rank-00000.zip"
+    store.put(key, b"half a pack")
+    return key
+
+
+def test_steps_are_the_committed_ones_in_order() -> None:
+    store = save_steps(30, 1, 200, 12_345_678_901)
+    abandoned(store, 5)
+    run = Run(store)
+    assert run.steps() == [1, 30, 200, 12_345_678_901]
+    assert run.latest() == 12_345_678_901
+    assert run.open().step == 12_345_678_901
+    assert run.open(30)["w"][0] == 30
+    assert run.location == str(store.location)
+
+
+@pytest.mark.parametrize(
+    "name", ["step-1", "step-00000000001", "step-000000000a", "Step-0000000001", "step--000000001"]
+)
+def test_other_folders_are_no_steps(name: str) -> None:
+    store = save_steps(7)
+    store.put(f"{name}/manifest.msgpack", store.read(manifest(7)))
+    assert Run(store).steps() == [7]
+    assert Run(store).prune(keep_last=1, grace=0) == []
+
+
+def test_the_listing_says_what_each_step_is() -> None:
+    store = save_steps(1, 2, 3)
+    store.put(manifest(2), b"damaged")
+    abandoned(store, 4)
+    first, second, third, fourth = Run(store).listing()
+    assert (first.step, first.committed, first.strategy, first.problem) == (1, True, "single", "")
+    assert first.nbytes > 80
+    assert first.time is not None
+    assert abs(first.time - time.time()) < 600
+    assert (second.step, second.committed) == (2, True)
+    assert second.problem
+    assert third.nbytes == first.nbytes
+    assert (fourth.step, fourth.committed, fourth.nbytes) == (4, False, len(b"half a pack"))
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [1, 2, 3, 10, 20, 21]),
+        ({"keep_last": 1}, [21]),
+        ({"keep_last": 3}, [10, 20, 21]),
+        ({"keep_last": 99}, [1, 2, 3, 10, 20, 21]),
+        ({"keep_last": 1, "keep_every": 10}, [10, 20, 21]),
+        ({"keep_last": 2, "keep_every": 2}, [2, 10, 20, 21]),
+        ({"keep_every": 1}, [1, 2, 3, 10, 20, 21]),
+    ],
+)
+def test_retention_keeps_the_newest_and_the_regular(
+    options: dict[str, Any], kept: list[int]
+) -> None:
+    store = save_steps(1, 2, 3, 10, 20, 21)
+    run = Run(store)
+    plan = run.plan_prune(**options)
+    assert run.steps() == [1, 2, 3, 10, 20, 21]
+    assert [removal.step for removal in plan] == [s for s in run.steps() if s not in kept]
+    assert all(removal.kind == "step" and removal.nbytes > 80 for removal in plan)
+    assert run.prune(**options) == plan
+    assert run.steps() == kept
+    for step in kept:
+        assert ckptkit.verify(at_step(store, step)) == []
+    assert {key.partition("/")[0] for key in contents(store)} == {f"step-{s:010d}" for s in kept}
+
+
+def test_the_newest_step_is_never_pruned() -> None:
+    assert kept_steps([1, 2, 3], keep_every=10) == {3}
+
+
+@pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": -1}, {"keep_every": 0}])
+def test_retention_that_keeps_nothing_is_refused(options: dict[str, Any]) -> None:
+    store = save_steps(1)
+    with pytest.raises(UsageError):
+        Run(store).prune(**options)
+    assert Run(store).steps() == [1]
+
+
+def test_every_manifest_goes_before_its_data_and_old_steps_before_new_ones() -> None:
+    store = RecordingStore(save_steps(1, 2, 3))
+    Run(store).prune(keep_last=1)
+    deleted = [entry.split(" ")[1] for entry in store.log if entry.startswith("delete ")]
+    assert [key.partition("/")[0][-1] for key in deleted] == ["1", "1", "2", "2"]
+    assert [key for key in deleted if key.endswith("manifest.msgpack")] == [
+        manifest(1),
+        manifest(2),
+    ]
+    assert deleted[0] == manifest(1)
+    assert deleted[2] == manifest(2)
+
+
+@pytest.mark.parametrize("how", ["prune", "delete"])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_deletion_that_fails_leaves_no_step_that_looks_whole_and_is_not(
+    how: str, after: bool
+) -> None:
+    def act(store: Store) -> None:
+        if how == "prune":
+            Run(store).prune(keep_last=1)
+        else:
+            Run(store).delete([1, 2])
+
+    before = contents(save_steps(1, 2, 3))
+    for number in range(1, len(operations_of(memory_with(before), act)) + 1):
+        store = memory_with(before)
+        with pytest.raises(StorageError):
+            act(FailingStore(store, fail_at=number, after=after))
+        assert 3 in Run(store).steps()
+        for step in Run(store).steps():
+            assert ckptkit.verify(at_step(store, step)) == []
+        Run(store).prune(keep_last=1, grace=0)
+        assert {key.partition("/")[0] for key in contents(store)} == {"step-0000000003"}
+
+
+def test_data_that_no_manifest_names_is_found_and_pruned() -> None:
+    store = save_steps(1, 2)
+    before = contents(store)
+    orphans = [abandoned(store, step) for step in (1, 2, 3)]
+    plan = Run(store).plan_prune(grace=0)
+    assert [(removal.kind, removal.step) for removal in plan] == [("orphan", s) for s in (1, 2, 3)]
+    assert [key for removal in plan for key in removal.keys] == orphans
+    assert Run(store).prune(grace=0) == plan
+    assert contents(store) == before
+
+
+def test_data_that_is_young_may_be_a_save_under_way() -> None:
+    store = save_steps(1)
+    key = abandoned(store, 2)
+    assert Run(store).plan_prune() == []
+    assert Run(store).plan_prune(grace=60) == []
+    assert Run(store).prune(keep_last=1) == []
+    assert key in contents(store)
+
+
+def test_data_of_unknown_age_may_be_a_save_under_way() -> None:
+    class Ageless(FailingStore):
+        @property
+        def abilities(self) -> Abilities:
+            return replace(super().abilities, modified_times=False)
+
+        def list(self, prefix: str = "") -> Any:
+            return [replace(entry, modified=0.0) for entry in super().list(prefix)]
+
+    store = save_steps(1)
+    key = abandoned(store, 2)
+    assert Run(Ageless(store, fail_at=1 << 60)).prune() == []
+    assert key in contents(store)
+
+
+def test_a_save_that_commits_after_the_plan_was_made_stays() -> None:
+    store = save_steps(1)
+    saved = contents(save_steps(2))
+    for key, data in saved.items():
+        if key != manifest(2):
+            store.put(key, data)
+
+    class Slow(FailingStore):
+        def _delete(self, key: str) -> None:
+            raise AssertionError("committed data was deleted")
+
+        def list(self, prefix: str = "") -> Any:
+            found = super().list(prefix)
+            store.put(manifest(2), saved[manifest(2)])
+            return found
+
+    Run(Slow(store, fail_at=1 << 60)).prune(grace=0)
+    assert ckptkit.verify(at_step(store, 2)) == []
+
+
+def test_a_step_whose_manifest_cannot_be_read_is_left_alone() -> None:
+    store = save_steps(1, 2, 3)
+    store.put(manifest(1), store.read(manifest(1))[:-1])
+    store.put(manifest(3), b"")
+    before = contents(store)
+    assert Run(store).prune(grace=0) == []
+    Run(store).prune(keep_last=1, grace=0)
+    assert contents(store) == before
+
+
+def test_steps_that_cannot_be_read_do_not_count_as_kept() -> None:
+    store = save_steps(1, 2, 3, 4)
+    for step in (3, 4):
+        store.put(manifest(step), b"damaged")
+    Run(store).prune(keep_last=1, grace=0)
+    with Run(store).open(2) as checkpoint:
+        assert checkpoint["w"][0] == 2
+
+
+def test_steps_are_deleted_by_number() -> None:
+    store = save_steps(1, 2, 3)
+    abandoned(store, 9)
+    store.put(manifest(2), b"damaged")
+    run = Run(store)
+    run.delete([1, 2, 9])
+    assert {key.partition("/")[0] for key in contents(store)} == {"step-0000000003"}
+    with pytest.raises(NotFoundError) as caught:
+        run.delete([9])
+    assert "step-0000000009" in caught.value.where
+    with pytest.raises(UsageError):
+        run.delete([-1])
+    assert run.steps() == [3]

@@ -1,0 +1,150 @@
+"""Unpacking: a plain Zarr directory that appears when it is complete, or not at all."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+import ckptkit
+from ckptkit import Writer
+from ckptkit.errors import AlreadyExistsError, CkptkitError, CorruptionError
+from ckptkit.storage import MemoryStore
+from tests.checkpoint.saving import (
+    Tensor,
+    files,
+    flipped,
+    random_values,
+    same,
+    save,
+    save_by,
+)
+
+MB = 1 << 20
+STATE = {
+    "model/even": Tensor(random_values((8, 6), "float32", 1), {"fsdp": "shard(0)"}),
+    "model/odd": Tensor(random_values((7, 5), "bfloat16", 2), {"fsdp": "shard(0, blocks=[3,4])"}),
+    "model/a%2Fb": Tensor(random_values((5,), "float8_e5m2", 3), {"fsdp": "shard(0)"}),
+    "scalar": Tensor(random_values((), "complex64", 4)),
+    "empty": Tensor(random_values((0, 3), "int8")),
+}
+
+
+@pytest.fixture(scope="module")
+def store() -> MemoryStore:
+    store = MemoryStore()
+    save(store, STATE, strategy="fsdp:2", chunk_bytes=16)
+    return store
+
+
+def assert_nothing_left(tmp_path: Path, before: dict[str, bytes]) -> None:
+    assert files(tmp_path) == before
+
+
+def test_what_is_unpacked_is_plain_zarr(store: MemoryStore, tmp_path: Path) -> None:
+    sizes: list[int] = []
+    with ckptkit.open(store) as checkpoint:
+        count = ckptkit.unpack(checkpoint, tmp_path / "plain", progress=sizes.append)
+    written = files(tmp_path / "plain")
+    assert count == len(written)
+    assert sum(sizes) == sum(map(len, written.values()))
+    group: Any = zarr.open_group(tmp_path / "plain", mode="r")
+    found = {name for name, node in group.members(None) if isinstance(node, zarr.Array)}
+    assert found == set(STATE)
+    for name, tensor in STATE.items():
+        assert same(np.asarray(group[name][...]), tensor.whole)
+
+
+def test_tied_tensors_are_unpacked_under_each_name(tmp_path: Path) -> None:
+    def fill(writer: Writer) -> None:
+        writer.add("embed", np.arange(3))
+        writer.add_alias("head", "embed")
+
+    store = MemoryStore()
+    save_by(store, fill)
+    with ckptkit.open(store) as checkpoint:
+        ckptkit.unpack(checkpoint, tmp_path / "plain")
+    group: Any = zarr.open_group(tmp_path / "plain", mode="r")
+    assert group["head"][...].tolist() == group["embed"][...].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("target", ["plain", "plain/", "deep/er/plain", "empty", "."])
+def test_a_folder_that_is_new_or_empty_will_do(
+    store: MemoryStore, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    if target == ".":
+        monkeypatch.chdir(tmp_path / "empty")
+        place = "."
+    else:
+        place = f"{tmp_path}/{target}"
+    with ckptkit.open(store) as checkpoint:
+        ckptkit.unpack(checkpoint, place)
+    group: Any = zarr.open_group(tmp_path / ("empty" if target == "." else target), mode="r")
+    assert same(group["scalar"][...], STATE["scalar"].whole)
+
+
+def test_what_is_there_is_never_replaced(store: MemoryStore, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/notes").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    before = files(tmp_path)
+    with ckptkit.open(store) as checkpoint:
+        for name in ("file", "folder"):
+            with pytest.raises(AlreadyExistsError) as caught:
+                ckptkit.unpack(checkpoint, tmp_path / name)
+            assert caught.value.where == str(tmp_path / name)
+            assert caught.value.hint
+        for name in ("link", "file/below"):
+            with pytest.raises(CkptkitError):
+                ckptkit.unpack(checkpoint, tmp_path / name)
+    assert_nothing_left(tmp_path, before)
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("target", ["plain", "deep/er/plain"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no")], ids=repr)
+@pytest.mark.parametrize("at", [1, 5])
+def test_an_interruption_leaves_nothing(
+    store: MemoryStore, tmp_path: Path, error: BaseException, at: int, target: str
+) -> None:
+    before = files(tmp_path)
+    calls: list[int] = []
+    lock = threading.Lock()
+
+    def progress(count: int) -> None:
+        with lock:
+            calls.append(count)
+            if len(calls) == at:
+                raise error
+
+    with ckptkit.open(store) as checkpoint, pytest.raises(type(error)):
+        ckptkit.unpack(checkpoint, tmp_path / target, progress=progress)
+    assert_nothing_left(tmp_path, before)
+
+
+def test_a_damaged_chunk_leaves_nothing(store: MemoryStore, tmp_path: Path) -> None:
+    damaged = flipped(store, STATE["scalar"].whole.tobytes())
+    with ckptkit.open(damaged) as checkpoint, pytest.raises(CorruptionError):
+        ckptkit.unpack(checkpoint, tmp_path / "plain")
+    assert_nothing_left(tmp_path, {})
+
+
+def test_memory_is_bounded_by_what_is_allowed(tmp_path: Path) -> None:
+    store = MemoryStore()
+    save(store, {"w": Tensor(np.zeros((64, MB), np.uint8))}, chunk_bytes=4 * MB)
+    with ckptkit.open(store) as checkpoint:
+        checkpoint.read("w", verify=True)  # buffers that are kept are there from now on
+        tracemalloc.start()
+        try:
+            ckptkit.unpack(checkpoint, tmp_path / "plain", memory=16 * MB)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < 18 * MB

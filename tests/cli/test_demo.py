@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.programs import COMMAND, ckpt, document, environment, process, wait_for
+
+
+def test_the_demo_does_what_it_says_and_leaves_nothing(tmp_path: Path) -> None:
+    done = process("demo", TMPDIR=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in ("ls", "show", "verify", "unpack", "prune"):
+        assert f"\n$ ckpt {name} " in done.stdout
+    assert "ok: the flipped bit is found" in done.stdout
+    assert "FAILED" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_named_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    done = process("demo", folder, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found["ok"]
+    assert {check["ok"] for check in found["checks"]} == {True}
+    assert [command["exit"] for command in found["commands"]].count(3) == 1
+    assert document("verify", folder / "run" / "step-0000000100")["ok"]
+
+
+def test_ctrl_c_ends_all_processes_and_leaves_nothing(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*COMMAND, "demo"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(TMPDIR=str(tmp_path)),
+        start_new_session=True,
+    ) as program:
+        wait_for(lambda: any(tmp_path.iterdir()))
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does
+        _, err = program.communicate(timeout=20)
+    assert (program.returncode, err) == (130, b"interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    result = ckpt("demo", tmp_path / "here")
+    assert result.exit_code == 6
+    assert "rank 0 ended with code 1" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    assert ckpt("demo", tmp_path).exit_code == 2
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine"]

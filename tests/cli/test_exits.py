@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import errno
+
+import click
+import pytest
+from ckptkit.cli.exits import code_of
+
+import ckptkit
+from ckptkit import errors
+from tests.cli.programs import ckpt
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (click.UsageError("x"), 2),
+        (errors.StrategyError("x"), 2),
+        (errors.UnsupportedTypeError("x"), 2),
+        (errors.StepExistsError("x"), 2),
+        (errors.FormatError("x"), 3),
+        (errors.VersionError("x"), 3),
+        (errors.CorruptionError("x"), 3),
+        (errors.NotFoundError("x"), 4),
+        (errors.NotCommittedError("x"), 4),
+        (errors.StorageError("x"), 5),
+        (errors.AccessError("x"), 5),
+        (errors.PeerError("x"), 6),
+        (ValueError("x"), 70),
+        (errors.CkptkitError("x"), 70),
+        (KeyboardInterrupt(), 130),
+        (BrokenPipeError(errno.EPIPE, "x"), 141),
+    ],
+)
+def test_every_kind_of_error_has_its_code(error: BaseException, code: int) -> None:
+    assert code_of(error) == code
+
+
+def test_no_error_of_the_library_is_a_bug_of_it() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    named = [
+        kind
+        for kind in kinds
+        if kind is not ckptkit.CkptkitError and issubclass(kind, ckptkit.CkptkitError)
+    ]
+    assert len(named) > 10
+    assert not [kind for kind in named if code_of(kind("x")) == 70]
+
+
+@pytest.mark.parametrize("option", [(), ("--json",)])
+def test_an_error_is_a_line_and_a_hint_on_stderr(
+    option: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: str) -> None:
+        raise errors.CorruptionError(
+            "it is\x1b[2J bad", where="run/x", value=3, hint="throw it away"
+        )
+
+    monkeypatch.setattr(ckptkit, "open", fail)
+    result = ckpt("show", "run/x", *option)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr == "error: run/x: it is\\x1b[2J bad (got 3)\nhint: throw it away\n"
+
+
+def test_a_bug_is_one_line_and_where_to_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ckptkit, "open", lambda _: 1 / 0)
+    result = ckpt("show", "x")
+    assert result.exit_code == 70
+    assert result.stderr.startswith(
+        "error: this is a bug in ckptkit: ZeroDivisionError: division by zero"
+    )
+    assert "hint: report it" in result.stderr
+    assert "Traceback" not in result.stderr
+    monkeypatch.setenv("CKPTKIT_DEBUG", "1")
+    assert "Traceback" in ckpt("show", "x").stderr
+
+
+def test_wrong_usage_looks_as_all_errors_do() -> None:
+    for arguments in (["show"], ["show", "x", "--bogus"], ["bogus"], ["--bogus"]):
+        result = ckpt(*arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        first, second = result.stderr.splitlines()
+        assert first.startswith("error: ")
+        assert second.startswith("hint: `ckpt")
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ckptkit, "open", interrupt)
+    result = ckpt("show", "x")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.programs import ckpt, document
+
+
+def test_a_dry_run_only_says_what_would_go(run: Path) -> None:
+    found = document("prune", run, "--keep-last", "1", "--grace", "0", "--dry-run")
+    assert [(gone["kind"], gone["step"]) for gone in found["removed"]] == [
+        ("step", 10),
+        ("orphan", 30),
+    ]
+    assert (found["dry_run"], found["kept"]) == (True, [20])
+    assert found["bytes"] == sum(gone["bytes"] for gone in found["removed"])
+    assert [step["step"] for step in document("ls", run)["steps"]] == [10, 20, 30]
+
+
+def test_what_retention_does_not_keep_is_deleted(run: Path) -> None:
+    found = document("prune", run, "--keep-every", "20")
+    assert (found["dry_run"], found["kept"]) == (False, [20])
+    # Step 30 is younger than the grace of an hour: it may be a save under way.
+    assert [step["step"] for step in document("ls", run)["steps"]] == [20, 30]
+    assert document("verify", run)["ok"]
+
+
+def test_without_retention_all_committed_steps_stay(run: Path) -> None:
+    result = ckpt("prune", run, "--grace", "0")
+    assert "never committed, of step  30  100 B  20260101T000000Z-abc" in result.stdout
+    assert result.stdout.endswith("freed 100 B; kept: 2 steps\n")
+
+
+def test_nothing_to_delete_is_no_failure(run: Path) -> None:
+    result = ckpt("prune", run)
+    assert (result.exit_code, result.stdout) == (0, "freed 0 B; kept: 2 steps\n")
+
+
+def test_a_grace_that_means_nothing_deletes_nothing(run: Path) -> None:
+    result = ckpt("prune", run, "--keep-last", "1", "--grace", "soon")
+    assert result.exit_code == 2
+    assert "write 90s, 30m, 1h or 2d" in result.stderr
+    assert ckpt("prune", run, "--keep-last", "0").exit_code == 2
+    assert len(document("ls", run)["steps"]) == 3
