@@ -222,7 +222,10 @@ def _merge_object(by_rank: dict[int, ObjectInfo], world_size: int) -> ObjectInfo
         raise PeerError(
             f"rank {absent[0]} did not add this {first.semantics} value", where=first.name
         )
-    return ObjectInfo(first.name, first.semantics, [by_rank[r].value for r in range(world_size)])
+    values = [by_rank[rank].value for rank in range(world_size)]
+    if first.semantics == "sum" and len({np.shape(value) for value in values}) > 1:
+        raise PeerError("the ranks add values of different shapes", where=first.name)
+    return ObjectInfo(first.name, first.semantics, values)
 
 
 def _shown(value: object) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -61,60 +61,79 @@ class SoloBarrier:
 class ThreadBarrier:
     """Ranks that are threads of one process: `ThreadBarrier.group(4)` makes one for each."""
 
-    def __init__(self, rank: int, shared: _Shared, timeout: float) -> None:
+    def __init__(self, rank: int, world_size: int, room: _Room, timeout: float) -> None:
         self.rank = rank
-        self.world_size = shared.meeting.parties
-        self._shared = shared
+        self.world_size = world_size
+        self._room = room
         self._timeout = timeout
+        self._round = 0
 
     @classmethod
     def group(cls, world_size: int, timeout: float = DEFAULT_TIMEOUT) -> list[ThreadBarrier]:
         """One barrier for each rank."""
-        shared = _Shared(threading.Barrier(world_size))
-        return [cls(rank, shared, timeout) for rank in range(world_size)]
+        room = _Room()
+        return [cls(rank, world_size, room, timeout) for rank in range(world_size)]
 
     def share(self, value: str) -> str:
         """Rank 0's value."""
-        if self.rank == 0:
-            self._shared.value = value
-        self.wait()
-        answer = self._shared.value
-        self.wait()
-        return answer
+        room, number = self._room, self._round
+        self._round += 1
+        with room.changed:
+            if self.rank == 0:
+                room.shared[number] = value
+                room.changed.notify_all()
+            room.changed.wait_for(lambda: number in room.shared or 0 in room.left, self._timeout)
+            if number in room.shared:
+                return room.shared[number]
+            raise self._missed()
 
     def wait(self) -> None:
         """Meet the other threads."""
-        try:
-            self._shared.meeting.wait(self._timeout)
-        except threading.BrokenBarrierError:
-            if not self._shared.problem:
-                raise _late("another rank", self._timeout) from None
-            # Any thread can break the meeting; only rank 0 can say that there will be no commit.
-            if self.rank == 0:
-                self._shared.given_up = True
-            raise _failed(self._shared.problem, given_up=self._shared.given_up) from None
+        room, number = self._room, self._round
+        self._round += 1
+        with room.changed:
+            arrived = room.arrived[number] = room.arrived.get(number, 0) + 1
+            if arrived == self.world_size:
+                room.changed.notify_all()
+            room.changed.wait_for(self._all_here(number), self._timeout)
+            if room.arrived[number] < self.world_size:
+                raise self._missed()
 
     def leave(self, problem: str) -> None:
-        """Break the meeting."""
-        self._shared.problem = self._shared.problem or f"rank {self.rank}: {problem}"
-        self._shared.given_up |= self.rank == 0
-        self._shared.meeting.abort()
+        """Leave word, and wake those who wait."""
+        with self._room.changed:
+            first = next(iter(self._room.left.values()), f"rank {self.rank}: {problem}")
+            self._room.left.setdefault(self.rank, first)
+            self._room.changed.notify_all()
+
+    def _all_here(self, number: int) -> Callable[[], bool]:
+        # Rank 0 listens to all, the others to rank 0, who alone can say that it is over.
+        room = self._room
+        heard = (lambda: bool(room.left)) if self.rank == 0 else (lambda: 0 in room.left)
+        return lambda: room.arrived[number] == self.world_size or heard()
+
+    def _missed(self) -> PeerError:
+        if not self._room.left:
+            return _late("another rank", self._timeout)
+        return _failed(next(iter(self._room.left.values())), given_up=0 in self._room.left)
 
 
-@dataclass(slots=True)
-class _Shared:
-    meeting: threading.Barrier
-    problem: str = ""
-    value: str = ""
-    given_up: bool = False
+class _Room:
+    """What the threads of one group share."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.shared: dict[int, str] = {}
+        self.arrived: dict[int, int] = {}
+        self.left: dict[int, str] = {}
 
 
 class FileBarrier:
-    """Ranks that are processes which see one folder; it must be empty at the start and belong to
-    this job alone.
+    """Ranks that are processes which see one folder. It must be empty at the start, and serves one
+    job, for as many saves as it likes, until the first failure.
 
-    Rank 0 reads one small file of each rank, the others one of rank 0: nothing grows with ranks
-    squared.
+    Rank 0 looks for one small file of each rank, the others for one of rank 0: nothing grows with
+    ranks squared. Meant for up to some hundred ranks; a job has faster ways to meet.
     """
 
     def __init__(
@@ -132,67 +151,93 @@ class FileBarrier:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._timeout = timeout
         self._round = 0
+        self._said: list[Path] = []
+        # Only this rank writes such names, so what is there is of an earlier job or barrier.
+        if any(self._folder.glob(f"*-{rank}")):
+            raise UsageError(
+                f"rank {rank} has met others in this folder before",
+                where=str(self._folder),
+                hint="give every job, and every restart of it, an empty folder; "
+                "one FileBarrier serves all saves of a job",
+            )
 
     def share(self, value: str) -> str:
         """Rank 0's value."""
         if self.rank == 0:
             self._say("shared", value)
-        answer = self._hear("shared", 0)
-        self._next()
+            answer = value
+        else:
+            answer = self._hear("shared", {0})[0]
+        self._round += 1
         return answer
 
     def wait(self) -> None:
         """Meet the other processes."""
         if self.rank == 0:
-            for rank in range(1, self.world_size):
-                self._hear("here", rank)
+            self._hear("here", set(range(1, self.world_size)))
             self._say("go", "")
         else:
             self._say("here", "")
-            self._hear("go", 0)
-        self._next()
+            self._hear("go", {0})
+        # All are here, so all have read what was said in earlier rounds.
+        current = f"{self._round}-"
+        for path in self._said:
+            if not path.name.startswith(current):
+                path.unlink(missing_ok=True)
+        self._said = [path for path in self._said if path.name.startswith(current)]
+        self._round += 1
 
     def leave(self, problem: str) -> None:
         """Leave a note in the folder."""
         self._relay(f"rank {self.rank}: {problem}")
 
-    def _next(self) -> None:
-        # A file is removed two rounds late: by then everyone has left the round it belongs to.
-        for what in ("shared", "here", "go"):
-            (self._folder / f"{self._round - 2}-{what}-{self.rank}").unlink(missing_ok=True)
-        self._round += 1
-
     def _relay(self, problem: str) -> None:
         """Say why there will be no step, unless this rank has said so before."""
-        name = f"left-{self.rank}"
+        path = self._folder / f"left-{self.rank}"
         with suppress(OSError):
-            if not (self._folder / name).exists():
-                self._write(name, problem)
+            if not path.exists():
+                _write(path, problem)
 
     def _say(self, what: str, text: str) -> None:
-        self._write(f"{self._round}-{what}-{self.rank}", text)
+        path = self._folder / f"{self._round}-{what}-{self.rank}"
+        _write(path, text)
+        self._said.append(path)
 
-    def _write(self, name: str, text: str) -> None:
-        temporary = self._folder / f".{name}"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self._folder / name)
-
-    def _hear(self, what: str, rank: int) -> str:
-        message = self._folder / f"{self._round}-{what}-{rank}"
-        farewell = self._folder / f"left-{rank}"
+    def _hear(self, what: str, ranks: set[int]) -> dict[int, str]:
+        """What each of some ranks says in this round."""
+        heard: dict[int, str] = {}
         deadline = time.monotonic() + self._timeout
         pause = 0.001
-        while True:
-            if message.exists():
-                return message.read_text(encoding="utf-8")
-            if farewell.exists():
-                problem = farewell.read_text(encoding="utf-8")
-                self._relay(problem)
-                raise _failed(problem, given_up=rank == 0)
-            if time.monotonic() > deadline:
-                raise _late(f"rank {rank}", self._timeout)
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
+        while len(heard) < len(ranks):
+            names = self._names()
+            gone = sorted(rank for rank in ranks if f"left-{rank}" in names)
+            # Looked for again after the farewells: a rank speaks before it leaves, never after.
+            names |= self._names() if gone else set()
+            for rank in ranks - heard.keys():
+                name = f"{self._round}-{what}-{rank}"
+                if name in names:
+                    heard[rank] = (self._folder / name).read_text(encoding="utf-8")
+            missing = sorted(ranks - heard.keys())
+            for rank in gone:
+                if rank in missing:
+                    problem = (self._folder / f"left-{rank}").read_text(encoding="utf-8")
+                    self._relay(problem)
+                    raise _failed(problem, given_up=rank == 0)
+            if missing and time.monotonic() > deadline:
+                raise _late(f"rank {missing[0]}", self._timeout)
+            if missing:
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.05)
+        return heard
+
+    def _names(self) -> set[str]:
+        return {path.name for path in self._folder.iterdir()}
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def _failed(problem: str, *, given_up: bool) -> PeerError:

@@ -16,9 +16,10 @@ from ckptkit.checkpoint.locate import manifest_at, read_manifest
 from ckptkit.checkpoint.places import Place, described, store_at
 from ckptkit.checkpoint.reading import Reader, Request, plan_job
 from ckptkit.checkpoint.sources import Sources
-from ckptkit.errors import LayoutError, NotFoundError
+from ckptkit.errors import FormatError, LayoutError, NotFoundError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
+from ckptkit.format.objects import total
 from ckptkit.model import Box, Strategy
 from ckptkit.storage import Store
 
@@ -33,9 +34,16 @@ def open_checkpoint(location: Place) -> Checkpoint:
     return Checkpoint(store, prefix, manifest)
 
 
-def _reopened(location: str, prefix: str) -> Checkpoint:
+def _reopened(location: str, prefix: str, save_id: str) -> Checkpoint:
     store = store_at(location)
-    return Checkpoint(store, prefix, read_manifest(store, prefix))
+    manifest = read_manifest(store, prefix)
+    if manifest.save.save_id != save_id:
+        raise FormatError(
+            "the step was saved anew since it was opened",
+            where=described(store, prefix),
+            hint="open it again",
+        )
+    return Checkpoint(store, prefix, manifest)
 
 
 def _inside(array: ArrayInfo, name: str, box: Box) -> Box:
@@ -84,7 +92,7 @@ class Checkpoint:
         """What is no tensor: one value, a list by rank (`PerRank`), or the total (`Sum`)."""
         return MappingProxyType(
             {
-                item.name: sum(item.value) if item.semantics == "sum" else item.value
+                item.name: total(item.value) if item.semantics == "sum" else item.value
                 for item in self.manifest.objects
             }
         )
@@ -92,7 +100,7 @@ class Checkpoint:
     @property
     def zarr(self) -> zarr.Group:
         """The step as a read-only Zarr group, every chunk checked as it is read."""
-        # Here, because zarr takes a third of a second to import.
+        # Here, because the view stands on this module.
         from ckptkit.checkpoint.zarr_view import open_group  # noqa: PLC0415
 
         return open_group(self)
@@ -141,7 +149,7 @@ class Checkpoint:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Opened again where it arrives: handles do not travel.
-        return (_reopened, (str(self.store.location), self.prefix))
+        return (_reopened, (str(self.store.location), self.prefix, self.manifest.save.save_id))
 
     def close(self) -> None:
         """Close the packs; reading opens them again."""

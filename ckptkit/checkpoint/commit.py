@@ -84,7 +84,10 @@ def publish(store: Store, prefix: str, manifest: Manifest, *, replace: bool) -> 
     except CkptkitError as error:
         there = committed_save_id(store, prefix)
         if there == manifest.save.save_id:
-            return  # only the answer was lost
+            # The answer was lost, or the step is there but perhaps not durable: once more, which
+            # changes nothing that can be seen.
+            store.put(key, data)
+            return
         if there is not None and isinstance(error, AlreadyExistsError):
             raise _exists(store, prefix) from error
         raise
@@ -101,10 +104,12 @@ def committed_save_id(store: Store, prefix: str) -> str | None:
 
 def discard(store: Store, prefix: str, save_id: str, pack: str = "") -> None:
     """Remove the packs (or one) of a save that will never be committed, as far as that is possible
-    now.
+    now; never those that the manifest names.
     """
     folder = data_prefix(prefix, save_id)
     with suppress(CkptkitError):
+        if committed_save_id(store, prefix) == save_id:
+            return
         store.delete([f"{folder}/{pack}"] if pack else [e.key for e in store.list(folder)])
 
 
@@ -138,7 +143,8 @@ def _ensure_groups(store: Store, folder: str, groups: list[str]) -> PackInfo:
     image, closing = groups_image(groups)
     key = f"{folder}/{GROUPS_PACK}"
     if GROUPS_PACK in store.children(folder):
-        return PackInfo(GROUPS_PACK, store.size(key), None)
+        # Left by a commit that did not finish, perhaps in the middle of it: nothing names it yet.
+        store.delete([key])
     return PackInfo(GROUPS_PACK, write_image(store, key, image, lambda: closing), None)
 
 

@@ -24,7 +24,6 @@ I64 = npt.NDArray[np.int64]
 DEFAULT_THREADS = 4
 
 _STAGED_SEGMENT = 8 << 20
-_REUSED = 1 << 20
 
 Progress = Callable[[int], None]
 
@@ -177,9 +176,11 @@ def write_image(
 def _filled(image: PackImage, largest: int, segment: Segment) -> Iterator[memoryview]:
     """A segment's bytes, put together in memory that the next one uses again."""
     size = segment.stop - segment.start
-    with default_pool().take(max(size, min(largest, _REUSED)), congruent_to=segment.start) as loan:
-        image.fill(segment, loan[:size])
-        yield loan[:size]
+    loan = default_pool().take(largest, congruent_to=segment.start)
+    # The slice is released before the loan ends: memory still looked at is not used again.
+    with loan as memory, memory[:size] as data:
+        image.fill(segment, data)
+        yield data
 
 
 @contextmanager

@@ -24,9 +24,15 @@ class Removal:
     """step or orphan."""
     step: int
     folder: str
-    name: str
+    save_id: str
+    """Of the manifest that names a step's data, or of the attempt that left an orphan."""
     nbytes: int
     keys: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The folder of a step, the save id of an orphan."""
+        return self.folder if self.kind == "step" else self.save_id
 
 
 def kept_steps(
@@ -61,7 +67,7 @@ def plan_prune(
     removals = []
     for step, manifest in manifests.items():
         if manifest is not None and step not in kept:
-            removals.append(_step(store, step, folders[step]))
+            removals.append(_step(store, step, folders[step], manifest.save.save_id))
         else:
             removals += _orphans(store, step, folders[step], manifest, grace)
     return removals
@@ -70,20 +76,19 @@ def plan_prune(
 def remove(store: Store, removals: Sequence[Removal]) -> None:
     """Delete, in the order that is safe against a crash: each manifest before its data.
 
-    Data without a manifest is looked at again first: the save may have committed since it was
-    planned.
+    Each is looked at again first: since it was planned an orphan may have been committed, and a
+    step saved anew.
     """
     for removal in removals:
-        if removal.kind == "orphan" and _named(store, removal):
-            continue
-        store.delete(removal.keys)
+        if _still_holds(store, removal):
+            store.delete(removal.keys)
 
 
-def _step(store: Store, step: int, folder: str) -> Removal:
+def _step(store: Store, step: int, folder: str, save_id: str) -> Removal:
     entries = store.list(folder)
     manifest = under(folder, MANIFEST)
     keys = [manifest, *(entry.key for entry in entries if entry.key != manifest)]
-    return Removal("step", step, folder, folder, _total(entries), tuple(keys))
+    return Removal("step", step, folder, save_id, _total(entries), tuple(keys))
 
 
 def _orphans(
@@ -108,12 +113,13 @@ def _orphans(
     return found
 
 
-def _named(store: Store, removal: Removal) -> bool:
+def _still_holds(store: Store, removal: Removal) -> bool:
     try:
         manifest = _manifest(store, removal.folder)
     except FormatError:
-        return True  # by now there is a manifest, and what it names is unknown
-    return manifest is not None and manifest.save.save_id == removal.name
+        return False  # by now there is a manifest, and what it names is unknown
+    named = None if manifest is None else manifest.save.save_id
+    return named == removal.save_id if removal.kind == "step" else named != removal.save_id
 
 
 def _manifest(store: Store, folder: str) -> Manifest | None:

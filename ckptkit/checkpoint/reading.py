@@ -61,7 +61,8 @@ class Job:
 
 def default_threads() -> int:
     """As many as the processor has cores, within reason: reading is copying."""
-    return max(1, min(8, len(os.sched_getaffinity(0))))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(8, cores or 1))
 
 
 def plan_job(manifest: Manifest, requests: Sequence[Request], *, verify: bool) -> Job:

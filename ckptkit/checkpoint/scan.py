@@ -66,7 +66,9 @@ def scan_pack(
         position = entry.offset + entry.length
     faults = _scan(store, key, expected, threads, progress)
     closing = directory(item.entry for item in expected)
-    actual = store.read(key, position, found.pack.size - position)
+    if found.pack.size != position + len(closing):
+        return [*faults, (position, "the directory has another length than it should")]
+    actual = store.read(key, position, len(closing))
     if actual != closing:
         faults.append((position + _first_difference(actual, closing), "the directory is damaged"))
     return sorted(faults)
@@ -104,8 +106,10 @@ def scan_groups(
     expected = bytearray(image.end)
     for segment in image.segments(1 << 30):
         image.fill(segment, memoryview(expected)[segment.start : segment.stop])
-    actual = store.read(key)
     expected += closing
+    if store.size(key) != len(expected):
+        return [(0, "not the group documents of the step")]
+    actual = store.read(key)
     if actual == expected:
         return []
     return [(_first_difference(actual, expected), "not the group documents of the step")]

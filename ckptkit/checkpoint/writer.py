@@ -4,31 +4,26 @@ at all.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from ckptkit.checkpoint.attempt import Attempt
 from ckptkit.checkpoint.barrier import Barrier, SoloBarrier
-from ckptkit.checkpoint.commit import commit, discard, gather, refuse_committed
 from ckptkit.checkpoint.content import as_local
 from ckptkit.checkpoint.image import DEFAULT_THREADS, Progress
 from ckptkit.checkpoint.pack_writer import Holding, Holdings, Pack
-from ckptkit.checkpoint.places import Place, new_save_id, step_name, store_at
+from ckptkit.checkpoint.places import Place, step_name, store_at
 from ckptkit.errors import (
-    GivenUpError,
     InvalidNameError,
     LayoutError,
-    StepExistsError,
     UnsupportedTypeError,
     UsageError,
 )
 from ckptkit.format.arrays import ROLES, Alias, ArrayInfo
-from ckptkit.format.leaves import dumps
-from ckptkit.format.manifest import pack_name
+from ckptkit.format.leaves import dumps, unpack
 from ckptkit.format.names import ancestors, checked_path
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.format.record import SaveInfo
 from ckptkit.model import (
     DType,
     Grid,
@@ -43,7 +38,6 @@ from ckptkit.model import (
     parse_placement,
 )
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid
-from ckptkit.version import __version__
 
 
 class Writer:
@@ -73,8 +67,7 @@ class Writer:
         self.rank = rank
         self._prefix = step_name(step)
         self._barrier = _checked_barrier(barrier, rank, self.strategy)
-        self._details = dict(details or {})
-        dumps(self._details, "details")  # so that what cannot be stored is refused here
+        self._details = unpack(dumps(dict(details or {}), "details"), "details")
         self._store = store_at(location)
         self._overwrite = overwrite
         self._chunk_bytes = chunk_bytes
@@ -136,19 +129,22 @@ class Writer:
         Sum(number).
         """
         self._check_open()
+        self._check_not_staged()
         if not name or name in self._objects or not _is_text(name):
             raise InvalidNameError("an object needs a name of its own", value=name)
         semantics = {PerRank: "per_rank", Sum: "sum"}.get(type(value), "replicated")
         inner = value.value if isinstance(value, (PerRank, Sum, Replicated)) else value
-        # In a manifest the values of all ranks are a list, one level deeper.
-        dumps(inner if semantics == "replicated" else [inner], name)
-        self._objects[name] = ObjectInfo(name, semantics, inner)
+        # In a manifest the values of all ranks are a list, one level deeper. Decoded again it is
+        # a copy, which later changes of the caller's value do not reach.
+        (copy,) = unpack(dumps([inner], name), name)
+        self._objects[name] = ObjectInfo(name, semantics, copy)
 
     def stage(self) -> None:
         """Copy all that was added into memory of the writer's own; from then on the buffers may
         change, and nothing more can be added.
         """
         self._check_open()
+        self._check_not_staged()
         self._pack = self._laid_out()
         self._pack.stage(self._threads)
 
@@ -157,12 +153,13 @@ class Writer:
         self._check_open()
         self._done = True
         try:
-            save = self._begin()
+            attempt = Attempt(self._store, self._prefix, self._barrier, overwrite=self._overwrite)
+            save = attempt.begin(self.step, self.strategy, self._details)
             pack = self._pack or self._laid_out()
             pack.write(
                 self._store, self._prefix, save, threads=self._threads, progress=self._progress
             )
-            self._meet_and_commit(save)
+            attempt.end(save)
         except BaseException as error:
             self._give_up(_in_one_line(error))
             raise
@@ -192,58 +189,6 @@ class Writer:
     def _laid_out(self) -> Pack:
         return Pack(Holdings(self._arrays, self._aliases, self._objects), self.rank)
 
-    def _begin(self) -> SaveInfo:
-        """Agree on the save id and the time, both rank 0's."""
-        shared = ""
-        if self.rank == 0:
-            if not self._overwrite:
-                refuse_committed(self._store, self._prefix)
-            shared = f"{new_save_id()} {time.time()}"
-        save_id, seconds = self._barrier.share(shared).split(" ")
-        return SaveInfo(
-            save_id=save_id,
-            step=self.step,
-            time=float(seconds),
-            writer=f"ckptkit {__version__}",
-            world_size=self.strategy.world_size,
-            strategy=self.strategy,
-            details=self._details,
-        )
-
-    def _meet_and_commit(self, save: SaveInfo) -> None:
-        self._meet(save)
-        if self.rank == 0:
-            self._commit(save)
-        self._barrier.wait()
-
-    def _meet(self, save: SaveInfo) -> None:
-        """Wait until all packs are complete; where it is certain that rank 0 will never commit
-        them, remove this rank's own.
-
-        Others may still be writing theirs, and remove them when they come here. After a time-out
-        on another rank nothing is certain: then the pack stays, for `prune`.
-        """
-        try:
-            self._barrier.wait()
-        except BaseException as error:
-            if self.rank == 0 or isinstance(error, GivenUpError):
-                discard(self._store, self._prefix, save.save_id, pack_name(self.rank))
-            raise
-
-    def _commit(self, save: SaveInfo) -> None:
-        try:
-            manifest = gather(self._store, self._prefix, save.save_id)
-        except BaseException:
-            # Only rank 0 ever commits, and now it will not; all others have finished writing.
-            discard(self._store, self._prefix, save.save_id)
-            raise
-        try:
-            commit(self._store, self._prefix, manifest, overwrite=self._overwrite)
-        except StepExistsError:
-            # Another save has won the step for good: nothing will ever name this data.
-            discard(self._store, self._prefix, save.save_id)
-            raise
-
     def _give_up(self, problem: str) -> None:
         if self._pack is not None:
             self._pack.release()
@@ -253,9 +198,14 @@ class Writer:
         if self._done:
             raise UsageError("this writer is done", hint="a writer writes one step; make another")
 
-    def _check_new(self, name: str) -> None:
+    def _check_not_staged(self) -> None:
         if self._pack is not None:
-            raise UsageError("the writer has staged what it writes", where=name)
+            raise UsageError(
+                "the writer has staged what it writes", hint="add everything, then stage once"
+            )
+
+    def _check_new(self, name: str) -> None:
+        self._check_not_staged()
         checked_path(name)
         if name in self._arrays or name in self._aliases:
             raise InvalidNameError("the name was added before", value=name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,6 @@ GROUPS_PACK = "groups.zip"
 
 _KIND = "ckptkit-manifest"
 _COLUMNS = ("pack", "offset", "length", "crc32")
-_PACK_NAME = re.compile(r"rank-([0-9]{5,8})\.zip")
 
 
 def pack_name(rank: int) -> str:
@@ -167,3 +165,7 @@ def _check_per_rank(objects: tuple[ObjectInfo, ...], world_size: int) -> None:
         if item.semantics == "sum":
             for value in item.value:
                 check_number(value, f"objects.{number}.value")
+            if len({np.shape(value) for value in item.value}) > 1:
+                raise FormatError(
+                    "values of different shapes have no sum", where=f"objects.{number}.value"
+                )

@@ -56,6 +56,15 @@ def objects_from_docs(fields: Fields) -> tuple[ObjectInfo, ...]:
     return tuple(objects)
 
 
+def total(values: Sequence[Any]) -> Any:
+    """The sum of one value of each rank, in the widest type of their kind: it must not wrap."""
+    if isinstance(values[0], np.ndarray):
+        kind = values[0].dtype.kind
+        widest = {"i": np.int64, "u": np.uint64, "c": np.complex128}.get(kind, np.float64)
+        return np.sum([value.astype(widest) for value in values], axis=0)
+    return sum(value.item() if isinstance(value, np.generic) else value for value in values)
+
+
 def check_number(value: object, where: str) -> None:
     """Refuse what cannot be one of the values of a sum."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.generic, np.ndarray)):

@@ -27,11 +27,12 @@ class DirectFile:
     def write(self, pieces: list[memoryview], offset: int) -> None:
         """Write the pieces one after another from `offset` on, all of them."""
         while pieces:
+            was_direct = self.direct  # another thread may give up direct writes meanwhile
             try:
                 count = os.pwritev(self._descriptor, pieces, offset)
             except OSError as error:
                 # Some file systems refuse direct writes only now.
-                if error.errno != errno.EINVAL or not self.direct:
+                if error.errno != errno.EINVAL or not was_direct:
                     raise
                 self.direct = self._set_direct(wanted=False)
                 continue
