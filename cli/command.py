@@ -39,9 +39,9 @@ def command(
 
 
 def epilog(examples: Sequence[str], told: Mapping[int, str]) -> str:
+    """The end of a help."""
     shown = "\n".join(f"  {example}" for example in examples)
     codes = "\n".join(f"  {code:<4} {told[code]}" for code in sorted(told))
-    """The end of a help."""
     return f"\b\nExample:\n{shown}\n\n\b\nExit codes:\n{codes}"
 
 

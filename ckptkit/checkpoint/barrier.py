@@ -108,9 +108,13 @@ class ThreadBarrier:
 
     def _all_here(self, number: int) -> Callable[[], bool]:
         # Rank 0 listens to all, the others to rank 0, who alone can say that it is over.
-        room = self._room
-        heard = (lambda: bool(room.left)) if self.rank == 0 else (lambda: 0 in room.left)
-        return lambda: room.arrived[number] == self.world_size or heard()
+        room, is_first = self._room, self.rank == 0
+
+        def done() -> bool:
+            over = bool(room.left) if is_first else 0 in room.left
+            return over or room.arrived[number] == self.world_size
+
+        return done
 
     def _missed(self) -> PeerError:
         if not self._room.left:

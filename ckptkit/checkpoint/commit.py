@@ -32,6 +32,7 @@ from ckptkit.errors import (
     NotFoundError,
     StepExistsError,
 )
+from ckptkit.format.envelope import MAX_DOCUMENT_BYTES
 from ckptkit.format.manifest import GROUPS_PACK, Manifest, PackInfo, pack_name
 from ckptkit.format.pack import directory
 from ckptkit.format.zarr_documents import group_document, key_of
@@ -79,6 +80,13 @@ def publish(store: Store, prefix: str, manifest: Manifest, *, replace: bool) -> 
     data = manifest.to_bytes()
     # Read as every later reader will: what cannot be opened must never count as committed.
     Manifest.from_bytes(data, described(store, key))
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise FormatError(
+            f"the manifest would have more than {MAX_DOCUMENT_BYTES} bytes",
+            where=described(store, key),
+            value=len(data),
+            hint="write larger chunks: Writer(chunk_bytes=…)",
+        )
     try:
         store.put(key, data, exclusive=not replace)
     except CkptkitError as error:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,16 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
+from ckptkit.checkpoint.threads import DEFAULT_THREADS, Progress, run_threads
 from ckptkit.format.pack import Entry, data_offset, directory, local_header
 from ckptkit.storage import AlignedBuffer, Sink, Store, default_pool
 
 I64 = npt.NDArray[np.int64]
 
-DEFAULT_THREADS = 4
-
 _STAGED_SEGMENT = 8 << 20
-
-Progress = Callable[[int], None]
 
 
 class Content(Protocol):
@@ -212,22 +208,3 @@ def _write_segments(
                 progress(segment.stop - segment.start)
 
     run_threads(work, min(threads, len(segments)), stopped)
-
-
-def run_threads(work: Callable[[], None], count: int, stopped: threading.Event) -> None:
-    """Run `work` in some threads until all return; the first error, or Ctrl-C, sets `stopped`
-    and is raised.
-    """
-    if count <= 1:
-        work()
-        return
-    with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
-        futures = [executor.submit(work) for _ in range(count)]
-        try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-        finally:
-            stopped.set()
-        for future in futures:
-            future.result()

@@ -11,8 +11,9 @@ import numpy.typing as npt
 from isal import isal_zlib
 
 from ckptkit.checkpoint.content import LocalArray, PackContent
-from ckptkit.checkpoint.image import PackImage, Progress, stage_image, write_image
+from ckptkit.checkpoint.image import PackImage, stage_image, write_image
 from ckptkit.checkpoint.places import data_prefix
+from ckptkit.checkpoint.threads import Progress
 from ckptkit.format.arrays import Alias, ArrayInfo
 from ckptkit.format.manifest import pack_name
 from ckptkit.format.names import ancestors

@@ -4,9 +4,11 @@ caller's memory (DESIGN section 6).
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +16,23 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from ckptkit.checkpoint.image import Progress, run_threads
 from ckptkit.checkpoint.sources import Sources
+from ckptkit.checkpoint.threads import Progress, run_threads
 from ckptkit.errors import CorruptionError
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.zarr_documents import chunk_key
 from ckptkit.model import Box
-from ckptkit.plan.load import Piece, Pieces, coalesce, pieces_of
+from ckptkit.plan.load import Piece, Pieces, coalesce, pieces_of, side_by_side
 from ckptkit.storage import Source, default_pool
 
 # One request at most this large goes through memory that stays in the processor's cache.
 REQUEST_BYTES = 2 << 20
 GAP_BYTES = 4 << 10
+BAND_BYTES = 4 << 20
+PAGE = 4096
+
+# Copies between addresses that are alike modulo a page, or differ modulo 32, run at half speed.
+_AHEAD = 256
 
 _MANY_ROWS = 512
 
@@ -52,6 +59,8 @@ class Job:
     stop: npt.NDArray[np.int64]
     crc32: npt.NDArray[np.uint32]
     runs: list[tuple[int, int]]
+    bands: frozenset[int]
+    """The first rows of the runs that are chunks side by side along the last dim."""
 
     def piece(self, row: int) -> tuple[Request, Piece]:
         """One piece and the request it is for."""
@@ -85,16 +94,21 @@ def plan_job(manifest: Manifest, requests: Sequence[Request], *, verify: bool) -
     pack = manifest.pack[rows]
     order = np.lexsort((start, pack))
     pack, start, stop = pack[order], start[order], stop[order]
+    request = np.repeat(np.arange(len(requests)), counts)[order]
+    place = _joined([np.arange(count) for count in counts])[order]
+    bands = side_by_side(pieces, request, place, pack)
+    runs = coalesce(pack, start, stop, gap=GAP_BYTES, limit=REQUEST_BYTES, together=bands)
     return Job(
         requests,
         pieces,
-        np.repeat(np.arange(len(requests)), counts)[order],
-        _joined([np.arange(count) for count in counts])[order],
+        request,
+        place,
         pack,
         start,
         stop,
         manifest.crc32[rows][order],
-        coalesce(pack, start, stop, gap=GAP_BYTES, limit=REQUEST_BYTES),
+        runs,
+        frozenset(first for first, _ in bands),
     )
 
 
@@ -120,7 +134,7 @@ class Reader:
         stopped = threading.Event()
 
         def work() -> None:
-            with default_pool().take(REQUEST_BYTES) as scratch:
+            with default_pool().take(BAND_BYTES + PAGE) as scratch:
                 while not stopped.is_set():
                     with lock:
                         run = next(pending, None)
@@ -134,6 +148,10 @@ class Reader:
 
     def _read(self, job: Job, run: tuple[int, int], scratch: memoryview, *, verify: bool) -> None:
         first, last = run
+        if first in job.bands:
+            with self._sources.use(int(job.pack[first])) as source:
+                self._read_band(job, run, source, scratch, verify=verify)
+            return
         start = int(job.start[first])
         size = int(job.stop[first:last].max()) - start
         direct = _direct_target(job, run)
@@ -162,8 +180,46 @@ class Reader:
             target = _view(request.target, piece.target)
             _place(piece, data, target, partial=not verify)
 
+    def _read_band(
+        self, job: Job, run: tuple[int, int], source: Source, scratch: memoryview, *, verify: bool
+    ) -> None:
+        """Some rows of all chunks at a time, so that the target's rows are written whole: more than
+        twice as fast as the short rows of one chunk, with gaps between them.
+        """
+        first, last = run
+        count = last - first
+        request, piece = job.piece(first)
+        shape, bits = piece.stored_shape, request.target.dtype
+        across = slice(piece.target[-1].start, job.piece(last - 1)[1].target[-1].stop)
+        target = _view(request.target, (*piece.target[:-1], across))
+        target = target.reshape(*shape[:-1], count, shape[-1])
+        row_bytes = math.prod(shape[1:]) * bits.itemsize
+        rows = max(1, min(shape[0], (len(scratch) - PAGE) // (count * row_bytes)))
+        slot = rows * row_bytes
+        starts, crcs = job.start[first:last].tolist(), [0] * count
+        ahead = (target.__array_interface__["data"][0] + _AHEAD) % PAGE
+        with ExitStack() as stack:
+            if count * slot + PAGE > len(scratch):
+                scratch = stack.enter_context(default_pool().take(count * slot + PAGE))
+            memory = scratch[ahead : ahead + count * slot]
+            stored = np.frombuffer(memory, bits).reshape(count, rows, *shape[1:])
+            stored = np.moveaxis(stored, 0, -2)
+            for begin in range(0, shape[0], rows):
+                here = min(rows, shape[0] - begin)
+                for number, place in enumerate(starts):
+                    data = memory[number * slot : number * slot + here * row_bytes]
+                    source.read_into(place + begin * row_bytes, data)
+                    if verify:
+                        crcs[number] = isal_zlib.crc32(data, crcs[number])
+                target[begin : begin + here] = stored[:here]
+        if verify:
+            for number, crc in enumerate(crcs):
+                self._compare(job, first + number, int(crc))
+
     def _check(self, job: Job, row: int, data: memoryview) -> None:
-        actual = int(isal_zlib.crc32(data))
+        self._compare(job, row, int(isal_zlib.crc32(data)))
+
+    def _compare(self, job: Job, row: int, actual: int) -> None:
         if actual == int(job.crc32[row]):
             return
         request, piece = job.piece(row)

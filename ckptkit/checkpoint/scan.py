@@ -13,9 +13,9 @@ import numpy as np
 from isal import isal_zlib
 
 from ckptkit.checkpoint.commit import groups_image
-from ckptkit.checkpoint.image import Progress, run_threads
 from ckptkit.checkpoint.reading import default_threads
 from ckptkit.checkpoint.tail import PackRecord
+from ckptkit.checkpoint.threads import Progress, run_threads
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.names import ancestors

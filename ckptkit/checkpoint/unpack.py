@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.image import Progress, run_threads
+from ckptkit.checkpoint.threads import Progress, run_threads
 from ckptkit.checkpoint.zarr_view import ZarrView, presented_grid
 from ckptkit.errors import AlreadyExistsError, StorageError
 

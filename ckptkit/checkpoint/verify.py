@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptkit.checkpoint.assemble import assemble
-from ckptkit.checkpoint.image import Progress
 from ckptkit.checkpoint.locate import manifest_at
 from ckptkit.checkpoint.places import Place, data_prefix, described, store_at
 from ckptkit.checkpoint.scan import Fault, scan_chunks, scan_groups, scan_pack
 from ckptkit.checkpoint.tail import check_belongs, read_record
+from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import CkptkitError, FormatError, NotFoundError, StorageError
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.record import Record

@@ -11,9 +11,9 @@ from typing import Any, Self
 from ckptkit.checkpoint.attempt import Attempt
 from ckptkit.checkpoint.barrier import Barrier, SoloBarrier
 from ckptkit.checkpoint.content import as_local
-from ckptkit.checkpoint.image import DEFAULT_THREADS, Progress
 from ckptkit.checkpoint.pack_writer import Holding, Holdings, Pack
 from ckptkit.checkpoint.places import Place, step_name, store_at
+from ckptkit.checkpoint.threads import DEFAULT_THREADS, Progress
 from ckptkit.errors import (
     InvalidNameError,
     LayoutError,
@@ -125,8 +125,8 @@ class Writer:
         self._groups.update(ancestors(name))
 
     def add_object(self, name: str, value: object) -> None:
-        """Add a value that is no tensor: plain (the same on all ranks), PerRank(value) or
-        Sum(number).
+        """Add a value that is no tensor: plain or Replicated(value) (the same on all ranks),
+        PerRank(value) or Sum(number).
         """
         self._check_open()
         self._check_not_staged()

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import overload
@@ -82,6 +82,22 @@ class Pieces(Sequence[Piece]):
             tuple([step.target for step in steps]),
         )
 
+    @property
+    def across(self) -> int:
+        """How many of them lie side by side along the last dim."""
+        return len(self._dims[-1]) if self._dims else 1
+
+    def alike(self) -> npt.NDArray[np.bool_]:
+        """For each piece whether it is a whole chunk, stored in the shape of its neighbours along
+        the last dim.
+        """
+        uniform = len(self._dims) > 1 and len({step.stored for step in self._dims[-1]}) == 1
+        whole = np.full(1, uniform)
+        for along in self._dims:
+            here = [s.source.start == 0 and s.source.stop == s.stored for s in along]
+            whole = (whole[:, None] & np.array(here)[None, :]).reshape(-1)
+        return whole
+
     def chunks(self) -> I64:
         """The number of each piece's chunk."""
         numbers = np.zeros(1, dtype=np.int64)
@@ -118,12 +134,38 @@ def _along(grid: Grid, dim: int, span: range, box: Box) -> list[_Step]:
     return steps
 
 
+def side_by_side(
+    pieces: Sequence[Pieces], request: I64, place: I64, pack: npt.NDArray[np.uint32]
+) -> list[tuple[int, int]]:
+    """Runs [i, j) of two or more whole chunks of one pack that are neighbours along the last dim,
+    among pieces given as (number of their `Pieces`, place in it).
+    """
+    if not len(place):
+        return []
+    across = np.array([each.across for each in pieces], np.int64)[request]
+    counts = np.array([len(each) for each in pieces], np.int64)
+    starts = np.cumsum(counts) - counts
+    alike = np.concatenate([each.alike() for each in pieces])[starts[request] + place]
+    beside = (request[1:] == request[:-1]) & (pack[1:] == pack[:-1])
+    beside &= (place[1:] == place[:-1] + 1) & (place[1:] % across[1:] > 0)
+    beside &= alike[1:] & alike[:-1]
+    borders = [0, *(np.flatnonzero(~beside) + 1).tolist(), len(place)]
+    return [(first, last) for first, last in pairwise(borders) if last - first > 1]
+
+
 def coalesce(
-    pack: npt.NDArray[np.uint32], start: I64, stop: I64, *, gap: int, limit: int
+    pack: npt.NDArray[np.uint32],
+    start: I64,
+    stop: I64,
+    *,
+    gap: int,
+    limit: int,
+    together: Sequence[tuple[int, int]] = (),
 ) -> list[tuple[int, int]]:
     """Cut extents that are sorted by (pack, start) into runs [i, j) that one request reads.
 
-    Neighbours join when at most `gap` bytes lie between them and the request stays within `limit`.
+    Neighbours join when at most `gap` bytes lie between them and the request stays within
+    `limit`. The runs `together` are runs of their own, whatever their size.
     """
     if not len(pack):
         return []
@@ -133,12 +175,23 @@ def coalesce(
     for first, end in pairwise([0, *(np.flatnonzero(other) + 1).tolist(), len(pack)]):
         np.maximum.accumulate(stop[first:end], out=reach[first:end])
     apart = other | (start[1:] - reach[:-1] > gap)
-    borders = [0, *(np.flatnonzero(apart) + 1).tolist(), len(pack)]
+    for first, end in together:
+        apart[first : end - 1] = False
+        apart[max(0, first - 1) : first] = True
+        apart[end - 1 : end] = True
+    kept = {first for first, _ in together}
     runs = []
-    for first, end in pairwise(borders):
-        begin = first
-        while begin < end:
-            fitting = int(np.searchsorted(reach[begin:end], start[begin] + limit, side="right"))
-            runs.append((begin, begin + max(1, fitting)))
-            begin = runs[-1][1]
+    for first, end in pairwise([0, *(np.flatnonzero(apart) + 1).tolist(), len(pack)]):
+        if first in kept:
+            runs.append((first, end))
+        else:
+            runs += _within(reach, start, first, end, limit)
     return runs
+
+
+def _within(reach: I64, start: I64, first: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
+    while first < end:
+        fitting = int(np.searchsorted(reach[first:end], start[first] + limit, side="right"))
+        last = first + max(1, fitting)
+        yield first, last
+        first = last

@@ -1,0 +1,31 @@
+"""Doing one thing in a few threads: what saving, reading, checking and unpacking have in common."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
+DEFAULT_THREADS = 4
+
+Progress = Callable[[int], None]
+"""Called, from any thread, with the number of bytes done since the last call."""
+
+
+def run_threads(work: Callable[[], None], count: int, stopped: threading.Event) -> None:
+    """Run `work` in some threads until all return; the first error, or Ctrl-C, sets `stopped`
+    and is raised.
+    """
+    if count <= 1:
+        work()
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
+        futures = [executor.submit(work) for _ in range(count)]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        finally:
+            stopped.set()
+        for future in futures:
+            future.result()
