@@ -50,12 +50,16 @@ def choose_grid(
         others = itemsize * math.prod(shape) // extent
         ladders.append(_ladder(extent, cuts, others, chunk_bytes))
     chosen = _Climb(ladders, itemsize, chunk_bytes).run(shape)
-    if itemsize * math.prod(choice.longest for choice in chosen) > _LARGEST_MULTIPLE * chunk_bytes:
-        finer = [
-            _irregular_ladder(extent, cuts, itemsize, chunk_bytes) if cuts else ladder
+    size = itemsize * math.prod(choice.longest for choice in chosen)
+    too_large = size > _LARGEST_MULTIPLE * chunk_bytes
+    if too_large or size * _SMALLEST_SHARE < chunk_bytes:
+        free = [
+            _irregular_ladder(extent, cuts, itemsize, chunk_bytes)
+            if cuts and (too_large or not _fits_regular(extent, cuts))
+            else ladder
             for extent, cuts, ladder in zip(shape, edges, ladders, strict=True)
         ]
-        chosen = _Climb(finer, itemsize, chunk_bytes).run(shape)
+        chosen = _Climb(free, itemsize, chunk_bytes).run(shape)
     return _grid(shape, chosen)
 
 
@@ -108,8 +112,7 @@ def _ladder(extent: int, cuts: tuple[int, ...], others: int, chunk_bytes: int) -
         sizes = {-(-extent // (1 << k)) for k in range(extent.bit_length() + 1)}
         return [_Choice(size) for size in sorted(sizes)]
     common = math.gcd(*cuts)
-    longest = _longest(extent, cuts)
-    if 2 * common > longest or common * others * _SMALLEST_SHARE >= chunk_bytes:
+    if _fits_regular(extent, cuts) or common * others * _SMALLEST_SHARE >= chunk_bytes:
         divisors = {common // k for k in range(1, 65) if common % k == 0}
         return [_Choice(size) for size in sorted(divisors)]
     return _irregular_ladder(extent, cuts, others, chunk_bytes)
@@ -125,6 +128,11 @@ def _irregular_ladder(extent: int, cuts: tuple[int, ...], others: int, chunk_byt
         if not ladder or choice.longest > ladder[-1].longest:
             ladder.append(choice)
     return ladder
+
+
+def _fits_regular(extent: int, cuts: tuple[int, ...]) -> bool:
+    """Whether equal pieces are about as long as the cuts allow; ceil-sized cuts always fit."""
+    return 2 * math.gcd(*cuts) > _longest(extent, cuts)
 
 
 def _longest(extent: int, borders: tuple[int, ...]) -> int:

@@ -43,9 +43,13 @@ class DirectFile:
     def reserve(self, size: int) -> None:
         """Take the space now, so that a full disk shows before any data is written.
 
-        Not for direct writes: turning reserved blocks into written ones costs them a fifth.
+        Direct writes only look whether there is enough: turning reserved blocks into written ones
+        costs them a fifth.
         """
-        if size and not self.direct:
+        if size and self.direct:
+            if size > _room(self._descriptor):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        elif size:
             _fallocate(self._descriptor, size)
 
     def seal(self, size: int) -> None:
@@ -84,6 +88,12 @@ class DirectFile:
             # To go on would ask for the same bytes for ever.
             raise OSError(errno.EIO, f"the system wrote {count} bytes of a block")
         return whole
+
+
+def _room(descriptor: int) -> int:
+    """The bytes that are free on the file system of a file."""
+    system = os.fstatvfs(descriptor)
+    return system.f_bavail * system.f_frsize
 
 
 def _rest(pieces: list[memoryview], count: int) -> list[memoryview]:
