@@ -153,7 +153,9 @@ def _ensure_groups(store: Store, folder: str, groups: list[str]) -> PackInfo:
     if GROUPS_PACK in store.children(folder):
         # Left by a commit that did not finish, perhaps in the middle of it: nothing names it yet.
         store.delete([key])
-    return PackInfo(GROUPS_PACK, write_image(store, key, image, lambda: closing), None)
+    return PackInfo(
+        GROUPS_PACK, write_image(store, key, image, len(closing), lambda: closing), None
+    )
 
 
 def _exists(store: Store, prefix: str) -> StepExistsError:

@@ -16,7 +16,13 @@ import numpy.typing as npt
 from isal import isal_zlib
 
 from ckptkit.checkpoint.threads import DEFAULT_THREADS, Progress, run_threads
-from ckptkit.format.pack import Entry, data_offset, directory, local_header
+from ckptkit.format.pack import (
+    Entry,
+    data_offset,
+    directory,
+    directory_length,
+    local_header,
+)
 from ckptkit.storage import AlignedBuffer, Sink, Store, default_pool
 
 I64 = npt.NDArray[np.int64]
@@ -55,21 +61,23 @@ class PackImage:
     def __init__(self, content: Content) -> None:
         self._content = content
         count = len(content)
-        self.offsets: I64 = np.zeros(count, dtype=np.int64)
-        self.lengths: I64 = np.zeros(count, dtype=np.int64)
-        self.crcs: npt.NDArray[np.uint32] = np.zeros(count, dtype=np.uint32)
+        # Kept, because each is needed three times: here, in its header and in the directory.
+        self._names = [content.name(index) for index in range(count)]
+        lengths = [content.length(index) for index in range(count)]
+        offsets = []
         position = 0
-        for index in range(count):
-            length = content.length(index)
-            offset = data_offset(content.name(index), length, position)
-            self.offsets[index], self.lengths[index] = offset, length
-            position = offset + length
+        for name, length in zip(self._names, lengths, strict=True):
+            offsets.append(data_offset(name, length, position))
+            position = offsets[-1] + length
+        self.offsets: I64 = np.array(offsets, dtype=np.int64)
+        self.lengths: I64 = np.array(lengths, dtype=np.int64)
+        self.crcs: npt.NDArray[np.uint32] = np.zeros(count, dtype=np.uint32)
         self.end = position
 
     def entry(self, index: int) -> Entry:
         """One entry; its CRC is right once it has been filled."""
         return Entry(
-            self._content.name(index),
+            self._names[index],
             int(self.offsets[index]),
             int(self.lengths[index]),
             int(self.crcs[index]),
@@ -101,6 +109,16 @@ class PackImage:
                 self.entry(index), header
             )
             header = offset + length
+
+    def tail_length(self, record_name: str, record_length: int) -> int:
+        """The length of `tail` for a record of this length, before there are any bytes."""
+        offset = data_offset(record_name, record_length, self.end)
+        ends = (self.offsets + self.lengths).tolist()
+        names = sum(map(len, self._names)) + len(record_name)
+        lengths = [*self.lengths.tolist(), record_length]
+        # The last header is at the image's end, and the directory begins where the record ends.
+        closing = directory_length(names, lengths, [0, *ends], offset + record_length)
+        return offset - self.end + record_length + closing
 
     def tail(self, record_name: str, record: bytes) -> tuple[bytes, Entry]:
         """The bytes after the last entry: the record's entry, the directory and the end; and
@@ -139,6 +157,7 @@ def write_image(
     store: Store,
     key: str,
     image: PackImage,
+    tail_length: int,
     make_tail: Callable[[], bytes],
     *,
     staged: AlignedBuffer | None = None,
@@ -147,11 +166,9 @@ def write_image(
 ) -> int:
     """Fill and write a whole pack; returns its size. Nothing is left behind when it fails.
 
-    `make_tail` gives bytes of the same length before the entries are filled (to learn the
-    length) and after (to write them).
+    `make_tail` is called when all entries are filled, for what comes after them.
     """
     segments = image.segments(store.abilities.part_size)
-    tail_length = len(make_tail())
     extents = [segment.stop - segment.start for segment in segments] + [tail_length]
     sink = store.create(key, extents)
     try:

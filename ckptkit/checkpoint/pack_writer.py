@@ -72,12 +72,14 @@ class Pack:
         progress: Progress | None = None,
     ) -> None:
         """Write the pack; complete and durable on return, and nothing left behind when it fails."""
+        name = record_name(self._rank)
         try:
             write_image(
                 store,
                 f"{data_prefix(prefix, save.save_id)}/{pack_name(self._rank)}",
                 self._image,
-                lambda: self._image.tail(record_name(self._rank), self._record(save))[0],
+                self._image.tail_length(name, len(self._record(save))),
+                lambda: self._image.tail(name, self._record(save))[0],
                 staged=self._staged,
                 threads=threads,
                 progress=progress,

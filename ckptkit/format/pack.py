@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckptkit.errors import CorruptionError
@@ -90,6 +90,19 @@ def directory(entries: Iterable[Entry]) -> bytes:
         header = entry.offset + entry.length
         count += 1
     return bytes(parts) + _end(count, len(parts), header)
+
+
+def directory_length(
+    name_bytes: int, lengths: Sequence[int], headers: Sequence[int], offset: int
+) -> int:
+    """The length of a `directory` that begins at `offset`, of entries whose names have so many
+    bytes in all, with these lengths and header offsets.
+    """
+    size = name_bytes + len(lengths) * _CENTRAL.size
+    for length, header in zip(lengths, headers, strict=True):
+        if length >= _LIMIT32 or header >= _LIMIT32:
+            size += 4 + 16 * (length >= _LIMIT32) + 8 * (header >= _LIMIT32)
+    return size + len(_end(len(lengths), size, offset))
 
 
 def _central(entry: Entry, header_offset: int) -> bytes:
