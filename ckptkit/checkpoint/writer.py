@@ -45,7 +45,7 @@ class Writer:
 
     Every rank makes one with the same location, step and strategy, adds its part of each array
     it holds, and leaves the block. Nothing is visible before all ranks are done; if any of them
-    fails, all of them raise and the step does not exist.
+    fails before that, all of them raise and the step does not exist.
     """
 
     def __init__(  # noqa: PLR0913 — one keyword for each decision, all with defaults
