@@ -1,4 +1,6 @@
-"""What is saved: the training state of a small llama, bf16 parameters and two fp32 moments."""
+"""What is saved: the training state of few layers of Llama 2 7B, bf16 parameters and two fp32
+moments.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-HIDDEN, FFN, VOCAB, KV = 2048, 5632, 32000, 512
+HIDDEN, FFN, VOCAB = 4096, 11008, 32000
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # The bits of an element: numpy alone has no bfloat16.
@@ -41,8 +43,8 @@ def llama(gib: float) -> list[Tensor]:
     fixed = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,)}
     layer = {
         "attention.wq": (HIDDEN, HIDDEN),
-        "attention.wk": (KV, HIDDEN),
-        "attention.wv": (KV, HIDDEN),
+        "attention.wk": (HIDDEN, HIDDEN),
+        "attention.wv": (HIDDEN, HIDDEN),
         "attention.wo": (HIDDEN, HIDDEN),
         "ffn.gate": (FFN, HIDDEN),
         "ffn.up": (FFN, HIDDEN),

@@ -15,7 +15,8 @@ DEFAULT_CHUNK_BYTES = 4 << 20
 _SMALLEST_SHARE = 16  # chunks below 1/16 of the target cost more to handle than they save
 _LARGEST_MULTIPLE = 4  # a regular grid may miss the target by this much before a border is added
 _SHORTEST_RUN = 512  # bytes: copying shorter rows is slower than the disk
-_PARTS = 8
+_SHORT_RUN = 4096  # bytes: copying shorter rows is slower than reading them
+_PARTS, _FEWER_PARTS = 8, 4
 _MOST_BORDERS = 1 << 16
 
 
@@ -73,9 +74,14 @@ class _Climb:
         self._at = [0] * len(ladders)
 
     def run(self, shape: tuple[int, ...]) -> list[_Choice]:
-        """Begin at eighths; lengthen pieces while chunks are too small, shorten while too large."""
-        self._at = list(map(_eighths, shape, self._ladders))
+        """Begin at eighths; lengthen pieces while chunks are too small, shorten while too large.
+
+        Short rows become quarters, very short ones whatever it takes.
+        """
+        self._at = [_parts(*each, _PARTS) for each in zip(shape, self._ladders, strict=True)]
         dims = range(len(shape))
+        if dims and self._run() < _SHORT_RUN:
+            self._at[-1] = _parts(shape[-1], self._ladders[-1], _FEWER_PARTS)
         while dims and self._can_rise(dims[-1]) and self._run() < _SHORTEST_RUN:
             self._at[-1] += 1
         dim = 0
@@ -139,16 +145,17 @@ def _longest(extent: int, borders: tuple[int, ...]) -> int:
     return max(b - a for a, b in pairwise((0, *borders, extent)))
 
 
-def _eighths(extent: int, ladder: _Ladder) -> int:
-    """The longest pieces that have a border at every eighth; where none do, that are no longer.
+def _parts(extent: int, ladder: _Ladder, count: int) -> int:
+    """The longest pieces that have a border at every eighth (`count` is 8); where none do, that are
+    no longer.
 
     A dim of fewer than eight is left whole where nothing cuts it: kernels, heads, pairs.
     """
     if extent < _PARTS:
         return len(ladder) - 1
-    eighth = -(-extent // _PARTS)
-    short = [i for i, choice in enumerate(ladder) if choice.longest <= eighth]
-    aligned = [i for i in short if eighth % ladder[i].longest == 0 or ladder[i].borders is not None]
+    share = -(-extent // count)
+    short = [i for i, choice in enumerate(ladder) if choice.longest <= share]
+    aligned = [i for i in short if share % ladder[i].longest == 0 or ladder[i].borders is not None]
     return (aligned or short or [0])[-1]
 
 
