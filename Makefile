@@ -4,32 +4,51 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPED := ckptkit $(VENV)/typing/ckptkit/cli $(VENV)/typing/ckptkit/schemas tests $(wildcard examples/*.py benchmarks/*.py)
+TORCH := $(shell sed -n 's/^ *"\(torch==.*\)",$$/\1/p' pyproject.toml)
+FOR ?= $(MAKECMDGOALS)
+
+# Two that set up at once would damage .venv: they take turns, where there is a flock that works.
+TURNS := $(shell flock -n -E 0 Makefile true 2>/dev/null && echo flock Makefile)
+SET_UP = $(TURNS) $(MAKE) --no-print-directory FOR=$@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench clean
+.PHONY: help demo test bench clean base torch dev
 
 help: ## show this
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' Makefile
 
-demo: $(VENV)/base.stamp ## set up without torch, then write a small sharded checkpoint and look at it
+demo: ## write a small sharded checkpoint and look at it; then, with torch, train, be killed, go on
+	+@$(SET_UP) base
 	$(BIN)/ckpt demo
+	+@$(SET_UP) torch
+	$(BIN)/python examples/kill_and_resume.py
 
-test: $(VENV)/dev.stamp ## set up with torch, then ruff, mypy and pytest
+test: ## set up with torch, then ruff, mypy and pytest
+	+@$(SET_UP) dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(TYPED)
 	$(BIN)/pytest -n 2
 
-bench: $(VENV)/dev.stamp ## set up with torch, then measure side by side with peers
+bench: ## set up with torch, then measure side by side with peers
+	+@$(SET_UP) dev
 	$(BIN)/python -m benchmarks
 
 clean: ## remove the environment, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+base torch dev: %: $(VENV)/%.stamp
+	@:
+
 # The stamps are older than pyproject.toml exactly when something has to be installed.
 $(VENV)/base.stamp: pyproject.toml $(VENV)/venv.stamp
 	$(PIP) install -e .
+	@touch $@
+
+# ckptkit itself is not installed again: its command may be running.
+$(VENV)/torch.stamp: $(VENV)/base.stamp
+	$(PIP) install '$(TORCH)'
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml $(VENV)/venv.stamp
@@ -37,12 +56,12 @@ $(VENV)/dev.stamp: pyproject.toml $(VENV)/venv.stamp
 	@mkdir -p $(VENV)/typing/ckptkit
 	@ln -sfn ../../../cli $(VENV)/typing/ckptkit/cli
 	@ln -sfn ../../../schemas $(VENV)/typing/ckptkit/schemas
-	@touch $(VENV)/base.stamp $@
+	@touch $(VENV)/base.stamp $(VENV)/torch.stamp $@
 
 # Some Debians ship venv without ensurepip: there the pip outside puts a pip inside.
 $(VENV)/venv.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "ckptkit needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	  echo "ckptkit needs Python 3.11 or newer: make PYTHON=python3.11 $(FOR)" >&2; exit 1; }
 	@rm -rf $(VENV)
 	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); else \
 	  $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; fi || { \

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks import speed
+from benchmarks import live, speed
 from benchmarks.machine import describe, in_words
 from benchmarks.manifest import manifest
 from benchmarks.memory import memory
@@ -20,6 +20,16 @@ from benchmarks.slices import slices
 from benchmarks.table import Section, bars_text
 
 RESULTS = Path(__file__).with_name("results")
+
+_WHAT = {
+    "save": "of 1 and 2 processes",
+    "load": "by 1 and 2 processes",
+    "live": "in a training job: FSDP2, tensor parallelism, asynchronous saves",
+    "slice": "column slices",
+    "scale": "many arrays, chunks and ranks",
+    "memory": "at its peak",
+    "all": "the default",
+}
 
 Bench = Callable[[], Section]
 
@@ -56,6 +66,8 @@ def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
     if wanted in ("load", "all"):
         for world_size in (1, 2):
             yield partial(speed.load, folder, gib, repeat, world_size)
+    if wanted in ("live", "all"):
+        yield from live.benches(folder, gib, repeat)
     if wanted in ("slice", "all"):
         yield partial(isolated, slices, folder, gib)
     if wanted in ("scale", "all"):
@@ -68,9 +80,14 @@ def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    choices = ("save", "load", "slice", "scale", "memory", "all")
-    parser.add_argument("what", nargs="?", default="all", choices=choices)
-    parser.add_argument("--gib", type=float, default=1.6, help="size of the state (default 1.6)")
+    choices = ", ".join(f"{name} ({what})" for name, what in _WHAT.items())
+    parser.add_argument("what", nargs="?", default="all", choices=_WHAT, help=choices)
+    parser.add_argument(
+        "--gib",
+        type=float,
+        default=1.6,
+        help="least size of the state (default 1.6); below 0.5 of narrower layers, to try it out",
+    )
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each (default 3)")
     parser.add_argument(
         "--folder", type=Path, default=RESULTS, help="where the files go: the disk to measure"

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.contender import make_durable
-from benchmarks.state import Part
+from benchmarks.state import Memory
 
 BLOCK = 4096
 
@@ -26,14 +26,14 @@ Item = TypeVar("Item")
 class Floor:
     """Parallel direct writes, one file per rank, out of aligned memory; parallel reads."""
 
-    part: Part
+    held: Memory
     threads: int
     segment: int
     preallocate: bool = False
 
     def save(self, folder: Path) -> None:
         """`pwrite` with O_DIRECT, then fsync of the file and the folder."""
-        size = -(-self.part.nbytes // BLOCK) * BLOCK
+        size = -(-self.held.nbytes // BLOCK) * BLOCK
         flags = os.O_WRONLY | os.O_CREAT | os.O_DIRECT
         descriptor = os.open(self._path(folder), flags, 0o644)
         buffers: SimpleQueue[memoryview] = SimpleQueue()
@@ -51,7 +51,7 @@ class Floor:
             if self.preallocate:
                 os.posix_fallocate(descriptor, 0, size)
             self._run(write, range(0, size, self.segment))
-            os.ftruncate(descriptor, self.part.nbytes)
+            os.ftruncate(descriptor, self.held.nbytes)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -61,7 +61,7 @@ class Floor:
         """`preadv` of the file, in order, into the existing buffers."""
         pieces: list[tuple[int, memoryview]] = []
         start = 0
-        for flat in self.part.flat():
+        for flat in self.held.flat():
             for begin in range(0, len(flat), self.segment):
                 view = flat[begin : begin + self.segment].data
                 pieces.append((start + begin, view))
@@ -85,7 +85,7 @@ class Floor:
                 pass
 
     def _path(self, folder: Path) -> Path:
-        return folder / f"rank-{self.part.rank}.bin"
+        return folder / f"rank-{self.held.rank}.bin"
 
 
 @cache

@@ -14,6 +14,7 @@ from benchmarks.memory import peak_mib, reset_peak, resident_mib
 from benchmarks.ranks import isolated
 from benchmarks.table import Bar, Section
 from ckptkit.checkpoint.assemble import assemble
+from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest, PackInfo, pack_name
 from ckptkit.format.pack import Entry
@@ -56,7 +57,8 @@ def _measure(folder: Path) -> tuple[dict[str, float], dict[str, float], int]:
         seconds[what] = time.monotonic() - start
         memory[what] = peak_mib() - before
 
-    records = [_record(rank) for rank in range(WRITERS)]
+    table = ArrayTable.of([_array(number) for number in range(ARRAYS)], ())
+    records = [_record(rank, table) for rank in range(WRITERS)]
     size = CHUNK * ARRAYS * PER_ARRAY
     packs = [PackInfo(pack_name(rank), size, (0, 1)) for rank in range(WRITERS)]
     store = open_store(folder)
@@ -77,18 +79,16 @@ def _publish(folder: Path, built: Manifest) -> None:
     store.put("step-0000000001/manifest.msgpack", built.to_bytes(), exclusive=True)
 
 
-def _record(rank: int) -> Record:
+def _record(rank: int, table: ArrayTable) -> Record:
     mine = PER_ARRAY // WRITERS
     rows = ARRAYS * mine
-    arrays = tuple(_array(number) for number in range(ARRAYS))
-    documents = tuple(Entry(key_of(array.name), 0, 1, 0) for array in arrays) if rank == 0 else ()
+    keys = [key_of(array.name) for array in table.arrays] if rank == 0 else []
     chunk = np.tile(np.arange(rank * mine, (rank + 1) * mine, dtype=np.uint64), ARRAYS)
     return Record(
         save=SaveInfo("20260101T000000Z-000000000000", 1, 0.0, "bench", WRITERS, _STRATEGY, {}),
         rank=rank,
-        arrays=arrays,
-        aliases=(),
-        documents=documents,
+        table=table,
+        documents=tuple(Entry(key, 0, 1, 0) for key in keys),
         array=np.repeat(np.arange(ARRAYS, dtype=np.uint32), mine),
         chunk=chunk,
         offset=np.arange(rows, dtype=np.uint64) * np.uint64(CHUNK),

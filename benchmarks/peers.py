@@ -97,13 +97,11 @@ class TorchSave:
         return folder / f"rank-{self.rank}.pt"
 
 
-def join(rank: int, world_size: int, meeting: Path) -> None:
+def join(rank: int, world_size: int, address: str) -> None:
     """Make the process group of the job, as torchrun would."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     if world_size > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size
-        )
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
 
 
 def local_tensors(part: Part) -> dict[str, torch.Tensor]:

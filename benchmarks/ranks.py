@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import resource
+import socket
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from benchmarks.contender import Contender
-from benchmarks.state import Part, Tensor
+from benchmarks.measured import Taken
+from benchmarks.state import Memory, Part, Tensor, clear, digest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,17 +26,17 @@ _SPAWN = mp.get_context("spawn")
 
 
 class Ranks:
-    """All ranks of one job, with or without torch in their processes."""
+    """All ranks of one job: without torch, with it, or training under the strategy of the host."""
 
-    def __init__(self, host: str, world_size: int, tensors: list[Tensor], folder: Path) -> None:
+    def __init__(self, host: str, world_size: int, tensors: list[Tensor]) -> None:
         barrier = _SPAWN.Barrier(world_size)
         self._pipes: list[Connection] = []
         self._processes = []
-        meeting = folder / f"meeting-{host}-{world_size}-{time.time_ns()}"
+        address = f"tcp://127.0.0.1:{_free_port()}"
         for rank in range(world_size):
             mine, theirs = _SPAWN.Pipe()
             process = _SPAWN.Process(
-                target=_serve, args=(host, tensors, rank, world_size, meeting, barrier, theirs)
+                target=_serve, args=(host, tensors, rank, world_size, address, barrier, theirs)
             )
             process.start()
             theirs.close()
@@ -41,10 +44,10 @@ class Ranks:
             self._processes.append(process)
         self.names: list[str] = self._answers()[0]
 
-    def timed(self, name: str, action: str, folder: Path) -> float:
-        """Seconds from the moment all ranks begin to the moment the last one is done."""
-        spans = self._ask((name, action, folder))
-        return float(max(stop for _, stop in spans) - min(start for start, _ in spans))
+    def timed(self, name: str, action: str, folder: Path) -> Taken:
+        """Let all ranks do what the contender's method of that name does."""
+        starts, stops, cpu, results = zip(*self._ask((name, action, folder)), strict=True)
+        return Taken(max(stops) - min(starts), sum(cpu), list(results))
 
     def check(self, name: str, folder: Path) -> None:
         """Clear all parts, load them, and compare them with what they were at the start."""
@@ -72,12 +75,7 @@ class Ranks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -92,25 +90,24 @@ def _serve(
     tensors: list[Tensor],
     rank: int,
     world_size: int,
-    meeting: Path,
+    address: str,
     barrier: Barrier,
     pipe: Connection,
 ) -> None:
     try:
-        part = Part(tensors, rank, world_size)
-        contenders = _with_torch(part, meeting) if host == "torch" else _without_torch(part)
-        digest = part.digest()
+        held, contenders = _HOSTS[host](tensors, rank, world_size, address)
+        saved = digest(held)
         pipe.send(list(contenders))
         while True:
             name, action, folder = pipe.recv()
             if action == "check":
-                part.clear()
+                clear(held)
                 contenders[name].load(folder)
-                if part.digest() != digest:
-                    raise RuntimeError(f"{name} did not load what it saved")  # noqa: TRY301
-                pipe.send((0.0, 0.0))
+                if digest(held) != saved:
+                    raise RuntimeError(f"{name} did not load what was saved")  # noqa: TRY301
+                pipe.send(None)
             else:
-                pipe.send(_timed(contenders[name], action, folder, barrier))
+                pipe.send(_timed(getattr(contenders[name], action), folder, barrier))
     except EOFError:
         return
     except Exception:  # noqa: BLE001  # whatever it is, the parent has to hear of it
@@ -119,41 +116,51 @@ def _serve(
 
 
 def _timed(
-    contender: Contender, action: str, folder: Path, barrier: Barrier
-) -> tuple[float, float]:
-    work = contender.save if action == "save" else contender.load
+    work: Callable[[Path], Any], folder: Path, barrier: Barrier
+) -> tuple[float, float, float, Any]:
     barrier.wait()
+    cpu = _cpu_seconds()
     # One clock for all processes of a machine.
     start = time.monotonic()
-    work(folder)
-    return start, time.monotonic()
+    result = work(folder)
+    return start, time.monotonic(), _cpu_seconds() - cpu, result
 
 
-def _without_torch(part: Part) -> dict[str, Contender]:
-    # Here, so that a job with torch does not have what one without it has, nor the other way round.
-    from benchmarks.floors import Floor  # noqa: PLC0415
+def _cpu_seconds() -> float:
+    """Of this process and its children, in user and in system mode."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+_Hosted = tuple[Memory, dict[str, Contender]]
+
+
+# Each imports what it needs, so that a job with torch does not have what one without it has, nor
+# the other way round.
+
+
+def _without_torch(tensors: list[Tensor], rank: int, world_size: int, address: str) -> _Hosted:  # noqa: ARG001
     from benchmarks.ours import Ckptkit  # noqa: PLC0415
 
-    readers = max(1, 2 // part.world_size)
-    contenders: dict[str, Contender] = {
-        "ckptkit": Ckptkit(part),
-        "ckptkit, unchecked": Ckptkit(part, verify=False),
-    }
-    for threads, mib, preallocate in ((2, 16, False), (4, 8, True), (4, 16, False)):
-        name = f"write floor: {threads} x {mib} MiB{', preallocated' if preallocate else ''}"
-        contenders[name] = Floor(part, threads, mib << 20, preallocate)
-    for mib in (1, 4, 16):
-        contenders[f"read floor: {readers} x {mib} MiB"] = Floor(part, readers, mib << 20)
-    return contenders
+    part = Part(tensors, rank, world_size)
+    ours = {"ckptkit": Ckptkit(part), "ckptkit, unchecked": Ckptkit(part, verify=False)}
+    return part, {**ours, **_floors(part, world_size)}
 
 
-def _with_torch(part: Part, meeting: Path) -> dict[str, Contender]:
-    from benchmarks import peers  # noqa: PLC0415  # torch takes seconds to import
+def _with_torch(tensors: list[Tensor], rank: int, world_size: int, address: str) -> _Hosted:
+    from benchmarks import peers  # noqa: PLC0415
 
-    peers.join(part.rank, part.world_size, meeting)
+    peers.join(rank, world_size, address)
+    part = Part(tensors, rank, world_size)
     local, sharded = peers.local_tensors(part), peers.sharded_tensors(part)
-    rank = part.rank
-    return {
+    return part, {
         "DCP": peers.Dcp(sharded),
         "DCP, thread_count=2": peers.Dcp(sharded, threads=2),
         "safetensors (no fsync)": peers.Safetensors(local, rank),
@@ -161,3 +168,43 @@ def _with_torch(part: Part, meeting: Path) -> dict[str, Contender]:
         "torch.save (no fsync)": peers.TorchSave(local, rank),
         "torch.save + fsync": peers.TorchSave(local, rank, sync=True),
     }
+
+
+def _training(
+    strategy: str, tensors: list[Tensor], rank: int, world_size: int, address: str
+) -> _Hosted:
+    from benchmarks import peers  # noqa: PLC0415
+    from benchmarks.loop import Asynchronous, Live  # noqa: PLC0415
+    from benchmarks.training import Training  # noqa: PLC0415
+
+    peers.join(rank, world_size, address)
+    training = Training(strategy, tensors, rank, world_size)
+    return training, {
+        "ckptkit": Live(training),
+        "ckptkit, unchecked": Live(training, verify=False),
+        "asynchronous": Asynchronous(training),
+        "DCP": peers.Dcp(training.tensors),
+        "DCP, thread_count=2": peers.Dcp(training.tensors, threads=2),
+        **_floors(training, world_size),
+    }
+
+
+def _floors(held: Memory, world_size: int) -> dict[str, Contender]:
+    from benchmarks.floors import Floor  # noqa: PLC0415
+
+    readers = max(1, 2 // world_size)
+    floors: dict[str, Contender] = {}
+    for threads, mib, preallocate in ((2, 16, False), (4, 8, True), (4, 16, False)):
+        name = f"write floor: {threads} x {mib} MiB{', preallocated' if preallocate else ''}"
+        floors[name] = Floor(held, threads, mib << 20, preallocate)
+    for mib in (1, 4, 16):
+        floors[f"read floor: {readers} x {mib} MiB"] = Floor(held, readers, mib << 20)
+    return floors
+
+
+_HOSTS: dict[str, Callable[[list[Tensor], int, int, str], _Hosted]] = {
+    "light": _without_torch,
+    "torch": _with_torch,
+    "fsdp": partial(_training, "fsdp"),
+    "tp": partial(_training, "tp"),
+}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 BITS: dict[str, np.dtype[Any]] = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}
 
 _BYTES_PER_PARAMETER = 2 + 4 + 4
+_TRIAL_GIB, _TRIAL_SHRINK = 0.5, 8
 _ALIGNMENT = 64  # as torch allocates
 _PATTERN = (16 << 20) + 8  # no multiple of any chunk: two chunks never hold the same bytes
 
@@ -39,18 +40,24 @@ class Tensor:
 
 
 def llama(gib: float) -> list[Tensor]:
-    """The tensors of at least so many GiB: a tied embedding, and as many layers as that takes."""
-    fixed = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,)}
+    """The tensors of at least so many GiB: a tied embedding, and as many layers as that takes.
+
+    One layer of that size is more than 3 GB; what is asked to be small has narrower ones, to try
+    a benchmark out.
+    """
+    shrink = _TRIAL_SHRINK if gib < _TRIAL_GIB else 1
+    hidden, ffn, vocab = HIDDEN // shrink, FFN // shrink, VOCAB // shrink
+    fixed = {"embed": (vocab, hidden), "norm": (hidden,)}
     layer = {
-        "attention.wq": (HIDDEN, HIDDEN),
-        "attention.wk": (HIDDEN, HIDDEN),
-        "attention.wv": (HIDDEN, HIDDEN),
-        "attention.wo": (HIDDEN, HIDDEN),
-        "ffn.gate": (FFN, HIDDEN),
-        "ffn.up": (FFN, HIDDEN),
-        "ffn.down": (HIDDEN, FFN),
-        "attention.norm": (HIDDEN,),
-        "ffn.norm": (HIDDEN,),
+        "attention.wq": (hidden, hidden),
+        "attention.wk": (hidden, hidden),
+        "attention.wv": (hidden, hidden),
+        "attention.wo": (hidden, hidden),
+        "ffn.gate": (ffn, hidden),
+        "ffn.up": (ffn, hidden),
+        "ffn.down": (hidden, ffn),
+        "attention.norm": (hidden,),
+        "ffn.norm": (hidden,),
     }
     wanted = gib * (1 << 30) / _BYTES_PER_PARAMETER - _elements(fixed)
     count = max(1, math.ceil(wanted / _elements(layer)))
@@ -68,6 +75,35 @@ def llama(gib: float) -> list[Tensor]:
 def total_bytes(tensors: list[Tensor]) -> int:
     """The bytes of all tensors together."""
     return sum(tensor.nbytes for tensor in tensors)
+
+
+class Memory(Protocol):
+    """All that one rank holds."""
+
+    @property
+    def rank(self) -> int:
+        """Which rank it is."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+
+    def flat(self) -> list[npt.NDArray[np.uint8]]:
+        """The memory of each tensor, as bytes."""
+
+
+def digest(memory: Memory) -> int:
+    """A checksum of everything."""
+    value = 0
+    for flat in memory.flat():
+        value = zlib.crc32(flat.data, value)
+    return value
+
+
+def clear(memory: Memory) -> None:
+    """Zeros everywhere, so that a load cannot succeed by doing nothing."""
+    for flat in memory.flat():
+        flat.fill(0)
 
 
 class Part:
@@ -91,18 +127,6 @@ class Part:
     def flat(self) -> list[npt.NDArray[np.uint8]]:
         """The memory of each tensor, as bytes."""
         return [array.reshape(-1).view(np.uint8) for array in self.arrays.values()]
-
-    def digest(self) -> int:
-        """A checksum of everything."""
-        value = 0
-        for flat in self.flat():
-            value = zlib.crc32(flat.data, value)
-        return value
-
-    def clear(self) -> None:
-        """Zeros everywhere, so that a load cannot succeed by doing nothing."""
-        for flat in self.flat():
-            flat.fill(0)
 
     def _empty(self, tensor: Tensor) -> npt.NDArray[Any]:
         rows = -(-tensor.shape[0] // self.world_size)

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from benchmarks.measured import Measured
+
 
 @dataclass(frozen=True, slots=True)
 class Bar:
@@ -41,6 +43,7 @@ class Section:
     bars: Sequence[Bar] = ()
     notes: Sequence[str] = ()
     samples: dict[str, list[float]] = field(default_factory=dict)
+    cpu: dict[str, list[float]] = field(default_factory=dict)
 
     def to_doc(self) -> dict[str, Any]:
         """As JSON."""
@@ -55,11 +58,11 @@ class Section:
         return "\n\n".join(part for part in parts if part)
 
 
-def speeds(samples: dict[str, list[float]], size: int, against: str) -> list[list[str]]:
+def speeds(measured: Measured, size: int, against: str) -> list[list[str]]:
     """Rows of seconds and GB/s, the fastest first, each compared with one of them."""
-    base = median(samples[against])
+    base = measured.median(against)
     rows = []
-    for name, seconds in sorted(samples.items(), key=lambda item: median(item[1])):
+    for name, seconds in sorted(measured.seconds.items(), key=lambda item: median(item[1])):
         middle = median(seconds)
         rows.append(
             [
@@ -69,6 +72,7 @@ def speeds(samples: dict[str, list[float]], size: int, against: str) -> list[lis
                 f"{max(seconds):.2f}",
                 f"{size / middle / 1e9:.2f}",
                 f"{base / middle:.2f}",
+                f"{measured.median_cpu(name):.2f}",
             ]
         )
     return rows
@@ -76,7 +80,7 @@ def speeds(samples: dict[str, list[float]], size: int, against: str) -> list[lis
 
 def speed_columns(against: str) -> list[str]:
     """The head of `speeds`."""
-    return ["", "min s", "median s", "max s", "GB/s", f"speed / {against}"]
+    return ["", "min s", "median s", "max s", "GB/s", f"speed / {against}", "CPU s"]
 
 
 def bars_text(sections: Sequence[Section]) -> str:

@@ -14,7 +14,7 @@ from ckptkit.checkpoint.verify import Finding, verify
 from ckptkit.checkpoint.writer import Writer
 from ckptkit.errors import CkptkitError
 from ckptkit.format.zarr_dtypes import register as _register
-from ckptkit.model import PerRank, Replicated, Strategy, Sum
+from ckptkit.model import PerRank, Replicated, Split, Strategy, Sum
 from ckptkit.version import __version__
 
 _register()
@@ -28,6 +28,7 @@ __all__ = [
     "PerRank",
     "Replicated",
     "Run",
+    "Split",
     "Strategy",
     "Sum",
     "ThreadBarrier",

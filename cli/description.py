@@ -20,16 +20,15 @@ Doc: TypeAlias = dict[str, Any]
 
 def describe(checkpoint: Checkpoint, pattern: str | None = None, rank: int | None = None) -> Doc:
     """The whole document, with the arrays that match a pattern and what a rank holds of them."""
-    save = checkpoint.manifest.save
     arrays = _arrays(checkpoint, pattern, rank)
     return {
         "location": checkpoint.location,
         "step": checkpoint.step,
-        "time": moment(save.time),
-        "save_id": save.save_id,
-        "writer": save.writer,
+        "time": moment(checkpoint.time),
+        "save_id": checkpoint.save_id,
+        "writer": checkpoint.manifest.save.writer,
         "strategy": _strategy(checkpoint.strategy),
-        "details": as_json(save.details),
+        "details": as_json(dict(checkpoint.details)),
         "packs": len(checkpoint.manifest.packs),
         "stored_bytes": stored_bytes(checkpoint),
         "bytes": sum(array["bytes"] for array in arrays if array["alias_of"] is None),

@@ -13,10 +13,11 @@ from ckptkit.cli.runs import open_run
 @command("ckpt ls runs/7b")
 @location("run")
 def ls(run: str, *, as_json: bool) -> None:
-    """List the steps of RUN, oldest first.
+    """List the steps of RUN, lowest number first.
 
     Says of each when it was saved, its size, its strategy, and whether it is committed. A step that
-    is not committed was never finished, or is being written; its size is what is there.
+    is not committed was never finished, or is being written; its size is what is there. The newest
+    step is the last one: numbers count, not times.
     """
     found = open_run(run)
     steps = [

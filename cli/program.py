@@ -69,8 +69,8 @@ def main(ctx: click.Context) -> None:
     """Look at, check and move the checkpoints of distributed training runs.
 
     A RUN is a folder of steps, a STEP one checkpoint in it; where a STEP is asked for, a RUN means
-    its newest committed step. Data goes to stdout, all else to stderr: errors as `error: ...` and
-    `hint: ...`, with --json too.
+    its newest committed step: the one with the highest number. Data goes to stdout, all else to
+    stderr: errors as `error: ...` and `hint: ...`, with --json too.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 from ckptkit.cli.command import command, location
 from ckptkit.cli.output import aligned, counted, emit, emit_json
 from ckptkit.cli.quantity import seconds_of, size_text
 from ckptkit.cli.runs import open_run
+
+_KINDS = {
+    "step": "step",
+    "orphan": "never committed, of step",
+    "leftover": "unfinished file, of step",
+}
 
 
 @command(
@@ -18,7 +26,7 @@ from ckptkit.cli.runs import open_run
     "--keep-last",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Keep the newest N committed steps.",
+    help="Keep the newest N committed steps: those with the highest numbers.",
 )
 @click.option(
     "--keep-every", metavar="K", type=click.IntRange(min=1), help="Keep the multiples of K."
@@ -29,7 +37,7 @@ from ckptkit.cli.runs import open_run
     type=seconds_of,
     default="1h",
     show_default=True,
-    help="Leave data without a manifest alone until this old: it may be a save under way.",
+    help="Leave what no manifest names alone until this old: it may be a save under way.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 def prune(
@@ -43,40 +51,44 @@ def prune(
 ) -> None:
     """Delete old steps of RUN, and leftovers.
 
-    Leftovers are the data of saves that were never committed. A step stays if it is among the
-    newest N or a multiple of K, and the newest always does; without --keep-last and --keep-every
-    all committed steps stay. A step's manifest goes first, so that a crash leaves no half of one.
+    Leftovers are what saves that were never committed left: their data, an empty manifest, files
+    that were not finished. A step stays if it is among the newest N or a multiple of K, and the
+    newest always does; without --keep-last and --keep-every all committed steps stay. Newest means
+    the highest step number, whenever it was saved. A step's manifest goes first, so that a crash
+    leaves no half of one.
     """
     found = open_run(run)
     work = found.plan_prune if dry_run else found.prune
     removals = work(keep_last=keep_last, keep_every=keep_every, grace=grace)
     gone = {removal.step for removal in removals if removal.kind == "step"}
-    kept = [step for step in found.steps() if step not in gone]
-    nbytes = sum(removal.nbytes for removal in removals)
+    doc = {
+        "run": found.location,
+        "dry_run": dry_run,
+        "removed": [_removed(removal) for removal in removals],
+        "bytes": sum(removal.nbytes for removal in removals),
+        "kept": [step for step in found.steps() if step not in gone],
+    }
     if as_json:
-        removed = [
-            {
-                "kind": r.kind,
-                "step": r.step,
-                "name": r.name,
-                "bytes": r.nbytes,
-                "files": len(r.keys),
-            }
-            for r in removals
-        ]
-        doc = {
-            "run": found.location,
-            "dry_run": dry_run,
-            "removed": removed,
-            "bytes": nbytes,
-            "kept": kept,
-        }
         emit_json(doc)
-        return
-    rows = [(_KINDS[r.kind], str(r.step), size_text(r.nbytes), r.name) for r in removals]
-    verb = "would free" if dry_run else "freed"
-    emit(aligned(rows, right=[1, 2]))
-    emit([f"{verb} {size_text(nbytes)}; kept: {counted(len(kept), 'step')}"])
+    else:
+        emit(_lines(doc))
 
 
-_KINDS = {"step": "step", "orphan": "never committed, of step"}
+def _removed(removal: Any) -> dict[str, Any]:
+    return {
+        "kind": removal.kind,
+        "step": removal.step,
+        "name": removal.name,
+        "bytes": removal.nbytes,
+        "files": len(removal.keys),
+    }
+
+
+def _lines(doc: dict[str, Any]) -> list[str]:
+    rows = [
+        (_KINDS[gone["kind"]], str(gone["step"]), size_text(gone["bytes"]), gone["name"])
+        for gone in doc["removed"]
+    ]
+    verb = "would free" if doc["dry_run"] else "freed"
+    total = f"{verb} {size_text(doc['bytes'])}; kept: {counted(len(doc['kept']), 'step')}"
+    return [*aligned(rows, right=[1, 2]), total]

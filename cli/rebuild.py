@@ -34,7 +34,7 @@ def rebuild(step: str, save_id: str | None, *, as_json: bool) -> None:
         raise
     with ckptkit.open(step) as checkpoint:
         arrays, packs = len(checkpoint.arrays), len(checkpoint.manifest.packs)
-        save_id = checkpoint.manifest.save.save_id
+        save_id = checkpoint.save_id
         doc = {
             "location": checkpoint.location,
             "step": checkpoint.step,

@@ -29,7 +29,8 @@ def unpack(step: str, folder: Path, memory: int, *, as_json: bool) -> None:
     """Write STEP as a plain Zarr directory DIR.
 
     Any tool that knows Zarr v3 reads it. Every chunk is checked on the way. DIR must not
-    exist, or be empty; it appears when it is complete, and not at all if anything fails.
+    exist, or be empty; it appears when it is complete and durable, and not at all if anything
+    fails.
     """
     with ckptkit.open(step) as checkpoint:
         nbytes = sum(array.nbytes for array in checkpoint.arrays.values())

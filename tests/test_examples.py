@@ -2,24 +2,119 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+
+
+def output_of(*command: object) -> str:
+    """What a program prints that ends well and warns of nothing."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr
+    return done.stdout
+
+
+def losses(lines: str) -> dict[int, float]:
+    """By step, the losses that a job prints."""
+    return {
+        int(n): float(x)
+        for n, x in re.findall(r"^step (\d+)\b.*loss ([\d.]+)", lines, re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("name", ["plain_zarr", "sharded_save"])
+def test_an_example_runs_and_says_what_it_did(name: str) -> None:
+    out = output_of("-W", "error", FOLDER / f"{name}.py")
+    assert out.strip()
+    assert "False" not in out
+
+
+def test_what_was_killed_goes_on_under_another_strategy_as_if_nothing_had_been() -> None:
+    out = output_of(FOLDER / "kill_and_resume.py")
+    _, killed, _, listed, resumed = re.split(r"^\$ ", out, flags=re.MULTILINE)
+    before, after = losses(killed), losses(resumed)
+    found = re.search(r"^tp:2,fsdp:2: from step (\d+)", resumed, re.MULTILINE)
+    assert found
+    start = int(found[1])
+    assert re.findall(r"^ +(\d+) .* fsdp:4 .* committed$", listed, re.MULTILINE)[-1] == str(start)
+    assert list(after) == list(range(start + 10, 71, 10))
+    both = before.keys() & after.keys()
+    assert both
+    assert [after[step] for step in both] == pytest.approx(
+        [before[step] for step in both], abs=0.01
+    )
+    assert after[70] < before[10] - 0.2
+
+
+def test_replicas_train_on_a_schedule_and_anyone_reads_what_they_saved(tmp_path: Path) -> None:
+    job = ("ddp.py", "--dir", tmp_path / "run", "--steps", 10)
+    out = output_of(*TORCHRUN, "--nproc-per-node", 2, FOLDER / job[0], *job[1:])
+    assert list(losses(out)) == [10]
+    assert "what was saved is what was trained: True" in out
+
+
+def test_a_pipeline_goes_on_in_one_process(tmp_path: Path) -> None:
+    found = {}
+    for ranks, steps in ((2, 10), (1, 20)):
+        job = (FOLDER / "pipeline.py", "--dir", tmp_path / "run", "--steps", steps)
+        found[ranks] = losses(output_of(*TORCHRUN, "--nproc-per-node", ranks, *job))
+    assert (list(found[2]), list(found[1])) == ([10], [20])
+    assert found[1][20] < found[2][10]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_and_says_what_it_did(example: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(example)],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    assert "False" not in done.stdout
+def test_an_example_is_short(example: Path) -> None:
+    assert len(example.read_text().splitlines()) < 80
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+
+def test_what_the_readme_shows_of_a_training_loop_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme = (ROOT / "README.md").read_text()
+    loop, calls = re.findall(r"```python\n(from ckptkit\.live .*?)```", readme, re.DOTALL)
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+
+    def train(step: int) -> int:
+        model.embed(torch.tensor([step % 8])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        return 3
+
+    names = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "train": train}
+    exec(loop, names)
+    assert names["tokens"] == 6000
+    names["train"] = None  # a second time there is nothing to do
+    exec(loop, names)
+    assert (names["step"], names["tokens"]) == (2000, 6000)
+    exec(calls, names)
+    (weight,) = names["weights"].values()  # type: ignore[attr-defined]
+    assert torch.equal(weight, model.embed.weight)

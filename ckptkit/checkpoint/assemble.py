@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptkit.errors import CorruptionError, FormatError, PeerError
+from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import Alias, ArrayInfo, check_names
 from ckptkit.format.columns import chunk_starts
 from ckptkit.format.leaves import dumps
@@ -26,13 +27,13 @@ def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
     PeerError.
     """
     first = records[0]
-    for record in records:
-        _check_same_save(first, record)
-    arrays, aliases = _merge_arrays(records), _merge_aliases(records)
+    _check_same_save(records)
+    tables = _tables(records)
+    arrays, aliases = _merge_arrays(tables), _merge_aliases(tables)
     _check_names(arrays, aliases)
     _check_documents(records, arrays)
     starts = chunk_starts(arrays)
-    rows = _rows(records, arrays, starts)
+    rows = _rows(records, tables, arrays, starts)
     columns = {}
     for name in ("offset", "length", "crc32"):
         columns[name] = _scatter(rows, [getattr(record, name) for record in records])
@@ -53,29 +54,40 @@ def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
 def missing_groups(records: Sequence[Record]) -> list[str]:
     """The groups whose documents are in no pack, sorted."""
     keys = {document.name for record in records for document in record.documents}
-    groups = {g for record in records for array in record.arrays for g in ancestors(array.name)}
+    groups = {g for table in _tables(records) for a in table.arrays for g in ancestors(a.name)}
     return sorted(group for group in groups if key_of(group) not in keys)
 
 
-def _check_same_save(first: Record, record: Record) -> None:
-    for field in ("save_id", "step", "world_size", "strategy", "details"):
-        mine, theirs = getattr(first.save, field), getattr(record.save, field)
-        # As bytes where arrays may be inside, which do not compare to one answer.
-        same = dumps(mine) == dumps(theirs) if field == "details" else mine == theirs
-        if not same:
-            raise PeerError(
-                f"rank {first.rank} and rank {record.rank} disagree on {field}: "
-                f"{_shown(mine)} and {_shown(theirs)}"
-            )
-
-
-def _merge_arrays(records: Sequence[Record]) -> tuple[ArrayInfo, ...]:
-    known: dict[str, tuple[ArrayInfo, int]] = {}
+def _tables(records: Sequence[Record]) -> dict[ArrayTable, int]:
+    """The tables of all records, each once, with the lowest rank that has it."""
+    ranks: dict[ArrayTable, int] = {}
     for record in records:
-        for array in record.arrays:
-            other, rank = known.setdefault(array.name, (array, record.rank))
+        ranks.setdefault(record.table, record.rank)
+    return ranks
+
+
+def _check_same_save(records: Sequence[Record]) -> None:
+    first = records[0]
+    details = dumps(first.save.details)
+    for record in records:
+        for field in ("save_id", "step", "world_size", "strategy", "details"):
+            mine, theirs = getattr(first.save, field), getattr(record.save, field)
+            # As bytes where arrays may be inside, which do not compare to one answer.
+            same = details == dumps(theirs) if field == "details" else mine == theirs
+            if not same:
+                raise PeerError(
+                    f"rank {first.rank} and rank {record.rank} disagree on {field}: "
+                    f"{_shown(mine)} and {_shown(theirs)}"
+                )
+
+
+def _merge_arrays(tables: Mapping[ArrayTable, int]) -> tuple[ArrayInfo, ...]:
+    known: dict[str, tuple[ArrayInfo, int]] = {}
+    for table, rank in tables.items():
+        for array in table.arrays:
+            other, known_by = known.setdefault(array.name, (array, rank))
             if other is not array and other != array:
-                raise _disagreement(other, rank, array, record.rank)
+                raise _disagreement(other, known_by, array, rank)
     return tuple(known[name][0] for name in sorted(known))
 
 
@@ -117,18 +129,24 @@ def _check_documents(records: Sequence[Record], arrays: Sequence[ArrayInfo]) -> 
 
 
 def _rows(
-    records: Sequence[Record], arrays: Sequence[ArrayInfo], starts: npt.NDArray[np.int64]
+    records: Sequence[Record],
+    tables: Iterable[ArrayTable],
+    arrays: Sequence[ArrayInfo],
+    starts: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
     """For each chunk of each record in order: its row in the table over all arrays, each row
     once.
     """
     place = {array.name: index for index, array in enumerate(arrays)}
-    counts = np.diff(starts)
+    numbers = {
+        table: np.array([place[array.name] for array in table.arrays], dtype=np.int64)
+        for table in tables
+    }
+    counts = np.diff(starts).astype(np.uint64)
     parts = [np.zeros(0, dtype=np.int64)]
     for record in records:
-        number = np.array([place[a.name] for a in record.arrays], dtype=np.int64)
-        array = number[record.array] if len(number) else np.zeros(0, dtype=np.int64)
-        outside = record.chunk >= counts[array].astype(np.uint64)
+        array = numbers[record.table][record.array]
+        outside = record.chunk >= counts[array]
         if outside.any():
             row = int(outside.argmax())
             raise CorruptionError(
@@ -182,10 +200,10 @@ def _scatter(rows: npt.NDArray[np.int64], parts: Sequence[npt.NDArray[Any]]) -> 
     return column
 
 
-def _merge_aliases(records: Sequence[Record]) -> tuple[Alias, ...]:
+def _merge_aliases(tables: Iterable[ArrayTable]) -> tuple[Alias, ...]:
     known: dict[str, Alias] = {}
-    for record in records:
-        for alias in record.aliases:
+    for table in tables:
+        for alias in table.aliases:
             other = known.setdefault(alias.name, alias)
             if other != alias:
                 raise PeerError(
@@ -213,7 +231,7 @@ def _merge_object(by_rank: dict[int, ObjectInfo], world_size: int) -> ObjectInfo
                 f"rank {first_rank} and rank {rank} disagree: "
                 f"{_shown(first.value)} and {_shown(item.value)}",
                 where=first.name,
-                hint="wrap what differs from rank to rank in PerRank(…) or Sum(…)",
+                hint="wrap what differs from rank to rank in PerRank(…), Sum(…) or Split(…)",
             )
     if first.semantics == "replicated":
         return first
@@ -225,6 +243,8 @@ def _merge_object(by_rank: dict[int, ObjectInfo], world_size: int) -> ObjectInfo
     values = [by_rank[rank].value for rank in range(world_size)]
     if first.semantics == "sum" and len({np.shape(value) for value in values}) > 1:
         raise PeerError("the ranks add values of different shapes", where=first.name)
+    if first.semantics == "split" and len({type(value) for value in values}) > 1:
+        raise PeerError("the ranks split items of different kinds", where=first.name)
     return ObjectInfo(first.name, first.semantics, values)
 
 

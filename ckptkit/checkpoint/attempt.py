@@ -35,15 +35,19 @@ class Attempt:
         self._barrier = barrier
         self._overwrite = overwrite
 
-    def begin(self, step: int, strategy: Strategy, details: dict[str, Any]) -> SaveInfo:
-        """Agree on the save id and the time, both rank 0's."""
+    def begin(
+        self, step: int, strategy: Strategy, details: dict[str, Any], digest: bytes
+    ) -> tuple[SaveInfo, bool]:
+        """Agree on the save id and the time, both rank 0's, and say whether the digest of this
+        rank's array table is rank 0's too: then its record may refer to rank 0's.
+        """
         shared = ""
         if self._barrier.rank == 0:
             if not self._overwrite:
                 refuse_committed(self._store, self._prefix)
-            shared = f"{new_save_id()} {time.time()}"
-        save_id, seconds = self._barrier.share(shared).split(" ")
-        return SaveInfo(
+            shared = f"{new_save_id()} {time.time()} {digest.hex()}"
+        save_id, seconds, first = self._barrier.share(shared).split(" ")
+        save = SaveInfo(
             save_id=save_id,
             step=step,
             time=float(seconds),
@@ -52,6 +56,7 @@ class Attempt:
             strategy=strategy,
             details=details,
         )
+        return save, self._barrier.rank > 0 and first == digest.hex()
 
     def end(self, save: SaveInfo) -> None:
         """With this rank's pack complete: return when the step exists, or raise."""

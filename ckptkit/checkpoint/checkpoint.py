@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,10 @@ from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import FormatError, LayoutError, NotFoundError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
-from ckptkit.format.objects import total
+from ckptkit.format.objects import whole
 from ckptkit.model import Box, Strategy
 from ckptkit.storage import Store
+from ckptkit.storage.closing import Closing
 
 if TYPE_CHECKING:
     import zarr
@@ -52,7 +53,7 @@ def _inside(array: ArrayInfo, name: str, box: Box) -> Box:
     return box
 
 
-class Checkpoint:
+class Checkpoint(Closing):
     """A committed step: what is in it, and any box of any array of it.
 
     Usable from any thread; close it, or use it in a `with` block, to free file handles.
@@ -78,9 +79,24 @@ class Checkpoint:
         return self.manifest.save.step
 
     @property
+    def time(self) -> float:
+        """When it was saved, in Unix seconds."""
+        return self.manifest.save.time
+
+    @property
+    def save_id(self) -> str:
+        """What names the save that wrote it, as no other save of any step is named."""
+        return self.manifest.save.save_id
+
+    @property
     def strategy(self) -> Strategy:
         """The strategy that wrote it."""
         return self.manifest.save.strategy
+
+    @property
+    def details(self) -> Mapping[str, Any]:
+        """What its writer said about it besides the strategy, such as the precision."""
+        return MappingProxyType(self.manifest.save.details)
 
     @cached_property
     def arrays(self) -> Mapping[str, Array]:
@@ -90,12 +106,7 @@ class Checkpoint:
     @property
     def objects(self) -> Mapping[str, Any]:
         """What is no tensor: one value, a list by rank (`PerRank`), or the total (`Sum`)."""
-        return MappingProxyType(
-            {
-                item.name: total(item.value) if item.semantics == "sum" else item.value
-                for item in self.manifest.objects
-            }
-        )
+        return MappingProxyType({item.name: whole(item) for item in self.manifest.objects})
 
     @property
     def zarr(self) -> zarr.Group:
@@ -149,22 +160,11 @@ class Checkpoint:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Opened again where it arrives: handles do not travel.
-        return (_reopened, (str(self.store.location), self.prefix, self.manifest.save.save_id))
+        return (_reopened, (str(self.store.location), self.prefix, self.save_id))
 
     def close(self) -> None:
         """Close the packs; reading opens them again."""
         self._sources.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _place(self, name: str) -> int:
         if name not in self._places:

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 
 from ckptkit.checkpoint.assemble import assemble, missing_groups
 from ckptkit.checkpoint.image import PackImage, write_image
 from ckptkit.checkpoint.places import MANIFEST, data_prefix, described, under
-from ckptkit.checkpoint.tail import check_belongs, read_record
+from ckptkit.checkpoint.tail import PackRecord, read_record
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
@@ -32,8 +31,9 @@ from ckptkit.errors import (
     NotFoundError,
     StepExistsError,
 )
+from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.envelope import MAX_DOCUMENT_BYTES
-from ckptkit.format.manifest import GROUPS_PACK, Manifest, PackInfo, pack_name
+from ckptkit.format.manifest import GROUPS_PACK, Manifest, PackInfo
 from ckptkit.format.pack import directory
 from ckptkit.format.zarr_documents import group_document, key_of
 from ckptkit.storage import Store
@@ -52,13 +52,18 @@ def gather(store: Store, prefix: str, save_id: str) -> Manifest:
     manifest.
     """
     folder = data_prefix(prefix, save_id)
-    first = read_record(store, f"{folder}/{pack_name(0)}")
-    others = [f"{folder}/{pack_name(rank)}" for rank in range(1, first.record.save.world_size)]
+    tables = ArrayTables()
+
+    def read(rank: int) -> PackRecord:
+        return read_record(store, folder, rank, save_id, tables)
+
+    first = read(0)
+    # At most one more than there are packs, which is then missing: the world size is only a number
+    # in a file.
+    count = min(first.record.save.world_size, len(store.children(folder)) + 1)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="ckptkit") as executor:
-        found = [first, *executor.map(partial(read_record, store), others)]
+        found = [first, *executor.map(read, range(1, count))]
     records, packs = [item.record for item in found], [item.pack for item in found]
-    for rank, record in enumerate(records):
-        check_belongs(store, f"{folder}/{pack_name(rank)}", record, rank, save_id)
     groups = missing_groups(records)
     if groups:
         packs.append(_ensure_groups(store, folder, groups))

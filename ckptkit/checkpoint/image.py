@@ -23,7 +23,7 @@ from ckptkit.format.pack import (
     directory_length,
     local_header,
 )
-from ckptkit.storage import AlignedBuffer, Sink, Store, default_pool
+from ckptkit.storage import AlignedBuffer, BufferPool, Sink, Store, default_pool
 
 I64 = npt.NDArray[np.int64]
 
@@ -99,12 +99,32 @@ class PackImage:
 
     def fill(self, segment: Segment, target: memoryview) -> None:
         """Write headers and data of a segment into `target`, and note the CRCs."""
+        for index, data in self._data(segment, target):
+            self._content.fill(index, data)
+            # At once, while the bytes are in the processor's cache.
+            self.crcs[index] = isal_zlib.crc32(data)
+        self._head(segment, target)
+
+    def copy(self, segment: Segment, target: memoryview) -> None:
+        """Write the data of a segment only; `close` does the rest, when nobody waits for it."""
+        for index, data in self._data(segment, target):
+            self._content.fill(index, data)
+
+    def close(self, segment: Segment, target: memoryview) -> None:
+        """Note the CRCs of data that was copied, and write the headers."""
+        for index, data in self._data(segment, target):
+            self.crcs[index] = isal_zlib.crc32(data)
+        self._head(segment, target)
+
+    def _data(self, segment: Segment, target: memoryview) -> Iterator[tuple[int, memoryview]]:
+        for index in range(segment.first, segment.last):
+            begin = int(self.offsets[index]) - segment.start
+            yield index, target[begin : begin + int(self.lengths[index])]
+
+    def _head(self, segment: Segment, target: memoryview) -> None:
         header = segment.start
         for index in range(segment.first, segment.last):
             offset, length = int(self.offsets[index]), int(self.lengths[index])
-            data = target[offset - segment.start : offset - segment.start + length]
-            self._content.fill(index, data)
-            self.crcs[index] = isal_zlib.crc32(data)
             target[header - segment.start : offset - segment.start] = local_header(
                 self.entry(index), header
             )
@@ -134,9 +154,11 @@ class PackImage:
         yield last
 
 
-def stage_image(image: PackImage, *, threads: int = DEFAULT_THREADS) -> AlignedBuffer:
-    """The whole pack up to its tail in one piece of memory, which `write_image` can write from."""
-    staged = default_pool().take(image.end)
+def stage_image(
+    image: PackImage, pool: BufferPool, *, threads: int = DEFAULT_THREADS
+) -> AlignedBuffer:
+    """The data of the whole pack in one piece of memory, which `write_image` can write from."""
+    staged = pool.take(image.end)
     pending = iter(image.segments(_STAGED_SEGMENT))
     lock = threading.Lock()
     stopped = threading.Event()
@@ -147,7 +169,7 @@ def stage_image(image: PackImage, *, threads: int = DEFAULT_THREADS) -> AlignedB
                 segment = next(pending, None)
             if segment is None:
                 return
-            image.fill(segment, staged.view[segment.start : segment.stop])
+            image.copy(segment, staged.view[segment.start : segment.stop])
 
     run_threads(work, threads, stopped)
     return staged
@@ -175,7 +197,7 @@ def write_image(
         if staged is None:
             produce = partial(_filled, image, max(extents))
         else:
-            produce = partial(_cut, staged)
+            produce = partial(_cut, image, staged)
         _write_segments(sink, segments, produce, threads, progress)
         sink.write(len(segments), memoryview(make_tail()))
         sink.finish()
@@ -197,9 +219,11 @@ def _filled(image: PackImage, largest: int, segment: Segment) -> Iterator[memory
 
 
 @contextmanager
-def _cut(staged: AlignedBuffer, segment: Segment) -> Iterator[memoryview]:
+def _cut(image: PackImage, staged: AlignedBuffer, segment: Segment) -> Iterator[memoryview]:
     """A segment's bytes out of the image that was staged."""
-    yield staged.view[segment.start : segment.stop]
+    data = staged.view[segment.start : segment.stop]
+    image.close(segment, data)
+    yield data
 
 
 def _write_segments(

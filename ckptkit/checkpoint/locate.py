@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptkit.checkpoint.places import DATA, MANIFEST, described, step_number, under
-from ckptkit.errors import FormatError, NotCommittedError, NotFoundError
+from ckptkit.errors import AlreadyExistsError, FormatError, NotCommittedError, NotFoundError
 from ckptkit.format.envelope import MAX_DOCUMENT_BYTES
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Store
@@ -16,6 +16,8 @@ def read_manifest(store: Store, prefix: str) -> Manifest:
         data = _read_bounded(store, key)
     except NotFoundError as error:
         raise _not_committed(store, prefix) from error
+    if not data:
+        raise _not_committed(store, prefix, is_begun=True)
     manifest = Manifest.from_bytes(data, described(store, key))
     number = step_number(prefix or store.location.name)
     if number is not None and number != manifest.save.step:
@@ -63,21 +65,44 @@ def step_folders(store: Store) -> dict[int, str]:
 
 
 def committed_steps(store: Store) -> dict[int, str]:
-    """The folders of the committed steps of a run by number."""
+    """The folders of the committed steps of a run by number.
+
+    An empty manifest commits nothing: where a file system has no links it is what remains of a
+    commit that was killed (`Store.put`).
+    """
     return {
-        number: name
-        for number, name in step_folders(store).items()
-        if MANIFEST in store.children(name)
+        number: name for number, name in step_folders(store).items() if _manifest_size(store, name)
     }
 
 
-def _not_committed(store: Store, prefix: str) -> NotFoundError:
+def refuse_begun(store: Store, prefix: str) -> None:
+    """Raise AlreadyExistsError where the manifest is empty: a commit was cut off, or is just
+    about to fill it.
+    """
+    if _manifest_size(store, prefix) == 0:
+        raise AlreadyExistsError(
+            "a save of this step was killed while it committed: its manifest is empty",
+            where=described(store, prefix),
+            hint="once no save is under way, `ckpt prune RUN --grace 0` removes what it left, "
+            "and `ckpt rebuild STEP` commits it; overwrite=True replaces it",
+        )
+
+
+def _manifest_size(store: Store, prefix: str) -> int | None:
+    try:
+        return store.size(under(prefix, MANIFEST))
+    except NotFoundError:
+        return None
+
+
+def _not_committed(store: Store, prefix: str, *, is_begun: bool = False) -> NotFoundError:
     where = described(store, prefix)
     names = store.children(prefix)
-    if DATA in names:
+    if is_begun or DATA in names:
         objects = len(store.list(under(prefix, DATA)))
+        manifest = "an empty manifest" if is_begun else "no manifest"
         return NotCommittedError(
-            f"not a committed checkpoint: {objects} objects, no manifest",
+            f"not a committed checkpoint: {objects} objects, {manifest}",
             where=where,
             hint="`ckpt ls RUN` lists the steps that are; "
             "`ckpt rebuild STEP` makes a lost manifest again",

@@ -14,6 +14,7 @@ from ckptkit.checkpoint.content import LocalArray, PackContent
 from ckptkit.checkpoint.image import PackImage, stage_image, write_image
 from ckptkit.checkpoint.places import data_prefix
 from ckptkit.checkpoint.threads import Progress
+from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import Alias, ArrayInfo
 from ckptkit.format.manifest import pack_name
 from ckptkit.format.names import ancestors
@@ -23,7 +24,7 @@ from ckptkit.format.record import Record, SaveInfo
 from ckptkit.format.zarr_documents import array_document, group_document, key_of
 from ckptkit.model import Layout, Part
 from ckptkit.plan.save import Held, chunks_to_write, writes_document
-from ckptkit.storage import AlignedBuffer, Store
+from ckptkit.storage import AlignedBuffer, BufferPool, Store
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +52,9 @@ class Pack:
     def __init__(self, holdings: Holdings, rank: int) -> None:
         self._holdings = holdings
         self._rank = rank
+        # Arrays are sorted by name in the record, and in the order they were added in the pack.
+        arrays = [holdings.arrays[name].info for name in sorted(holdings.arrays)]
+        self.table = ArrayTable.of(arrays, tuple(holdings.aliases.values()))
         self._content = _content(holdings, rank)
         self._image = PackImage(self._content)
         self._staged: AlignedBuffer | None = None
@@ -58,9 +62,9 @@ class Pack:
         # Known before they are written, because the length of the record depends on them.
         self._image.crcs[: len(documents)] = [isal_zlib.crc32(data) for _, data in documents]
 
-    def stage(self, threads: int) -> None:
+    def stage(self, threads: int, pool: BufferPool) -> None:
         """Copy all data, so that the buffers it came from may change."""
-        self._staged = stage_image(self._image, threads=threads)
+        self._staged = stage_image(self._image, pool, threads=threads)
 
     def write(
         self,
@@ -68,18 +72,24 @@ class Pack:
         prefix: str,
         save: SaveInfo,
         *,
+        refers: bool,
         threads: int,
         progress: Progress | None = None,
     ) -> None:
-        """Write the pack; complete and durable on return, and nothing left behind when it fails."""
+        """Write the pack; complete and durable on return, and nothing left behind when it fails.
+
+        With `refers` its record refers to rank 0's for the arrays, which are the same.
+        """
         name = record_name(self._rank)
+        # Of no arrays the tables are the same for any strategies: these have to be compared then.
+        refers = refers and len(self.table.arrays) > 0
         try:
             write_image(
                 store,
                 f"{data_prefix(prefix, save.save_id)}/{pack_name(self._rank)}",
                 self._image,
-                self._image.tail_length(name, len(self._record(save))),
-                lambda: self._image.tail(name, self._record(save))[0],
+                self._image.tail_length(name, len(self._record(save, refers=refers))),
+                lambda: self._image.tail(name, self._record(save, refers=refers))[0],
                 staged=self._staged,
                 threads=threads,
                 progress=progress,
@@ -93,18 +103,15 @@ class Pack:
         if staged is not None:
             staged.give_back()
 
-    def _record(self, save: SaveInfo) -> bytes:
+    def _record(self, save: SaveInfo, *, refers: bool) -> bytes:
         content, image, holdings = self._content, self._image, self._holdings
         count = len(content.documents)
-        # Arrays are sorted by name in the record, and in the order they were added in the pack.
-        names = sorted(holdings.arrays)
-        place = {name: index for index, name in enumerate(names)}
+        place = {array.name: index for index, array in enumerate(self.table.arrays)}
         renumbered = np.array([place[name] for name in holdings.arrays], dtype=np.uint32)
         return Record(
             save=save,
             rank=self._rank,
-            arrays=tuple(holdings.arrays[name].info for name in names),
-            aliases=tuple(holdings.aliases.values()),
+            table=self.table,
             documents=tuple(image.entry(index) for index in range(count)),
             array=renumbered[content.array],
             chunk=content.chunk.astype(np.uint64),
@@ -112,6 +119,7 @@ class Pack:
             length=image.lengths[count:].astype(np.uint64),
             crc32=image.crcs[count:],
             objects=tuple(holdings.objects.values()),
+            refers=refers,
         ).to_bytes()
 
 

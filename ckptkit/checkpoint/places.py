@@ -28,7 +28,11 @@ def store_at(place: Place) -> Store:
 def step_name(step: int) -> str:
     """The folder of a step."""
     if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise UsageError("a step is an integer from 0 to 2**63 - 1", value=step)
+        raise UsageError(
+            "a step is an integer from 0 to 2**63 - 1",
+            value=step,
+            hint="pass the number of the training step as an int",
+        )
     return f"step-{step:010d}"
 
 

@@ -1,4 +1,4 @@
-"""What of a run may go: old steps by retention, and the data of saves that never committed."""
+"""What of a run may go: old steps by retention, and what saves that never committed left."""
 
 from __future__ import annotations
 
@@ -18,30 +18,40 @@ _NOTHING = "nothing"
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """One thing to delete: a committed step, or the data of one save that no manifest names."""
+    """One thing to delete: a committed step, or something in a step that no manifest names."""
 
     kind: str
-    """step or orphan."""
+    """step; orphan: of a save that never committed; leftover: of a write that was cut off."""
     step: int
     folder: str
     save_id: str
-    """Of the manifest that names a step's data, or of the attempt that left an orphan."""
+    """Of the manifest that names a step's data, or of the attempt that left an orphan; empty where
+    it left no data, and of leftovers."""
     nbytes: int
     keys: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """The folder of a step, the save id of an orphan."""
-        return self.folder if self.kind == "step" else self.save_id
+        """The folder of a step, the save id of an orphan that has one, the file of a leftover."""
+        if self.kind == "leftover":
+            return self.keys[0].rpartition("/")[2]
+        return self.save_id if self.kind == "orphan" and self.save_id else self.folder
 
 
 def kept_steps(
     steps: Sequence[int], *, keep_last: int | None = None, keep_every: int | None = None
 ) -> set[int]:
-    """The steps that retention keeps: the newest always, and all of them when it says nothing."""
+    """The steps that retention keeps: the newest always, and all of them when it says nothing.
+
+    The newest is the one with the highest number, whenever it was saved.
+    """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
-            raise UsageError(f"{name} has to be at least 1", value=value)
+            raise UsageError(
+                f"{name} has to be at least 1",
+                value=value,
+                hint="leave both out to keep all committed steps",
+            )
     if keep_last is None and keep_every is None:
         return set(steps)
     newest = sorted(steps)[-(keep_last or 1) :]
@@ -64,12 +74,20 @@ def plan_prune(
             manifests[step] = _manifest(store, folder)
     readable = [step for step, manifest in manifests.items() if manifest is not None]
     kept = kept_steps(readable, keep_last=keep_last, keep_every=keep_every)
+    before = time.time() - grace
+    can_tell = grace <= 0 or store.abilities.modified_times  # whether a save is under way
     removals = []
     for step, manifest in manifests.items():
-        if manifest is not None and step not in kept:
-            removals.append(_step(store, step, folders[step], manifest.save.save_id))
-        else:
-            removals += _orphans(store, step, folders[step], manifest, grace)
+        folder = folders[step]
+        named = None if manifest is None else manifest.save.save_id
+        if named is not None and step not in kept:
+            removals.append(_step(store, step, folder, named))
+        elif can_tell:
+            if named is None:
+                removals += _begun(store, step, folder, before)
+            else:
+                removals += _orphans(store, step, folder, named, before)
+            removals += _leftovers(store, step, folder, before)
     return removals
 
 
@@ -91,21 +109,33 @@ def _step(store: Store, step: int, folder: str, save_id: str) -> Removal:
     return Removal("step", step, folder, save_id, _total(entries), tuple(keys))
 
 
+def _begun(store: Store, step: int, folder: str, before: float) -> list[Removal]:
+    """All of a step that is not committed: the data, and the empty manifest of a commit that was
+    killed, or folders that a save left before it wrote.
+    """
+    manifest = under(folder, MANIFEST)
+    entries = store.list(folder)
+    claim = [entry for entry in entries if entry.key == manifest]
+    if not _old(claim, before):
+        return []  # a commit may be about to fill it
+    found = _orphans(store, step, folder, None, before)
+    # Young data may be of a save that is about to replace it.
+    if claim and _old(entries, before):
+        found.insert(0, Removal("orphan", step, folder, "", 0, (manifest,)))
+    if not claim and not store.children(under(folder, DATA)):
+        # Deleting a key in folders that are empty removes them.
+        found.append(Removal("orphan", step, folder, "", 0, (data_prefix(folder, _NOTHING),)))
+    return found
+
+
 def _orphans(
-    store: Store, step: int, folder: str, manifest: Manifest | None, grace: float
+    store: Store, step: int, folder: str, named: str | None, before: float
 ) -> list[Removal]:
-    if grace > 0 and not store.abilities.modified_times:
-        return []  # nothing says whether a save is under way
-    saves = store.children(under(folder, DATA))
-    if manifest is None and not saves:
-        # Folders that a save left before it wrote: deleting a key in them removes them.
-        return [Removal("orphan", step, folder, "", 0, (data_prefix(folder, _NOTHING),))]
-    before = time.time() - grace
     found = []
-    for save_id in saves:
-        if manifest is None or save_id != manifest.save.save_id:
+    for save_id in store.children(under(folder, DATA)):
+        if save_id != named:
             entries = store.list(data_prefix(folder, save_id))
-            if max((entry.modified for entry in entries), default=0.0) <= before:
+            if _old(entries, before):
                 keys = [entry.key for entry in entries]
                 keys = keys or [f"{data_prefix(folder, save_id)}/{_NOTHING}"]
                 total = _total(entries)
@@ -113,13 +143,32 @@ def _orphans(
     return found
 
 
+def _leftovers(store: Store, step: int, folder: str, before: float) -> list[Removal]:
+    return [
+        Removal("leftover", step, folder, "", entry.size, (entry.key,))
+        for entry in store.leftovers(folder)
+        if _old([entry], before)
+    ]
+
+
+def _old(entries: Sequence[Entry], before: float) -> bool:
+    return max((entry.modified for entry in entries), default=0.0) <= before
+
+
 def _still_holds(store: Store, removal: Removal) -> bool:
+    if removal.kind == "leftover":
+        return True  # nothing is ever named so again
     try:
         manifest = _manifest(store, removal.folder)
     except FormatError:
         return False  # by now there is a manifest, and what it names is unknown
-    named = None if manifest is None else manifest.save.save_id
-    return named == removal.save_id if removal.kind == "step" else named != removal.save_id
+    if manifest is None:
+        return removal.kind == "orphan"
+    named = manifest.save.save_id
+    if removal.kind == "step":
+        return named == removal.save_id
+    # Without a save id it was of a step that was not committed.
+    return removal.save_id not in ("", named)
 
 
 def _manifest(store: Store, folder: str) -> Manifest | None:

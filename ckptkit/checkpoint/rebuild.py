@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ckptkit.checkpoint.commit import gather, publish, refuse_committed
+from ckptkit.checkpoint.commit import gather, publish
 from ckptkit.checkpoint.locate import read_manifest
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
     Place,
     described,
+    step_name,
     step_number,
     store_at,
     under,
@@ -16,18 +17,24 @@ from ckptkit.checkpoint.places import (
 from ckptkit.errors import (
     CkptkitError,
     FormatError,
+    NotCommittedError,
     NotFoundError,
     PeerError,
+    StepExistsError,
     UsageError,
     VersionError,
 )
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Store
 
+_NAMED = 8
+
 
 def rebuild(location: Place, *, save_id: str | None = None) -> Manifest:
     """Make the manifest of a step from its packs and commit it; refused where a readable one
     exists.
+
+    A damaged or empty one is replaced.
 
     With the packs of several complete saves in the step, `save_id` has to say which one is
     meant.
@@ -40,14 +47,15 @@ def rebuild(location: Place, *, save_id: str | None = None) -> Manifest:
         raise FormatError(
             f"the packs are of step {manifest.save.step}, the folder is that of step {number}",
             where=str(store.location),
+            hint=f"the folder was renamed: call it {step_name(manifest.save.step)} again",
         )
     publish(store, "", manifest, replace=damaged)
     return manifest
 
 
 def _check_manifest(store: Store) -> bool:
-    """Whether there is a manifest that cannot be read; StepExistsError where there is a good
-    one.
+    """Whether there is a manifest that is damaged or empty; StepExistsError where there is a
+    good one.
     """
     if MANIFEST not in store.children(""):
         return False
@@ -55,18 +63,30 @@ def _check_manifest(store: Store) -> bool:
         read_manifest(store, "")
     except VersionError:
         raise
-    except FormatError:
+    except (FormatError, NotCommittedError):
         return True
-    refuse_committed(store, "")
-    return False
+    raise StepExistsError(
+        "the step is committed already, and its manifest can be read",
+        where=str(store.location),
+        hint=f"there is nothing to rebuild; `ckpt verify {store.location}` looks at every byte",
+    )
 
 
 def _choose(store: Store, save_id: str | None) -> Manifest:
     found = store.children(DATA)
     if not found:
-        raise NotFoundError("no packs to rebuild from", where=described(store, DATA))
+        raise NotFoundError(
+            "no packs to rebuild from",
+            where=described(store, DATA),
+            hint="pass the folder of a step; `ckpt ls RUN` lists those of a run",
+        )
     if save_id is not None and save_id not in found:
-        raise NotFoundError("no such save", where=described(store, DATA), value=save_id)
+        raise NotFoundError(
+            "no such save",
+            where=described(store, DATA),
+            value=save_id,
+            hint=f"there is {', '.join(found[-_NAMED:])}",
+        )
     whole: dict[str, Manifest] = {}
     problems = []
     for candidate in [save_id] if save_id else found:

@@ -40,7 +40,9 @@ class Run:
         return list(committed_steps(self._store))
 
     def latest(self) -> int | None:
-        """The newest committed step, or None."""
+        """The newest committed step, or None: the one with the highest number, whenever it was
+        saved.
+        """
         return max(self.steps(), default=None)
 
     def open(self, step: int | None = None) -> Checkpoint:
@@ -48,7 +50,11 @@ class Run:
         if step is None:
             step = self.latest()
         if step is None:
-            raise NotFoundError("a run without a committed step", where=self.location)
+            raise NotFoundError(
+                "a run without a committed step",
+                where=self.location,
+                hint=f"`ckpt ls {self.location}` shows what was begun",
+            )
         prefix = step_name(step)
         return Checkpoint(self._store, prefix, read_manifest(self._store, prefix))
 
@@ -66,9 +72,9 @@ class Run:
         """What `prune` would delete.
 
         Of the committed steps the newest `keep_last` (one at least) and the multiples of
-        `keep_every` stay;
-        without either all do. Data that no manifest names is deleted once its newest file is
-        older than `grace` seconds: younger data may be a save under way.
+        `keep_every` stay; without either all do. The newest are those with the highest numbers,
+        whenever they were saved. What aborted saves and writes left, and no manifest names, is
+        deleted once it is older than `grace` seconds: what is younger may be a save under way.
         """
         return plan_prune(self._store, keep_last=keep_last, keep_every=keep_every, grace=grace)
 
@@ -92,7 +98,11 @@ class Run:
             prefix = step_name(step)
             keys = [entry.key for entry in self._store.list(prefix)]
             if not keys:
-                raise NotFoundError("no such step", where=described(self._store, prefix))
+                raise NotFoundError(
+                    "no such step",
+                    where=described(self._store, prefix),
+                    hint=f"`ckpt ls {self.location}` lists the steps that are there",
+                )
             manifest = under(prefix, MANIFEST)
             self._store.delete([manifest, *(key for key in keys if key != manifest)])
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,13 @@ from ckptkit.format.manifest import Manifest
 from ckptkit.format.names import ancestors
 from ckptkit.format.pack import Entry, data_offset, directory, local_header
 from ckptkit.format.record import Record
-from ckptkit.format.zarr_documents import array_document, chunk_key, group_document, key_of
+from ckptkit.format.zarr_documents import (
+    DOCUMENT,
+    array_document,
+    chunk_key,
+    group_document,
+    key_of,
+)
 from ckptkit.storage import Store, default_pool
 
 _WINDOW = 4 << 20
@@ -57,15 +63,13 @@ def scan_pack(
     progress: Progress | None = None,
 ) -> list[Fault]:
     """(offset, what) for everything in a pack that is not as its record says."""
-    position = 0
-    expected = []
-    for entry, document in _entries(found.record, found.entry):
-        if entry.offset != data_offset(entry.name, entry.length, position):
-            return [(position, f"the record leaves a gap or an overlap before {entry.name}")]
-        expected.append(_Expected(entry, position, document))
-        position = entry.offset + entry.length
-    faults = _scan(store, key, expected, threads, progress)
-    closing = directory(item.entry for item in expected)
+    misplaced: list[Fault] = []
+    # Gone through twice, so that there is no object for each chunk.
+    closing = directory(item.entry for item in _placed(found, misplaced))
+    if misplaced:
+        return misplaced
+    faults = _scan(store, key, _placed(found, misplaced), threads, progress)
+    position = found.entry.offset + found.entry.length
     if found.pack.size != position + len(closing):
         return [*faults, (position, "the directory has another length than it should")]
     actual = store.read(key, position, len(closing))
@@ -86,13 +90,7 @@ def scan_chunks(
     """The chunks of a pack whose record cannot be read, by what the manifest says of them."""
     rows = np.flatnonzero(manifest.pack == pack)
     rows = rows[np.argsort(manifest.offset[rows])]
-    expected = []
-    for row in rows.tolist():
-        index = int(np.searchsorted(manifest.starts, row, side="right")) - 1
-        array = manifest.arrays[index]
-        name = chunk_key(array.name, array.grid.index(row - int(manifest.starts[index])))
-        extent = int(manifest.offset[row]), int(manifest.length[row])
-        expected.append(_Expected(Entry(name, *extent, int(manifest.crc32[row]))))
+    expected = (_Expected(_chunk(manifest, int(row))) for row in rows)
     return sorted(_scan(store, key, expected, threads, progress))
 
 
@@ -115,11 +113,33 @@ def scan_groups(
     return [(_first_difference(actual, expected), "not the group documents of the step")]
 
 
+def _chunk(manifest: Manifest, row: int) -> Entry:
+    index = int(np.searchsorted(manifest.starts, row, side="right")) - 1
+    array = manifest.arrays[index]
+    name = chunk_key(array.name, array.grid.index(row - int(manifest.starts[index])))
+    extent = int(manifest.offset[row]), int(manifest.length[row])
+    return Entry(name, *extent, int(manifest.crc32[row]))
+
+
+def _placed(found: PackRecord, misplaced: list[Fault]) -> Iterator[_Expected]:
+    """All entries in pack order, up to one that does not begin where the one before it ends: that
+    one is added to the faults.
+    """
+    position = 0
+    for entry, document in _entries(found.record, found.entry):
+        if entry.offset != data_offset(entry.name, entry.length, position):
+            what = f"the record leaves a gap or an overlap before {entry.name}"
+            misplaced.append((position, what))
+            return
+        yield _Expected(entry, position, document)
+        position = entry.offset + entry.length
+
+
 def _entries(record: Record, own: Entry) -> Iterator[tuple[Entry, bytes | None]]:
     """All entries in pack order, with the content of those whose content is known."""
-    arrays = {key_of(array.name): array for array in record.arrays}
     for document in record.documents:
-        yield document, _document(arrays.get(document.name))
+        name = document.name.removesuffix(f"/{DOCUMENT}")
+        yield document, _document(record.table.by_name.get(name))
     for row in range(len(record.chunk)):
         array = record.arrays[int(record.array[row])]
         name = chunk_key(array.name, array.grid.index(int(record.chunk[row])))
@@ -135,7 +155,7 @@ def _document(array: ArrayInfo | None) -> bytes:
 def _scan(
     store: Store,
     key: str,
-    expected: Sequence[_Expected],
+    expected: Iterable[_Expected],
     threads: int | None,
     progress: Progress | None,
 ) -> list[Fault]:
@@ -165,7 +185,7 @@ def _scan(
     return faults
 
 
-def _windows(expected: Sequence[_Expected]) -> Iterator[list[_Expected]]:
+def _windows(expected: Iterable[_Expected]) -> Iterator[list[_Expected]]:
     window: list[_Expected] = []
     for item in expected:
         if window and item.stop - window[0].start > _WINDOW:

@@ -8,7 +8,8 @@ from isal import isal_zlib
 
 from ckptkit.checkpoint.places import described
 from ckptkit.errors import CorruptionError, NotFoundError
-from ckptkit.format.manifest import PackInfo
+from ckptkit.format.array_table import ArrayTables
+from ckptkit.format.manifest import PackInfo, pack_name
 from ckptkit.format.pack import END_BYTES, Entry, find_record
 from ckptkit.format.record import Record
 from ckptkit.storage import Store
@@ -26,8 +27,14 @@ class PackRecord:
     entry: Entry
 
 
-def read_record(store: Store, key: str) -> PackRecord:
-    """The record of a pack, checked."""
+def read_record(
+    store: Store, folder: str, rank: int, save_id: str, tables: ArrayTables
+) -> PackRecord:
+    """The record of a rank's pack, checked; CorruptionError where the pack is not the one of this
+    rank and save: copied, or renamed. Rank 0's has to be read before the others.
+    """
+    name = pack_name(rank)
+    key = f"{folder}/{name}"
     where = described(store, key)
     try:
         size = store.size(key)
@@ -37,19 +44,9 @@ def read_record(store: Store, key: str) -> PackRecord:
         ) from error
     length = min(size, _TAIL)
     entry = find_record(store.read(key, size - length, length), size, where)
-    record = Record.from_bytes(_checked(store, key, entry, where), where)
-    pack = PackInfo(key.rpartition("/")[2], size, (entry.offset, entry.length))
-    return PackRecord(record, pack, entry)
-
-
-def check_belongs(store: Store, key: str, record: Record, rank: int, save_id: str) -> None:
-    """CorruptionError where a pack is not the one of this rank and save: copied, or renamed."""
-    if record.rank != rank or record.save.save_id != save_id:
-        raise CorruptionError(
-            f"the pack says it is rank {record.rank} of save {record.save.save_id}",
-            where=described(store, key),
-            hint="it was copied or renamed; put the right file there",
-        )
+    data = _checked(store, key, entry, where)
+    record = Record.from_bytes(data, where, tables, (rank, save_id))
+    return PackRecord(record, PackInfo(name, size, (entry.offset, entry.length)), entry)
 
 
 def _checked(store: Store, key: str, entry: Entry, where: str) -> bytes:

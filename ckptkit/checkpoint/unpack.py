@@ -7,15 +7,20 @@ import secrets
 import shutil
 import threading
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.threads import Progress, run_threads
 from ckptkit.checkpoint.zarr_view import ZarrView, presented_grid
-from ckptkit.errors import AlreadyExistsError, StorageError
+from ckptkit.errors import AlreadyExistsError
+from ckptkit.storage.folders import sync_folder
+from ckptkit.storage.refusals import refusals
 
 DEFAULT_MEMORY = 256 << 20
+
+# More than there are cores: the file system then writes its journal once for several files.
+_SYNCING = 8
 
 
 def unpack(
@@ -27,9 +32,9 @@ def unpack(
 ) -> int:
     """Write a step as one file for each key into a new folder; returns the number of files.
 
-    Every chunk is checked on the way. The folder appears when it is complete, and nothing is
-    left when it fails. At most `memory` bytes of chunks are held at once, and one chunk at
-    least.
+    Every chunk is checked on the way. The folder appears when it is complete and durable, and
+    nothing is left when it fails. At most `memory` bytes of chunks are held at once, and one
+    chunk at least.
     """
     target = Path(os.path.abspath(folder))  # noqa: PTH100 — resolve() would follow a link
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
@@ -38,23 +43,23 @@ def unpack(
         )
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
     made = [parent for parent in target.parents if not parent.exists()]
+    written = partial
     try:
-        partial.mkdir(parents=True)
-        count = _write(ZarrView(checkpoint), partial, _threads(checkpoint, memory), progress)
-        partial.replace(target)
-    except OSError as error:
-        _remove(partial, made)
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(f"cannot unpack: {error}", where=str(target)) from error
+        with refusals(str(target)):
+            partial.mkdir(parents=True)
+            count = _write(ZarrView(checkpoint), partial, _threads(checkpoint, memory), progress)
+            _sync_below(partial)
+            written = partial.replace(target)
+            for path in (target, *made):
+                sync_folder(path.parent)
     except BaseException:
-        _remove(partial, made)
+        _remove(written, made)
         raise
     return count
 
 
-def _remove(partial: Path, made: list[Path]) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
+def _remove(written: Path, made: list[Path]) -> None:
+    shutil.rmtree(written, ignore_errors=True)
     for parent in made:
         with suppress(OSError):
             parent.rmdir()
@@ -92,6 +97,31 @@ def _write(view: ZarrView, root: Path, threads: int, progress: Progress | None) 
 
     run_threads(work, threads, stopped)
     return sum(counts)
+
+
+def _sync_below(root: Path) -> None:
+    """Make a folder and all in it durable."""
+    paths = chain([root], root.rglob("*"))
+    lock = threading.Lock()
+    stopped = threading.Event()
+
+    def work() -> None:
+        while not stopped.is_set():
+            with lock:
+                path = next(paths, None)
+            if path is None:
+                return
+            _sync(path)
+
+    run_threads(work, _SYNCING, stopped)
+
+
+def _sync(path: Path) -> None:
+    if path.is_dir():
+        sync_folder(path)
+        return
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _write_key(view: ZarrView, root: Path, key: str) -> int:

@@ -13,9 +13,10 @@ from ckptkit.checkpoint.assemble import assemble
 from ckptkit.checkpoint.locate import manifest_at
 from ckptkit.checkpoint.places import Place, data_prefix, described, store_at
 from ckptkit.checkpoint.scan import Fault, scan_chunks, scan_groups, scan_pack
-from ckptkit.checkpoint.tail import check_belongs, read_record
+from ckptkit.checkpoint.tail import read_record
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import CkptkitError, FormatError, NotFoundError, StorageError
+from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.record import Record
 from ckptkit.storage import Store
@@ -55,6 +56,10 @@ def _findings(
     store: Store, prefix: str, manifest: Manifest, threads: int | None, progress: Progress | None
 ) -> Iterator[Finding]:
     folder = data_prefix(prefix, manifest.save.save_id)
+    tables = ArrayTables()
+    # Where rank 0 knew all arrays its table is the manifest's, and can be had without its record.
+    known = ArrayTable.of(manifest.arrays, manifest.aliases)
+    tables.add(known, len(manifest.save.strategy.mesh.axes))
     wrong_size = set()
     for finding, name in _files(store, folder, manifest):
         wrong_size.add(name)
@@ -66,11 +71,11 @@ def _findings(
         key = f"{folder}/{pack.name}"
         where = described(store, key)
         try:
-            faults = _scan(store, key, manifest, number, records, threads, progress)
-        except FormatError as error:
+            faults = _scan(store, folder, manifest, number, records, tables, threads, progress)
+        except (FormatError, NotFoundError) as error:
             yield _as_finding(error, where)
             faults = _scan_without_record(store, key, manifest, number, threads)
-        except (StorageError, NotFoundError) as error:
+        except StorageError as error:
             yield _as_finding(error, where)
             continue
         for at, what in faults:
@@ -81,21 +86,22 @@ def _findings(
 
 def _scan(
     store: Store,
-    key: str,
+    folder: str,
     manifest: Manifest,
     number: int,
     records: list[Record],
+    tables: ArrayTables,
     threads: int | None,
     progress: Progress | None,
 ) -> list[Fault]:
     """The faults of one pack; its record, where it has one, is added to the records."""
     pack = manifest.packs[number]
+    key = f"{folder}/{pack.name}"
     if pack.record is None:
         # Which documents belong in it follows from what the records say is elsewhere.
         complete = len(records) == manifest.save.world_size
         return scan_groups(store, key, manifest, records) if complete else []
-    found = read_record(store, key)
-    check_belongs(store, key, found.record, number, manifest.save.save_id)
+    found = read_record(store, folder, number, manifest.save.save_id, tables)
     records.append(found.record)
     faults = scan_pack(store, key, found, threads=threads, progress=progress)
     if found.pack != pack:
@@ -109,7 +115,7 @@ def _scan_without_record(
     try:
         return scan_chunks(store, key, manifest, number, threads=threads)
     except CkptkitError:
-        return []  # it has been said that the pack is not as it was written
+        return []  # it has been said that the pack cannot be read as it was written
 
 
 def _files(store: Store, folder: str, manifest: Manifest) -> Iterator[tuple[Finding, str]]:

@@ -11,12 +11,14 @@ from typing import Any, Self
 from ckptkit.checkpoint.attempt import Attempt
 from ckptkit.checkpoint.barrier import Barrier, SoloBarrier
 from ckptkit.checkpoint.content import as_local
+from ckptkit.checkpoint.locate import refuse_begun
 from ckptkit.checkpoint.pack_writer import Holding, Holdings, Pack
 from ckptkit.checkpoint.places import Place, step_name, store_at
 from ckptkit.checkpoint.threads import DEFAULT_THREADS, Progress
 from ckptkit.errors import (
     InvalidNameError,
     LayoutError,
+    StepExistsError,
     UnsupportedTypeError,
     UsageError,
 )
@@ -24,6 +26,7 @@ from ckptkit.format.arrays import ROLES, Alias, ArrayInfo
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.format.names import ancestors, checked_path
 from ckptkit.format.objects import ObjectInfo
+from ckptkit.format.record import SaveInfo
 from ckptkit.model import (
     DType,
     Grid,
@@ -32,12 +35,14 @@ from ckptkit.model import (
     Placement,
     Replicate,
     Replicated,
+    Split,
     Strategy,
     Sum,
     layout_of,
     parse_placement,
 )
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid
+from ckptkit.storage import BufferPool, default_pool
 
 
 class Writer:
@@ -126,27 +131,27 @@ class Writer:
 
     def add_object(self, name: str, value: object) -> None:
         """Add a value that is no tensor: plain or Replicated(value) (the same on all ranks),
-        PerRank(value) or Sum(number).
+        PerRank(value), Sum(number) or Split(items).
         """
         self._check_open()
         self._check_not_staged()
         if not name or name in self._objects or not _is_text(name):
             raise InvalidNameError("an object needs a name of its own", value=name)
-        semantics = {PerRank: "per_rank", Sum: "sum"}.get(type(value), "replicated")
-        inner = value.value if isinstance(value, (PerRank, Sum, Replicated)) else value
+        semantics = {PerRank: "per_rank", Sum: "sum", Split: "split"}.get(type(value), "replicated")
+        inner = value.value if isinstance(value, (PerRank, Sum, Split, Replicated)) else value
         # In a manifest the values of all ranks are a list, one level deeper. Decoded again it is
         # a copy, which later changes of the caller's value do not reach.
         (copy,) = unpack(dumps([inner], name), name)
         self._objects[name] = ObjectInfo(name, semantics, copy)
 
-    def stage(self) -> None:
-        """Copy all that was added into memory of the writer's own; from then on the buffers may
-        change, and nothing more can be added.
+    def stage(self, pool: BufferPool | None = None) -> None:
+        """Copy all that was added into memory of the writer's own, or of a pool's; from then on the
+        buffers may change, and nothing more can be added.
         """
         self._check_open()
         self._check_not_staged()
         self._pack = self._laid_out()
-        self._pack.stage(self._threads)
+        self._pack.stage(self._threads, pool or default_pool())
 
     def commit(self) -> None:
         """Write this rank's pack, wait for the others, and make the step exist."""
@@ -154,10 +159,15 @@ class Writer:
         self._done = True
         try:
             attempt = Attempt(self._store, self._prefix, self._barrier, overwrite=self._overwrite)
-            save = attempt.begin(self.step, self.strategy, self._details)
             pack = self._pack or self._laid_out()
+            save, refers = self._begin(attempt, pack.table.digest)
             pack.write(
-                self._store, self._prefix, save, threads=self._threads, progress=self._progress
+                self._store,
+                self._prefix,
+                save,
+                refers=refers,
+                threads=self._threads,
+                progress=self._progress,
             )
             attempt.end(save)
         except BaseException as error:
@@ -185,6 +195,13 @@ class Writer:
             self.abort(_in_one_line(error))
         elif not self._done:
             self.commit()
+
+    def _begin(self, attempt: Attempt, digest: bytes) -> tuple[SaveInfo, bool]:
+        try:
+            return attempt.begin(self.step, self.strategy, self._details, digest)
+        except StepExistsError:
+            refuse_begun(self._store, self._prefix)
+            raise
 
     def _laid_out(self) -> Pack:
         return Pack(Holdings(self._arrays, self._aliases, self._objects), self.rank)

@@ -4,6 +4,7 @@ section 6).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgpack
@@ -18,15 +19,27 @@ MAX_DOCUMENT_BYTES = 1 << 32
 _CRC_BYTES = 5  # 0xCE and four bytes: a msgpack uint32 of fixed width
 
 
-def seal(kind: str, fields: dict[str, Any]) -> bytes:
-    """One msgpack map: format and version first, the CRC of everything before it last."""
-    document = {"format": kind, "version": VERSION, **fields, "crc32": 0}
-    body: bytes = msgpack.packb(document)[:-1] + b"\xce"
-    return body + int(isal_zlib.crc32(body)).to_bytes(4, "big")
+def seal(kind: str, fields: dict[str, Any], packed: Collection[str] = ()) -> bytes:
+    """One msgpack map: format and version first, the CRC of everything before it last.
+
+    The values of the fields named in `packed` are msgpack already.
+    """
+    document = {"format": kind, "version": VERSION, **fields}
+    packer = msgpack.Packer()
+    parts = [packer.pack_map_header(len(document) + 1)]
+    for key, value in document.items():
+        parts += packer.pack(key), value if key in packed else packer.pack(value)
+    parts += packer.pack("crc32"), b"\xce"
+    crc = 0
+    for part in parts:
+        crc = isal_zlib.crc32(part, crc)
+    return b"".join([*parts, crc.to_bytes(4, "big")])
 
 
-def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
-    """The fields of a document whose checksum, kind and version are right."""
+def unseal(kind: str, data: bytes, where: str, packed: Collection[str] = ()) -> dict[str, Any]:
+    """The fields of a document whose checksum, kind and version are right; those named in `packed`
+    as the msgpack that they are.
+    """
     if len(data) < _CRC_BYTES + 1 or data[-_CRC_BYTES] != 0xCE:
         raise CorruptionError(
             f"{len(data)} bytes that do not end in a checksum: truncated, or no {kind}",
@@ -42,7 +55,7 @@ def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
             hint="`ckpt rebuild STEP` makes a lost manifest again from the packs",
         )
     _check_head(kind, data, where)
-    document: dict[str, Any] = unpack(data, where)
+    document = _unpack_around(data, where, packed) if packed else unpack(data, where)
     last = list(document)[-1]
     if last != "crc32" or document[last] is True or document[last] != stored:
         raise FormatError("the last key is not the checksum", where=where, value=last)
@@ -71,3 +84,31 @@ def _check_head(kind: str, data: bytes, where: str) -> None:
             where=where,
             hint="pip install --upgrade ckptkit",
         )
+
+
+def _unpack_around(data: bytes, where: str, packed: Collection[str]) -> dict[str, Any]:
+    """The map, with some of its values left packed."""
+    walker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=len(data))
+    walker.feed(data)
+    view = memoryview(data)
+    document: dict[str, Any] = {}
+    for _ in range(walker.read_map_header()):
+        start, middle, end = walker.tell(), _skip(walker, where), _skip(walker, where)
+        key, value = unpack(view[start:middle], where), view[middle:end]
+        if type(key) is not str:
+            raise FormatError("a key that is not text", where=where, value=key)
+        if key in document:
+            raise FormatError("a key appears twice in one map", where=where, value=key)
+        document[key] = bytes(value) if key in packed else unpack(value, where)
+    if walker.tell() != len(data):
+        raise FormatError("bytes behind the document", where=where)
+    return document
+
+
+def _skip(walker: msgpack.Unpacker, where: str) -> int:
+    """Where the next value ends."""
+    try:
+        walker.skip()
+    except Exception as error:  # as in `unpack`
+        raise FormatError(f"not valid msgpack: {error}", where=where) from error
+    return int(walker.tell())

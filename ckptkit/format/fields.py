@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from ckptkit.errors import FormatError
+from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.model import doc as document
 
 LIMIT = 1 << 63
@@ -70,6 +72,16 @@ class Fields:
                 where=self._where,
                 value=list(self._left),
             )
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """What is wrong inside is said to be in a file: `FILE: arrays.3.shape`."""
+    try:
+        yield
+    except CkptkitError as error:
+        error.where = f"{where}: {error.where}" if error.where else where
+        raise
 
 
 def extent(value: object, where: str) -> tuple[int, int]:

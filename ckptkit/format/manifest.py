@@ -26,9 +26,10 @@ from ckptkit.format.columns import (
     stored_bytes,
 )
 from ckptkit.format.envelope import seal, unseal
-from ckptkit.format.fields import Fields, extent
+from ckptkit.format.fields import Fields, extent, located
 from ckptkit.format.objects import (
     ObjectInfo,
+    check_items,
     check_number,
     objects_from_docs,
     objects_to_docs,
@@ -101,11 +102,8 @@ class Manifest:
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
         """Read and check a manifest; errors name the field."""
         fields = Fields(unseal(_KIND, data, where), "")
-        try:
+        with located(where):
             return cls._from_fields(fields)
-        except FormatError as error:
-            error.where = f"{where}: {error.where}" if error.where else where
-            raise
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Manifest:
@@ -162,6 +160,8 @@ def _check_per_rank(objects: tuple[ObjectInfo, ...], world_size: int) -> None:
             not isinstance(item.value, list) or len(item.value) != world_size
         ):
             raise FormatError(f"not a list of {world_size} values", where=f"objects.{number}.value")
+        if item.semantics == "split":
+            check_items(item.value, f"objects.{number}.value")
         if item.semantics == "sum":
             for value in item.value:
                 check_number(value, f"objects.{number}.value")

@@ -15,12 +15,12 @@ from ckptkit.errors import FormatError
 from ckptkit.format.fields import Fields
 from ckptkit.format.leaves import check_leaf, encode
 
-SEMANTICS = ("replicated", "per_rank", "sum")
+SEMANTICS = ("replicated", "per_rank", "sum", "split")
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object; in a manifest the value of `per_rank` and `sum` is the list of all ranks'
+    """One object; in a manifest the value of all but `replicated` is the list of all ranks'
     values.
     """
 
@@ -63,6 +63,27 @@ def total(values: Sequence[Any]) -> Any:
         widest = {"i": np.int64, "u": np.uint64, "c": np.complex128}.get(kind, np.float64)
         return np.sum([value.astype(widest) for value in values], axis=0)
     return sum(value.item() if isinstance(value, np.generic) else value for value in values)
+
+
+def whole(item: ObjectInfo) -> Any:
+    """An object of a manifest as a reader without ranks sees it: totals, and items in order."""
+    if item.semantics == "sum":
+        return total(item.value)
+    return joined(item.value) if item.semantics == "split" else item.value
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """The items of all ranks in the order of the ranks, or how many there are."""
+    if isinstance(values[0], int):
+        return sum(values)
+    return type(values[0])(item for value in values for item in value)
+
+
+def check_items(values: Sequence[object], where: str) -> None:
+    """Refuse what cannot be the items of all ranks: lists, tuples, or counts, of one kind."""
+    kinds = {type(value) for value in values}
+    if len(kinds) != 1 or not kinds <= {list, tuple, int}:
+        raise FormatError("not items to split over ranks", where=where, value=values)
 
 
 def check_number(value: object, where: str) -> None:

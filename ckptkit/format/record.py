@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ckptkit.errors import FormatError
-from ckptkit.format.arrays import Alias, ArrayInfo, arrays_from_docs, arrays_to_docs
+from ckptkit.errors import CorruptionError, FormatError
+from ckptkit.format.array_table import ArrayTable, ArrayTables
+from ckptkit.format.arrays import Alias, ArrayInfo
 from ckptkit.format.columns import U32, U64, columns_from_doc, columns_to_doc
 from ckptkit.format.envelope import seal, unseal
-from ckptkit.format.fields import LIMIT, Fields
+from ckptkit.format.fields import LIMIT, Fields, located
 from ckptkit.format.leaves import check_leaf, encode
 from ckptkit.format.names import name_from_file
 from ckptkit.format.objects import (
     ObjectInfo,
+    check_items,
     check_number,
     objects_from_docs,
     objects_to_docs,
@@ -30,6 +31,7 @@ MAX_RANKS = 1 << 24
 SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{7,63}")
 
 _KIND = "ckptkit-rank"
+_TABLE = ("placements", "arrays")
 _COLUMNS = ("array", "chunk", "offset", "length", "crc32")
 
 
@@ -79,12 +81,14 @@ class SaveInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """What one pack holds; the columns are one row a chunk, in pack order."""
+    """What one pack holds; the columns are one row a chunk, in pack order.
+
+    Where `refers`, the document does not list the table: it is that of rank 0's record.
+    """
 
     save: SaveInfo
     rank: int
-    arrays: tuple[ArrayInfo, ...]
-    aliases: tuple[Alias, ...]
+    table: ArrayTable
     documents: tuple[Entry, ...]
     array: U32
     chunk: U64
@@ -92,38 +96,62 @@ class Record:
     length: U64
     crc32: U32
     objects: tuple[ObjectInfo, ...]
+    refers: bool = False
+
+    @property
+    def arrays(self) -> tuple[ArrayInfo, ...]:
+        """The arrays that `array` numbers."""
+        return self.table.arrays
+
+    @property
+    def aliases(self) -> tuple[Alias, ...]:
+        """The aliases of the same table."""
+        return self.table.aliases
 
     def to_bytes(self) -> bytes:
         """The document."""
-        table, entries = arrays_to_docs(self.arrays, self.aliases)
+        table = self.table.reference() if self.refers else self.table.packed
         columns = {name: getattr(self, name) for name in _COLUMNS}
-        columns["array"] = _places(self.arrays, self.aliases)[self.array]
+        columns["array"] = self.table.places[self.array]
         fields = {
             **self.save.to_fields(),
             "rank": self.rank,
-            "placements": table,
-            "arrays": entries,
+            **dict(zip(_TABLE, table, strict=True)),
             "documents": [[d.name, d.offset, d.length, d.crc] for d in self.documents],
             "chunks": columns_to_doc(columns),
             "objects": objects_to_docs(self.objects),
         }
-        return seal(_KIND, fields)
+        return seal(_KIND, fields, _TABLE)
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> Record:
-        """Read and check a record; errors name the field."""
-        fields = Fields(unseal(_KIND, data, where), "")
-        try:
-            return cls._from_fields(fields)
-        except FormatError as error:
-            error.where = f"{where}: {error.where}" if error.where else where
-            raise
+    def from_bytes(
+        cls,
+        data: bytes,
+        where: str,
+        tables: ArrayTables | None = None,
+        origin: tuple[int, str] | None = None,
+    ) -> Record:
+        """Read and check a record; errors name the field.
+
+        `tables` are those of the save, rank 0's read before any other record; `origin` is the
+        rank and the save id that the record has to be of.
+        """
+        fields = Fields(unseal(_KIND, data, where, _TABLE), "")
+        with located(where):
+            return cls._from_fields(fields, tables or ArrayTables(), origin)
 
     @classmethod
-    def _from_fields(cls, fields: Fields) -> Record:
+    def _from_fields(
+        cls, fields: Fields, tables: ArrayTables, origin: tuple[int, str] | None
+    ) -> Record:
         save = SaveInfo.from_fields(fields)
         rank = fields.integer("rank", below=save.world_size)
-        arrays, aliases = arrays_from_docs(fields, len(save.strategy.mesh.axes))
+        if origin not in (None, (rank, save.save_id)):
+            raise CorruptionError(
+                f"the pack says it is rank {rank} of save {save.save_id}",
+                hint="it was copied or renamed; put the right file there",
+            )
+        table, refers = tables.take(fields, rank, len(save.strategy.mesh.axes))
         documents = _documents(fields.items("documents"), fields.at("documents"))
         columns = columns_from_doc(fields.any("chunks"), fields.at("chunks"), _COLUMNS)
         objects = objects_from_docs(fields)
@@ -131,9 +159,11 @@ class Record:
         for number, item in enumerate(objects):
             if item.semantics == "sum":
                 check_number(item.value, f"objects.{number}.value")
-        columns["array"] = _without_aliases(columns["array"], arrays, aliases)
-        _check_chunks(columns, arrays)
-        return cls(save, rank, arrays, aliases, documents, objects=objects, **columns)
+            if item.semantics == "split":
+                check_items([item.value], f"objects.{number}.value")
+        columns["array"] = table.numbers(columns["array"])
+        _check_chunks(columns, table)
+        return cls(save, rank, table, documents, objects=objects, refers=refers, **columns)
 
 
 def _documents(rows: list[Any], where: str) -> tuple[Entry, ...]:
@@ -157,30 +187,10 @@ def _documents(rows: list[Any], where: str) -> tuple[Entry, ...]:
     return tuple(documents)
 
 
-def _places(arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> U32:
-    """Where each array stands in the list that has the aliases too."""
-    names = sorted([a.name for a in arrays] + [a.name for a in aliases])
-    place = {name: number for number, name in enumerate(names)}
-    return np.array([place[array.name] for array in arrays], dtype=np.uint32)
-
-
-def _without_aliases(column: U32, arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> U32:
-    places = _places(arrays, aliases)
-    number = np.full(len(arrays) + len(aliases), len(arrays), dtype=np.uint32)
-    number[places] = np.arange(len(arrays), dtype=np.uint32)
-    if len(column) and int(column.max()) >= len(number):
-        raise FormatError("a chunk of an array that is not listed", where="chunks.array")
-    found = number[column]
-    if len(found) and int(found.max()) == len(arrays):
-        raise FormatError("a chunk of an alias", where="chunks.array")
-    return found
-
-
-def _check_chunks(columns: dict[str, Any], arrays: Sequence[ArrayInfo]) -> None:
+def _check_chunks(columns: dict[str, Any], table: ArrayTable) -> None:
     """Chunks of their grids, each once, at places that exist."""
     array, chunk = columns["array"], columns["chunk"]
-    counts = np.array([a.grid.chunk_count for a in arrays], dtype=np.uint64)
-    outside = chunk >= counts[array] if len(arrays) else np.zeros(0, dtype=bool)
+    outside = chunk >= table.chunk_counts[array]
     if outside.any():
         row = int(outside.argmax())
         raise FormatError(

@@ -34,7 +34,9 @@ class Axis:
             raise StrategyError("unknown kind of axis", value=self.kind, hint=_kind_hint(self.kind))
         if type(self.size) is not int or not 1 <= self.size <= MAX_WORLD_SIZE:
             raise StrategyError(
-                f"the size of axis {self.name} must be an integer from 1 to 2**24", value=self.size
+                f"the size of axis {self.name} must be an integer from 1 to 2**24",
+                value=self.size,
+                hint=f"leave the axis out, or say how many ranks lie along it: {self.kind}:2",
             )
 
 
@@ -52,9 +54,17 @@ class Mesh:
                     f"axis {name} appears twice", hint=f"give it one size: {name}:<n>"
                 )
         if len(self.axes) > MAX_AXES:
-            raise StrategyError(f"more than {MAX_AXES} axes", value=len(self.axes))
+            raise StrategyError(
+                f"more than {MAX_AXES} axes",
+                value=len(self.axes),
+                hint="axes of size 1 can be left out",
+            )
         if self.world_size > MAX_WORLD_SIZE:
-            raise StrategyError("a mesh of more than 2**24 ranks", value=self.world_size)
+            raise StrategyError(
+                "a mesh of more than 2**24 ranks",
+                value=self.world_size,
+                hint="it has as many ranks as the product of the sizes of its axes",
+            )
 
     @property
     def sizes(self) -> tuple[int, ...]:

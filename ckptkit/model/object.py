@@ -36,3 +36,21 @@ class Sum:
                 value=self.value,
                 hint="use PerRank or Replicated",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The items that a rank has of something that is shared out: a list, or a count of such items.
+
+    The items of all ranks, in the order of the ranks, are shared out anew among the new ones.
+    """
+
+    value: Any
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.value, (list, tuple, int)) or isinstance(self.value, bool):
+            raise UnsupportedTypeError(
+                "only lists, tuples and whole numbers can be split over ranks",
+                value=self.value,
+                hint="use PerRank or Replicated",
+            )

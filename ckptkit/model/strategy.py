@@ -47,7 +47,11 @@ class Strategy:
         axes: list[Axis] = []
         for item in text.split(","):
             axes += _axes(item.strip(), text)
-        return cls(Mesh(tuple(axes)))
+        try:
+            return cls(Mesh(tuple(axes)))
+        except StrategyError as error:
+            error.where = error.where or f"strategy {_shortened(text)}"
+            raise
 
     @classmethod
     def of(cls, what: str | Strategy) -> Strategy:

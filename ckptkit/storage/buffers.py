@@ -6,7 +6,6 @@ import mmap
 import threading
 from contextlib import suppress
 from functools import cache
-from types import TracebackType
 
 import numpy as np
 
@@ -45,12 +44,7 @@ class AlignedBuffer:
     def __enter__(self) -> memoryview:
         return self.view
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.give_back()
 
 
@@ -77,6 +71,11 @@ class BufferPool:
             memory = kept.pop() if kept else None
             self._kept_bytes -= length if memory is not None else 0
         return AlignedBuffer(self, memory or _fresh(length), start, size)
+
+    def has(self, size: int, *, congruent_to: int = 0) -> bool:
+        """Whether a buffer that `take` would lend is kept."""
+        with self._lock:
+            return bool(self._kept.get(_rounded(congruent_to % PAGE + size)))
 
     def keep(self, memory: mmap.mmap) -> None:
         """Keep memory that was lent; what waits longest makes room for it."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from types import TracebackType
-from typing import Self
 
+from ckptkit.storage.closing import Closing
 from ckptkit.storage.location import Location
 from ckptkit.storage.store import Abilities, Entries, Names, Sink, Source, Store
 
@@ -93,13 +92,19 @@ class CountingStore:
         self._store.put(key, data, exclusive=exclusive)
         self.count("put", written=memoryview(data).nbytes)
 
+    def leftovers(self, prefix: str = "") -> Entries:
+        """Counted as `leftovers`."""
+        entries = self._store.leftovers(prefix)
+        self.count("leftovers")
+        return entries
+
     def delete(self, keys: Iterable[str]) -> None:
         """Counted as `delete`, once however many keys."""
         self._store.delete(keys)
         self.count("delete")
 
 
-class _CountingSource:
+class _CountingSource(Closing):
     def __init__(self, counting: CountingStore, source: Source) -> None:
         self._counting = counting
         self._source = source
@@ -114,17 +119,6 @@ class _CountingSource:
 
     def close(self) -> None:
         self._source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _CountingSink:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Literal, TypeVar
 
 from ckptkit.errors import StorageError, UsageError
+from ckptkit.storage.closing import Closing
 from ckptkit.storage.location import Location
 from ckptkit.storage.store import Abilities, Entries, Names, Sink, Source, Store
 
@@ -105,6 +105,10 @@ class FailingStore:
         """One operation."""
         self.attempt("put", lambda: self._store.put(key, data, exclusive=exclusive))
 
+    def leftovers(self, prefix: str = "") -> Entries:
+        """One operation."""
+        return self.attempt("leftovers", lambda: self._store.leftovers(prefix))
+
     def delete(self, keys: Iterable[str]) -> None:
         """One operation for each key, so that a deletion can fail half-way."""
         for key in keys:
@@ -114,7 +118,7 @@ class FailingStore:
         self.attempt("delete", lambda: self._store.delete([key]))
 
 
-class _FailingSource:
+class _FailingSource(Closing):
     def __init__(self, failing: FailingStore, source: Source) -> None:
         self._failing = failing
         self._source = source
@@ -128,17 +132,6 @@ class _FailingSource:
 
     def close(self) -> None:
         self._source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _FailingSink:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import secrets
+
 from ckptkit.errors import InvalidNameError
 
 TEMPORARY = ".tmp-"
+
+_LEFTOVER = re.compile(r"\.tmp-[0-9a-f]{16}")
 
 
 def checked_key(key: str) -> str:
@@ -20,9 +25,29 @@ def checked_key(key: str) -> str:
     return key
 
 
+def deletable_key(key: str) -> str:
+    """The same for a deletion, which takes what a store lists as left over as well."""
+    folder, _, name = key.rpartition("/")
+    if not is_leftover(name):
+        return checked_key(key)
+    if folder:
+        checked_key(folder)
+    return key
+
+
 def folder_of(prefix: str) -> str:
     """A prefix without its trailing slash, checked."""
     return checked_key(prefix.removesuffix("/")) if prefix else ""
+
+
+def new_temporary() -> str:
+    """A name for the store's own use that nothing has."""
+    return f"{TEMPORARY}{secrets.token_hex(8)}"
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a single name is exactly as `new_temporary` makes them: others are not ours."""
+    return bool(_LEFTOVER.fullmatch(name))
 
 
 def is_temporary(name: str) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter
@@ -21,7 +20,14 @@ from ckptkit.storage.folders import (
     sync_folder,
     sync_nearest,
 )
-from ckptkit.storage.keys import TEMPORARY, checked_key, folder_of, is_temporary
+from ckptkit.storage.keys import (
+    checked_key,
+    deletable_key,
+    folder_of,
+    is_leftover,
+    is_temporary,
+    new_temporary,
+)
 from ckptkit.storage.local_sink import LocalSink
 from ckptkit.storage.local_source import LocalSource
 from ckptkit.storage.location import Location
@@ -58,13 +64,13 @@ class LocalStore:
         """The names directly below `prefix`, sorted; folders that are empty are among them."""
         folder = self._below(prefix)
         with refusals(str(folder)):
-            return sorted(entry.name for entry in _entries(folder))
+            return sorted(e.name for e in _entries(folder) if _is_listed(e.name))
 
     def list(self, prefix: str = "") -> Entries:
         """Every file below `prefix`, sorted by key."""
         folder = self._below(prefix)
         with refusals(str(folder)):
-            return sorted(_files(folder, folder_of(prefix)), key=lambda entry: entry.key)
+            return _files(folder, folder_of(prefix), _is_listed)
 
     def size(self, key: str) -> int:
         """The number of bytes of a file."""
@@ -112,9 +118,15 @@ class LocalStore:
                 self._put(path, view, exclusive=exclusive)
             sync_folder(path.parent)
 
+    def leftovers(self, prefix: str = "") -> Entries:
+        """Temporary files, which a `put` that was killed leaves; sorted by key."""
+        folder = self._below(prefix)
+        with refusals(str(folder)):
+            return _files(folder, folder_of(prefix), is_leftover)
+
     def delete(self, keys: Iterable[str]) -> None:
         """Delete files in this order, also across a crash, then the folders left empty."""
-        paths = (self._path(key) for key in keys)
+        paths = (self._root / deletable_key(key) for key in keys)
         for folder, group in groupby(paths, key=attrgetter("parent")):
             with refusals(str(folder)):
                 if sum([_unlinked(path) for path in group]):
@@ -124,7 +136,7 @@ class LocalStore:
     def _put(self, path: Path, data: memoryview, *, exclusive: bool) -> None:
         folder = path.parent
         made = make_folders(folder)
-        temporary = folder / f"{TEMPORARY}{secrets.token_hex(8)}"
+        temporary = folder / new_temporary()
         try:
             _write_whole(temporary, data)
             sync_above(folder, self._root, made)
@@ -165,7 +177,8 @@ def _publish_once(temporary: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # Without links: claim the name with an empty file, which readers refuse, then fill it.
+        # Without links: claim the name with an empty file, then fill it. A crash between the two
+        # leaves it empty, so callers take nothing that is empty for what was to be put.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         os.close(os.open(path, flags, 0o666))
         temporary.replace(path)
@@ -179,25 +192,34 @@ def _unlinked(path: Path) -> bool:
     return True
 
 
+def _is_listed(name: str) -> bool:
+    return not is_temporary(name)
+
+
 def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
-            yield from (entry for entry in entries if not is_temporary(entry.name))
+            yield from entries
     except (FileNotFoundError, NotADirectoryError):
         return
 
 
-def _files(folder: Path | str, prefix: str) -> Iterator[Entry]:
+def _files(folder: Path | str, prefix: str, wanted: Callable[[str], bool]) -> Entries:
+    return sorted(_walked(folder, prefix, wanted), key=attrgetter("key"))
+
+
+def _walked(folder: Path | str, prefix: str, wanted: Callable[[str], bool]) -> Iterator[Entry]:
     for entry in _entries(folder):
         key = f"{prefix}/{entry.name}" if prefix else entry.name
         # A link to a folder above would never end.
         if entry.is_dir(follow_symlinks=False):
-            yield from _files(entry.path, key)
-            continue
-        with suppress(FileNotFoundError):
-            status = entry.stat()
-            if stat.S_ISREG(status.st_mode):
-                yield Entry(key, status.st_size, status.st_mtime)
+            if _is_listed(entry.name):
+                yield from _walked(entry.path, key, wanted)
+        elif wanted(entry.name):
+            with suppress(FileNotFoundError):
+                status = entry.stat()
+                if stat.S_ISREG(status.st_mode):
+                    yield Entry(key, status.st_size, status.st_mtime)
 
 
 def _absent(path: Path) -> NotFoundError:

@@ -7,15 +7,14 @@ import os
 import stat
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from ckptkit.errors import CorruptionError
+from ckptkit.storage.closing import Closing
 from ckptkit.storage.ranges import as_bytes, checked_range
 from ckptkit.storage.refusals import refusals
 
 
-class LocalSource:
+class LocalSource(Closing):
     """A file open for reading."""
 
     def __init__(self, path: Path) -> None:
@@ -54,17 +53,6 @@ class LocalSource:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _shrunk(self, end: int) -> CorruptionError:
         return CorruptionError(

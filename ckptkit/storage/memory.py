@@ -7,12 +7,11 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 from weakref import WeakValueDictionary
 
 from ckptkit.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
-from ckptkit.storage.keys import checked_key, folder_of
+from ckptkit.storage.closing import Closing
+from ckptkit.storage.keys import checked_key, deletable_key, folder_of
 from ckptkit.storage.location import Location
 from ckptkit.storage.parts import Parts
 from ckptkit.storage.ranges import as_bytes, checked_range
@@ -131,10 +130,15 @@ class MemoryStore:
             self._shelf.refuse_clash(where, path)
             self._shelf.objects[path] = item
 
+    def leftovers(self, prefix: str = "") -> Entries:
+        """Nothing: what is not finished dies with the process."""
+        folder_of(prefix)
+        return []
+
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; missing ones are fine."""
         for key in keys:
-            path = self._path(key)
+            path = self._folder + deletable_key(key)
             with self._shelf.lock:
                 self._shelf.objects.pop(path, None)
 
@@ -159,7 +163,7 @@ class MemoryStore:
         return found
 
 
-class MemorySource:
+class MemorySource(Closing):
     """An object in memory, open for reading."""
 
     def __init__(self, where: str, data: bytes | bytearray) -> None:
@@ -177,17 +181,6 @@ class MemorySource:
     def close(self) -> None:
         """Let go of the object."""
         self._data.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class MemorySink:

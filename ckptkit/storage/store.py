@@ -125,11 +125,19 @@ class Store(Protocol):
         """Store a small object whole: atomic, and durable on return.
 
         Replaces what is there, or with `exclusive` raises AlreadyExistsError: of racing exclusive
-        creators exactly one returns.
+        creators exactly one returns. An exclusive one that is killed may leave an empty object.
+        """
+
+    def leftovers(self, prefix: str = "") -> Entries:
+        """What writes that were cut off left below `prefix`, sorted by key.
+
+        Writes under way are among it: only age tells them apart. The keys are for `delete` alone.
+        A store that can leave nothing of its own returns an empty list.
         """
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects in the order given, also across a crash; missing ones are fine.
+        """Delete objects or leftovers in the order given, also across a crash; missing ones are
+        fine.
 
         Folders left empty, those of missing keys included, go too where the store has folders.
         """

@@ -1,14 +1,17 @@
-"""A save that fails or dies at any of its operations: the old step is whole, the new one whole or
-not there, and nothing is in the way of the next save.
+"""A save that fails or dies at any of its operations, or of its barrier's: the old step is whole,
+the new one whole or not there, and nothing is in the way of the next save. And so for rebuild and
+prune, which can be run again.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 
 import ckptkit
@@ -24,6 +27,7 @@ from tests.checkpoint.saving import (
     memory_with,
     outcomes,
     save,
+    save_by,
     small_state,
 )
 from tests.checkpoint.saving import add as add_part
@@ -60,7 +64,7 @@ def named_by_manifests(store: Store) -> set[str]:
     keys = set()
     for step in Run(store).steps():
         with Run(store).open(step) as checkpoint:
-            folder = f"{checkpoint.prefix}/data/{checkpoint.manifest.save.save_id}"
+            folder = f"{checkpoint.prefix}/data/{checkpoint.save_id}"
             keys |= {f"{folder}/{pack.name}" for pack in checkpoint.manifest.packs}
             keys.add(f"{checkpoint.prefix}/manifest.msgpack")
     return keys
@@ -109,17 +113,34 @@ def test_a_failure_at_any_operation(base: dict[str, bytes], mode: Mode, after: b
         assert_safe(store, mode, is_committed=not any(errors))
 
 
+def put_all(run: Path, objects: dict[str, bytes]) -> None:
+    store = LocalStore(run)
+    for key, data in objects.items():
+        store.put(key, data)
+
+
+def program(name: str, *arguments: str) -> list[str]:
+    """The lines that a program of tests prints."""
+    command = [sys.executable, "-m", f"tests.checkpoint.{name}", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, check=True, timeout=120, stdout=subprocess.PIPE, text=True
+    )
+    return done.stdout.splitlines()
+
+
+def died(root: Path, mode: str, when: str) -> list[Path]:
+    """A copy of root/base for each operation of something, which died there in it."""
+    program("dying", str(root), mode, when)
+    return sorted(root.glob(f"{when}-*"))
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("mode", MODES)
 def test_death_at_any_operation(
     base: dict[str, bytes], mode: Mode, when: str, tmp_path: Path
 ) -> None:
-    local = LocalStore(tmp_path / "base")
-    for key, data in base.items():
-        local.put(key, data)
-    command = [sys.executable, "-m", "tests.checkpoint.dying", str(tmp_path), mode, when]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
-    runs = sorted(tmp_path.glob(f"{when}-*"))
+    put_all(tmp_path / "base", base)
+    runs = died(tmp_path, mode, when)
     assert len(runs) > 15
     for run in runs:
         assert_safe(LocalStore(run), mode)
@@ -131,13 +152,78 @@ def test_death_at_any_operation(
         }
 
 
+def test_death_at_any_operation_of_the_barrier(base: dict[str, bytes], tmp_path: Path) -> None:
+    put_all(tmp_path / "base", base)
+    lines = [line.split() for line in program("dying_at_barrier", str(tmp_path))]
+    assert len(lines) > 20
+    outcomes = set()
+    for name, code in lines:
+        assert code in ("0", "3"), name
+        run = LocalStore(tmp_path / name)
+        outcomes.add((code, Run(run).latest()))
+        assert_safe(run, "another", is_committed=code == "0")
+    # Either rank may die too early for a step, or when nothing more depends on it.
+    assert outcomes >= {("0", 2), ("3", 1)}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("manifest", ["lost", "empty", "damaged"])
+def test_death_at_any_operation_of_a_rebuild(tmp_path: Path, manifest: str, when: str) -> None:
+    def fill(writer: ckptkit.Writer) -> None:
+        placed = {"pp": f"stage({writer.rank})"}
+        writer.add(f"stage{writer.rank}/w", np.arange(3), placements=placed)
+
+    base = tmp_path / "base"
+    save(base, OLD, strategy="fsdp:2")
+    save_by(base, fill, strategy="pp:2", step=2)
+    whole = files(base)
+    (groups,) = base.glob("step-0000000002/data/*/groups.zip")
+    groups.unlink()
+    path = base / "step-0000000002/manifest.msgpack"
+    if manifest == "lost":
+        path.unlink()
+    else:
+        path.write_bytes(b"" if manifest == "empty" else path.read_bytes()[:-1])
+    runs = died(tmp_path, "rebuild", when)
+    assert len(runs) > 10
+    for run in runs:
+        held_by(LocalStore(run), 1, OLD)
+        if files(run) != whole:
+            assert manifest == "damaged" or Run(run).steps() == [1]
+            ckptkit.rebuild(run / path.parent.name)
+        assert files(run) == whole
+        assert Run(run).prune(grace=0) == []
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_death_at_any_operation_of_a_prune(tmp_path: Path, when: str) -> None:
+    run = tmp_path / "base"
+    for step, state in ((1, OLD), (2, NEW), (3, LAST)):
+        save(run, state, strategy="fsdp:2", step=step)
+    kept = {name: data for name, data in files(run).items() if "step-0000000003" in name}
+    save(run, NEW, strategy="fsdp:2", step=4)
+    (run / "step-0000000004/manifest.msgpack").write_bytes(b"")
+    shutil.copytree(run / "step-0000000004/data", run / "step-0000000003/data", dirs_exist_ok=True)
+    (run / "step-0000000003/.tmp-0123456789abcdef").write_bytes(b"half a manifest")
+    runs = died(tmp_path, "prune", when)
+    assert len(runs) > 25
+    for left in map(LocalStore, runs):
+        assert Run(left).steps()[-1] == 3
+        for step, state in ((1, OLD), (2, NEW), (3, LAST)):
+            if step in Run(left).steps():
+                held_by(left, step, state)
+        Run(left).prune(keep_last=1, grace=0)
+        assert files(Path(left.location.path)) == kept
+
+
 def test_a_temporary_file_of_a_save_that_died_is_no_step_and_goes_with_it(tmp_path: Path) -> None:
     save(tmp_path, OLD, strategy="fsdp:2")
     before = files(tmp_path)
     step = tmp_path / "step-0000000002"
     (step / "data/20200101T000000Z-0123456789ab").mkdir(parents=True)
     (step / "data/20200101T000000Z-0123456789ab/rank-00000.zip").write_bytes(b"PK")
-    (step / ".tmp-0123456789abcdef").write_bytes(b"half a manifest")
+    for folder in (step, tmp_path / "step-0000000001"):
+        (folder / ".tmp-0123456789abcdef").write_bytes(b"half a manifest")
     assert Run(tmp_path).steps() == [1]
     Run(tmp_path).prune(grace=0)
     assert files(tmp_path) == before

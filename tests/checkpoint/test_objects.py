@@ -69,7 +69,7 @@ def test_arrays_and_times_are_leaves_too() -> None:
         assert found["at"] == now
         assert found["lr"] == np.float32(0.1)
         assert type(found["lr"]) is np.float32
-        assert checkpoint.manifest.save.details == {"precision": "bf16", "zero": 3}
+        assert checkpoint.details == {"precision": "bf16", "zero": 3}
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, lambda: 0, {"a": [object()]}, {1.5: 2}])

@@ -95,8 +95,9 @@ def test_a_run_without_steps_has_none(tmp_path: Path, make: Callable[[Path], Pat
     assert run.latest() is None
     assert run.listing() == []
     assert run.prune(keep_last=1, grace=0) == []
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError) as caught:
         run.open()
+    assert caught.value.hint
     with pytest.raises(NotFoundError):
         run.open(3)
     with pytest.raises(NotFoundError):

@@ -92,6 +92,7 @@ def test_a_good_manifest_is_not_replaced(step: Path) -> None:
     with pytest.raises(StepExistsError) as caught:
         ckptkit.rebuild(step)
     assert caught.value.where == str(step)
+    assert "ckpt verify" in caught.value.hint
     assert files(step) == before
 
 
@@ -182,15 +183,18 @@ def test_where_there_are_no_packs_there_is_nothing_to_rebuild(tmp_path: Path, st
         with pytest.raises(NotFoundError) as caught:
             ckptkit.rebuild(place)
         assert str(place) in caught.value.where
+        assert caught.value.hint
     lose_manifest(step)
     with pytest.raises(NotFoundError) as caught:
         ckptkit.rebuild(step, save_id="20200101T000000Z-0123456789ab")
     assert caught.value.has_value
+    assert next((step / "data").iterdir()).name in caught.value.hint
 
 
 def test_the_packs_of_another_step_are_refused(step: Path) -> None:
     lose_manifest(step)
     moved = step.rename(step.with_name("step-0000000008"))
-    with pytest.raises(FormatError, match="step 7"):
+    with pytest.raises(FormatError, match="step 7") as caught:
         ckptkit.rebuild(moved)
+    assert "step-0000000007" in caught.value.hint
     assert Run(step.parent).steps() == []

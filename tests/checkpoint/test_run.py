@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import ckptkit
 from ckptkit import Run, Writer
 from ckptkit.checkpoint.prune import kept_steps
 from ckptkit.errors import NotFoundError, StorageError, UsageError
-from ckptkit.storage import Abilities, FailingStore, MemoryStore, Store
+from ckptkit.storage import Abilities, FailingStore, LocalStore, MemoryStore, Store
 from tests.checkpoint.saving import at_step, contents, memory_with
 from tests.checkpoint.watching import RecordingStore, operations_of
 
@@ -101,6 +103,13 @@ def test_retention_keeps_the_newest_and_the_regular(
     assert {key.partition("/")[0] for key in contents(store)} == {f"step-{s:010d}" for s in kept}
 
 
+def test_newest_is_the_highest_number_and_not_what_was_saved_last() -> None:
+    store = save_steps(30, 20, 10)
+    assert Run(store).latest() == 30
+    Run(store).prune(keep_last=2)
+    assert Run(store).steps() == [20, 30]
+
+
 def test_the_newest_step_is_never_pruned() -> None:
     assert kept_steps([1, 2, 3], keep_every=10) == {3}
 
@@ -108,8 +117,9 @@ def test_the_newest_step_is_never_pruned() -> None:
 @pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": -1}, {"keep_every": 0}])
 def test_retention_that_keeps_nothing_is_refused(options: dict[str, Any]) -> None:
     store = save_steps(1)
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as caught:
         Run(store).prune(**options)
+    assert "leave both out" in caught.value.hint
     assert Run(store).steps() == [1]
 
 
@@ -184,6 +194,47 @@ def test_data_of_unknown_age_may_be_a_save_under_way() -> None:
     assert key in contents(store)
 
 
+@pytest.fixture
+def with_leftovers(tmp_path: Path) -> Path:
+    """Committed steps 1 and 2 and a begun step 3, with files that killed writes left."""
+    for step in (1, 2):
+        with Writer(tmp_path, step=step) as writer:
+            writer.add("w", np.full(10, step))
+    abandoned(LocalStore(tmp_path), 3)
+    for step in (1, 2, 3):
+        (tmp_path / f"step-000000000{step}/.tmp-0123456789abcdef").write_bytes(b"half")
+    return tmp_path
+
+
+def test_files_that_killed_writes_left_are_found_and_pruned(with_leftovers: Path) -> None:
+    run = Run(with_leftovers)
+    plan = run.plan_prune(grace=0)
+    found = [(removal.kind, removal.step) for removal in plan]
+    assert found == [("leftover", 1), ("leftover", 2), ("orphan", 3), ("leftover", 3)]
+    left = [removal for removal in plan if removal.kind == "leftover"]
+    assert {(removal.name, removal.nbytes) for removal in left} == {(".tmp-0123456789abcdef", 4)}
+    assert run.prune(grace=0) == plan
+    assert not list(with_leftovers.rglob(".tmp-*"))
+    assert run.steps() == [1, 2]
+    assert run.plan_prune(grace=0) == []
+
+
+def test_a_young_file_may_be_of_a_write_under_way(with_leftovers: Path) -> None:
+    run = Run(with_leftovers)
+    assert run.prune() == []
+    path = with_leftovers / "step-0000000002/.tmp-0123456789abcdef"
+    then = time.time() - 4000
+    os.utime(path, (then, then))
+    assert [(removal.kind, removal.step) for removal in run.prune()] == [("leftover", 2)]
+    assert not path.exists()
+    assert len(list(with_leftovers.rglob(".tmp-*"))) == 2
+
+
+def test_they_go_with_a_step_that_goes(with_leftovers: Path) -> None:
+    Run(with_leftovers).prune(keep_last=1)
+    assert not (with_leftovers / "step-0000000001").exists()
+
+
 def test_a_save_that_commits_after_the_plan_was_made_stays() -> None:
     store = save_steps(1)
     saved = contents(save_steps(2))
@@ -207,7 +258,7 @@ def test_a_save_that_commits_after_the_plan_was_made_stays() -> None:
 def test_a_step_whose_manifest_cannot_be_read_is_left_alone() -> None:
     store = save_steps(1, 2, 3)
     store.put(manifest(1), store.read(manifest(1))[:-1])
-    store.put(manifest(3), b"")
+    store.put(manifest(3), b"\0")
     before = contents(store)
     assert Run(store).prune(grace=0) == []
     Run(store).prune(keep_last=1, grace=0)
@@ -233,6 +284,8 @@ def test_steps_are_deleted_by_number() -> None:
     with pytest.raises(NotFoundError) as caught:
         run.delete([9])
     assert "step-0000000009" in caught.value.where
-    with pytest.raises(UsageError):
+    assert "ckpt ls" in caught.value.hint
+    with pytest.raises(UsageError) as refused:
         run.delete([-1])
+    assert refused.value.hint
     assert run.steps() == [3]

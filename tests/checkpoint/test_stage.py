@@ -28,7 +28,7 @@ def test_what_changes_after_staging_is_not_saved() -> None:
         assert checkpoint["model/w"][...].tolist() == np.arange(3000.0).tolist()
         assert checkpoint.objects["state"]["lr"] == 0.1
         assert checkpoint.objects["state"]["seen"].tolist() == [0, 1, 2, 3]
-        assert checkpoint.manifest.save.details["precision"]["lr"] == 0.1
+        assert checkpoint.details["precision"]["lr"] == 0.1
     assert ckptkit.verify(store) == []
 
 

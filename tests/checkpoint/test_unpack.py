@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import tracemalloc
 from pathlib import Path
@@ -13,7 +15,7 @@ import zarr
 
 import ckptkit
 from ckptkit import Writer
-from ckptkit.errors import AlreadyExistsError, CkptkitError, CorruptionError
+from ckptkit.errors import AlreadyExistsError, CkptkitError, CorruptionError, StorageError
 from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import (
     Tensor,
@@ -133,6 +135,55 @@ def test_a_damaged_chunk_leaves_nothing(store: MemoryStore, tmp_path: Path) -> N
     damaged = flipped(store, STATE["scalar"].whole.tobytes())
     with ckptkit.open(damaged) as checkpoint, pytest.raises(CorruptionError):
         ckptkit.unpack(checkpoint, tmp_path / "plain")
+    assert_nothing_left(tmp_path, {})
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
+    """What is made durable or renamed, in order; paths relative to tmp_path."""
+    events: list[tuple[str, Path]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        events.append(("fsync", Path(os.path.relpath(path, tmp_path))))
+        fsync(descriptor)
+
+    def replaced(source: Path, target: Path) -> None:
+        events.append(("replace", Path(os.path.relpath(target, tmp_path))))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    return events
+
+
+def test_all_of_it_is_durable_before_it_appears_and_the_way_to_it_after(
+    store: MemoryStore, tmp_path: Path, log: list[tuple[str, Path]]
+) -> None:
+    with ckptkit.open(store) as checkpoint:
+        ckptkit.unpack(checkpoint, tmp_path / "deep/er/plain")
+    plain = tmp_path / "deep/er/plain"
+    appears = log.index(("replace", Path("deep/er/plain")))
+    before = sorted(path.parts[3:] for _, path in log[:appears])
+    assert before == sorted(p.relative_to(plain).parts for p in (plain, *plain.rglob("*")))
+    assert log[appears + 1 :] == [("fsync", Path(p)) for p in ("deep/er", "deep", ".")]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_what_cannot_be_made_durable_leaves_nothing(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool
+) -> None:
+    def broken(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path == tmp_path if last else path.name == "zarr.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with ckptkit.open(store) as checkpoint, pytest.raises(StorageError) as caught:
+        ckptkit.unpack(checkpoint, tmp_path / "plain")
+    assert caught.value.where == str(tmp_path / "plain")
+    assert "disk" in caught.value.hint
     assert_nothing_left(tmp_path, {})
 
 

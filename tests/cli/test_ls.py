@@ -37,6 +37,17 @@ def test_a_damaged_manifest_is_a_problem_of_its_step_alone(run: Path) -> None:
     assert f"committed, but: {first['problem']}" in ckpt("ls", run).stdout
 
 
+def test_a_step_with_an_empty_manifest_is_not_committed(run: Path) -> None:
+    (run / "step-0000000020" / "manifest.msgpack").write_bytes(b"")
+    assert ckpt("ls", run).stdout.splitlines()[2].endswith("-             not committed")
+    assert [s["committed"] for s in document("ls", run)["steps"]] == [True, False, False]
+    for command in ("show", "verify"):
+        assert "step-0000000010" in ckpt(command, run).stdout
+        result = ckpt(command, run / "step-0000000020")
+        assert result.exit_code == 4
+        assert "an empty manifest" in result.stderr
+
+
 @pytest.mark.parametrize("command", ["ls", "prune"])
 def test_what_is_no_run_is_said_to_be_none(command: str, run: Path, tmp_path: Path) -> None:
     absent = ckpt(command, tmp_path / "nothing")

@@ -30,6 +30,35 @@ def test_without_retention_all_committed_steps_stay(run: Path) -> None:
     assert result.stdout.endswith("freed 100 B; kept: 2 steps\n")
 
 
+def test_what_a_killed_commit_left_is_deleted(run: Path) -> None:
+    step = run / "step-0000000020"
+    (step / "manifest.msgpack").write_bytes(b"")
+    (run / "step-0000000010" / ".tmp-0123456789abcdef").write_bytes(b"half a manifest")
+    removed = document("prune", run, "--grace", "0", "--dry-run")["removed"]
+    found = [(gone["kind"], gone["step"], gone["name"][:9], gone["files"]) for gone in removed]
+    assert found == [
+        ("leftover", 10, ".tmp-0123", 1),
+        ("orphan", 20, "step-0000", 1),
+        ("orphan", 20, next((step / "data").iterdir()).name[:9], 4),
+        ("orphan", 30, "20260101T", 1),
+    ]
+    lines = ckpt("prune", run, "--grace", "0").stdout.splitlines()
+    assert lines[0].split() == [
+        "unfinished",
+        "file,",
+        "of",
+        "step",
+        "10",
+        "15",
+        "B",
+        found[0][2] + "456789abcdef",
+    ]
+    assert lines[1].split()[-4:] == ["20", "0", "B", "step-0000000020"]
+    assert document("prune", run, "--grace", "0")["removed"] == []
+    assert [s["step"] for s in document("ls", run)["steps"]] == [10]
+    assert document("verify", run)["ok"]
+
+
 def test_nothing_to_delete_is_no_failure(run: Path) -> None:
     result = ckpt("prune", run)
     assert (result.exit_code, result.stdout) == (0, "freed 0 B; kept: 2 steps\n")

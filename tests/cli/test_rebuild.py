@@ -31,6 +31,7 @@ def test_a_good_manifest_is_not_replaced(run: Path) -> None:
     result = ckpt("rebuild", run / "step-0000000020")
     assert result.exit_code == 2
     assert "committed already" in result.stderr
+    assert "hint: there is nothing to rebuild" in result.stderr
 
 
 def test_packs_that_are_not_whole_give_no_step(run: Path) -> None:
@@ -51,3 +52,12 @@ def test_a_save_that_is_not_there_is_not_found(run: Path) -> None:
         ckpt("rebuild", run / "step-0000000020", "--save-id", "20200101T000000Z-nope").exit_code
         == 4
     )
+
+
+def test_an_empty_manifest_is_as_good_as_lost(run: Path) -> None:
+    manifest = run / "step-0000000020" / "manifest.msgpack"
+    written = manifest.read_bytes()
+    manifest.write_bytes(b"")
+    assert "without a manifest: 20, 30" in ckpt("rebuild", run).stderr
+    assert ckpt("rebuild", manifest.parent).exit_code == 0
+    assert manifest.read_bytes() == written

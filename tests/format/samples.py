@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import Alias, ArrayInfo
 from ckptkit.format.columns import chunk_starts
 from ckptkit.format.manifest import Manifest, PackInfo
@@ -86,8 +87,7 @@ def record() -> Record:
     return Record(
         save=SAVE,
         rank=0,
-        arrays=ARRAYS,
-        aliases=ALIASES,
+        table=ArrayTable.of(ARRAYS, ALIASES),
         documents=(Entry("zarr.json", 64, 50, 1), Entry("model/a/zarr.json", 192, 300, 2**32 - 1)),
         array=np.array([0, 0, 1, 1], np.uint32),
         chunk=np.array([0, 1, 0, 1], np.uint64),
@@ -107,7 +107,11 @@ def plain(data: bytes) -> dict[Any, Any]:
 
 def sealed(document: dict[Any, Any]) -> bytes:
     """The document with the right checksum at its end."""
-    body: bytes = msgpack.packb({**document, "crc32": 0})[:-1] + b"\xce"
+    return with_crc(msgpack.packb({**document, "crc32": 0})[:-1] + b"\xce")
+
+
+def with_crc(body: bytes) -> bytes:
+    """A document up to its checksum, and that."""
     return body + zlib.crc32(body).to_bytes(4, "big")
 
 

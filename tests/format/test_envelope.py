@@ -70,6 +70,37 @@ def test_a_document_that_is_no_map_is_refused(document: object) -> None:
         unseal(KIND, with_crc(msgpack.packb([document, 0])[:-1]), "m")
 
 
+def test_fields_may_be_left_packed() -> None:
+    packed = FIELDS | {"items": msgpack.packb(FIELDS["items"])}
+    data = seal(KIND, packed, ["items"])
+    assert data == seal(KIND, FIELDS)
+    assert unseal(KIND, data, "m", ["items"]) == packed
+
+
+@pytest.mark.parametrize(
+    ("entries", "count"),
+    [
+        (b"\xa1a\x01\xa1a\x02", 5),
+        (b"\xa1a\x01", 5),
+        (b"\xa1a\x01", 3),
+        (b"\xa1a\xc1", 4),
+        (b"\xa1a\xdd\xff\xff\xff\xff", 4),
+        (b"\xa1a\xc6\xff\xff\xff\xff", 4),
+        (b"\xa1a" + b"\x91" * 5000 + b"\x01", 4),
+        (b"\x91\x01\x01", 4),
+        (b"\x01\x01", 4),
+        (b"\xa1\xff\x01", 4),
+        (b"\xa1b\xa1\xff", 4),
+        (b"\xa1b\x82\xa1c\x01\xa1c\x02", 4),
+    ],
+)
+def test_a_broken_map_is_refused_around_packed_fields(entries: bytes, count: int) -> None:
+    head = b"".join(map(msgpack.packb, ("format", KIND, "version", 1)))
+    data = with_crc(bytes([0x80 | count]) + head + entries + msgpack.packb("crc32"))
+    with pytest.raises(FormatError):
+        unseal(KIND, data, "m", ["a"])
+
+
 def test_a_record_is_not_taken_for_a_manifest() -> None:
     with pytest.raises(FormatError, match="not a ckptkit-manifest") as error:
         Manifest.from_bytes(samples.record().to_bytes(), "m")

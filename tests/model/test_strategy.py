@@ -70,6 +70,15 @@ def test_a_wrong_text_is_refused_with_what_is_accepted(text: str, message: str) 
     with pytest.raises(StrategyError, match=message) as caught:
         Strategy.parse(text)
     assert len(str(caught.value)) < 1000
+    assert caught.value.hint
+    assert "strategy '" in caught.value.where or caught.value.has_value
+
+
+def test_a_size_of_zero_says_what_to_write() -> None:
+    with pytest.raises(StrategyError) as caught:
+        Strategy.parse("ddp:2,tp:0")
+    assert caught.value.where == "strategy 'ddp:2,tp:0'"
+    assert caught.value.hint == "leave the axis out, or say how many ranks lie along it: tp:2"
 
 
 def test_only_texts_and_strategies_are_strategies() -> None:

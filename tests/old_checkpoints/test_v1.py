@@ -48,9 +48,9 @@ def test_the_step_says_what_it_is() -> None:
     assert ckptkit.Run(written.FOLDER).steps()
     assert CHECKPOINT.step == written.STEP
     assert str(CHECKPOINT.strategy) == written.STRATEGY
-    assert CHECKPOINT.manifest.save.save_id == written.SAVE_ID
-    assert CHECKPOINT.manifest.save.time == written.TIME
-    assert dumps(CHECKPOINT.manifest.save.details) == dumps(written.DETAILS)
+    assert CHECKPOINT.save_id == written.SAVE_ID
+    assert CHECKPOINT.time == written.TIME
+    assert dumps(dict(CHECKPOINT.details)) == dumps(written.DETAILS)
     assert set(CHECKPOINT.arrays) == {*written.ARRAYS, *written.ALIASES}
 
 

@@ -104,6 +104,8 @@ class StoreContract:
             store.list(prefix)
         with pytest.raises(InvalidNameError):
             store.children(prefix)
+        with pytest.raises(InvalidNameError):
+            store.leftovers(prefix)
 
     @pytest.mark.parametrize("key", ["c/0/1", "layers.0.wq", "a b", "ü/é", "%2F", "-x", "x.tmp-y"])
     def test_ordinary_names_of_all_kinds_work(self, store: Store, key: str) -> None:
@@ -307,6 +309,27 @@ class StoreContract:
         assert store.children() == []
         store.put("a/b/c", b"again")
         assert keys(store) == ["a/b/c"]
+
+    def test_what_ended_leaves_nothing_over(self, store: Store) -> None:
+        store.put("a/b", b"x")
+        store.put("a/c", b"x", exclusive=True)
+        write_object(store, "a/d", [b"x"])
+        with pytest.raises(AlreadyExistsError):
+            store.put("a/c", b"y", exclusive=True)
+        store.create("a/e", [1]).abort()
+        assert store.leftovers() == store.leftovers("a") == store.leftovers("nothing/here") == []
+
+    def test_only_delete_takes_the_keys_of_leftovers(self, store: Store) -> None:
+        store.put("a/b", b"x")
+        for key in (".tmp-0123456789abcdef", "a/.tmp-0123456789abcdef"):
+            store.delete([key])
+            with pytest.raises(InvalidNameError):
+                store.read(key)
+            with pytest.raises(InvalidNameError):
+                store.put(key, b"x")
+        with pytest.raises(InvalidNameError):
+            store.delete(["../.tmp-0123456789abcdef"])
+        assert keys(store) == ["a/b"]
 
     def test_a_name_is_an_object_or_a_folder(self, store: Store) -> None:
         store.put("object", b"x")

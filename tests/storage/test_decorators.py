@@ -14,7 +14,7 @@ from ckptkit.storage import CountingStore, FailingStore, LocalStore, MemoryStore
 
 
 def do_everything(store: Store) -> None:
-    """Eleven operations, each kind once."""
+    """Twelve operations, each kind once."""
     store.put("a", b"12345")
     sink = store.create("b", [3])
     sink.write(0, memoryview(b"abc"))
@@ -25,18 +25,19 @@ def do_everything(store: Store) -> None:
     store.read("a", 1)
     with store.open("b") as source:
         source.read_into(1, memoryview(bytearray(2)))
+    store.leftovers()
     store.delete(["a"])
 
 
 KINDS = ["put", "create", "write", "finish", "children", "list"]
-KINDS += ["size", "read", "open", "read_into", "delete"]
+KINDS += ["size", "read", "open", "read_into", "leftovers", "delete"]
 
 
 def test_operations_and_bytes_are_counted() -> None:
     store = CountingStore(MemoryStore())
     do_everything(store)
     assert store.operations == dict.fromkeys(KINDS, 1)
-    assert (store.requests, store.bytes_written, store.bytes_read) == (11, 8, 6)
+    assert (store.requests, store.bytes_written, store.bytes_read) == (12, 8, 6)
     store.reset()
     assert (store.requests, store.bytes_written, store.bytes_read) == (0, 0, 0)
 
@@ -49,7 +50,7 @@ def test_what_failed_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("fail_at", range(1, 12))
+@pytest.mark.parametrize("fail_at", range(1, 13))
 def test_every_operation_can_be_made_to_fail_before_or_after(fail_at: int, after: bool) -> None:
     counting = CountingStore(MemoryStore())
     store = FailingStore(counting, fail_at=fail_at, after=after)

@@ -126,12 +126,18 @@ def test_what_cannot_be_made_durable_is_not_finished_and_can_be_aborted(
 
 
 CRASHES = """
-import os, sys
+import errno, os, sys
 from pathlib import Path
 from ckptkit.storage import LocalStore
 
-folder, exclusive = Path(sys.argv[1]), sys.argv[2] == "exclusive"
+folder, exclusive = Path(sys.argv[1]), sys.argv[2] != "replacing"
 data = b"new" * 10_000
+cut_off = [None] if exclusive else [b"old"]
+if sys.argv[2] == "without links":
+    cut_off = [None, b""]
+    def no_link(*_):
+        raise OSError(errno.EPERM, "no links")
+    os.link = no_link
 
 def crash_at(step, after):
     calls = 0
@@ -158,6 +164,7 @@ def crashed(store, step, after):
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
 
+some_left = False
 for after in (False, True):
     step = 1
     while True:
@@ -168,17 +175,23 @@ for after in (False, True):
         listed = [entry.key for entry in store.list()]
         found = store.read("step/manifest") if listed else None
         assert listed in ([], ["step/manifest"]), listed
-        assert found == data or (went_on and found == (None if exclusive else b"old")), found
+        assert found == data or (went_on and found in cut_off), found
+        left = [entry.key for entry in store.leftovers()]
+        store.delete(left)
+        assert not list(folder.glob(f"{after}-{step}/**/.tmp-*")), "a leftover is not found"
+        assert found == (store.read("step/manifest") if listed else None)
+        some_left |= bool(left)
         if not went_on:
             break
         store.delete(["step/manifest"])
         assert not list(folder.glob(f"{after}-{step}/*")), "rubbish blocks the folder"
         step += 1
     assert step > 10
+assert some_left
 """
 
 
-@pytest.mark.parametrize("kind", ["exclusive", "replacing"])
+@pytest.mark.parametrize("kind", ["exclusive", "without links", "replacing"])
 def test_a_crash_anywhere_in_put_leaves_the_old_or_the_new_and_no_listed_rubbish(
     tmp_path: Path, kind: str
 ) -> None:
@@ -237,6 +250,27 @@ def test_temporary_names_are_never_listed(tmp_path: Path) -> None:
     assert store.children() == ["step"]
     assert store.children("step") == ["a"]
     assert [entry.key for entry in store.list()] == ["step/a"]
+
+
+def test_only_files_named_as_the_store_names_them_are_left_over(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("step/a", b"x")
+    (tmp_path / "step/.tmp-0123456789abcdef").write_bytes(b"left")
+    (tmp_path / ".tmp-fedcba9876543210").write_bytes(b"")
+    for name in (".tmp-0123", ".tmp-0123456789ABCDEF", ".tmp-0123456789abcdef0", ".tmp-mine"):
+        (tmp_path / "step" / name).write_bytes(b"somebody else's")
+    (tmp_path / "step/.tmp-0123456789abcde0").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    left = store.leftovers()
+    assert [(e.key, e.size) for e in left] == [
+        (".tmp-fedcba9876543210", 0),
+        ("step/.tmp-0123456789abcdef", 4),
+    ]
+    assert store.leftovers("step") == left[1:]
+    before = names(tmp_path / "step")
+    store.delete(entry.key for entry in left)
+    assert store.leftovers() == []
+    assert names(tmp_path / "step") == [n for n in before if n != ".tmp-0123456789abcdef"]
 
 
 def replaced_link(

@@ -1,0 +1,49 @@
+"""What was measured, by the name of who did it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+Samples = dict[str, list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One action of all ranks: the seconds from the moment all begin to the moment the last one
+    is done, the processor seconds of all together, and what each of them gave back.
+    """
+
+    seconds: float
+    cpu: float
+    results: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Many actions."""
+
+    seconds: Samples = field(default_factory=dict)
+    cpu: Samples = field(default_factory=dict)
+
+    def add(self, name: str, taken: Taken) -> None:
+        """One more."""
+        self.seconds.setdefault(name, []).append(taken.seconds)
+        self.cpu.setdefault(name, []).append(taken.cpu)
+
+    def median(self, name: str) -> float:
+        """The usual number of seconds."""
+        return median(self.seconds[name])
+
+    def median_cpu(self, name: str) -> float:
+        """The usual number of processor seconds."""
+        return median(self.cpu[name])
+
+    def with_best(self, prefix: str) -> tuple[str, Measured]:
+        """The name of the fastest of the variants that begin so, and all without the others."""
+        variants = [name for name in self.seconds if name.startswith(prefix)]
+        best = min(variants, key=self.median)
+        kept = [name for name in self.seconds if name == best or name not in variants]
+        seconds = {name: self.seconds[name] for name in kept}
+        return best, Measured(seconds, {name: self.cpu[name] for name in kept})

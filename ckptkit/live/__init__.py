@@ -1,0 +1,42 @@
+"""Save and load inside a training loop, from any strategy into any other."""
+
+from __future__ import annotations
+
+from ckptkit.live.checkpointer import Checkpointer
+from ckptkit.live.distributed_model import DistributedModel, distributed_model
+from ckptkit.live.extra import Extra, WorldSizeError
+from ckptkit.live.functions import load, load_state, save
+from ckptkit.live.loading import Restored
+from ckptkit.live.report import Report, StateMismatchError
+from ckptkit.live.rng import rng_state, set_rng_state
+from ckptkit.live.sharded_optimizer import ShardedOptimizerState
+from ckptkit.live.shards import LocalShard, ShardingMetadata, TensorSharding
+from ckptkit.live.strategies import CheckpointHelper, helper_for, save_distributed
+from ckptkit.model import PerRank, Replicated, Split, Sum
+
+__all__ = [
+    "CheckpointHelper",
+    "Checkpointer",
+    "DistributedModel",
+    "Extra",
+    "LocalShard",
+    "PerRank",
+    "Replicated",
+    "Report",
+    "Restored",
+    "ShardedOptimizerState",
+    "ShardingMetadata",
+    "Split",
+    "StateMismatchError",
+    "Sum",
+    "TensorSharding",
+    "WorldSizeError",
+    "distributed_model",
+    "helper_for",
+    "load",
+    "load_state",
+    "rng_state",
+    "save",
+    "save_distributed",
+    "set_rng_state",
+]

@@ -1,0 +1,88 @@
+"""The questions asked about one way to spread a model over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ckptkit.live.canonical import canonical_names
+from ckptkit.live.groups import Group
+from ckptkit.live.topology import Topology
+from ckptkit.model import Placement
+
+Placements = Callable[[Topology], Mapping[str, Placement]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One item of a model's state under its canonical name; `value` is no tensor for what
+    `get_extra_state` gives.
+    """
+
+    name: str
+    value: Any
+    is_parameter: bool
+    shape: tuple[int, ...] | None = None
+    """The global shape, where the tensor itself does not know it."""
+    placements: Placements | None = None
+    """How the axes cut it, where the tensor itself does not know it."""
+    source: Any = None
+    """What the adapter that made it has to know of it in `absorb`."""
+
+
+class Adapter(Protocol):
+    """One way to spread a model over ranks.
+
+    A model may be wrapped in several ways at once: each adapter says what it knows, and nothing
+    is assumed where none knows.
+    """
+
+    def recognises(self, module: nn.Module) -> bool:
+        """Whether some part of the module is spread in this way."""
+
+    def groups(self, module: nn.Module) -> list[Group]:
+        """The lines of ranks that it joins."""
+
+    def details(self, module: nn.Module) -> dict[str, Any]:
+        """What a manifest should say: precision, stage, sizes, as the real objects have them."""
+
+    def entries(self, module: nn.Module) -> list[Entry]:
+        """The module's state, in memory that a load may fill."""
+
+    def absorb(self, module: nn.Module, entries: list[Entry]) -> None:
+        """Take over entries that were filled, where their memory is not the module's own."""
+
+
+class InPlace:
+    """Reads a module's state where it lies: DTensors and plain tensors."""
+
+    def entries(self, module: nn.Module) -> list[Entry]:
+        """The module's own tensors under their canonical names."""
+        canonical = canonical_names(module)
+        found = []
+        for name, value in module.state_dict(keep_vars=True).items():
+            found.append(Entry(canonical(name), value, isinstance(value, nn.Parameter)))
+        return found
+
+    def absorb(self, module: nn.Module, entries: list[Entry]) -> None:
+        """Hand over what `state_dict` made up: extra state and tensors of its hooks."""
+        canonical = canonical_names(module)
+        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        made_up = {entry.name: entry.value for entry in entries if id(entry.value) not in own}
+        if made_up:
+            known = module.state_dict(keep_vars=True)
+            module.load_state_dict(
+                {name: made_up[canonical(name)] for name in known if canonical(name) in made_up},
+                strict=False,
+            )
+
+
+def dtensors(module: nn.Module) -> list[DTensor]:
+    """The DTensors among a module's parameters and buffers."""
+    tensors: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
+    return [tensor for tensor in tensors if isinstance(tensor, DTensor)]

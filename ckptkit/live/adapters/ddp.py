@@ -1,0 +1,41 @@
+"""DistributedDataParallel: every rank of its group holds the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptkit.live.adapters.adapter import InPlace
+from ckptkit.live.groups import Group, group_of
+
+
+class DDPAdapter(InPlace):
+    """Modules in `DistributedDataParallel`, anywhere in the model."""
+
+    def recognises(self, module: nn.Module) -> bool:
+        """Whether some module is wrapped."""
+        return bool(_wrappers(module))
+
+    def groups(self, module: nn.Module) -> list[Group]:
+        """The ranks among which gradients are averaged."""
+        return [group_of("ddp", wrapper.process_group) for wrapper in _wrappers(module)]
+
+    def details(self, module: nn.Module) -> dict[str, Any]:
+        """The size of its buckets, and how it treats buffers and gradients."""
+        wrapper = _wrappers(module)[0]
+        mixed = wrapper.mixed_precision
+        return {
+            "ddp": {
+                "bucket_bytes": int(wrapper.bucket_bytes_cap),
+                "broadcast_buffers": bool(wrapper.broadcast_buffers),
+                "gradient_as_bucket_view": bool(wrapper.gradient_as_bucket_view),
+                "static_graph": bool(wrapper.static_graph),
+                "mixed_precision": None if mixed is None else str(mixed),
+            }
+        }
+
+
+def _wrappers(module: nn.Module) -> list[DistributedDataParallel]:
+    return [m for m in module.modules() if isinstance(m, DistributedDataParallel)]

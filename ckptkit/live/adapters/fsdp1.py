@@ -1,0 +1,159 @@
+"""FullyShardedDataParallel (FSDP1): read and loaded through its sharded state dict."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+
+from ckptkit.live.adapters.adapter import Entry, Placements
+from ckptkit.live.canonical import canonical_names
+from ckptkit.live.flat import flats_of, row_placements
+from ckptkit.live.groups import Group, group_of
+from ckptkit.live.topology import Topology
+from ckptkit.model import Placement
+
+_STAGES = {
+    ShardingStrategy.FULL_SHARD: 3,
+    ShardingStrategy.HYBRID_SHARD: 3,
+    ShardingStrategy.SHARD_GRAD_OP: 2,
+    ShardingStrategy._HYBRID_SHARD_ZERO2: 2,
+    ShardingStrategy.NO_SHARD: 0,
+}
+
+
+class FSDP1Adapter:
+    """Modules in `FullyShardedDataParallel`, anywhere in the model."""
+
+    def recognises(self, module: nn.Module) -> bool:
+        """Whether some module is wrapped."""
+        return any(isinstance(m, FullyShardedDataParallel) for m in module.modules())
+
+    def groups(self, module: nn.Module) -> list[Group]:
+        """The ranks over which it cuts, and those that repeat (`HYBRID_SHARD`, `NO_SHARD`)."""
+        found: list[Group] = []
+        for unit in FullyShardedDataParallel.fsdp_modules(module):
+            whole = unit.sharding_strategy == ShardingStrategy.NO_SHARD
+            lines = [("ddp" if whole else "fsdp", unit.process_group)]
+            # Not by getattr, which goes on to the wrapped module.
+            between = vars(unit).get("_inter_node_pg")
+            if between is not None:
+                lines.append(("ddp", between))
+            named: dict[Any, str] = _axis_names(unit)
+            for kind, group in lines:
+                found.append(group_of(kind, group, named.get(group, "")))
+        return list(dict.fromkeys(found))
+
+    def details(self, module: nn.Module) -> dict[str, Any]:
+        """How it shards, the stage of ZeRO that this is, its precision and offloading."""
+        units = FullyShardedDataParallel.fsdp_modules(module)
+        mixed = [unit.mixed_precision for unit in units]
+        return {
+            "fsdp": {
+                "sharding_strategy": _agreed(unit.sharding_strategy.name for unit in units),
+                "zero_stage": _agreed(_STAGES[unit.sharding_strategy] for unit in units),
+                "units": len(units),
+                "use_orig_params": _agreed(unit._use_orig_params for unit in units),
+                "mixed_precision": {
+                    "parameters": _agreed(_name(each.param_dtype) for each in mixed),
+                    "reduction": _agreed(_name(each.reduce_dtype) for each in mixed),
+                    "buffers": _agreed(_name(each.buffer_dtype) for each in mixed),
+                },
+                "cpu_offload": _agreed(unit.cpu_offload.offload_params for unit in units),
+            }
+        }
+
+    def entries(self, module: nn.Module) -> list[Entry]:
+        """Copies of this rank's rows of each parameter, and the buffers. A collective."""
+        canonical = canonical_names(module)
+        pieces = [piece for flat in flats_of(module) for piece in flat.pieces]
+        parameters = {name for piece in pieces for name in (piece.name, *piece.also)}
+        first_of = {name: piece.name for piece in pieces for name in piece.also}
+        found: dict[str, Entry] = {}
+        with _sharded(module):
+            for key, value in module.state_dict(keep_vars=True).items():
+                name = canonical(key)
+                is_parameter = name in parameters or isinstance(value, nn.Parameter)
+                found[name] = _entry(name, key, value, is_parameter=is_parameter)
+        for name, first in first_of.items():
+            if name in found and first in found:
+                found[name] = _tied(found[name], found[first])
+        return list(found.values())
+
+    def absorb(self, module: nn.Module, entries: list[Entry]) -> None:
+        """Load what was filled. A collective."""
+        state = {}
+        for entry in entries:
+            key, cut = entry.source
+            state[key] = entry.value if cut is None else cut
+        with _sharded(module):
+            module.load_state_dict(state, strict=False)
+
+
+def _entry(name: str, key: str, value: Any, *, is_parameter: bool) -> Entry:
+    if not isinstance(value, ShardedTensor):
+        return Entry(name, value, is_parameter, source=(key, None))
+    shards = value.local_shards()
+    shape = tuple(value.size())
+    if shards:
+        local = shards[0].tensor
+    else:
+        local = torch.empty((0, *shape[1:]), dtype=value.dtype)
+    placements = _rows_over(dist.get_process_group_ranks(value._process_group))
+    return Entry(name, local, is_parameter, shape, placements, (key, value))
+
+
+def _tied(entry: Entry, first: Entry) -> Entry:
+    """A second name of a parameter: the same value, loaded under both."""
+    key = entry.source[0]
+    source = (key, first.source[1])
+    return Entry(entry.name, first.value, True, first.shape, first.placements, source)  # noqa: FBT003
+
+
+def _rows_over(ranks: list[int]) -> Placements:
+    def placements(topology: Topology) -> Mapping[str, Placement]:
+        return row_placements(topology, ranks)
+
+    return placements
+
+
+@contextmanager
+def _sharded(module: nn.Module) -> Iterator[None]:
+    """Have state dicts sharded, in host memory: beside the model there may be no room for them."""
+    config = ShardedStateDictConfig(offload_to_cpu=True)
+    kind = StateDictType.SHARDED_STATE_DICT
+    with warnings.catch_warnings():
+        # That all of this is deprecated, and that unsharded modules give whole tensors.
+        warnings.simplefilter("ignore")
+        with FullyShardedDataParallel.state_dict_type(module, kind, config):
+            yield
+
+
+def _axis_names(unit: Any) -> dict[dist.ProcessGroup, str]:
+    """The names of process groups, where they come from a device mesh."""
+    mesh = unit._device_mesh
+    if mesh is None or mesh.mesh_dim_names is None:
+        return {}
+    return {mesh.get_group(dim): name for dim, name in enumerate(mesh.mesh_dim_names)}
+
+
+def _agreed(values: Iterable[Any]) -> Any:
+    """The value that all have; a list of those that some have."""
+    distinct = list(dict.fromkeys(values))
+    return distinct[0] if len(distinct) == 1 else distinct
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")

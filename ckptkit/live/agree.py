@@ -1,0 +1,101 @@
+"""What the ranks of a job have to know of each other before a save or a load: told over the store,
+and only where stages or owners make them differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.checkpoint.barrier import Barrier
+from ckptkit.format.leaves import dumps, unpack
+from ckptkit.live.meeting import StoreBarrier
+from ckptkit.live.topology import Topology
+
+Documents = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks have together."""
+
+    optimizers: Documents
+    """On rank 0: one document for each optimizer, of the parameters of all ranks."""
+    elsewhere: frozenset[str]
+    """The tensors of this rank that an earlier stage has too, and saves."""
+    names: frozenset[str]
+    """On rank 0: the tensors of all stages."""
+    values: Mapping[str, Any]
+    """On rank 0: the extra state of all stages."""
+
+
+def agree(
+    barrier: Barrier,
+    topology: Topology,
+    names: Iterable[str],
+    optimizers: Documents,
+    values: Mapping[str, Any] | None = None,
+) -> Agreement:
+    """Put together what stages and owners know; a collective only where there are such."""
+    kinds = {axis.kind for axis in topology.strategy.mesh.axes if axis.size > 1}
+    mine, values = frozenset(names), values or {}
+    if not kinds & {"pp", "zero1"} or not isinstance(barrier, StoreBarrier):
+        return Agreement(merged(optimizers_of=[optimizers]), frozenset(), mine, values)
+    spoken = {"stage": 0, "names": [], "optimizers": _values_only(optimizers), "values": {}}
+    if _speaks_for_its_stage(topology):
+        stage = 0 if topology.pipeline is None else topology.coordinate(topology.pipeline)
+        spoken = {"names": sorted(mine), "optimizers": optimizers, "values": values}
+        spoken["stage"] = stage
+    heard = [unpack(data, "a rank") for data in barrier.collect(dumps(spoken))]
+    stages: dict[str, int] = {}
+    several: dict[str, int] = {}
+    for document in sorted(heard, key=lambda d: d["stage"]):
+        for name in document["names"]:
+            if name in stages:
+                several[name] = stages[name]
+            stages.setdefault(name, document["stage"])
+    shared = unpack(bytes.fromhex(barrier.share(dumps(several).hex())), "rank 0")
+    own = 0 if topology.pipeline is None else topology.coordinate(topology.pipeline)
+    elsewhere = frozenset(name for name, stage in shared.items() if name in mine and stage != own)
+    return Agreement(
+        merged(optimizers_of=[document["optimizers"] for document in heard]),
+        elsewhere,
+        frozenset(stages),
+        {name: value for document in heard for name, value in document["values"].items()},
+    )
+
+
+def merged(*, optimizers_of: Sequence[Documents]) -> Documents:
+    """One document for each optimizer, of the parameters of all ranks."""
+    found: Documents = []
+    for documents in optimizers_of:
+        for number, document in enumerate(documents):
+            if number == len(found):
+                found.append({"kind": document["kind"], "groups": [], "values": {}})
+            found[number]["values"] |= document["values"]
+            _merge_groups(found[number]["groups"], document["groups"])
+    return found
+
+
+def _merge_groups(known: Documents, groups: Documents) -> None:
+    taken = {name for group in known for name in group["params"]}
+    for number, group in enumerate(groups):
+        fresh = [name for name in group["params"] if name not in taken]
+        if not fresh and group["params"]:
+            continue
+        # Stages have the groups of one optimizer in one order; those that differ stay apart.
+        same = known[number] if number < len(known) else None
+        if same is not None and dumps(same["options"]) == dumps(group["options"]):
+            same["params"] += fresh
+        else:
+            known.append({"params": fresh, "options": group["options"]})
+
+
+def _speaks_for_its_stage(topology: Topology) -> bool:
+    coords = topology.strategy.mesh.coords(topology.rank)
+    return not any(coord for axis, coord in enumerate(coords) if axis != topology.pipeline)
+
+
+def _values_only(optimizers: Documents) -> Documents:
+    return [{**document, "groups": []} for document in optimizers]

@@ -1,0 +1,51 @@
+"""One thing at a time, done in a background thread, whose failure is never lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger("ckptkit.live")
+
+
+class Background:
+    """Runs one piece of work in a thread; `wait` raises what it raised, once."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether work is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def run(self, work: Callable[[], None], name: str) -> None:
+        """Begin work; what ran before has to be waited for first."""
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 — handed to whoever waits
+                self._error = error
+                # At once as well: a job that ends without another call would never say it.
+                log.error("saving %s failed: %s", name, error)
+
+        # Not a daemon: a process that ends by itself first lets its checkpoint finish.
+        self._thread = threading.Thread(target=run, name=f"ckptkit {name}")
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Return when nothing runs; what went wrong is still raised by `wait`."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait(self) -> None:
+        """Return when nothing runs; raises the error of what ran."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

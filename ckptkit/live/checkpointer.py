@@ -1,0 +1,297 @@
+"""The checkpoints of one training run: save now or in the background, restore the newest."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
+from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.threads import Progress
+from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
+from ckptkit.live.arena import Arena
+from ckptkit.live.background import Background
+from ckptkit.live.loading import Loading, LoadOptions, Restored
+from ckptkit.live.meeting import StoreBarrier, barrier_of, leaving, next_name
+from ckptkit.live.preemption import Preemption
+from ckptkit.live.rules import Rules
+from ckptkit.live.saving import PreparedSave, SaveOptions
+from ckptkit.live.snapshot import Sources
+from ckptkit.live.world import current_world
+from ckptkit.model import Placement
+from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
+
+_NOT_LOADED = "the step was not loaded"
+
+log = logging.getLogger("ckptkit.live")
+
+
+class Checkpointer:
+    """Saves into and restores from one run; every rank makes one, and all make the same calls.
+
+    With `asynchronous`, `save` returns when the state has been copied in memory, and a background
+    thread writes it; what goes wrong there is raised by the next call, by `wait` and at the end of
+    the `with` block. A save that begins while another is being written waits for it, or with
+    `when_busy="skip"` does nothing and returns False.
+    """
+
+    def __init__(  # noqa: PLR0913 — one keyword for each decision, all with defaults
+        self,
+        location: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        asynchronous: bool = False,
+        when_busy: str = "wait",
+        mesh: DeviceMesh | None = None,
+        rules: Mapping[str, Mapping[str, Placement | str]] | None = None,
+        overwrite: bool = False,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        on_sigterm: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        if when_busy not in ("wait", "skip"):
+            raise UsageError('when_busy is "wait" or "skip"', value=when_busy)
+        self._world = current_world()
+        self._run = Run(location)
+        self._location = os.fspath(location)
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._asynchronous = asynchronous
+        self._skips = when_busy == "skip"
+        self._mesh = mesh
+        self._rules = Rules.of(rules)
+        self._progress = progress
+        self._options = SaveOptions(
+            overwrite=overwrite,
+            chunk_bytes=chunk_bytes,
+            threads=threads,
+            timeout=timeout,
+            progress=progress,
+        )
+        self._timeout = timeout
+        self._name = next_name(self._world, "run")
+        self._calls = 0
+        self._arena = Arena()
+        self._background = Background()
+        self._used: list[Barrier] = []
+        self._closed = False
+        self._preemption = None
+        if on_sigterm is not None:
+            name = f"{self._name}/sigterm"
+            self._preemption = Preemption(self._world, name, on_sigterm, self._background.settle)
+
+    @property
+    def location(self) -> str:
+        """Where the run is."""
+        return self._location
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh that names axes which the model does not."""
+        return self._mesh
+
+    @property
+    def run(self) -> Run:
+        """The run, with all its steps."""
+        return self._run
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: object = None,
+        optimizer: object = None,
+        scheduler: object = None,
+        dataloader: object = None,
+        scaler: object = None,
+        state: Mapping[str, object] | None = None,
+        extra: Mapping[str, object] | None = None,
+    ) -> bool:
+        """Save a step; returns whether it did (see `when_busy`)."""
+        self._check_open()
+        # First of all, so that what goes wrong on one rank from here on reaches the others.
+        barrier = self._barrier("save")
+        with leaving(barrier):
+            sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state)
+            if self._asynchronous and self._skips and self._is_busy(barrier):
+                return False
+            self._background.wait()
+            save = PreparedSave(
+                self._location,
+                step,
+                self._world,
+                barrier,
+                sources,
+                extra=extra,
+                mesh=self._mesh,
+                rules=self._rules,
+                options=self._options,
+                arena=self._arena,
+                stage=self._asynchronous,
+            )
+        self._forget_before(barrier)
+        if self._asynchronous:
+            self._background.run(lambda: self._finish(save), f"step {step}")
+        else:
+            self._finish(save)
+        return True
+
+    def restore(  # noqa: PLR0913 — everything that a step may hold, and how much may differ
+        self,
+        *,
+        model: object = None,
+        optimizer: object = None,
+        scheduler: object = None,
+        dataloader: object = None,
+        scaler: object = None,
+        state: Mapping[str, object] | None = None,
+        step: int | None = None,
+        partial: bool = False,
+        cast: bool = False,
+        verify: bool = True,
+        fallback: bool = False,
+    ) -> Restored | None:
+        """Load the newest committed step, or the one asked for, into the objects; None when there
+        is none. With `fallback`, a step that turns out to be damaged is reported in the log, and
+        the one before it is loaded.
+        """
+        self._check_open()
+        options = LoadOptions(
+            partial=partial,
+            cast=cast,
+            verify=verify,
+            threads=self._options.threads,
+            timeout=self._timeout,
+            progress=self._progress,
+        )
+        barrier = self._barrier("steps", _NOT_LOADED)
+        with leaving(barrier):
+            self._background.wait()
+            sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state)
+            steps = [step] if step is not None else self._steps_of_first(barrier)
+            # What a rank passes may be wrong: nobody goes on alone.
+            barrier.wait()
+        for number in steps:
+            loading = Loading(
+                self._opener(number),
+                self._world,
+                self._barrier("load", _NOT_LOADED),
+                sources,
+                mesh=self._mesh,
+                rules=self._rules,
+                options=options,
+            )
+            try:
+                return loading.run()
+            except Exception as error:
+                if not fallback or number == steps[-1] or not self._is_damage(error):
+                    raise
+                log.error("step %d is damaged, going back to the one before: %s", number, error)
+        return None
+
+    def should_stop(self, step: int) -> bool:
+        """Whether SIGTERM came and this is the step, the same on all ranks, to save and leave
+        after; ask once in every step, with `on_sigterm="save"`.
+        """
+        if self._preemption is None:
+            raise UsageError("nobody listens for SIGTERM", hint='pass on_sigterm="save"')
+        return self._preemption.should_stop(step)
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more; raises what went wrong."""
+        self._background.wait()
+
+    def close(self) -> None:
+        """Wait for what is being written, and free the memory that saves use."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._preemption is not None:
+            self._preemption.remove()
+        try:
+            self._background.wait()
+        finally:
+            self._arena.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except CkptkitError as problem:
+            if error is None:
+                raise
+            # The error that ends the block says more; this one must not be lost.
+            log.error("the last save failed: %s", problem)
+
+    def _finish(self, save: PreparedSave) -> None:
+        save.commit()
+        if self._world.rank == 0 and (self._keep_last or self._keep_every):
+            try:
+                self._run.prune(keep_last=self._keep_last, keep_every=self._keep_every)
+            except CkptkitError as error:
+                error.what = (
+                    f"the step was saved, but older ones could not be deleted: {error.what}"
+                )
+                raise
+
+    def _steps_of_first(self, barrier: Barrier) -> list[int]:
+        """The steps to try, newest first: rank 0's view, as a listing may differ from rank to
+        rank.
+        """
+        mine = " ".join(map(str, self._run.steps())) if self._world.rank == 0 else ""
+        return [int(each) for each in reversed(barrier.share(mine).split())]
+
+    def _opener(self, step: int) -> Callable[[Barrier], Checkpoint]:
+        return lambda _: self._run.open(step)
+
+    def _forget_before(self, barrier: Barrier) -> None:
+        """Remove what the last save but one left in the store: all ranks have begun the one after
+        it, so none can look at it any more.
+        """
+        self._used.append(barrier)
+        if len(self._used) > 2:
+            old = self._used.pop(0)
+            if self._world.rank == 0 and isinstance(old, StoreBarrier):
+                old.forget()
+
+    def _is_damage(self, error: Exception) -> bool:
+        """Whether what made a load fail on some rank is damage: one answer for all."""
+        room = self._barrier("damage", _NOT_LOADED)
+        mine = isinstance(error, FormatError)
+        if not isinstance(room, StoreBarrier):
+            return mine
+        # A rank that only heard of another's failure has no reason of its own.
+        said = "heard" if isinstance(error, PeerError) else "damage" if mine else "other"
+        heard = room.collect(said.encode())
+        verdict = b"damage" in heard and b"other" not in heard
+        return room.share("damage" if verdict else "other") == "damage"
+
+    def _is_busy(self, barrier: Barrier) -> bool:
+        """Whether rank 0 is still writing: one answer for all."""
+        return barrier.share("busy" if self._background.is_running else "") == "busy"
+
+    def _barrier(self, what: str, failure: str = "there is no new step") -> Barrier:
+        return barrier_of(self._world, self._next(what), self._timeout, failure)
+
+    def _next(self, what: str) -> str:
+        self._calls += 1
+        return f"{self._name}/{self._calls}-{what}"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this Checkpointer is closed", where=self._location)

@@ -1,0 +1,251 @@
+"""Whole tensors on rank 0 out of the parts that ranks hold, and back: collectives of the default
+process group, so every rank makes the same calls, in the thread that trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckptkit.live.held import Held
+from ckptkit.live.report import StateMismatchError
+from ckptkit.live.topology import Topology
+from ckptkit.live.world import World
+from ckptkit.model import Box, Layout, Part, Placement, Replicate, Stage
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a tensor lies on the ranks, as one of them says it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placements: tuple[tuple[str, Placement], ...]
+    """By axis; replicated along those that are not there."""
+
+    @classmethod
+    def of(cls, held: Held) -> Spread:
+        """What a rank says of a tensor that it holds."""
+        cut = [(k, p) for k, p in held.placements.items() if not isinstance(p, Replicate)]
+        return cls(held.shape, held.local.dtype, tuple(sorted(cut)))
+
+    def is_as(self, other: Spread) -> bool:
+        """Whether the two can be of one tensor, which several pipeline stages may have."""
+        return (self.shape, self.dtype, self._in_stage()) == (
+            other.shape,
+            other.dtype,
+            other._in_stage(),
+        )
+
+    def _in_stage(self) -> list[tuple[str, Placement]]:
+        return [(axis, p) for axis, p in self.placements if not isinstance(p, Stage)]
+
+    def __str__(self) -> str:
+        cut = ", ".join(f"{axis}: {placement}" for axis, placement in self.placements)
+        return f"{self.dtype} {self.shape}{f' ({cut})' if cut else ''}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spoken:
+    """What one rank says before tensors travel; a problem of one is raised on all."""
+
+    tensors: Mapping[str, Spread] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+    is_involved: bool = True
+    """Whether this rank knows what the call is about: a stage knows only its own parameters."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What all ranks have together; the same on every rank."""
+
+    tensors: dict[str, list[Spread]] = field(default_factory=dict)
+    """Several only for a tensor of several pipeline stages."""
+    values: dict[str, Any] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+
+
+class Exchange:
+    """The ranks of a job, which give tensors to rank 0 and get them from it."""
+
+    def __init__(self, world: World, topology: Topology) -> None:
+        self._world = world
+        self._topology = topology
+
+    def speak(
+        self,
+        held: Mapping[str, Held],
+        *,
+        values: Mapping[str, Any] | None = None,
+        tied: Mapping[str, str] | None = None,
+        problem: str = "",
+        is_involved: bool = True,
+    ) -> Spoken:
+        """What this rank says of the tensors that it holds; nothing of them where it has found a
+        problem.
+        """
+        for name, each in held.items():
+            part = self._topology.part(each.name, each.shape, each.placements)
+            if not part.is_empty and part.shape != tuple(each.local.shape):
+                problem = problem or (
+                    f"{name}: the rank should hold {part.shape} of {each.shape}, "
+                    f"but has {tuple(each.local.shape)}"
+                )
+        if problem:
+            return Spoken(problem=problem, is_involved=is_involved)
+        tensors = {name: Spread.of(each) for name, each in held.items()}
+        return Spoken(tensors, values or {}, tied or {}, "", is_involved)
+
+    def agree(self, spoken: Spoken, where: str = "") -> Plan:
+        """Put together what all say; raises on every rank what one of them found wrong."""
+        heard: list[Any] = [spoken]
+        if self._world.size > 1:
+            heard = [None] * self._world.size if self._world.rank == 0 else []
+            dist.gather_object(spoken, heard or None, dst=0)
+        plan: Plan | str = self.from_first(self._merged(heard) if heard else None)
+        if isinstance(plan, str):
+            raise StateMismatchError(plan, where=where)
+        return plan
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value; what the others pass is ignored."""
+        if self._world.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(self, plan: Plan, held: Mapping[str, Held]) -> dict[str, torch.Tensor] | None:
+        """The whole tensors of a plan, in host memory, on rank 0; None on the others."""
+        found: dict[str, torch.Tensor] = {}
+        for name, spreads in plan.tensors.items():
+            layout = self._layout(name, spreads[0])
+            whole = None
+            if self._world.rank == 0:
+                whole = torch.empty(spreads[0].shape, dtype=spreads[0].dtype)
+                found[name] = whole
+            for holder in layout.distinct_ranks():
+                part = layout.part(holder)
+                if not part.is_empty:
+                    self._fetch(held.get(name), holder, part, whole)
+        return found if self._world.rank == 0 else None
+
+    def hand_out(
+        self, plan: Plan, held: Mapping[str, Held], wholes: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Fill what every rank holds of the tensors of a plan, which rank 0 has whole."""
+        for name, spreads in plan.tensors.items():
+            for spread in spreads:
+                layout = self._layout(name, spread)
+                for rank in range(self._world.size):
+                    part = layout.part(rank)
+                    if part.is_empty:
+                        continue
+                    if self._world.rank == 0:
+                        self._give(held.get(name), rank, part, wholes[name].detach())
+                    elif self._world.rank == rank:
+                        self._take(held[name], part)
+
+    def _fetch(
+        self, held: Held | None, holder: int, part: Part, whole: torch.Tensor | None
+    ) -> None:
+        """Let rank 0 have the part of a holder."""
+        if whole is None:
+            if holder == self._world.rank and held is not None:
+                dist.send(_bytes(held.local.to(_wire())), 0)
+            return
+        if held is not None and holder == 0:
+            values = held.local
+        else:
+            values = torch.empty(part.shape, dtype=whole.dtype, device=_wire())
+            dist.recv(_bytes(values), holder)
+        for box, place in zip(part.boxes, part.places, strict=True):
+            inside = values[place.within(Box.whole(part.shape))]
+            whole[box.within(Box.whole(tuple(whole.shape)))] = inside.to("cpu")
+
+    def _give(self, held: Held | None, rank: int, part: Part, whole: torch.Tensor) -> None:
+        """Let a rank have its part of a tensor."""
+        values = torch.empty(part.shape, dtype=whole.dtype)
+        for box, place in zip(part.boxes, part.places, strict=True):
+            inside = whole[box.within(Box.whole(tuple(whole.shape)))]
+            values[place.within(Box.whole(part.shape))] = inside.to("cpu")
+        if rank != 0:
+            dist.send(_bytes(values.to(_wire())), rank)
+        elif held is not None:
+            with torch.no_grad():
+                held.local.copy_(values)
+
+    def _take(self, held: Held, part: Part) -> None:
+        """Fill what this rank holds with what rank 0 gives."""
+        values = torch.empty(part.shape, dtype=held.local.dtype, device=_wire())
+        dist.recv(_bytes(values), 0)
+        with torch.no_grad():
+            held.local.copy_(values)
+
+    def _layout(self, name: str, spread: Spread) -> Layout:
+        return self._topology.layout(name, spread.shape, dict(spread.placements))
+
+    def _merged(self, heard: Sequence[Spoken]) -> Plan | str:
+        """The plan, or all that is wrong."""
+        problems: dict[str, list[int]] = {}
+        plan = Plan()
+        for rank, spoken in enumerate(heard):
+            if spoken.problem:
+                problems.setdefault(spoken.problem, []).append(rank)
+            for name, spread in spoken.tensors.items():
+                known = plan.tensors.setdefault(name, [])
+                if known and not known[0].is_as(spread):
+                    what = f"{name} is {spread}, on another rank it is {known[0]}"
+                    problems.setdefault(what, []).append(rank)
+                elif spread not in known:
+                    known.append(spread)
+            plan.values.update({k: v for k, v in spoken.values.items() if k not in plan.values})
+            plan.tied.update(spoken.tied)
+        if not problems and not any(spoken.is_involved for spoken in heard):
+            return "no rank has a parameter of this name"
+        if not problems:
+            problems = self._lacking(plan, heard)
+        return _told(problems, len(heard)) or plan
+
+    def _lacking(self, plan: Plan, heard: Sequence[Spoken]) -> dict[str, list[int]]:
+        """What ranks should hold as others do, but do not."""
+        problems: dict[str, list[int]] = {}
+        for name, spreads in plan.tensors.items():
+            for spread in spreads:
+                layout = self._layout(name, spread)
+                for rank, spoken in enumerate(heard):
+                    if spoken.tensors.get(name) != spread and not layout.part(rank).is_empty:
+                        what = f"there is no {name}, which other ranks have"
+                        problems.setdefault(what, []).append(rank)
+        return problems
+
+
+def _told(problems: Mapping[str, Sequence[int]], size: int) -> str:
+    lines = []
+    for problem, ranks in problems.items():
+        who = ", ".join(map(str, ranks[:_SHOWN])) + (", …" if len(ranks) > _SHOWN else "")
+        is_of_some = bool(ranks) and size > 1
+        lines.append(f"rank {who}: {problem}" if is_of_some else problem)
+    more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return "\n".join(lines[:_SHOWN]) + more
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as bytes, which every backend carries; the same memory where it is dense."""
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _wire() -> torch.device:
+    """Where the backend of the default group wants tensors to be."""
+    if "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if found is None else found

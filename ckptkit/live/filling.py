@@ -1,0 +1,106 @@
+"""Reading a step's tensors into the memory of live ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.threads import Progress
+from ckptkit.errors import LayoutError
+from ckptkit.live.held import Held
+from ckptkit.live.tensors import as_bits, dtype_of, torch_dtype
+from ckptkit.live.topology import Topology
+from ckptkit.model import Box
+
+_BATCH_BYTES = 256 << 20
+
+Wanted = tuple[str, Box, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A tensor to fill, and the name that the step has it under."""
+
+    held: Held
+    name: str
+
+
+def fill(
+    checkpoint: Checkpoint,
+    topology: Topology,
+    targets: Sequence[Target],
+    *,
+    verify: bool = True,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Fill all targets, those in host memory directly; returns the number of bytes."""
+    direct: list[Target] = []
+    others: list[Target] = []
+    for target in targets:
+        (direct if _is_direct(checkpoint, target) else others).append(target)
+    wanted = [w for target in direct for w in _wanted(topology, target, _bits(target.held))]
+    checkpoint.read_many(wanted, verify=verify, threads=threads, progress=progress)
+    for batch in _batches(others):
+        staged = [(target, _staged(checkpoint, target)) for target in batch]
+        wanted = [w for t, memory in staged for w in _wanted(topology, t, as_bits(t.name, memory))]
+        checkpoint.read_many(wanted, verify=verify, threads=threads, progress=progress)
+        for target, memory in staged:
+            with torch.no_grad():
+                target.held.local.copy_(memory)
+    return sum(target.held.local.nbytes for target in targets)
+
+
+def _wanted(topology: Topology, target: Target, memory: npt.NDArray[Any]) -> list[Wanted]:
+    held = target.held
+    part = topology.part(held.name, held.shape, held.placements)
+    if not part.boxes and not memory.size:
+        return []  # torch's empty parts have lost their other dims
+    if part.shape != memory.shape:
+        raise LayoutError(
+            f"this rank should hold {part.shape} of {held.shape}, "
+            f"but the tensor here has {memory.shape}",
+            where=held.name,
+            hint="if it was cut by hand, say how with rules={…}",
+        )
+    found: list[Wanted] = []
+    for box, place in zip(part.boxes, part.places, strict=True):
+        ends = zip(place.offset, place.shape, strict=True)
+        inside: Any = (*(slice(start, start + extent) for start, extent in ends), ...)
+        found.append((target.name, box, memory[inside]))
+    return found
+
+
+def _is_direct(checkpoint: Checkpoint, target: Target) -> bool:
+    local = target.held.local
+    alike = checkpoint[target.name].dtype == dtype_of(target.name, local)
+    return local.device.type == "cpu" and alike and not (local.is_conj() or local.is_neg())
+
+
+def _bits(held: Held) -> npt.NDArray[Any]:
+    return as_bits(held.name, held.local)
+
+
+def _staged(checkpoint: Checkpoint, target: Target) -> torch.Tensor:
+    """Host memory in the dtype of the step."""
+    local = target.held.local
+    dtype = torch_dtype(checkpoint[target.name].dtype)
+    pinned = local.device.type == "cuda"
+    return torch.empty(local.shape, dtype=dtype, pin_memory=pinned)
+
+
+def _batches(targets: Sequence[Target]) -> list[list[Target]]:
+    batches: list[list[Target]] = []
+    size = 0
+    for target in targets:
+        if not batches or size + target.held.local.nbytes > _BATCH_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(target)
+        size += target.held.local.nbytes
+    return batches

@@ -1,0 +1,128 @@
+"""Saving and loading a step in one call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT
+from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.live.checkpointer import Checkpointer
+from ckptkit.live.loading import Loading, LoadOptions, Restored
+from ckptkit.live.mapping import mapped
+from ckptkit.live.meeting import barrier_of, leaving, next_name
+from ckptkit.live.opening import open_together
+from ckptkit.live.rules import Rules
+from ckptkit.live.snapshot import Sources
+from ckptkit.live.tensors import as_bits, torch_dtype
+from ckptkit.live.world import current_world
+from ckptkit.model import Box, Placement
+from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
+
+
+def save(  # noqa: PLR0913 — everything that a step may hold
+    location: str | os.PathLike[str],
+    *,
+    step: int,
+    model: object = None,
+    optimizer: object = None,
+    scheduler: object = None,
+    dataloader: object = None,
+    scaler: object = None,
+    state: Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
+    mesh: DeviceMesh | None = None,
+    rules: Mapping[str, Mapping[str, Placement | str]] | None = None,
+    overwrite: bool = False,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> None:
+    """Save a step of the run at `location`; every rank calls it alike."""
+    with Checkpointer(
+        location,
+        mesh=mesh,
+        rules=rules,
+        overwrite=overwrite,
+        chunk_bytes=chunk_bytes,
+        timeout=timeout,
+    ) as checkpointer:
+        checkpointer.save(
+            step,
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            dataloader=dataloader,
+            scaler=scaler,
+            state=state,
+            extra=extra,
+        )
+
+
+def load(  # noqa: PLR0913 — everything that a step may hold, and how much may differ
+    location: str | os.PathLike[str],
+    *,
+    model: object = None,
+    optimizer: object = None,
+    scheduler: object = None,
+    dataloader: object = None,
+    scaler: object = None,
+    state: Mapping[str, object] | None = None,
+    mesh: DeviceMesh | None = None,
+    rules: Mapping[str, Mapping[str, Placement | str]] | None = None,
+    partial: bool = False,
+    cast: bool = False,
+    verify: bool = True,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Restored:
+    """Load a step, or the newest committed step of a run, into live objects; every rank calls it
+    alike.
+    """
+    world = current_world()
+    barrier = barrier_of(world, next_name(world, "load"), timeout, "the step was not loaded")
+    with leaving(barrier):
+        sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state)
+    options = LoadOptions(partial=partial, cast=cast, verify=verify, timeout=timeout)
+    return Loading(
+        lambda barrier: open_together(barrier, location),
+        world,
+        barrier,
+        sources,
+        mesh=mesh,
+        rules=Rules.of(rules),
+        options=options,
+    ).run()
+
+
+def load_state(
+    location: str | os.PathLike[str],
+    *,
+    names: Iterable[str] | None = None,
+    device: torch.device | str = "cpu",
+    mmap: bool = False,
+    verify: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Whole tensors of a step by name, without any job; all by default.
+
+    With `mmap` a tensor that lies in one piece of a local file is a view of it, which is neither
+    read nor checked before it is used, and whose changes never reach the file. At the usual chunk
+    size these are the small ones (see `mapped`); others are read as always.
+    """
+    with open_checkpoint(location) as checkpoint:
+        wanted = list(checkpoint.arrays if names is None else names)
+        found = mapped(checkpoint, wanted) if mmap else {}
+        rest = {n: _empty_like(checkpoint, n) for n in wanted if n not in found}
+        requests = [
+            (name, Box.whole(checkpoint[name].shape), as_bits(name, tensor))
+            for name, tensor in rest.items()
+        ]
+        checkpoint.read_many(requests, verify=verify)
+    tensors = found | rest
+    return {name: tensors[name].to(device) for name in wanted}
+
+
+def _empty_like(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    array = checkpoint[name]
+    return torch.empty(array.shape, dtype=torch_dtype(array.dtype))

@@ -1,0 +1,68 @@
+"""What the wrappers of a model say about the job: which ranks they join, and what for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckptkit.errors import StrategyError
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that one kind of parallelism joins, in their order along its axis."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    name: str = ""
+    is_assumed: bool = False
+    """Whether nothing says what these ranks have in common: they only fill a gap of the mesh."""
+
+    @property
+    def stride(self) -> int:
+        """How far its ranks are apart."""
+        return self.ranks[1] - self.ranks[0] if len(self.ranks) > 1 else 0
+
+    @property
+    def size(self) -> int:
+        """How many ranks it joins."""
+        return len(self.ranks)
+
+    def __post_init__(self) -> None:
+        steps = {b - a for a, b in zip(self.ranks, self.ranks[1:], strict=False)}
+        if len(steps) > 1 or any(step <= 0 for step in steps):
+            raise StrategyError(
+                f"the ranks of a {self.kind} group are not evenly spaced",
+                value=self.ranks,
+                hint="ckptkit knows meshes whose ranks are numbered row by row",
+            )
+
+
+def group_of(kind: str, process_group: dist.ProcessGroup | None, name: str = "") -> Group:
+    """The group that a process group (None: the default one) is."""
+    ranks = dist.get_process_group_ranks(process_group)
+    return Group(kind, tuple(ranks), name)
+
+
+def mesh_groups(mesh: DeviceMesh, kinds: tuple[str, ...]) -> list[Group]:
+    """One group for each dim of a device mesh that this rank is in."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return [
+        Group(kind, ranks_along(mesh, dim), name)
+        for dim, (kind, name) in enumerate(zip(kinds, names, strict=True))
+    ]
+
+
+def ranks_along(mesh: DeviceMesh, dim: int) -> tuple[int, ...]:
+    """The ranks on the line through this rank along one dim of a mesh."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # noqa: S101 — the caller has looked
+    index = tuple(slice(None) if d == dim else at for d, at in enumerate(coordinate))
+    line: torch.Tensor = mesh.mesh[index]
+    return tuple(line.tolist())

@@ -1,0 +1,118 @@
+"""What optimizers take over from a step: the state of the parameters that fit it, under the names
+that these have here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.format.names import join, split
+from ckptkit.live.agree import Documents
+from ckptkit.live.held import Held, Tied
+from ckptkit.live.optimizers.adapter import Saved
+from ckptkit.live.tensors import torch_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The state that is taken over, and the optimizers' documents as if it had been saved here."""
+
+    state: Mapping[str, Mapping[str, Saved]]
+    arrays: Mapping[str, str]
+    """The name that the step has each tensor of an optimizer under."""
+    documents: Documents
+
+    def of_kind(self, kind: str) -> dict[str, Mapping[str, Saved]]:
+        """What optimizers of one kind kept, by parameter."""
+        mine = trained_by(self.documents, kind)
+        return {name: kept for name, kept in self.state.items() if name in mine}
+
+
+class Twins:
+    """Tied parameters: the names that each has, in the step or here."""
+
+    def __init__(self, checkpoint: Checkpoint, tied: Iterable[Tied]) -> None:
+        pairs = [(alias.name, alias.alias_of) for alias in checkpoint.manifest.aliases]
+        pairs += [(each.name, each.of) for each in tied]
+        self._sets: dict[str, set[str]] = {}
+        for pair in pairs:
+            names = [name.removeprefix("model/") for name in pair if name.startswith("model/")]
+            joint = set(names).union(*(self._sets.get(name, ()) for name in names))
+            self._sets |= dict.fromkeys(joint, joint)
+
+    def of(self, parameter: str) -> list[str]:
+        """All names of a parameter, its own first."""
+        return [parameter, *sorted(self._sets.get(parameter, set()) - {parameter})]
+
+
+def resume(
+    checkpoint: Checkpoint, documents: Documents, fitting: Sequence[Held], twins: Twins
+) -> Resumed:
+    """What the step has for the parameters among tensors that fit it."""
+    trained = trained_by(documents)
+    saved = _saved(checkpoint)
+    theirs: dict[str, str] = {}
+    state: dict[str, dict[str, Saved]] = {}
+    arrays: dict[str, str] = {}
+    for held in fitting:
+        _, name = split(held.name) if held.role == "param" else ("", "")
+        there = next((each for each in twins.of(name) if each in trained), "")
+        if not there:
+            continue
+        theirs[name] = there
+        state[name] = {}
+        for key, array in saved.get(there, {}).items():
+            arrays[join("optimizer", name, key)] = array
+            state[name][key] = _as_here(checkpoint, array, join("model", there), held)
+    return Resumed(state, arrays, [_renamed(document, theirs) for document in documents])
+
+
+def _saved(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
+    """The names of the arrays of optimizers, by parameter and key."""
+    found: dict[str, dict[str, str]] = {}
+    for name in checkpoint.arrays:
+        if name.startswith("optimizer/"):
+            _, parameter, key = split(name)
+            found.setdefault(parameter, {})[key] = name
+    return found
+
+
+def _as_here(checkpoint: Checkpoint, name: str, parameter: str, held: Held) -> Saved:
+    """The array with the dtype of the parameter here, where it had that of the one there."""
+    array, of = checkpoint[name], checkpoint[parameter]
+    alike = array.dtype == of.dtype and array.shape == of.shape
+    dtype = held.local.dtype if alike else torch_dtype(array.dtype)
+    return Saved(array.shape, dtype, array.shape == held.shape)
+
+
+def _renamed(document: dict[str, Any], theirs: Mapping[str, str]) -> dict[str, Any]:
+    """The document of an optimizer, with the names of here."""
+    ours: dict[str, list[str]] = {}
+    for name, there in theirs.items():
+        ours.setdefault(there, []).append(name)
+    return {
+        "kind": document["kind"],
+        "groups": [
+            {**group, "params": [name for there in group["params"] for name in ours.get(there, ())]}
+            for group in document["groups"]
+        ],
+        "values": {
+            name: value
+            for there, value in document["values"].items()
+            for name in ours.get(there, ())
+        },
+    }
+
+
+def trained_by(documents: Documents, kind: str | None = None) -> set[str]:
+    """The parameters of all optimizers, or of those of one kind."""
+    return {
+        name
+        for document in documents
+        if kind is None or document["kind"] == kind
+        for group in document["groups"]
+        for name in group["params"]
+    }

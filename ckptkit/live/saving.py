@@ -1,0 +1,151 @@
+"""Saving the state of a live job: look, agree, stage where asked to, write, commit."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
+from ckptkit.checkpoint.places import Place, store_at
+from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.writer import Writer
+from ckptkit.format.leaves import dumps, unpack
+from ckptkit.live.agree import agree
+from ckptkit.live.arena import Arena
+from ckptkit.live.held import Held
+from ckptkit.live.rules import Rules
+from ckptkit.live.saying import in_one_line, readable
+from ckptkit.live.snapshot import Snapshot, Sources, take_snapshot
+from ckptkit.live.tensors import as_bits, dtype_of
+from ckptkit.live.trees import without_tensors
+from ckptkit.live.world import World
+from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
+
+log = logging.getLogger("ckptkit.live")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How to save; none of it changes what a load gives back."""
+
+    overwrite: bool = False
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    threads: int | None = None
+    timeout: float = DEFAULT_TIMEOUT
+    progress: Progress | None = None
+
+
+class PreparedSave:
+    """One save of one rank: made in the training's thread, written in any."""
+
+    def __init__(  # noqa: PLR0913 — everything that a save is about
+        self,
+        location: Place,
+        step: int,
+        world: World,
+        barrier: Barrier,
+        sources: Sources,
+        *,
+        extra: Mapping[str, object] | None,
+        mesh: DeviceMesh | None,
+        rules: Rules,
+        options: SaveOptions,
+        arena: Arena,
+        stage: bool = False,
+    ) -> None:
+        self._started = time.perf_counter()
+        self._world = world
+        self._location = location
+        self._step = step
+        self._barrier = barrier
+        self._options = options
+        try:
+            snapshot = take_snapshot(world, sources, extra=extra, mesh=mesh, rules=rules)
+            self._nbytes = _whole_bytes(snapshot)
+            on_devices = any(held.local.device.type != "cpu" for held in snapshot.tensors)
+            tensors = arena.hold(snapshot.tensors) if on_devices else snapshot.tensors
+            self._writer = self._filled(snapshot, tensors)
+            if stage and not on_devices:
+                self._writer.stage(arena.pool)
+        except BaseException as error:
+            self._barrier.leave(in_one_line(error))
+            raise
+
+    def commit(self) -> None:
+        """Write, and make the step exist."""
+        self._writer.commit()
+        if self._world.rank == 0:
+            seconds = time.perf_counter() - self._started
+            log.info(
+                "saved step %d to %s: %s in %.2f s, %.2f GB/s",
+                self._step,
+                self._location,
+                readable(self._nbytes),
+                seconds,
+                self._nbytes / seconds / 1e9,
+            )
+
+    def _filled(self, snapshot: Snapshot, tensors: Sequence[Held]) -> Writer:
+        topology, options = snapshot.topology, self._options
+        names = [held.name for held in snapshot.tensors] + [tied.name for tied in snapshot.tied]
+        # Extra state is, as buffers are, that of the first rank which has the module.
+        objects = {name: item for name, item in snapshot.objects.items() if name != "model"}
+        values = without_tensors(snapshot.values)
+        agreement = agree(self._barrier, topology, names, snapshot.optimizers, values)
+        # Stages may tell different details: rank 0's are those of the step.
+        details = unpack(bytes.fromhex(self._barrier.share(dumps(snapshot.details).hex())), "")
+        threads = {} if options.threads is None else {"threads": options.threads}
+        writer = Writer(
+            store_at(self._location),
+            step=self._step,
+            strategy=topology.strategy,
+            rank=self._world.rank,
+            barrier=self._barrier,
+            details=details,
+            overwrite=options.overwrite,
+            chunk_bytes=options.chunk_bytes,
+            progress=options.progress,
+            **threads,
+        )
+        for held in tensors:
+            if held.name not in agreement.elsewhere:
+                _add(writer, held, snapshot)
+        for tied in snapshot.tied:
+            if tied.name not in agreement.elsewhere:
+                writer.add_alias(tied.name, tied.of)
+        for key, value in objects.items():
+            writer.add_object(key, value)
+        if self._world.rank == 0 and agreement.values:
+            writer.add_object("model", dict(agreement.values))
+        if self._world.rank == 0 and agreement.optimizers:
+            writer.add_object("optimizer", agreement.optimizers)
+        return writer
+
+
+def _add(writer: Writer, held: Held, snapshot: Snapshot) -> None:
+    placements = held.saved_placements(snapshot.topology)
+    dtype = dtype_of(held.name, held.local)
+    part = snapshot.topology.part(held.name, held.shape, placements)
+    data = None if part.is_empty else as_bits(held.name, held.local)
+    writer.add(
+        held.name,
+        data,
+        shape=held.shape,
+        dtype=dtype,
+        placements=placements,
+        role=held.role,
+        of=held.of,
+    )
+
+
+def _whole_bytes(snapshot: Snapshot) -> int:
+    """The bytes of all tensors of the job; stages are taken to be alike."""
+    tensors = snapshot.tensors
+    here = sum(math.prod(held.shape) * held.local.element_size() for held in tensors)
+    pipeline = snapshot.topology.pipeline
+    return here * (1 if pipeline is None else snapshot.topology.strategy.mesh.sizes[pipeline])

@@ -1,0 +1,317 @@
+"""All that one rank has of a job's state, read off the live objects: tensors with their layouts,
+and plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ckptkit.errors import InvalidNameError, UsageError
+from ckptkit.format.names import join
+from ckptkit.live.adapters import Entry
+from ckptkit.live.groups import Group, mesh_groups
+from ckptkit.live.held import Held, Tied
+from ckptkit.live.models import Model
+from ckptkit.live.optimizers import OptimizerAdapter, StateEntry, optimizer_adapter
+from ckptkit.live.rules import Rules, whole_shape
+from ckptkit.live.tensors import check_plain, local_of
+from ckptkit.live.topology import Topology
+from ckptkit.live.trees import take_tensors, without_tensors
+from ckptkit.live.world import World
+from ckptkit.model import PerRank, Replicated, Split, Sum
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sources:
+    """The objects of a job whose state is saved or loaded, as the caller passed them."""
+
+    model: Model | None = None
+    optimizers: Sequence[OptimizerAdapter] = ()
+    stateful: Mapping[str, object] = field(default_factory=dict)
+    """What has `state_dict`, and nested dictionaries, by the name of its group."""
+
+    @classmethod
+    def of(
+        cls,
+        model: object = None,
+        optimizer: object = None,
+        scheduler: object = None,
+        dataloader: object = None,
+        scaler: object = None,
+        state: Mapping[str, object] | None = None,
+    ) -> Sources:
+        """What is to be saved or loaded, checked for clashes."""
+        known = None if model is None else Model(model)
+        modules: list[nn.Module] = known.modules if known else []
+        if optimizer is not None and known is None:
+            raise UsageError(
+                "an optimizer without its model: its state is named after the parameters",
+                hint="pass model=… too",
+            )
+        adapters = [optimizer_adapter(each, modules) for each in _several(optimizer)]
+        stateful = dict(state or {})
+        for name, value in (
+            ("scheduler", scheduler),
+            ("dataloader", dataloader),
+            ("scaler", scaler),
+        ):
+            if value is None:
+                continue
+            if name in stateful:
+                raise UsageError("passed twice", where=f"state[{name!r}]")
+            stateful[name] = list(value) if isinstance(value, (list, tuple)) else value
+        # Where a rank is in its data is its own.
+        if dataloader is not None:
+            stateful["dataloader"] = PerRank(stateful["dataloader"])
+        for name in stateful:
+            if name in ("model", "optimizer", "extra"):
+                raise InvalidNameError(
+                    "this group is ckptkit's own",
+                    where="state",
+                    value=name,
+                    hint="pass model=…, optimizer=… or extra=…, or choose another key",
+                )
+        return cls(known, adapters, stateful)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """What one rank adds to a step."""
+
+    topology: Topology
+    details: dict[str, Any]
+    tensors: list[Held]
+    tied: list[Tied]
+    objects: dict[str, object]
+    optimizers: list[dict[str, Any]]
+    """What optimizers say besides tensors, of this rank's parameters."""
+    entries: list[Entry]
+    states: list[list[StateEntry]]
+    trees: dict[str, torch.Tensor]
+    """The tensors of nested dictionaries, whole."""
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """What `get_extra_state` gave, by name."""
+        found: Any = self.objects.get("model", {})
+        return found  # type: ignore[no-any-return]
+
+
+def topology_of(world: World, sources: Sources, mesh: DeviceMesh | None = None) -> Topology:
+    """The topology of a job, read off its model and optimizers; `mesh` names what they do not."""
+    groups: list[Group] = []
+    if mesh is not None:
+        names = mesh.mesh_dim_names or ("",) * mesh.ndim
+        groups += mesh_groups(mesh, tuple(_KINDS.get(name, "ddp") for name in names))
+    if sources.model is not None:
+        groups += sources.model.groups()
+    for optimizer in sources.optimizers:
+        groups += optimizer.groups()
+    found = (t for _, tensors in _trees(sources.stateful).values() for t in tensors.values())
+    meshes = dict.fromkeys(t.device_mesh for t in found if isinstance(t, DTensor))
+    for each in meshes:
+        groups += mesh_groups(each, ("ddp",) * each.ndim)
+    return Topology.of(world, groups)
+
+
+# The names that torch's own examples give to the dims of a mesh.
+_KINDS = {
+    "pp": "pp",
+    "tp": "tp",
+    "ep": "ep",
+    "fsdp": "fsdp",
+    "dp_shard": "fsdp",
+    "shard": "fsdp",
+    "zero1": "zero1",
+    "zero2": "zero2",
+    "zero3": "zero3",
+}
+
+
+def take_snapshot(
+    world: World,
+    sources: Sources,
+    *,
+    extra: Mapping[str, object] | None = None,
+    mesh: DeviceMesh | None = None,
+    rules: Rules | None = None,
+) -> Snapshot:
+    """Look at everything; nothing is copied yet."""
+    topology = topology_of(world, sources, mesh)
+    staged = sources.model is not None and sources.model.is_staged
+    reading = Reading(topology, rules or Rules(), staged=staged)
+    details: dict[str, Any] = {}
+    objects: dict[str, object] = {f"extra/{name}": value for name, value in (extra or {}).items()}
+    documents: list[dict[str, Any]] = []
+    entries: list[Entry] = []
+    states: list[list[StateEntry]] = []
+    trees: dict[str, torch.Tensor] = {}
+    if sources.model is not None:
+        details |= sources.model.details()
+        entries = sources.model.entries()
+        reading.add_model(entries)
+        objects |= _extra_state(entries)
+        names = parameter_names(entries)
+        for optimizer in sources.optimizers:
+            found = optimizer.entries(names)
+            states.append(found)
+            reading.add_optimizer(found)
+            documents.append(_optimizer_document(optimizer, names, found))
+    for group, (skeleton, tensors) in _trees(sources.stateful).items():
+        objects[group] = skeleton
+        trees |= tensors
+        reading.add_tree(tensors, alike=isinstance(sources.stateful[group], Replicated))
+    return Snapshot(
+        topology,
+        details,
+        reading.tensors,
+        reading.tied,
+        objects,
+        documents,
+        entries,
+        states,
+        trees,
+    )
+
+
+def parameter_names(entries: Iterable[Entry]) -> dict[nn.Parameter, str]:
+    """The name of each parameter; the first of several."""
+    names: dict[nn.Parameter, str] = {}
+    for entry in entries:
+        if isinstance(entry.value, nn.Parameter):
+            names.setdefault(entry.value, entry.name)
+    return names
+
+
+class Reading:
+    """Collects tensors as the topology lays them out."""
+
+    def __init__(self, topology: Topology, rules: Rules, *, staged: bool) -> None:
+        self._topology = topology
+        self._rules = rules
+        self._staged = staged
+        self._seen: dict[int, str] = {}
+        self._locals: dict[str, tuple[int, ...]] = {}
+        self._names: set[str] = set()
+        self.tensors: list[Held] = []
+        self.tied: list[Tied] = []
+
+    def add_model(self, entries: Iterable[Entry]) -> None:
+        """Parameters and buffers; a tensor of two names is stored once."""
+        for entry in entries:
+            if not torch.is_tensor(entry.value):
+                continue
+            name = join("model", entry.name)
+            first = self._seen.setdefault(id(entry.value), name)
+            if first != name:
+                self.tied.append(Tied(name, first))
+                continue
+            role = "param" if entry.is_parameter else "buffer"
+            alike = self._topology.replicas if entry.is_parameter else frozenset()
+            self._add(name, entry.value, role, entry, alike=alike)
+
+    def add_optimizer(self, entries: Iterable[StateEntry]) -> None:
+        """What an optimizer keeps in tensors."""
+        for entry in entries:
+            if torch.is_tensor(entry.value):
+                name = join("optimizer", entry.parameter, entry.key)
+                of = join("model", entry.parameter)
+                alike = self._topology.replicas
+                self._add(name, entry.value, "optimizer", entry, of=of, alike=alike)
+
+    def add_tree(self, tensors: Mapping[str, torch.Tensor], *, alike: bool) -> None:
+        """The tensors of a nested dictionary, `alike` on all ranks if the caller says so."""
+        axes = frozenset(axis.name for axis in self._topology.strategy.mesh.axes)
+        for name, tensor in tensors.items():
+            known = axes if alike else frozenset()
+            self._add(name, tensor, "other", None, alike=known, staged=False)
+
+    def _add(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        role: str,
+        entry: Entry | StateEntry | None,
+        *,
+        alike: frozenset[str],
+        staged: bool | None = None,
+        of: str | None = None,
+    ) -> None:
+        if name in self._names:
+            raise InvalidNameError(
+                "two objects have a tensor of this name",
+                value=name,
+                hint="optimizers that share parameters go into state={…}, each under its own key",
+            )
+        self._names.add(name)
+        topology = self._topology
+        staged = self._staged if staged is None else staged
+        placements = dict(topology.placements(name, tensor, staged=staged))
+        if entry is not None and entry.placements is not None:
+            placements |= entry.placements(topology)
+        shape = tuple(tensor.shape) if entry is None or entry.shape is None else entry.shape
+        local = local_of(tensor)
+        # What an optimizer keeps in another shape than the parameter's is cut as it says itself.
+        if self._locals.setdefault(of or name, local.shape) == local.shape:
+            for axis, placement in topology.by_kind(self._rules.placements(of or name)).items():
+                if not isinstance(tensor, DTensor):
+                    shape = whole_shape(shape, placement, topology.size_of(axis))
+                placements[axis] = placement
+        check_plain(name, local)
+        alike |= topology.mesh_axes(tensor)
+        self.tensors.append(Held(name, shape, placements, local, role, of, alike))
+
+
+def _optimizer_document(
+    optimizer: OptimizerAdapter, names: Mapping[nn.Parameter, str], entries: Sequence[StateEntry]
+) -> dict[str, Any]:
+    values: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        if not torch.is_tensor(entry.value):
+            values.setdefault(entry.parameter, {})[entry.key] = entry.value
+    return {"kind": optimizer.kind, "groups": optimizer.options(names), "values": values}
+
+
+def _extra_state(entries: Iterable[Entry]) -> dict[str, object]:
+    """What `get_extra_state` gave, which has no tensors of its own."""
+    found = {entry.name: entry.value for entry in entries if not torch.is_tensor(entry.value)}
+    return {"model": found} if found else {}
+
+
+def _trees(stateful: Mapping[str, object]) -> dict[str, tuple[Any, dict[str, torch.Tensor]]]:
+    found: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+    for group, value in stateful.items():
+        if isinstance(value, PerRank):
+            # An array has one value for all ranks: the tensors of each go with its plain values.
+            found[group] = (PerRank(without_tensors(tree_of(value.value))), {})
+        else:
+            found[group] = take_tensors(tree_of(value), join(group))
+    return found
+
+
+def tree_of(value: object) -> Any:
+    """The nested dictionary of an object with `state_dict`, of a list of them, or itself."""
+    if isinstance(value, Replicated):
+        return tree_of(value.value)
+    if isinstance(value, (PerRank, Sum, Split)):
+        raise UsageError("Sum and Split values go into extra={…}", value=value)
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    if isinstance(value, list):
+        return [tree_of(item) for item in value]
+    return value
+
+
+def _several(optimizer: object) -> list[object]:
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, Mapping):
+        return list(optimizer.values())
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]

@@ -1,0 +1,157 @@
+"""The state of a job as torch and nothing of ckptkit says that it is: what is to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+from tests.live.strategies import Job
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+_PREFIXES = ("module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_RANK = 1 << 32
+
+
+def held(job: Job) -> dict[str, torch.Tensor]:
+    """All tensors of this rank's modules and of their optimizer; a collective."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in job.modules):
+        return _of_fsdp1(job)
+    found = {}
+    for module in job.modules:
+        for name, tensor in module.state_dict().items():
+            found[f"model/{canonical(name)}"] = tensor
+        for name, state in _states(job, module).items():
+            found |= {f"optimizer/{name}/{k}": v for k, v in state.items() if torch.is_tensor(v)}
+    return found
+
+
+def gathered(job: Job) -> Arrays:
+    """The same, whole."""
+    return {name: whole(tensor) for name, tensor in held(job).items()}
+
+
+class Comparison:
+    """Compares what a rank holds with whole tensors, as often as one likes."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._places: dict[object, torch.Tensor] = {}
+
+    def differences(self, whole: Arrays) -> list[str]:
+        """The names of all that is not, bit for bit, this rank's part of the whole."""
+        found = held(self._job)
+        known = {parameter for parameter in found if parameter.startswith("model/")}
+        wanted = {name for name in whole if self._parameter(name) in known}
+        alike = {name for name in wanted & set(found) if self._is_part(found[name], whole[name])}
+        return sorted((wanted | set(found)) - alike)
+
+    def _parameter(self, name: str) -> str:
+        kind, rest = name.split("/", 1)
+        return name if kind == "model" else f"model/{rest.split('/')[0]}"
+
+    def _is_part(self, mine: torch.Tensor, whole: npt.NDArray[Any]) -> bool:
+        if mine.shape != whole.shape:
+            return False
+        if isinstance(mine, DTensor):
+            whole = whole.reshape(-1)[self._places_of(mine).numpy()]
+            mine = mine.to_local().flatten()
+        return same(mine.detach().numpy(), whole)
+
+    def _places_of(self, tensor: DTensor) -> torch.Tensor:
+        """Where the elements of this rank are in the whole: torch is asked to gather numbers that
+        say whose they are.
+        """
+        key = (tensor.shape, tensor.device_mesh, tensor.placements)
+        if key not in self._places:
+            local, rank = tensor.to_local(), dist.get_rank()
+            numbers = torch.arange(local.numel()).reshape(local.shape) + rank * _RANK
+            spread = DTensor.from_local(
+                numbers,
+                tensor.device_mesh,
+                tensor.placements,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+            whole = spread.full_tensor().flatten()
+            mine = (whole // _RANK == rank).nonzero().flatten()
+            places = torch.empty(local.numel(), dtype=torch.int64)
+            places[whole[mine] % _RANK] = mine
+            self._places[key] = places
+        return self._places[key]
+
+
+def same(mine: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> bool:
+    """Whether two arrays have the same shape, type and bits."""
+    alike = mine.shape == theirs.shape and mine.dtype == theirs.dtype
+    return alike and mine.tobytes() == theirs.tobytes()
+
+
+def canonical(name: str) -> str:
+    """A name without what wrappers add to it."""
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def scramble(job: Job, *, forget: bool) -> None:
+    """Overwrite all that a load should fill; `forget` the state of the optimizer altogether."""
+    optimizer = job.optimizer
+    state: Any = optimizer.state
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        state = optimizer.optim.state
+    tensors = [t for module in job.modules for t in (*module.parameters(), *module.buffers())]
+    if forget:
+        state.clear()
+    else:
+        tensors += [v for each in state.values() for v in each.values() if torch.is_tensor(v)]
+    with torch.no_grad():
+        for tensor in tensors:
+            (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).fill_(-7)
+
+
+def _states(job: Job, module: nn.Module) -> dict[str, dict[str, Any]]:
+    """The state of the module's parameters, by name."""
+    names = {parameter: canonical(name) for name, parameter in module.named_parameters()}
+    optimizer = job.optimizer
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return {names[p]: state for p, state in optimizer.state.items() if p in names}
+    mine = {names[p]: state for p, state in optimizer.optim.state.items()}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    return {name: state for states in of_ranks for name, state in states.items()}
+
+
+def _of_fsdp1(job: Job) -> dict[str, torch.Tensor]:
+    options = StateDictOptions(full_state_dict=True)
+    module = job.modules[0]
+    model = get_model_state_dict(module, options=options)
+    found = {f"model/{canonical(name)}": tensor for name, tensor in model.items()}
+    document = get_optimizer_state_dict(module, job.optimizer, options=options)
+    states: Any = document["state"]
+    for name, state in states.items():
+        for key, value in state.items():
+            if torch.is_tensor(value):
+                found[f"optimizer/{canonical(name)}/{key}"] = value
+    return found
+
+
+def whole(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The values of a tensor that may be cut."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return np.array(tensor.detach().numpy())

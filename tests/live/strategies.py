@@ -1,0 +1,318 @@
+"""The same small training job under every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from tests.live.network import PARTS, Block, Network, batch, loss_of, network
+
+MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
+
+
+def adamw(parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """The default; parameter by parameter, as those of two meshes cannot go together."""
+    return AdamW(parameters, lr=0.03, foreach=False)
+
+
+@dataclass(slots=True)
+class Job:
+    """One rank of a training job."""
+
+    model: Any
+    """What is passed to ckptkit: a module, a stage, a schedule, or a list of stages."""
+    modules: list[nn.Module]
+    optimizer: Optimizer
+    replica: int = 0
+    replicas: int = 1
+    """Which of how many slices of every batch this rank trains on."""
+    schedule: Any = None
+    stages: list[PipelineStage] = field(default_factory=list)
+
+    def train(self, steps: Sequence[int]) -> list[float]:
+        """The losses of some steps, of the whole batch."""
+        return [self._step(step) for step in steps]
+
+    def _step(self, step: int) -> float:
+        inputs, targets = (t.chunk(self.replicas)[self.replica] for t in batch(step))
+        self.optimizer.zero_grad()
+        losses: list[torch.Tensor] = []
+        if self.schedule is None:
+            losses.append(loss_of(self.modules[0](inputs), targets))
+            losses[0].backward()
+        else:
+            first = [inputs] if any(stage.is_first for stage in self.stages) else []
+            is_last = any(stage.is_last for stage in self.stages)
+            self.schedule.step(*first, target=targets if is_last else None, losses=losses)
+        self.optimizer.step()
+        both = torch.tensor([sum(map(float, losses)), float(len(losses))], dtype=torch.float64)
+        dist.all_reduce(both)
+        return float(both[0] / both[1])
+
+
+def plain(seed: int, make: MakeOptimizer) -> Job:
+    """No wrapper at all."""
+    model = network(seed)
+    return Job(model, [model], make(list(model.parameters())))
+
+
+def ddp(seed: int, make: MakeOptimizer) -> Job:
+    """`DistributedDataParallel`."""
+    return _replicated(DistributedDataParallel(network(seed)), make)
+
+
+def zero1(seed: int, make: MakeOptimizer) -> Job:
+    """DDP, with the state of the optimizer shared out."""
+    model = DistributedDataParallel(network(seed))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), make)
+    return Job(model, [model], optimizer, dist.get_rank(), dist.get_world_size())
+
+
+def fsdp2(seed: int, make: MakeOptimizer) -> Job:
+    """`fully_shard`."""
+    return _replicated(_fully_sharded(network(seed)), make)
+
+
+def zero2(seed: int, make: MakeOptimizer) -> Job:
+    """`fully_shard` whose parameters stay gathered between forward and backward."""
+    return _replicated(_fully_sharded(network(seed), reshard_after_forward=False), make)
+
+
+def hsdp(seed: int, make: MakeOptimizer) -> Job:
+    """`fully_shard` over pairs of ranks that repeat each other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return _replicated(_fully_sharded(network(seed), mesh), make)
+
+
+def fsdp1(seed: int, make: MakeOptimizer) -> Job:
+    """`FullyShardedDataParallel`, parameters as views of the flat ones."""
+    return _fsdp1(seed, make, ShardingStrategy.FULL_SHARD)
+
+
+def fsdp1_flat(seed: int, make: MakeOptimizer) -> Job:
+    """`FullyShardedDataParallel` that shows its flat parameters."""
+    return _fsdp1(seed, make, ShardingStrategy.FULL_SHARD, use_orig_params=False)
+
+
+def fsdp1_grad_op(seed: int, make: MakeOptimizer) -> Job:
+    """FSDP1 whose parameters stay gathered between forward and backward."""
+    return _fsdp1(seed, make, ShardingStrategy.SHARD_GRAD_OP)
+
+
+def fsdp1_hybrid(seed: int, make: MakeOptimizer) -> Job:
+    """FSDP1 over pairs of ranks that repeat each other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return _fsdp1(seed, make, ShardingStrategy.HYBRID_SHARD, mesh)
+
+
+def tp(seed: int, make: MakeOptimizer) -> Job:
+    """`parallelize_module`."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = _tensor_parallel(network(seed), mesh)
+    return Job(model, [model], make(list(model.parameters())))
+
+
+def fsdp_tp(seed: int, make: MakeOptimizer) -> Job:
+    """`fully_shard` of what tensor parallelism has cut already."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    model = _fully_sharded(_tensor_parallel(network(seed), mesh["tp"]), mesh["fsdp"])
+    return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("fsdp"), 2)
+
+
+def ddp_tp(seed: int, make: MakeOptimizer) -> Job:
+    """Replicas of a model that tensor parallelism has cut."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "tp"))
+    model = _tensor_parallel(network(seed), mesh["tp"])
+    _average_gradients(model, mesh.get_group("ddp"))
+    return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("ddp"), 2)
+
+
+def pp(seed: int, make: MakeOptimizer) -> Job:
+    """A pipeline of one stage on each rank."""
+    return _pipeline(seed, make, dist.get_rank(), dist.get_world_size())
+
+
+def pp_twice(seed: int, make: MakeOptimizer) -> Job:
+    """A pipeline of two stages on each rank."""
+    stages = 2 * dist.get_world_size()
+    parts = [(part,) for part in PARTS]
+    mine = range(dist.get_rank(), stages, dist.get_world_size())
+    made = [_stage(network(seed).keep(parts[number]), number, stages) for number in mine]
+    schedule = ScheduleInterleaved1F1B(made, stages, loss_of)
+    return _piped(made, schedule, make)
+
+
+def pp_fsdp(seed: int, make: MakeOptimizer) -> Job:
+    """Stages that are fully sharded."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
+    return _pipeline(seed, make, mesh.get_local_rank("pp"), 2, mesh)
+
+
+def pp_fsdp_tp(seed: int, make: MakeOptimizer) -> Job:
+    """All of it at once, on four ranks or eight."""
+    shape = (2, dist.get_world_size() // 4, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "fsdp", "tp"))
+    return _pipeline(seed, make, mesh.get_local_rank("pp"), 2, mesh)
+
+
+def _replicated(model: nn.Module, make: MakeOptimizer) -> Job:
+    optimizer = make(list(model.parameters()))
+    return Job(model, [model], optimizer, dist.get_rank(), dist.get_world_size())
+
+
+def _fsdp1(
+    seed: int,
+    make: MakeOptimizer,
+    strategy: ShardingStrategy,
+    mesh: DeviceMesh | None = None,
+    *,
+    use_orig_params: bool = True,
+) -> Job:
+    model = FullyShardedDataParallel(
+        network(seed),
+        sharding_strategy=strategy,
+        device_mesh=mesh,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+    return _replicated(model, make)
+
+
+def _fully_sharded(
+    model: Network, mesh: DeviceMesh | None = None, *, reshard_after_forward: bool | None = None
+) -> Network:
+    for part in (model.embed, *model.layers.values(), model):
+        if part is not None:
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    return model
+
+
+def _tensor_parallel(model: Network, mesh: DeviceMesh) -> Network:
+    plan: dict[str, ParallelStyle] = {}
+    if model.embed is not None:
+        plan["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    for number in model.layers:
+        plan[f"layers.{number}.norm"] = SequenceParallel()
+        plan[f"layers.{number}.up"] = ColwiseParallel(input_layouts=Shard(1))
+        plan[f"layers.{number}.down"] = RowwiseParallel(output_layouts=Shard(1))
+    if model.head is not None:
+        plan["norm"] = SequenceParallel()
+        plan["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    parallelize_module(model, mesh, plan)
+    return model
+
+
+def _average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """What DDP does, which does not take DTensors as they are."""
+
+    def average(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        local = getattr(parameter.grad, "_local_tensor", parameter.grad)
+        dist.all_reduce(local, group=group)
+        local /= dist.get_world_size(group)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+
+
+def _pipeline(
+    seed: int, make: MakeOptimizer, stage: int, stages: int, mesh: DeviceMesh | None = None
+) -> Job:
+    parts = {2: (PARTS[:2], PARTS[2:]), 3: (PARTS[:2], PARTS[2:3], PARTS[3:])}
+    mine = parts[stages][stage] if stages in parts else (PARTS[stage],)
+    model = network(seed).keep(mine)
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if mesh is not None and "tp" in names:
+        _tensor_parallel(model, mesh["tp"])
+    replica, replicas = 0, 1
+    if mesh is not None:
+        _fully_sharded(model, mesh["fsdp"])
+        replica, replicas = mesh.get_local_rank("fsdp"), mesh["fsdp"].size()
+    made = [_stage(model, stage, stages, None if mesh is None else mesh.get_group("pp"))]
+    job = _piped(made, ScheduleGPipe(made[0], 2, loss_of), make)
+    job.replica, job.replicas = replica, replicas
+    return job
+
+
+def _stage(
+    model: nn.Module, number: int, stages: int, group: dist.ProcessGroup | None = None
+) -> PipelineStage:
+    return PipelineStage(model, number, stages, torch.device("cpu"), group=group)
+
+
+def _piped(stages: list[PipelineStage], schedule: object, make: MakeOptimizer) -> Job:
+    modules = [stage.submod for stage in stages]
+    optimizer = make([p for module in modules for p in module.parameters()])
+    return Job(schedule, modules, optimizer, schedule=schedule, stages=stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A strategy on some number of ranks."""
+
+    ranks: int
+    written: str
+    """What the manifest says of it."""
+    build: Callable[[int, MakeOptimizer], Job]
+
+
+_FSDP1 = {
+    "fsdp1:2": Layout(2, "fsdp:2", fsdp1),
+    "fsdp1:3": Layout(3, "fsdp:3", fsdp1),
+    "fsdp1:2, flat": Layout(2, "fsdp:2", fsdp1_flat),
+    "fsdp1:2, grad op": Layout(2, "fsdp:2", fsdp1_grad_op),
+    "fsdp1:2x2": Layout(4, "replicate=ddp:2,shard=fsdp:2", fsdp1_hybrid),
+}
+
+LAYOUTS = {
+    "plain": Layout(1, "single", plain),
+    "ddp:1": Layout(1, "ddp:1", ddp),
+    "ddp:2": Layout(2, "ddp:2", ddp),
+    "ddp:3": Layout(3, "ddp:3", ddp),
+    "fsdp2:1": Layout(1, "fsdp:1", fsdp2),
+    "fsdp2:2": Layout(2, "fsdp:2", fsdp2),
+    "fsdp2:3": Layout(3, "fsdp:3", fsdp2),
+    "fsdp2:4": Layout(4, "fsdp:4", fsdp2),
+    "hsdp:2x2": Layout(4, "replicate=ddp:2,shard=fsdp:2", hsdp),
+    "zero1:2": Layout(2, "zero1:2", zero1),
+    "zero1:3": Layout(3, "zero1:3", zero1),
+    "zero2:2": Layout(2, "fsdp:2", zero2),
+    "tp:2": Layout(2, "tp:2", tp),
+    "tp:3": Layout(3, "tp:3", tp),
+    "tp:4": Layout(4, "tp:4", tp),
+    "fsdp:2,tp:2": Layout(4, "fsdp:2,tp:2", fsdp_tp),
+    "ddp:2,tp:2": Layout(4, "ddp:2,tp:2", ddp_tp),
+    "pp:2": Layout(2, "pp:2", pp),
+    "pp:3": Layout(3, "pp:3", pp),
+    "pp:4": Layout(4, "pp:4", pp),
+    "pp:2, two stages each": Layout(2, "pp:2", pp_twice),
+    "pp:2,fsdp:2": Layout(4, "pp:2,fsdp:2", pp_fsdp),
+    "pp:2,fsdp:1,tp:2": Layout(4, "pp:2,tp:2,fsdp:1", pp_fsdp_tp),
+    **_FSDP1,
+}
+
+
+def build(layout: str, seed: int = 0, make: MakeOptimizer = adamw) -> Job:
+    """One rank's part of a job."""
+    return LAYOUTS[layout].build(seed, make)

@@ -1,0 +1,61 @@
+"""SIGTERM: a save under way is finished, or one more is made at the same step on all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckptkit
+from ckptkit.errors import UsageError
+from ckptkit.live import Checkpointer
+from tests.live.pool import Pool
+
+
+def train_until_stopped(location: str, signalled: int) -> int:
+    """One rank gets the signal in step 3; the step after which this rank stopped."""
+    model = nn.Linear(3, 3)
+    with Checkpointer(location, on_sigterm="save", asynchronous=True, timeout=30) as checkpointer:
+        for step in range(20):
+            torch.distributed.barrier()  # as an exchange of gradients does
+            if step == 3 and torch.distributed.get_rank() == signalled:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if checkpointer.should_stop(step):
+                checkpointer.save(step, model=model)
+                return step
+    return -1
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_all_ranks_save_and_stop_at_the_same_step(
+    gloo: Pool, tmp_path: Path, signalled: int
+) -> None:
+    stopped = gloo.run(2, train_until_stopped, str(tmp_path), signalled)
+    assert len(set(stopped)) == 1
+    assert 3 <= stopped[0] <= 6
+    assert ckptkit.Run(tmp_path).steps() == [stopped[0]]
+
+
+def save_and_be_told_to_leave(location: Path) -> None:
+    with Checkpointer(location, on_sigterm="finish", asynchronous=True) as checkpointer:
+        checkpointer.save(1, model=nn.Linear(300, 300))
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("the signal was not heard")
+
+
+def test_a_save_under_way_is_finished_before_the_process_ends(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        save_and_be_told_to_leave(tmp_path)
+    assert ended.value.code == 143
+    assert ckptkit.verify(tmp_path) == []
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_asking_without_listening_is_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(UsageError, match="on_sigterm"):
+        checkpointer.should_stop(1)

@@ -1,0 +1,71 @@
+"""A job that was stopped and resumed, perhaps elsewhere, learns as if it had not been."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptkit.live import Checkpointer
+from tests.live.pool import Pool
+from tests.live.strategies import LAYOUTS, build
+
+FIRST, REST = range(5), range(5, 10)
+ELSEWHERE = "fsdp:2,tp:2"
+TRAINED = [
+    "plain",
+    "ddp:2",
+    "fsdp2:3",
+    "hsdp:2x2",
+    "fsdp1:2",
+    "fsdp1:2, flat",
+    "zero1:2",
+    "zero2:2",
+    "tp:2",
+    ELSEWHERE,
+    "ddp:2,tp:2",
+    "pp:3",
+    "pp:2, two stages each",
+    "pp:2,fsdp:2",
+    "pp:2,fsdp:1,tp:2",
+]
+
+
+def train(layout: str, location: str) -> list[float]:
+    """Train ten steps and save after five; the losses of the others."""
+    job = build(layout)
+    job.train(FIRST)
+    with Checkpointer(location, timeout=30, asynchronous=True) as checkpointer:
+        checkpointer.save(len(FIRST), model=job.model, optimizer=job.optimizer)
+        return job.train(REST)
+
+
+def resume(layout: str, locations: Sequence[str]) -> list[list[float]]:
+    """The losses of the same steps after a restart from each location."""
+    losses = []
+    for seed, location in enumerate(locations):
+        job = build(layout, seed=90 + seed)
+        with Checkpointer(location, timeout=30) as checkpointer:
+            assert checkpointer.restore(model=job.model, optimizer=job.optimizer)
+        losses.append(job.train(REST))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def elsewhere(gloo: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+    location = str(tmp_path_factory.mktemp("elsewhere"))
+    return location, gloo.run(LAYOUTS[ELSEWHERE].ranks, train, ELSEWHERE, location)[0]
+
+
+@pytest.mark.parametrize("layout", TRAINED)
+def test_a_resumed_job_goes_on_as_the_one_that_was_not_stopped(
+    gloo: Pool, tmp_path: Path, elsewhere: tuple[str, list[float]], layout: str
+) -> None:
+    ranks = LAYOUTS[layout].ranks
+    expected = gloo.run(ranks, train, layout, str(tmp_path))[0]
+    here, moved = gloo.run(ranks, resume, layout, [str(tmp_path), elsewhere[0]])[0]
+    assert here == expected
+    assert expected[-1] < 0.8 * expected[0]  # it does learn
+    np.testing.assert_allclose(moved, elsewhere[1], rtol=1e-4)

@@ -1,0 +1,65 @@
+"""The Makefile: what it sets up, it sets up once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Makes environments that hold nothing but itself, and sees whether it is alone when it installs.
+PYTHON = """#!/bin/sh
+case "$*" in
+*"-m venv"*)
+  mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp "$0" .venv/bin/ckpt ;;
+*install*)
+  mkdir installing || exit 1
+  sleep 0.5
+  echo "$*" >>installed
+  rmdir installing ;;
+esac
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A tree of the Makefile and what it looks at, with a Python of its own."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    return tmp_path
+
+
+def make(tree: Path, goal: str) -> subprocess.Popen[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("M")}
+    command = ["make", goal, f"PYTHON={tree}/python"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=tree, env=kept, text=True, stdout=pipe, stderr=pipe)
+
+
+def outputs(*makes: subprocess.Popen[str]) -> list[str]:
+    """What they print, after they ended well."""
+    found = [running.communicate(timeout=60) for running in makes]
+    assert [running.returncode for running in makes] == [0] * len(makes), found
+    return [out for out, _ in found]
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+@pytest.mark.skipif(not shutil.which("flock"), reason="without flock nobody takes turns")
+def test_of_two_at_once_one_sets_up_and_the_other_finds_it_done(tree: Path) -> None:
+    outputs(make(tree, "demo"), make(tree, "demo"))
+    installed = [line.rpartition(" ")[2] for line in (tree / "installed").read_text().splitlines()]
+    assert [name.partition("==")[0] for name in installed] == [".", "torch"]
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+def test_what_is_set_up_is_not_set_up_again(tree: Path) -> None:
+    first, second = (outputs(make(tree, "demo"))[0] for _ in range(2))
+    assert "install -e ." in first
+    assert second == ".venv/bin/ckpt demo\n.venv/bin/python examples/kill_and_resume.py\n"
