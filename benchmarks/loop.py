@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean
 
 import torch
 
+from benchmarks.floors import Floor
 from benchmarks.memory import peak_mib, reset_peak, resident_mib
 from benchmarks.training import Training
 from ckptkit.live import Checkpointer
@@ -49,6 +51,10 @@ class Live:
 class Asynchronous(Live):
     """Saves in the background, what they cost the training, and what a plain copy costs."""
 
+    def __init__(self, training: Training, floor: Floor) -> None:
+        super().__init__(training)
+        self._floor = floor
+
     def begin(self, folder: Path) -> None:
         """Make all memory that is not to be made in the measured time."""
         self._copies = [torch.empty_like(tensor) for tensor in self._training.local]
@@ -72,8 +78,15 @@ class Asynchronous(Live):
 
     def train_on(self, _: Path) -> float:
         """Train until the save is durable; the seconds of a step."""
+        return self._train_beside(self._checkpointer.wait)
+
+    def train_on_beside_floor(self, folder: Path) -> float:
+        """Train while as many bytes are written by nothing but `pwrite`; the seconds of a step."""
+        return self._train_beside(partial(self._floor.save, folder))
+
+    def _train_beside(self, work: Callable[[], None]) -> float:
         with ThreadPoolExecutor(1) as executor:
-            writing = executor.submit(self._checkpointer.wait)
+            writing = executor.submit(work)
             spans = [self._train()]
             while not writing.done():
                 spans.append(self._train())

@@ -174,15 +174,17 @@ def _training(
     strategy: str, tensors: list[Tensor], rank: int, world_size: int, address: str
 ) -> _Hosted:
     from benchmarks import peers  # noqa: PLC0415
+    from benchmarks.floors import Floor  # noqa: PLC0415
     from benchmarks.loop import Asynchronous, Live  # noqa: PLC0415
     from benchmarks.training import Training  # noqa: PLC0415
 
     peers.join(rank, world_size, address)
     training = Training(strategy, tensors, rank, world_size)
+    floor = Floor(training, 4, 8 << 20, preallocate=True)
     return training, {
         "ckptkit": Live(training),
         "ckptkit, unchecked": Live(training, verify=False),
-        "asynchronous": Asynchronous(training),
+        "asynchronous": Asynchronous(training, floor),
         "DCP": peers.Dcp(training.tensors),
         "DCP, thread_count=2": peers.Dcp(training.tensors, threads=2),
         **_floors(training, world_size),

@@ -15,7 +15,12 @@ Doc: TypeAlias = dict[str, Any]
 Row: TypeAlias = tuple[str, ...]
 
 _BOXES_SHOWN = 4
-_SEMANTICS = {"replicated": "", "per_rank": ", by rank", "sum": ", to be summed", "split": ", by rank in order"}
+_SEMANTICS = {
+    "replicated": "",
+    "per_rank": ", by rank",
+    "sum": ", to be summed",
+    "split": ", to be shared out",
+}
 
 
 def lines_of(doc: Doc) -> list[str]:

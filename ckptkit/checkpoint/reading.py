@@ -5,7 +5,6 @@ caller's memory (DESIGN section 6).
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from isal import isal_zlib
 
 from ckptkit.checkpoint.sources import Sources
-from ckptkit.checkpoint.threads import Progress, run_threads
+from ckptkit.checkpoint.threads import Progress, cores, run_threads
 from ckptkit.errors import CorruptionError
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.zarr_documents import chunk_key
@@ -70,8 +69,7 @@ class Job:
 
 def default_threads() -> int:
     """As many as the processor has cores, within reason: reading is copying."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(8, cores or 1))
+    return min(8, cores())
 
 
 def plan_job(manifest: Manifest, requests: Sequence[Request], *, verify: bool) -> Job:

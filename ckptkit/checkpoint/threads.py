@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -10,6 +11,13 @@ DEFAULT_THREADS = 4
 
 Progress = Callable[[int], None]
 """Called, from any thread, with the number of bytes done since the last call."""
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def run_threads(work: Callable[[], None], count: int, stopped: threading.Event) -> None:

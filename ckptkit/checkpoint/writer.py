@@ -144,14 +144,14 @@ class Writer:
         (copy,) = unpack(dumps([inner], name), name)
         self._objects[name] = ObjectInfo(name, semantics, copy)
 
-    def stage(self, pool: BufferPool | None = None) -> None:
+    def stage(self, pool: BufferPool | None = None, *, threads: int | None = None) -> None:
         """Copy all that was added into memory of the writer's own, or of a pool's; from then on the
         buffers may change, and nothing more can be added.
         """
         self._check_open()
         self._check_not_staged()
         self._pack = self._laid_out()
-        self._pack.stage(self._threads, pool or default_pool())
+        self._pack.stage(threads or self._threads, pool or default_pool())
 
     def commit(self) -> None:
         """Write this rank's pack, wait for the others, and make the step exist."""

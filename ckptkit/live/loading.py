@@ -31,7 +31,7 @@ from ckptkit.live.saying import readable
 from ckptkit.live.snapshot import Snapshot, Sources, parameter_names, take_snapshot
 from ckptkit.live.tensors import torch_dtype
 from ckptkit.live.trees import arrays_in, put_tensors, replace_leaves
-from ckptkit.live.world import World
+from ckptkit.live.world import World, copying_threads
 from ckptkit.model import PerRank, Replicated
 
 log = logging.getLogger("ckptkit.live")
@@ -114,7 +114,7 @@ class Loading:
             snapshot.topology,
             targets,
             verify=options.verify,
-            threads=options.threads,
+            threads=options.threads or copying_threads(self._world),
             progress=options.progress,
         )
         # Some wrappers take over in a collective, which one that failed would not come to.

@@ -14,6 +14,7 @@ from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.checkpoint.writer import Writer
+from ckptkit.errors import UsageError
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.live.agree import agree
 from ckptkit.live.arena import Arena
@@ -23,7 +24,7 @@ from ckptkit.live.saying import in_one_line, readable
 from ckptkit.live.snapshot import Snapshot, Sources, take_snapshot
 from ckptkit.live.tensors import as_bits, dtype_of
 from ckptkit.live.trees import without_tensors
-from ckptkit.live.world import World
+from ckptkit.live.world import World, copying_threads
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 
 log = logging.getLogger("ckptkit.live")
@@ -71,7 +72,7 @@ class PreparedSave:
             tensors = arena.hold(snapshot.tensors) if on_devices else snapshot.tensors
             self._writer = self._filled(snapshot, tensors)
             if stage and not on_devices:
-                self._writer.stage(arena.pool)
+                self._writer.stage(arena.pool, threads=copying_threads(world))
         except BaseException as error:
             self._barrier.leave(in_one_line(error))
             raise
@@ -98,7 +99,12 @@ class PreparedSave:
         values = without_tensors(snapshot.values)
         agreement = agree(self._barrier, topology, names, snapshot.optimizers, values)
         # Stages may tell different details: rank 0's are those of the step.
-        details = unpack(bytes.fromhex(self._barrier.share(dumps(snapshot.details).hex())), "")
+        said = dumps([self._step, snapshot.details])
+        step, details = unpack(bytes.fromhex(self._barrier.share(said.hex())), "rank 0")
+        if step != self._step:
+            raise UsageError(
+                f"rank 0 saves step {step}, rank {self._world.rank} another one", value=self._step
+            )
         threads = {} if options.threads is None else {"threads": options.threads}
         writer = Writer(
             store_at(self._location),

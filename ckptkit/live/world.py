@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from ckptkit.checkpoint.threads import cores
 from ckptkit.errors import UsageError
 
 
@@ -20,6 +22,15 @@ class World:
     rank: int = 0
     size: int = 1
     store: Store | None = None
+
+
+def copying_threads(world: World) -> int:
+    """How many threads of this rank may copy memory at a time: with more than there are cores for
+    all ranks of the machine, copying only gets slower.
+    """
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
+    ranks = int(said) if said.isdecimal() and int(said) else world.size
+    return max(1, min(8, cores() // ranks))
 
 
 def current_world() -> World:

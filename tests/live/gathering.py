@@ -126,7 +126,7 @@ def scramble(job: Job, *, forget: bool) -> None:
 
 def _states(job: Job, module: nn.Module) -> dict[str, dict[str, Any]]:
     """The state of the module's parameters, by name."""
-    names = {parameter: canonical(name) for name, parameter in module.named_parameters()}
+    names: dict[torch.Tensor, str] = {p: canonical(name) for name, p in module.named_parameters()}
     optimizer = job.optimizer
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return {names[p]: state for p, state in optimizer.state.items() if p in names}
@@ -139,7 +139,7 @@ def _states(job: Job, module: nn.Module) -> dict[str, dict[str, Any]]:
 def _of_fsdp1(job: Job) -> dict[str, torch.Tensor]:
     options = StateDictOptions(full_state_dict=True)
     module = job.modules[0]
-    model = get_model_state_dict(module, options=options)
+    model: Any = get_model_state_dict(module, options=options)
     found = {f"model/{canonical(name)}": tensor for name, tensor in model.items()}
     document = get_optimizer_state_dict(module, job.optimizer, options=options)
     states: Any = document["state"]

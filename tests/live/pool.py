@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.tensor._redistribute import (
     _gen_transform_infos,
     clear_redistribute_planner_cache,
@@ -79,7 +80,7 @@ class Pool:
         # Torch is imported once, by the process that all workers are forked from.
         self._context.set_forkserver_preload(_PRELOADED)
         self._workers: dict[int, _Worker] = {}
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._jobs = 0
 
     def run(
@@ -93,7 +94,7 @@ class Pool:
         """What the job returns on each rank; `Died` for ranks that may end their process."""
         __tracebackhide__ = True
         self._jobs += 1
-        store = self._store or dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        store = self._store or TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         self._store = store
         workers = [self._worker(rank) for rank in range(ranks)]
         for rank, worker in enumerate(workers):
@@ -183,7 +184,7 @@ def _serve(pipe: Connection) -> None:
 def _run(
     job: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, port: int, name: str
 ) -> Any:
-    store = dist.PrefixStore(name, dist.TCPStore(_HOST, port, is_master=False))
+    store = PrefixStore(name, TCPStore(_HOST, port, is_master=False))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=50)
     )

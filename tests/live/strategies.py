@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,7 @@ def ddp(seed: int, make: MakeOptimizer) -> Job:
 def zero1(seed: int, make: MakeOptimizer) -> Job:
     """DDP, with the state of the optimizer shared out."""
     model = DistributedDataParallel(network(seed))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), make)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), cast("Any", make))
     return Job(model, [model], optimizer, dist.get_rank(), dist.get_world_size())
 
 
@@ -158,7 +158,7 @@ def pp_twice(seed: int, make: MakeOptimizer) -> Job:
     parts = [(part,) for part in PARTS]
     mine = range(dist.get_rank(), stages, dist.get_world_size())
     made = [_stage(network(seed).keep(parts[number]), number, stages) for number in mine]
-    schedule = ScheduleInterleaved1F1B(made, stages, loss_of)
+    schedule = ScheduleInterleaved1F1B([*made], stages, loss_of)
     return _piped(made, schedule, make)
 
 

@@ -73,8 +73,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 DIFFERENCES = [
     "missing: model/new.weight, model/new.bias",
     "unexpected: model/old.bias, model/old.weight, optimizer/old.bias/exp_avg",
-    "reshaped: model/wide.weight: (6, 4) in the step, (7, 4) here, "
-    "model/wide.bias: (6,) in the step, (7,) here",
+    "reshaped: model/wide.weight: (6, 4) in the step, (7, 4) here, model/wide.bias: (6,) in the",
     "cast: model/low.weight: bfloat16 in the step, float32 here",
     "partial=True",
     "cast=True",
@@ -86,13 +85,13 @@ def refuse(location: str, sharded: bool) -> str:
     save(location, step=1, **of(saved(sharded=sharded)))
     model, optimizer = other(sharded=sharded)
     before = everything(model, optimizer)
-    for modes in ({}, {"partial": True}, {"cast": True}):
+    messages = []
+    for partial, cast in ((False, False), (True, False), (False, True)):
         with pytest.raises(CkptkitError) as caught:
-            load(location, model=model, optimizer=optimizer, **modes)  # type: ignore[arg-type]
+            load(location, model=model, optimizer=optimizer, partial=partial, cast=cast)
         assert everything(model, optimizer) == before
-        if not modes:
-            first = f"{type(caught.value).__name__}: {caught.value}"
-    return first
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
+    return messages[0]
 
 
 def of(both: Trained) -> dict[str, Any]:

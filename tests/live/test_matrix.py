@@ -14,7 +14,7 @@ import ckptkit
 from ckptkit.live import Checkpointer
 from tests.live.gathering import Arrays, Comparison, gathered, same, scramble
 from tests.live.pool import Pool
-from tests.live.strategies import LAYOUTS, build
+from tests.live.strategies import LAYOUTS, adamw, build, pp_fsdp_tp
 
 STEPS = 2
 
@@ -92,3 +92,39 @@ def test_a_step_holds_what_the_job_held(matrix: Matrix, source: str) -> None:
 def test_any_strategy_loads_what_any_saved(matrix: Matrix, source: str, target: str) -> None:
     problems = [f"rank {n}: {p}" for n, r in enumerate(matrix.loaded(target)) for p in r[source]]
     assert not problems, "\n".join(problems)
+
+
+EIGHT = "pp:2,fsdp:2,tp:2"
+
+
+def save_on_eight(location: str) -> Arrays:
+    """As `save`, of a job that is no part of the matrix."""
+    job = pp_fsdp_tp(3, adamw)
+    job.train(range(STEPS))
+    with Checkpointer(location, timeout=60) as checkpointer:
+        checkpointer.save(STEPS, model=job.model, optimizer=job.optimizer)
+    return gathered(job)
+
+
+def load_on_eight(location: str, whole: Arrays) -> list[str]:
+    """As `load`."""
+    job = pp_fsdp_tp(4, adamw)
+    with Checkpointer(location, timeout=60) as checkpointer:
+        checkpointer.restore(model=job.model, optimizer=job.optimizer)
+    return Comparison(job).differences(whole)
+
+
+def test_eight_ranks_in_three_dims_do_too(matrix: Matrix, gloo: Pool, tmp_path: Path) -> None:
+    whole: dict[str, Any] = {}
+    for rank in gloo.run(8, save_on_eight, str(tmp_path), timeout=120):
+        whole = dict(rank) | whole
+    with ckptkit.open(tmp_path) as step:
+        assert str(step.strategy) == EIGHT
+    steps = {EIGHT: (str(tmp_path), whole)}
+    for layout in ("plain", "fsdp2:3"):
+        loaded = gloo.run(LAYOUTS[layout].ranks, load, layout, steps)
+        assert loaded == [{EIGHT: []}] * LAYOUTS[layout].ranks
+    source = "fsdp2:3"
+    arrays = matrix.saved(source)
+    loaded_by_eight = gloo.run(8, load_on_eight, matrix.location(source), arrays, timeout=120)
+    assert loaded_by_eight == [[]] * 8

@@ -57,7 +57,7 @@ def train(model: nn.Module, optimizer: Optimizer | list[Optimizer], steps: range
 
 
 def states(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {
         names[p]: {k: whole(v).tolist() if torch.is_tensor(v) else v for k, v in state.items()}
         for p, state in optimizer.state.items()
@@ -139,7 +139,7 @@ def test_several_optimizers_keep_apart_what_is_theirs(
 
 def test_two_optimizers_of_one_parameter_are_refused(tmp_path: Path) -> None:
     model = net()
-    both = [AdamW(model.parameters()), AdamW(model.parameters())]
+    both: list[Optimizer] = [AdamW(model.parameters()), AdamW(model.parameters())]
     train(model, both, range(1))
     with pytest.raises(InvalidNameError, match=r"optimizer/first\.weight/step"):
         save(tmp_path, step=1, model=model, optimizer=both)

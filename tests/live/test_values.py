@@ -91,7 +91,7 @@ def test_values_come_back_to_any_number_of_ranks(gloo: Pool, of_three: str, rank
 
 
 def disagree(location: str) -> str:
-    with pytest.raises(PeerError if dist.get_rank() else Exception) as caught:  # noqa: PT011
+    with pytest.raises(PeerError if dist.get_rank() else Exception) as caught:
         save(location, step=1, extra={"note": dist.get_rank()}, timeout=20)
     return str(caught.value)
 

@@ -1,0 +1,206 @@
+"""Saves in the background: what they hold, and that no failure of theirs is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckptkit
+from ckptkit.checkpoint.pack_writer import Pack
+from ckptkit.errors import CkptkitError, StorageError, UsageError
+from ckptkit.live import Checkpointer
+from tests.live.gathering import Arrays, gathered, same, scramble
+from tests.live.pool import Pool
+from tests.live.strategies import LAYOUTS, build
+
+write = Pack.write
+
+
+@contextmanager
+def held_up() -> Iterator[threading.Event]:
+    """Packs are written when the event is set."""
+    go = threading.Event()
+
+    def late(*arguments: Any, **keywords: Any) -> None:
+        assert go.wait(30)
+        write(*arguments, **keywords)
+
+    with patch.object(Pack, "write", late):
+        yield go
+
+
+@contextmanager
+def broken(rank: int) -> Iterator[None]:
+    """The disk of one rank refuses."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StorageError("the disk is gone")
+
+    with patch.object(Pack, "write", refuse if dist.get_rank() == rank else write):
+        yield
+
+
+def value(number: float) -> dict[str, Any]:
+    """A state of one number."""
+    return {"s": {"x": torch.full((3,), number)}}
+
+
+def save_and_change(layout: str, location: str) -> Arrays:
+    job = build(layout)
+    job.train(range(2))
+    rate = job.optimizer.param_groups[0]["lr"]
+    expected = gathered(job)
+    with held_up() as go, Checkpointer(location, timeout=30, asynchronous=True) as checkpointer:
+        checkpointer.save(2, model=job.model, optimizer=job.optimizer, extra={"list": [1]})
+        assert not checkpointer.run.steps()
+        job.train(range(2, 3))
+        scramble(job, forget=False)
+        job.optimizer.param_groups[0]["lr"] = 100.0
+        go.set()
+        checkpointer.wait()
+        assert checkpointer.run.steps() == [2]
+        job.optimizer.param_groups[0]["lr"] = rate
+    return expected
+
+
+@pytest.mark.parametrize("layout", ["plain", "ddp:2", "fsdp2:3", "zero1:2", "pp:2", "fsdp1:2"])
+def test_what_changes_after_save_has_returned_is_not_saved(
+    gloo: Pool, tmp_path: Path, layout: str
+) -> None:
+    whole: dict[str, Any] = {}
+    for rank in gloo.run(LAYOUTS[layout].ranks, save_and_change, layout, str(tmp_path)):
+        whole = dict(rank) | whole
+    with ckptkit.open(tmp_path) as step:
+        assert not [name for name in whole if not same(step.read(name), whole[name])]
+        assert step.objects["optimizer"][0]["groups"][0]["options"]["lr"] == 0.03
+
+
+def fail_in_background(location: str, surface: str) -> str:
+    checkpointer = Checkpointer(location, timeout=20, asynchronous=True)
+    with pytest.raises(CkptkitError) as caught, broken(rank=1):  # noqa: PT012
+        checkpointer.save(1, state=value(1))
+        if surface == "exit":
+            with checkpointer:
+                pass
+        if surface == "wait":
+            checkpointer.wait()
+        if surface == "save":
+            checkpointer.save(2, state=value(2))
+        if surface == "restore":
+            checkpointer.restore(state=value(0))
+    if surface != "exit":
+        checkpointer.wait()  # it was said once
+        checkpointer.save(3, state=value(3))
+        checkpointer.close()
+        checkpointer.close()
+    with pytest.raises(UsageError, match="closed"):
+        checkpointer.save(4, state=value(4))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("surface", ["exit", "wait", "save", "restore"])
+def test_a_failure_in_the_background_surfaces_on_all_ranks(
+    gloo: Pool, tmp_path: Path, surface: str
+) -> None:
+    messages = gloo.run(3, fail_in_background, str(tmp_path), surface)
+    assert messages[1].startswith("StorageError: the disk is gone")
+    for message in (messages[0], messages[2]):
+        assert "because of rank 1: StorageError: the disk is gone" in message
+    assert ckptkit.Run(tmp_path).steps() == ([] if surface == "exit" else [3])
+
+
+def fail_beside(location: str) -> str:
+    with broken(rank=0):
+        checkpointer = Checkpointer(location, timeout=20, asynchronous=True)
+        checkpointer.save(1, state=value(1))
+        with pytest.raises(ZeroDivisionError), checkpointer:
+            raise ZeroDivisionError
+    return "raised"
+
+
+def test_the_error_that_ends_a_block_is_not_replaced(gloo: Pool, tmp_path: Path) -> None:
+    assert gloo.run(2, fail_beside, str(tmp_path)) == ["raised"] * 2
+
+
+def save_while_busy(location: str, when_busy: str) -> list[bool]:
+    with (
+        held_up() as go,
+        Checkpointer(location, timeout=30, asynchronous=True, when_busy=when_busy) as checkpointer,
+    ):
+        threading.Timer(0.3, go.set).start()
+        did = [checkpointer.save(step, state=value(step)) for step in (1, 2)]
+        checkpointer.wait()
+        did.append(checkpointer.save(3, state=value(3)))
+    return did
+
+
+@pytest.mark.parametrize(
+    ("when_busy", "did", "steps"),
+    [("wait", [True, True, True], [1, 2, 3]), ("skip", [True, False, True], [1, 3])],
+)
+def test_a_save_during_another_waits_or_is_skipped(
+    gloo: Pool, tmp_path: Path, when_busy: str, did: list[bool], steps: list[int]
+) -> None:
+    assert gloo.run(2, save_while_busy, str(tmp_path), when_busy) == [did] * 2
+    assert ckptkit.Run(tmp_path).steps() == steps
+    for step in steps:
+        with ckptkit.Run(tmp_path).open(step) as opened:
+            assert opened.read("s/x").tolist() == [float(step)] * 3
+
+
+def train_meanwhile(location: str) -> None:
+    job = build("ddp:2")
+    with held_up() as go, Checkpointer(location, timeout=30, asynchronous=True) as checkpointer:
+        checkpointer.save(0, model=job.model, optimizer=job.optimizer)
+        job.train(range(3))
+        go.set()
+        job.train(range(3))
+
+
+def test_ranks_that_write_late_do_not_hold_up_the_training(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(2, train_meanwhile, str(tmp_path))
+    assert ckptkit.Run(tmp_path).steps() == [0]
+
+
+def wrong_on_one_rank(location: str, call: str) -> list[Any]:
+    """One rank passes what it must not, and then all do what is right."""
+    is_wrong = dist.get_rank() == 1
+    bad = {"extra": {}} if is_wrong else value(1)
+    with Checkpointer(location, timeout=20) as checkpointer:
+        checkpointer.save(1, state=value(1))
+        calls: dict[str, Callable[[], object]] = {
+            "save": lambda: checkpointer.save(2, state=bad),
+            "restore": lambda: checkpointer.restore(state=bad),
+            "value": lambda: checkpointer.save(2, extra={"x": object() if is_wrong else 1}),
+            "step": lambda: checkpointer.save(3 if is_wrong else 2, state=value(1)),
+        }
+        started = time.monotonic()
+        with pytest.raises(CkptkitError) as caught:
+            calls[call]()
+        took = time.monotonic() - started
+        checkpointer.save(4, state=value(4))
+        state = value(0)
+        restored = checkpointer.restore(state=state)
+        assert restored
+    return [str(caught.value), took, restored.step, float(state["s"]["x"][0])]
+
+
+@pytest.mark.parametrize("call", ["save", "restore", "value", "step"])
+def test_what_is_wrong_on_one_rank_is_an_error_on_all_and_then_forgotten(
+    gloo: Pool, tmp_path: Path, call: str
+) -> None:
+    for rank, (message, took, step, found) in enumerate(
+        gloo.run(3, wrong_on_one_rank, str(tmp_path), call)
+    ):
+        assert rank == 1 or "rank 1" in message
+        assert took < 10
+        assert (step, found) == (4, 4.0)

@@ -1,0 +1,118 @@
+"""Tensors of every dtype and in any memory come back as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+import ckptkit
+from ckptkit.errors import LayoutError, UnsupportedTypeError, UsageError
+from ckptkit.live import load, load_state, save
+from tests.live.pool import Pool
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.bool,
+]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().resolve_conj().contiguous().flatten()
+    return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 3)], ids=str)
+def test_a_dtype_and_a_shape_come_back(
+    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    saved = torch.randint(0, 2, shape).to(dtype)
+    save(tmp_path, step=1, state={"s": {"x": saved}})
+    state = {"x": torch.zeros(shape).to(dtype)}
+    load(tmp_path, state={"s": state})
+    alone = load_state(tmp_path)["s/x"]
+    for found in (state["x"], alone):
+        assert (found.dtype, found.shape) == (dtype, saved.shape)
+        assert bits(found) == bits(saved)
+
+
+MEMORY = {
+    "a transpose": lambda: torch.arange(12.0).reshape(3, 4).T,
+    "columns": lambda: torch.arange(20.0).reshape(4, 5)[:, 1:4],
+    "every second": lambda: torch.arange(20.0)[::2],
+    "channels last": lambda: (
+        torch.arange(48.0).reshape(2, 3, 4, 2).to(memory_format=torch.channels_last)
+    ),
+    "one value for all": lambda: torch.tensor([7.0]).expand(6),
+    "conjugate": lambda: torch.arange(6).to(torch.complex64).mul(1j).conj(),
+}
+
+
+@pytest.mark.parametrize("kind", MEMORY)
+def test_memory_of_any_order_is_saved_and_filled(tmp_path: Path, kind: str) -> None:
+    saved = MEMORY[kind]()
+    save(tmp_path, step=1, state={"s": {"x": saved}})
+    with ckptkit.open(tmp_path) as step:
+        assert step.read("s/x").tolist() == saved.tolist()
+    if kind != "one value for all":  # not for writing to
+        target = MEMORY[kind]().zero_()
+        load(tmp_path, state={"s": {"x": target}})
+        assert target.tolist() == saved.tolist()
+
+
+def cut_columns(location: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    saved = torch.arange(35.0).reshape(5, 7)
+    save(location, step=1, state={"s": {"x": distribute_tensor(saved, mesh, [Shard(1)])}})
+    target: Any = distribute_tensor(torch.zeros(7, 5), mesh, [Shard(0)]).T
+    assert dist.get_rank() or not target.to_local().is_contiguous()
+    load(location, state={"s": {"x": target}})
+    assert target.full_tensor().tolist() == saved.tolist()
+
+
+def test_parts_of_any_order_are_filled(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(3, cut_columns, str(tmp_path))
+
+
+def save_partial(location: str) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    sums = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    with pytest.raises(LayoutError) as caught:
+        save(location, step=1, state={"s": {"x": sums}}, timeout=20)
+    return str(caught.value)
+
+
+def test_sums_that_are_not_added_up_are_refused(gloo: Pool, tmp_path: Path) -> None:
+    for message in gloo.run(2, save_partial, str(tmp_path)):
+        assert message.startswith("s/x: a DTensor of partial sums")
+
+
+def test_what_has_no_elements_is_refused_by_name(tmp_path: Path) -> None:
+    kinds: dict[str, tuple[Any, type[Exception], str]] = {
+        "meta": (torch.empty(2, device="meta"), UsageError, "meta device"),
+        "sparse": (torch.eye(2).to_sparse(), UnsupportedTypeError, "dense"),
+    }
+    for name, (tensor, kind, words) in kinds.items():
+        with pytest.raises(kind, match=f"s/{name}.*{words}"):
+            save(tmp_path, step=1, state={"s": {name: tensor}})
+    model = nn.Linear(2, 2)
+    save(tmp_path, step=1, model=model)
+    with pytest.raises(UsageError, match=r"model/weight.*meta device"):
+        load(tmp_path, model=nn.Linear(2, 2, device="meta"))
