@@ -20,7 +20,9 @@ from ckptkit.live.world import World
 
 _DONE, _FAILED = "+", "-"
 _LONGEST_PAUSE = 0.25
-_PAUSE_PER_RANK = 0.0005  # so that thousands of ranks do not keep the store from answering
+_SHORTEST_PAUSE = 0.0005
+_PAUSE_PER_RANK = 0.000005  # thousands of ranks must not keep the store from answering
+_SHARE_OF_WAIT = 0.1  # what looking seldom adds to a wait
 
 
 class StoreBarrier:
@@ -108,16 +110,16 @@ class StoreBarrier:
 
     def _outcome(self, key: str, late: Callable[[], PeerError | None]) -> str:
         """What was decided under a key; `late` says what it means that nothing was."""
-        deadline = time.monotonic() + self._timeout
-        pause = 0.0005
+        started = time.monotonic()
+        shortest = _SHORTEST_PAUSE + _PAUSE_PER_RANK * self.world_size
         while not self._has(key):
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - started
+            if waited > self._timeout:
                 problem = late()
                 if problem is not None:
                     raise problem
                 break
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE, 0.002 + _PAUSE_PER_RANK * self.world_size)
+            time.sleep(min(max(shortest, _SHARE_OF_WAIT * waited), _LONGEST_PAUSE))
         verdict = self._get(key)
         if verdict.startswith(_FAILED):
             # What ends a meeting in failure is seen by rank 0 too, which then never commits.

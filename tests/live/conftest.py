@@ -14,6 +14,7 @@ with warnings.catch_warnings():
 from tests.live.pool import Pool
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One pool is enough: under xdist all that need it run in the same of its workers."""
     for item in items:

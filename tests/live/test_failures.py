@@ -182,11 +182,13 @@ def lose_the_store() -> str:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         dist.broadcast(torch.tensor(store.port), 0)
         StoreBarrier(World(0, 2, store), "first").wait()
+        dist.barrier()  # the other has seen that both were there
         os._exit(3)
     port = torch.tensor(0)
     dist.broadcast(port, 0)
     world = World(1, 2, TCPStore("127.0.0.1", int(port), is_master=False))
     StoreBarrier(world, "first").wait()
+    dist.barrier()
     with pytest.raises(PeerError) as caught:
         StoreBarrier(world, "second", timeout=10).wait()
     return str(caught.value)
