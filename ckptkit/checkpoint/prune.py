@@ -60,9 +60,15 @@ def kept_steps(
 
 
 def plan_prune(
-    store: Store, *, keep_last: int | None, keep_every: int | None, grace: float
+    store: Store,
+    *,
+    keep_last: int | None,
+    keep_every: int | None,
+    grace: float,
+    up_to: int | None = None,
 ) -> list[Removal]:
-    """What to delete, oldest step first.
+    """What to delete, oldest step first; of the committed steps none above `up_to`, and those do
+    not count as newer ones.
 
     A step whose manifest cannot be read is left alone, and does not count among those that are
     kept: it may be rebuilt, and what it names is unknown.
@@ -73,7 +79,9 @@ def plan_prune(
         with suppress(FormatError):
             manifests[step] = _manifest(store, folder)
     readable = [step for step, manifest in manifests.items() if manifest is not None]
-    kept = kept_steps(readable, keep_last=keep_last, keep_every=keep_every)
+    above = {step for step in readable if up_to is not None and step > up_to}
+    older = [step for step in readable if step not in above]
+    kept = kept_steps(older, keep_last=keep_last, keep_every=keep_every) | above
     before = time.time() - grace
     can_tell = grace <= 0 or store.abilities.modified_times  # whether a save is under way
     removals = []

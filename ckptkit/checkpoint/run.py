@@ -68,6 +68,7 @@ class Run:
         keep_last: int | None = None,
         keep_every: int | None = None,
         grace: float = 3600.0,
+        up_to: int | None = None,
     ) -> list[Removal]:
         """What `prune` would delete.
 
@@ -75,8 +76,12 @@ class Run:
         `keep_every` stay; without either all do. The newest are those with the highest numbers,
         whenever they were saved. What aborted saves and writes left, and no manifest names, is
         deleted once it is older than `grace` seconds: what is younger may be a save under way.
+        Committed steps above `up_to` are left alone and do not count: a job that went back to an
+        earlier step must not lose the steps it saves then.
         """
-        return plan_prune(self._store, keep_last=keep_last, keep_every=keep_every, grace=grace)
+        return plan_prune(
+            self._store, keep_last=keep_last, keep_every=keep_every, grace=grace, up_to=up_to
+        )
 
     def prune(
         self,
@@ -84,9 +89,10 @@ class Run:
         keep_last: int | None = None,
         keep_every: int | None = None,
         grace: float = 3600.0,
+        up_to: int | None = None,
     ) -> list[Removal]:
         """Delete what `plan_prune` lists; returns it."""
-        plan = self.plan_prune(keep_last=keep_last, keep_every=keep_every, grace=grace)
+        plan = self.plan_prune(keep_last=keep_last, keep_every=keep_every, grace=grace, up_to=up_to)
         remove(self._store, plan)
         return plan
 

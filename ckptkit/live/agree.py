@@ -4,11 +4,12 @@ and only where stages or owners make them differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.checkpoint.barrier import Barrier
+from ckptkit.errors import InvalidNameError
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.live.meeting import StoreBarrier
 from ckptkit.live.topology import Topology
@@ -36,8 +37,13 @@ def agree(
     names: Iterable[str],
     optimizers: Documents,
     values: Mapping[str, Any] | None = None,
+    fingerprint: Callable[[str], object] | None = None,
 ) -> Agreement:
-    """Put together what stages and owners know; a collective only where there are such."""
+    """Put together what stages and owners know; a collective only where there are such.
+
+    Stages that share a name are one tensor, tied, of which the first stage's is saved. With
+    `fingerprint` that is made sure: it tells what a tensor of this rank holds.
+    """
     kinds = {axis.kind for axis in topology.strategy.mesh.axes if axis.size > 1}
     mine, values = frozenset(names), values or {}
     if not kinds & {"pp", "zero1"} or not isinstance(barrier, StoreBarrier):
@@ -56,6 +62,9 @@ def agree(
                 several[name] = stages[name]
             stages.setdefault(name, document["stage"])
     shared = unpack(bytes.fromhex(barrier.share(dumps(several).hex())), "rank 0")
+    if shared and fingerprint is not None:
+        told = {name: fingerprint(name) for name in sorted(mine & shared.keys())}
+        _check_tied(barrier, topology, told)
     own = 0 if topology.pipeline is None else topology.coordinate(topology.pipeline)
     elsewhere = frozenset(name for name, stage in shared.items() if name in mine and stage != own)
     return Agreement(
@@ -64,6 +73,27 @@ def agree(
         frozenset(stages),
         {name: value for document in heard for name, value in document["values"].items()},
     )
+
+
+def _check_tied(barrier: StoreBarrier, topology: Topology, told: dict[str, object]) -> None:
+    """Raise on all ranks if stages have different tensors of one name."""
+    coords = topology.strategy.mesh.coords(topology.rank)
+    # The ranks of a stage hold different parts: those at one place of each stage are compared.
+    place = [coord for axis, coord in enumerate(coords) if axis != topology.pipeline]
+    known: dict[tuple[str, str], object] = {}
+    different: set[str] = set()
+    for data in barrier.collect(dumps([place, told])):
+        there, heard = unpack(data, "a rank")
+        for name, content in heard.items():
+            if known.setdefault((name, str(there)), content) != content:
+                different.add(name)
+    found = barrier.share(min(different, default=""))
+    if found:
+        raise InvalidNameError(
+            "two pipeline stages have different tensors of this name",
+            value=found,
+            hint="stages keep the names of the whole model: an nn.ModuleDict of its layers does",
+        )
 
 
 def merged(*, optimizers_of: Sequence[Documents]) -> Documents:

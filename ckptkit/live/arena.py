@@ -55,7 +55,7 @@ class Arena:
     def _of_size(self, size: int, *, pinned: bool) -> torch.Tensor:
         memory = self._memory
         if memory is None or memory.nbytes < size or memory.is_pinned() < pinned:
-            self._memory = None  # freed first: two would be twice the promised memory
+            memory = self._memory = None  # freed first: two would be twice the promised memory
             memory = self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         return memory
 

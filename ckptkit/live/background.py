@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401 — what it registers has to come last
 import logging
 import threading
 from collections.abc import Callable
+from weakref import WeakSet
 
 log = logging.getLogger("ckptkit.live")
+
+
+_unsettled: WeakSet[Background] = WeakSet()
+
+
+def _settle_all() -> None:
+    for background in list(_unsettled):
+        background.settle()
+
+
+# Called before the pools' own, which were registered earlier, when concurrent.futures was loaded.
+threading._register_atexit(_settle_all)  # type: ignore[attr-defined]
 
 
 class Background:
@@ -32,7 +46,9 @@ class Background:
                 # At once as well: a job that ends without another call would never say it.
                 log.error("saving %s failed: %s", name, error)
 
-        # Not a daemon: a process that ends by itself first lets its checkpoint finish.
+        # A process that ends by itself first lets its checkpoint finish. A thread that is merely
+        # no daemon would come too late: thread pools refuse work before such threads are joined.
+        _unsettled.add(self)
         self._thread = threading.Thread(target=run, name=f"ckptkit {name}")
         self._thread.start()
 

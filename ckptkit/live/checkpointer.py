@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -117,10 +119,17 @@ class Checkpointer:
     ) -> bool:
         """Save a step; returns whether it did (see `when_busy`)."""
         self._check_open()
+        sources = partial(Sources.of, model, optimizer, scheduler, dataloader, scaler, state)
+        with nullcontext() if self._preemption is None else self._preemption.held_off():
+            return self._save(step, sources, extra)
+
+    def _save(
+        self, step: int, sources: Callable[[], Sources], extra: Mapping[str, object] | None
+    ) -> bool:
         # First of all, so that what goes wrong on one rank from here on reaches the others.
         barrier = self._barrier("save")
         with leaving(barrier):
-            sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state)
+            found = sources()
             if self._asynchronous and self._skips and self._is_busy(barrier):
                 return False
             self._background.wait()
@@ -129,7 +138,7 @@ class Checkpointer:
                 step,
                 self._world,
                 barrier,
-                sources,
+                found,
                 extra=extra,
                 mesh=self._mesh,
                 rules=self._rules,
@@ -176,7 +185,7 @@ class Checkpointer:
         with leaving(barrier):
             self._background.wait()
             sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state)
-            steps = [step] if step is not None else self._steps_of_first(barrier)
+            steps = self._steps_of_first(barrier, step)
             # What a rank passes may be wrong: nobody goes on alone.
             barrier.wait()
         for number in steps:
@@ -242,19 +251,30 @@ class Checkpointer:
         save.commit()
         if self._world.rank == 0 and (self._keep_last or self._keep_every):
             try:
-                self._run.prune(keep_last=self._keep_last, keep_every=self._keep_every)
+                # What lies above is of a future that was given up, and may be damaged.
+                self._run.prune(
+                    keep_last=self._keep_last, keep_every=self._keep_every, up_to=save.step
+                )
             except CkptkitError as error:
                 error.what = (
                     f"the step was saved, but older ones could not be deleted: {error.what}"
                 )
                 raise
 
-    def _steps_of_first(self, barrier: Barrier) -> list[int]:
+    def _steps_of_first(self, barrier: Barrier, step: int | None) -> list[int]:
         """The steps to try, newest first: rank 0's view, as a listing may differ from rank to
         rank.
         """
-        mine = " ".join(map(str, self._run.steps())) if self._world.rank == 0 else ""
-        return [int(each) for each in reversed(barrier.share(mine).split())]
+        mine = "newest" if step is None else str(step)
+        asked = barrier.share(mine)
+        if asked != mine:
+            raise UsageError(
+                f"rank 0 restores step {asked}, rank {self._world.rank} another one", value=mine
+            )
+        if step is not None:
+            return [step]
+        found = " ".join(map(str, self._run.steps())) if self._world.rank == 0 else ""
+        return [int(each) for each in reversed(barrier.share(found).split())]
 
     def _opener(self, step: int) -> Callable[[Barrier], Checkpoint]:
         return lambda _: self._run.open(step)

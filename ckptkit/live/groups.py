@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,13 @@ def group_of(kind: str, process_group: dist.ProcessGroup | None, name: str = "")
     """The group that a process group (None: the default one) is."""
     ranks = dist.get_process_group_ranks(process_group)
     return Group(kind, tuple(ranks), name)
+
+
+def assumed(groups: list[Group]) -> list[Group]:
+    """The groups, of which those that repeat do so for the DTensors of a mesh only: of other
+    tensors nobody keeps the copies alike.
+    """
+    return [replace(group, is_assumed=group.kind == "ddp") for group in groups]
 
 
 def mesh_groups(mesh: DeviceMesh, kinds: tuple[str, ...]) -> list[Group]:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.threads import Progress
-from ckptkit.errors import FormatError
+from ckptkit.errors import FormatError, UsageError
 from ckptkit.format.names import join, split
 from ckptkit.live.agree import Agreement, Documents, agree
 from ckptkit.live.extra import Extra
@@ -85,6 +85,7 @@ class Loading:
         """Load; returns when every rank has, and raises on all when one cannot."""
         started = time.perf_counter()
         with leaving(self._barrier), self._opened(self._barrier) as self._checkpoint:
+            self._check_same_save()
             self._objects = {item.name: item for item in self._checkpoint.manifest.objects}
             nbytes = self._load()
         self._barrier.wait()
@@ -121,6 +122,16 @@ class Loading:
         self._barrier.wait()
         self._hand_over(snapshot, resumed, fresh)
         return nbytes
+
+    def _check_same_save(self) -> None:
+        """A step may be overwritten between two ranks' looking at it."""
+        mine = self._checkpoint.save_id
+        if self._barrier.share(mine) != mine:
+            raise UsageError(
+                "rank 0 has opened another save of this step, or another step",
+                where=self._checkpoint.location,
+                hint="load again",
+            )
 
     def _look(self, sources: Sources) -> Snapshot:
         return take_snapshot(self._world, sources, mesh=self._mesh, rules=self._rules)
@@ -218,6 +229,12 @@ class Loading:
             name = compare(self._checkpoint, held, known_as, ignored)
             if name:
                 targets.append(Target(held, name))
+            elif any(known_as) and held.role == "optimizer":
+                raise StateMismatchError(
+                    f"the optimizer keeps {held.shape} here, not what is in the step",
+                    where=held.name,
+                    hint="the optimizer's own code or options differ from those that saved",
+                )
         fresh: dict[str, torch.Tensor] = {}
         for group in self._sources.stateful:
             item = self._objects.get(group)

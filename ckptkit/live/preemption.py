@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -39,6 +40,8 @@ class Preemption:
         self._mode = mode
         self._finish = finish
         self._requested = False
+        self._is_saving = False
+        self._frame: FrameType | None = None
         self._announced = False
         self._before: Any = signal.signal(signal.SIGTERM, self._on_signal)
 
@@ -57,16 +60,31 @@ class Preemption:
             return False
         return step >= int(self._store.get("stop"))
 
+    @contextmanager
+    def held_off(self) -> Iterator[None]:
+        """Note the signal only, and leave at the end: what is done inside is a save."""
+        self._is_saving = True
+        try:
+            yield
+        finally:
+            self._is_saving = False
+        if self._requested and self._mode == "finish":
+            self._leave()
+
     def remove(self) -> None:
         """Give the signal back to whom it belonged."""
         if signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, self._before)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, _: int, frame: FrameType | None) -> None:
         self._requested = True
         log.warning("SIGTERM: %s", "saving once more" if self._mode == "save" else "finishing")
-        if self._mode == "finish":
-            self._finish()
-            if callable(self._before):
-                self._before(number, frame)
-            raise SystemExit(_EXIT_CODE)
+        self._frame = frame
+        if self._mode == "finish" and not self._is_saving:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._finish()
+        if callable(self._before):
+            self._before(signal.SIGTERM, self._frame)
+        raise SystemExit(_EXIT_CODE)

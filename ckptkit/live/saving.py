@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from isal import isal_zlib
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
@@ -62,7 +64,7 @@ class PreparedSave:
         self._started = time.perf_counter()
         self._world = world
         self._location = location
-        self._step = step
+        self.step = step
         self._barrier = barrier
         self._options = options
         try:
@@ -84,7 +86,7 @@ class PreparedSave:
             seconds = time.perf_counter() - self._started
             log.info(
                 "saved step %d to %s: %s in %.2f s, %.2f GB/s",
-                self._step,
+                self.step,
                 self._location,
                 readable(self._nbytes),
                 seconds,
@@ -97,18 +99,26 @@ class PreparedSave:
         # Extra state is, as buffers are, that of the first rank which has the module.
         objects = {name: item for name, item in snapshot.objects.items() if name != "model"}
         values = without_tensors(snapshot.values)
-        agreement = agree(self._barrier, topology, names, snapshot.optimizers, values)
+        parameters = {held.name: held for held in tensors if held.role == "param"}
+        agreement = agree(
+            self._barrier,
+            topology,
+            names,
+            snapshot.optimizers,
+            values,
+            lambda name: _fingerprint(parameters.get(name)),
+        )
         # Stages may tell different details: rank 0's are those of the step.
-        said = dumps([self._step, snapshot.details])
+        said = dumps([self.step, snapshot.details])
         step, details = unpack(bytes.fromhex(self._barrier.share(said.hex())), "rank 0")
-        if step != self._step:
+        if step != self.step:
             raise UsageError(
-                f"rank 0 saves step {step}, rank {self._world.rank} another one", value=self._step
+                f"rank 0 saves step {step}, rank {self._world.rank} another one", value=self.step
             )
         threads = {} if options.threads is None else {"threads": options.threads}
         writer = Writer(
             store_at(self._location),
-            step=self._step,
+            step=self.step,
             strategy=topology.strategy,
             rank=self._world.rank,
             barrier=self._barrier,
@@ -131,6 +141,15 @@ class PreparedSave:
         if self._world.rank == 0 and agreement.optimizers:
             writer.add_object("optimizer", agreement.optimizers)
         return writer
+
+
+def _fingerprint(held: Held | None) -> list[object] | None:
+    """What a parameter holds here; buffers of the same name may differ from stage to stage."""
+    if held is None:
+        return None
+    elements = np.ascontiguousarray(as_bits(held.name, held.local)).reshape(-1)
+    content = isal_zlib.crc32(elements.view(np.uint8))
+    return [str(dtype_of(held.name, held.local)), list(held.shape), content]
 
 
 def _add(writer: Writer, held: Held, snapshot: Snapshot) -> None:

@@ -5,7 +5,7 @@ and plain values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ckptkit.errors import InvalidNameError, UsageError
 from ckptkit.format.names import join
 from ckptkit.live.adapters import Entry
-from ckptkit.live.groups import Group, mesh_groups
+from ckptkit.live.groups import Group, assumed, mesh_groups
 from ckptkit.live.held import Held, Tied
 from ckptkit.live.models import Model
 from ckptkit.live.optimizers import OptimizerAdapter, StateEntry, optimizer_adapter
@@ -25,7 +25,7 @@ from ckptkit.live.tensors import check_plain, local_of
 from ckptkit.live.topology import Topology
 from ckptkit.live.trees import take_tensors, without_tensors
 from ckptkit.live.world import World
-from ckptkit.model import PerRank, Replicated, Split, Sum
+from ckptkit.model import PerRank, Replicated, Shard, Split, Strided, Sum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,21 @@ class Sources:
                     value=name,
                     hint="pass model=…, optimizer=… or extra=…, or choose another key",
                 )
+        for name, value in stateful.items():
+            _check_stateful(name, value)
         return cls(known, adapters, stateful)
+
+
+def _check_stateful(name: str, value: object) -> None:
+    """Refuse what a load could not give back: it fills objects and containers in place."""
+    inner = value.value if isinstance(value, (Replicated, PerRank)) else value
+    if not (hasattr(inner, "load_state_dict") or isinstance(inner, (dict, list, torch.Tensor))):
+        raise UsageError(
+            "neither an object with load_state_dict nor a dictionary, a list or a tensor",
+            where=f"state[{name!r}]",
+            value=inner,
+            hint="plain values go into extra={…}",
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,17 +123,20 @@ def topology_of(world: World, sources: Sources, mesh: DeviceMesh | None = None) 
     groups: list[Group] = []
     if mesh is not None:
         names = mesh.mesh_dim_names or ("",) * mesh.ndim
-        groups += mesh_groups(mesh, tuple(_KINDS.get(name, "ddp") for name in names))
+        found = mesh_groups(mesh, tuple(_KINDS.get(name, "ddp") for name in names))
+        groups += [replace(g, is_assumed=g.kind == "ddp" and g.name not in _ALIKE) for g in found]
     if sources.model is not None:
         groups += sources.model.groups()
     for optimizer in sources.optimizers:
         groups += optimizer.groups()
-    found = (t for _, tensors in _trees(sources.stateful).values() for t in tensors.values())
-    meshes = dict.fromkeys(t.device_mesh for t in found if isinstance(t, DTensor))
+    tensors = (t for _, by_name in _trees(sources.stateful).values() for t in by_name.values())
+    meshes = dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor))
     for each in meshes:
-        groups += mesh_groups(each, ("ddp",) * each.ndim)
+        groups += assumed(mesh_groups(each, ("ddp",) * each.ndim))
     return Topology.of(world, groups)
 
+
+_ALIKE = ("ddp", "dp", "dp_replicate", "replicate")
 
 # The names that torch's own examples give to the dims of a mesh.
 _KINDS = {
@@ -199,6 +216,7 @@ class Reading:
         self._staged = staged
         self._seen: dict[int, str] = {}
         self._locals: dict[str, tuple[int, ...]] = {}
+        self._is_cut: dict[str, bool] = {}
         self._names: set[str] = set()
         self.tensors: list[Held] = []
         self.tied: list[Tied] = []
@@ -259,12 +277,26 @@ class Reading:
         shape = tuple(tensor.shape) if entry is None or entry.shape is None else entry.shape
         local = local_of(tensor)
         # What an optimizer keeps in another shape than the parameter's is cut as it says itself.
-        if self._locals.setdefault(of or name, local.shape) == local.shape:
-            for axis, placement in topology.by_kind(self._rules.placements(of or name)).items():
+        said = self._rules.placements(of or name)
+        if self._locals.setdefault(of or name, local.shape) != local.shape:
+            said = self._rules.placements(name) if local.ndim else {}
+        if said:
+            for axis, placement in topology.by_kind(said).items():
                 if not isinstance(tensor, DTensor):
                     shape = whole_shape(shape, placement, topology.size_of(axis))
                 placements[axis] = placement
         check_plain(name, local)
+        if role == "optimizer" and local.ndim and not isinstance(tensor, DTensor):
+            says = said or (entry is not None and entry.placements is not None)
+            if self._is_cut.get(of or "") and not says:
+                raise UsageError(
+                    "the optimizer keeps a plain tensor for a parameter that is cut: whether it "
+                    "is a part or the same on all ranks cannot be seen",
+                    where=name,
+                    value=tuple(local.shape),
+                    hint="keep DTensors, or say it with rules={…}: replicate or shard(dim)",
+                )
+        self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())
         alike |= topology.mesh_axes(tensor)
         self.tensors.append(Held(name, shape, placements, local, role, of, alike))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -200,11 +200,16 @@ def _distinct(groups: Iterable[Group]) -> list[Group]:
     for group in groups:
         key = (group.stride, group.size) if group.size > 1 else (0, _PRECEDENCE.index(group.kind))
         known = best.get(key)
-        if known is None or _PRECEDENCE.index(group.kind) < _PRECEDENCE.index(known.kind):
-            best[key] = Group(group.kind, group.ranks, group.name or (known.name if known else ""))
+        if known is None or _says_more(group, known):
+            best[key] = replace(group, name=group.name or (known.name if known else ""))
         elif not known.name and group.name:
-            best[key] = Group(known.kind, known.ranks, group.name)
+            best[key] = replace(known, name=group.name)
     return list(best.values())
+
+
+def _says_more(group: Group, known: Group) -> bool:
+    mine, theirs = _PRECEDENCE.index(group.kind), _PRECEDENCE.index(known.kind)
+    return (mine, group.is_assumed) < (theirs, known.is_assumed)
 
 
 def _filled(groups: list[Group], world_size: int) -> list[Group]:

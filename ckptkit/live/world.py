@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -42,6 +43,19 @@ def current_world() -> World:
         raise UsageError("this process is no rank of the default process group")
     if size == 1:
         return World()
-    # A connection of its own: a save in the background must not hold up the training's.
-    store: Any = dist.distributed_c10d._get_default_store()
-    return World(rank, size, store.clone())
+    return World(rank, size, _connection())
+
+
+# By process group: to connect is slow where looking up the name of a host is.
+_connections: WeakKeyDictionary[dist.ProcessGroup, Store] = WeakKeyDictionary()
+
+
+def _connection() -> Store:
+    """A connection to the job's store besides the training's, which a save in the background must
+    not hold up.
+    """
+    group: Any = dist.group.WORLD
+    if group not in _connections:
+        store: Any = dist.distributed_c10d._get_default_store()
+        _connections[group] = store.clone()
+    return _connections[group]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import time
 import traceback
 import warnings
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.tensor._redistribute import (
     _gen_transform_infos,
     clear_redistribute_planner_cache,
@@ -26,7 +27,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 T = TypeVar("T")
 
-_HOST = "127.0.0.1"
 _GRACE = 2.0  # a rank that fails leaves the others in a collective that never ends
 _PRELOADED = [
     "pytest",
@@ -80,7 +80,8 @@ class Pool:
         # Torch is imported once, by the process that all workers are forked from.
         self._context.set_forkserver_preload(_PRELOADED)
         self._workers: dict[int, _Worker] = {}
-        self._store: TCPStore | None = None
+        # Not TCP: that looks up the names of hosts, which takes seconds where nobody knows them.
+        self._stores = tempfile.TemporaryDirectory(prefix="stores-")
         self._jobs = 0
 
     def run(
@@ -88,17 +89,15 @@ class Pool:
         ranks: int,
         job: Callable[..., T],
         *args: object,
-        timeout: float = 60.0,
+        timeout: float = 200.0,
         may_die: Sequence[int] = (),
     ) -> list[T]:
         """What the job returns on each rank; `Died` for ranks that may end their process."""
         __tracebackhide__ = True
         self._jobs += 1
-        store = self._store or TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-        self._store = store
         workers = [self._worker(rank) for rank in range(ranks)]
         for rank, worker in enumerate(workers):
-            worker.pipe.send((job, args, rank, ranks, store.port, f"job-{self._jobs}"))
+            worker.pipe.send((job, args, rank, ranks, f"{self._stores.name}/{self._jobs}"))
         found = self._watch(workers, timeout, may_die)
         died = [rank for rank, result in found.results.items() if isinstance(result, Died)]
         if found.problems or died:
@@ -111,7 +110,7 @@ class Pool:
     def close(self) -> None:
         """End all processes."""
         self._end(list(self._workers))
-        self._store = None
+        self._stores.cleanup()
 
     def _watch(self, workers: list[_Worker], timeout: float, may_die: Sequence[int]) -> _Job:
         found = _Job()
@@ -173,18 +172,16 @@ def _serve(pipe: Connection) -> None:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     with suppress(EOFError, OSError):
         while True:
-            job, args, rank, ranks, port, name = pipe.recv()
+            job, args, rank, ranks, store = pipe.recv()
             try:
-                answer = True, _run(job, args, rank, ranks, port, name)
+                answer = True, _run(job, args, rank, ranks, store)
             except BaseException:  # noqa: BLE001 — told to the test
                 answer = False, traceback.format_exc()
             pipe.send(answer)
 
 
-def _run(
-    job: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, port: int, name: str
-) -> Any:
-    store = PrefixStore(name, TCPStore(_HOST, port, is_master=False))
+def _run(job: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, path: str) -> Any:
+    store = FileStore(path, ranks)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=50)
     )

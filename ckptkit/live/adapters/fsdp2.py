@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ckptkit.live.adapters.adapter import InPlace
-from ckptkit.live.groups import Group, mesh_groups
+from ckptkit.live.groups import Group, assumed, mesh_groups
 
 
 class FSDP2Adapter(InPlace):
@@ -27,7 +27,7 @@ class FSDP2Adapter(InPlace):
             kinds = ["ddp"] * info.mesh.ndim
             if info.shard_mesh_dim is not None:
                 kinds[info.shard_mesh_dim] = "fsdp"
-            found += mesh_groups(info.mesh, tuple(kinds))
+            found += assumed(mesh_groups(info.mesh, tuple(kinds)))
         return list(dict.fromkeys(found))
 
     def details(self, module: nn.Module) -> dict[str, Any]:

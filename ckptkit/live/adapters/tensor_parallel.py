@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from ckptkit.live.adapters.adapter import InPlace, dtensors
 from ckptkit.live.adapters.fsdp2 import fsdp_lines
-from ckptkit.live.groups import Group, mesh_groups
+from ckptkit.live.groups import Group, assumed, mesh_groups
 
 
 class TensorParallelAdapter(InPlace):
@@ -28,7 +28,7 @@ class TensorParallelAdapter(InPlace):
         for tensor in dtensors(module):
             repeats = (isinstance(place, Replicate) for place in tensor.placements)
             distinct[tensor.device_mesh, tuple("ddp" if r else "tp" for r in repeats)] = None
-        found = [group for mesh, kinds in distinct for group in mesh_groups(mesh, kinds)]
+        found = [g for mesh, kinds in distinct for g in assumed(mesh_groups(mesh, kinds))]
         return [group for group in dict.fromkeys(found) if group.ranks not in fsdp]
 
     def details(self, module: nn.Module) -> dict[str, Any]:

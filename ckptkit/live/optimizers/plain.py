@@ -96,9 +96,9 @@ class PlainOptimizer:
             if given:
                 self.state[parameter] |= given
         for group in self._optimizer.param_groups:
-            for name in self.names_of(names, group["params"])[:1]:
-                for key, value in options.get(name, {}).items():
-                    _set(group, key, value)
+            known = (options[n] for n in self.names_of(names, group["params"]) if n in options)
+            for key, value in next(known, {}).items():
+                _set(group, key, value)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,92 @@
+"""Jobs that go back, end early, or mean different things: nothing is lost without a word."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+import ckptkit
+from ckptkit.errors import InvalidNameError, PeerError, UsageError
+from ckptkit.live import Checkpointer
+from tests.live.pool import Pool
+
+LAST_STATEMENT = """
+import sys, torch
+from ckptkit.live import Checkpointer
+checkpointer = Checkpointer(sys.argv[1], asynchronous=True)
+checkpointer.save(1, model=torch.nn.Linear(2000, 2000))
+"""
+
+
+def test_a_job_that_went_back_keeps_the_steps_it_saves_then(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (100, 200, 300):
+            checkpointer.save(step, model=model)
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.restore(model=model, step=100)
+        checkpointer.save(150, model=model)
+        assert ckptkit.Run(tmp_path).steps() == [150, 200, 300]
+        checkpointer.save(160, model=model)
+        assert ckptkit.Run(tmp_path).steps() == [160, 200, 300]
+        checkpointer.save(400, model=model)
+    assert ckptkit.Run(tmp_path).steps() == [400]
+
+
+def test_a_program_that_ends_right_after_a_save_finishes_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LAST_STATEMENT, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=100)
+    assert ckptkit.Run(tmp_path).steps() == [1]
+    assert ckptkit.verify(tmp_path) == []
+
+
+def save_stages_of_one_name(location: str, tied: bool) -> str:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0 if tied else rank)
+    stage = PipelineStage(nn.Sequential(nn.Linear(3, 3)), rank, 2, torch.device("cpu"))
+    try:
+        with Checkpointer(location, timeout=30) as checkpointer:
+            checkpointer.save(1, model=stage)
+    except (InvalidNameError, PeerError) as error:
+        return str(error)
+    return ""
+
+
+def test_stages_with_different_tensors_of_one_name_are_refused(gloo: Pool, tmp_path: Path) -> None:
+    for message in gloo.run(2, save_stages_of_one_name, str(tmp_path), False):
+        assert "two pipeline stages have different tensors" in message
+        assert "model/0." in message
+    assert ckptkit.Run(tmp_path).steps() == []
+
+
+def test_stages_may_share_a_tensor(gloo: Pool, tmp_path: Path) -> None:
+    assert gloo.run(2, save_stages_of_one_name, str(tmp_path), True) == ["", ""]
+    with ckptkit.open(tmp_path) as step:
+        assert sorted(step.arrays) == ["model/0.bias", "model/0.weight"]
+
+
+def restore_other_steps(location: str) -> str:
+    model = nn.Linear(2, 2)
+    with Checkpointer(location, timeout=30) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, model=model)
+        with pytest.raises((UsageError, PeerError)) as caught:
+            checkpointer.restore(model=model, step=1 + torch.distributed.get_rank())
+    return str(caught.value)
+
+
+def test_ranks_that_restore_different_steps_are_told(gloo: Pool, tmp_path: Path) -> None:
+    for message in gloo.run(2, restore_other_steps, str(tmp_path)):
+        assert "rank 0 restores step 1, rank 1 another one" in message
+
+
+@pytest.mark.parametrize("value", [7, "text", (1, 2)])
+def test_what_could_not_be_given_back_is_refused(tmp_path: Path, value: object) -> None:
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(UsageError, match="extra="):
+        checkpointer.save(1, state={"epoch": value})
