@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
+from isal import isal_zlib
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,7 +23,7 @@ from ckptkit.live.held import Held, Tied
 from ckptkit.live.models import Model
 from ckptkit.live.optimizers import OptimizerAdapter, StateEntry, optimizer_adapter
 from ckptkit.live.rules import Rules, whole_shape
-from ckptkit.live.tensors import check_plain, local_of
+from ckptkit.live.tensors import as_bits, check_plain, local_of
 from ckptkit.live.topology import Topology
 from ckptkit.live.trees import take_tensors, without_tensors
 from ckptkit.live.world import World
@@ -83,8 +85,15 @@ class Sources:
         return cls(known, adapters, stateful)
 
 
+def _checksum(name: str, local: torch.Tensor) -> int:
+    elements = np.ascontiguousarray(as_bits(name, local.cpu())).reshape(-1)
+    return int(isal_zlib.crc32(elements.view(np.uint8)))
+
+
 def _check_stateful(name: str, value: object) -> None:
     """Refuse what a load could not give back: it fills objects and containers in place."""
+    if isinstance(value, (Sum, Split)):
+        return  # refused with a reason of its own
     inner = value.value if isinstance(value, (Replicated, PerRank)) else value
     if not (hasattr(inner, "load_state_dict") or isinstance(inner, (dict, list, torch.Tensor))):
         raise UsageError(
@@ -185,6 +194,7 @@ def take_snapshot(
         objects[group] = skeleton
         trees |= tensors
         reading.add_tree(tensors, alike=isinstance(sources.stateful[group], Replicated))
+    objects |= reading.alike
     return Snapshot(
         topology,
         details,
@@ -217,6 +227,8 @@ class Reading:
         self._seen: dict[int, str] = {}
         self._locals: dict[str, tuple[int, ...]] = {}
         self._is_cut: dict[str, bool] = {}
+        self.alike: dict[str, object] = {}
+        """By the name of an object: what has to be the same on all ranks that have it."""
         self._names: set[str] = set()
         self.tensors: list[Held] = []
         self.tied: list[Tied] = []
@@ -289,13 +301,8 @@ class Reading:
         if role == "optimizer" and local.ndim and not isinstance(tensor, DTensor):
             says = said or (entry is not None and entry.placements is not None)
             if self._is_cut.get(of or "") and not says:
-                raise UsageError(
-                    "the optimizer keeps a plain tensor for a parameter that is cut: whether it "
-                    "is a part or the same on all ranks cannot be seen",
-                    where=name,
-                    value=tuple(local.shape),
-                    hint="keep DTensors, or say it with rules={…}: replicate or shard(dim)",
-                )
+                # Whether it is a part or the same on all ranks cannot be seen: the commit compares.
+                self.alike[f"alike/{name}"] = _checksum(name, local)
         self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())
         alike |= topology.mesh_axes(tensor)
         self.tensors.append(Held(name, shape, placements, local, role, of, alike))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 import ckptkit
@@ -84,6 +85,29 @@ def restore_other_steps(location: str) -> str:
 def test_ranks_that_restore_different_steps_are_told(gloo: Pool, tmp_path: Path) -> None:
     for message in gloo.run(2, restore_other_steps, str(tmp_path)):
         assert "rank 0 restores step 1, rank 1 another one" in message
+
+
+def save_slices(location: str, same: bool) -> str:
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = torch.full((3,), 0.0 if same else float(torch.distributed.get_rank()))
+    optimizer.state[model.weight] = {"rows": kept}
+    try:
+        with Checkpointer(location, timeout=30) as checkpointer:
+            checkpointer.save(1, model=model, optimizer=optimizer)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_plain_state_of_a_cut_parameter_has_to_be_the_same_on_all_ranks(
+    gloo: Pool, tmp_path: Path
+) -> None:
+    assert gloo.run(2, save_slices, str(tmp_path / "same"), True) == ["", ""]
+    for message in gloo.run(2, save_slices, str(tmp_path / "apart"), False):
+        assert "disagree" in message
+        assert "optimizer/weight/rows" in message
 
 
 @pytest.mark.parametrize("value", [7, "text", (1, 2)])
