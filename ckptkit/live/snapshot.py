@@ -227,6 +227,7 @@ class Reading:
         self._seen: dict[int, str] = {}
         self._locals: dict[str, tuple[int, ...]] = {}
         self._is_cut: dict[str, bool] = {}
+        self._alike_of: dict[str, frozenset[str]] = {}
         self.alike: dict[str, object] = {}
         """By the name of an object: what has to be the same on all ranks that have it."""
         self._names: set[str] = set()
@@ -244,7 +245,10 @@ class Reading:
                 self.tied.append(Tied(name, first))
                 continue
             role = "param" if entry.is_parameter else "buffer"
-            alike = self._topology.replicas if entry.is_parameter else frozenset()
+            alike = self._topology.replicas
+            if not (entry.is_parameter and entry.is_kept_alike):
+                alike = frozenset()
+            self._alike_of[name] = alike
             self._add(name, entry.value, role, entry, alike=alike)
 
     def add_optimizer(self, entries: Iterable[StateEntry]) -> None:
@@ -253,7 +257,7 @@ class Reading:
             if torch.is_tensor(entry.value):
                 name = join("optimizer", entry.parameter, entry.key)
                 of = join("model", entry.parameter)
-                alike = self._topology.replicas
+                alike = self._alike_of.get(of, self._topology.replicas)
                 self._add(name, entry.value, "optimizer", entry, of=of, alike=alike)
 
     def add_tree(self, tensors: Mapping[str, torch.Tensor], *, alike: bool) -> None:

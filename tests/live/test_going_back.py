@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
 
 import ckptkit
 from ckptkit.errors import InvalidNameError, PeerError, UsageError
@@ -114,3 +115,25 @@ def test_plain_state_of_a_cut_parameter_has_to_be_the_same_on_all_ranks(
 def test_what_could_not_be_given_back_is_refused(tmp_path: Path, value: object) -> None:
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(UsageError, match="extra="):
         checkpointer.save(1, state={"epoch": value})
+
+
+class Expert(nn.Module):
+    """A shared layer, and one that is this rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.shared = nn.Linear(2, 2)
+        self.own = nn.Parameter(torch.full((512, 1024), float(rank)))
+
+
+def save_what_ddp_ignores(location: str) -> None:
+    model = Expert(torch.distributed.get_rank())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["own"])
+    with Checkpointer(location, timeout=30) as checkpointer:
+        checkpointer.save(1, model=DistributedDataParallel(model))
+
+
+def test_what_ddp_does_not_keep_alike_is_never_mixed(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(2, save_what_ddp_ignores, str(tmp_path))
+    with ckptkit.open(tmp_path) as step:
+        assert not step.read("model/own").any()  # the first rank's, all of it

@@ -33,6 +33,8 @@ class Entry:
     """How the axes cut it, where the tensor itself does not know it."""
     source: Any = None
     """What the adapter that made it has to know of it in `absorb`."""
+    is_kept_alike: bool = True
+    """Whether a parameter's replicas are kept alike, as far as some wrapper does that."""
 
 
 class Adapter(Protocol):

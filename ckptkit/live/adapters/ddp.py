@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptkit.live.adapters.adapter import InPlace
+from ckptkit.live.adapters.adapter import Entry, InPlace
 from ckptkit.live.groups import Group, group_of
 
 
@@ -21,6 +22,19 @@ class DDPAdapter(InPlace):
     def groups(self, module: nn.Module) -> list[Group]:
         """The ranks among which gradients are averaged."""
         return [group_of("ddp", wrapper.process_group) for wrapper in _wrappers(module)]
+
+    def entries(self, module: nn.Module) -> list[Entry]:
+        """The module's own tensors; the wrappers keep those parameters alike that they know."""
+        kept = {
+            id(parameter)
+            for wrapper in _wrappers(module)
+            for name, parameter in wrapper.module.named_parameters()
+            if name not in wrapper.parameters_to_ignore
+        }
+        found = super().entries(module)
+        return [
+            replace(e, is_kept_alike=id(e.value) in kept) if e.is_parameter else e for e in found
+        ]
 
     def details(self, module: nn.Module) -> dict[str, Any]:
         """The size of its buckets, and how it treats buffers and gradients."""
