@@ -14,14 +14,6 @@ with warnings.catch_warnings():
 from tests.live.pool import Pool
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One pool is enough: under xdist all that need it run in the same of its workers."""
-    for item in items:
-        if "gloo" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("gloo"))
-
-
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[Pool]:
     """Processes that run jobs: `gloo.run(2, job, *args)`."""
