@@ -242,6 +242,26 @@ def test_a_partial_load_leaves_the_rest_as_it_was(gloo: Pool, tmp_path: Path) ->
         assert is_untouched
 
 
+def load_into_a_larger_job(location: str) -> bool:
+    def make(parameters: Sequence[nn.Parameter]) -> Optimizer:
+        return torch.optim.Adagrad(parameters, initial_accumulator_value=7.0)
+
+    store(as_job(WAYS["full"].wrap(network(0)), make), location)
+    model = network(1)
+    model.extra = nn.Linear(3, 3)
+    job = as_job(WAYS["full"].wrap(model), make)
+    before = {p: s["sum"].clone() for p, s in job.optimizer.state.items()}
+    restore(job, location, partial=True)
+    state = job.optimizer.state
+    return all(torch.equal(before[p], state[p]["sum"]) for p in model.extra.parameters())
+
+
+def test_a_partial_load_leaves_the_state_that_an_optimizer_began_with(
+    gloo: Pool, tmp_path: Path
+) -> None:
+    assert gloo.run(2, load_into_a_larger_job, str(tmp_path)) == [True, True]
+
+
 PRECISION = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 
 

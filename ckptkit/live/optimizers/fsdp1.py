@@ -103,6 +103,8 @@ class FSDP1Optimizer(PlainOptimizer):
         self._saved = saved
         for share in self._shares:
             for parameter, pieces in share.holders():
+                if not any(piece.name in saved for piece in pieces):
+                    continue  # what the step does not have stays as it is
                 kept = {p.name: saved[p.name] for p in pieces if saved.get(p.name)}
                 self._make_room(share, parameter, len(pieces), kept)
 
