@@ -6,14 +6,15 @@ import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks import live, speed
+from benchmarks import live, reshard, speed
 from benchmarks.machine import describe, in_words
 from benchmarks.manifest import manifest
 from benchmarks.memory import memory
+from benchmarks.planning import planning
 from benchmarks.ranks import isolated
 from benchmarks.scale import listing, ranks
 from benchmarks.slices import slices
@@ -25,6 +26,8 @@ _WHAT = {
     "save": "of 1 and 2 processes",
     "load": "by 1 and 2 processes",
     "live": "in a training job: FSDP2, tensor parallelism, asynchronous saves",
+    "reshard": "offline, against copying and the peer's converter",
+    "plan": "reshards of 405B parameters",
     "slice": "column slices",
     "scale": "many arrays, chunks and ranks",
     "memory": "at its peak",
@@ -59,23 +62,19 @@ def main() -> None:
 
 def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
     gib, repeat = arguments.gib, arguments.repeat
-    wanted = arguments.what
-    if wanted in ("save", "all"):
-        for world_size in (1, 2):
-            yield partial(speed.save, folder, gib, repeat, world_size)
-    if wanted in ("load", "all"):
-        for world_size in (1, 2):
-            yield partial(speed.load, folder, gib, repeat, world_size)
-    if wanted in ("live", "all"):
-        yield from live.benches(folder, gib, repeat)
-    if wanted in ("slice", "all"):
-        yield partial(isolated, slices, folder, gib)
-    if wanted in ("scale", "all"):
-        yield partial(listing, folder, repeat)
-        yield partial(manifest, folder)
-        yield ranks
-    if wanted in ("memory", "all"):
-        yield partial(memory, folder, gib)
+    known: dict[str, Iterable[Bench]] = {
+        "save": [partial(speed.save, folder, gib, repeat, count) for count in (1, 2)],
+        "load": [partial(speed.load, folder, gib, repeat, count) for count in (1, 2)],
+        "live": live.benches(folder, gib, repeat),
+        "reshard": reshard.benches(folder, repeat),
+        "plan": [planning],
+        "slice": [partial(isolated, slices, folder, gib)],
+        "scale": [partial(listing, folder, repeat), partial(manifest, folder), ranks],
+        "memory": [partial(memory, folder, gib)],
+    }
+    for name, benches in known.items():
+        if arguments.what in (name, "all"):
+            yield from benches
 
 
 def _arguments() -> argparse.Namespace:

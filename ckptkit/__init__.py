@@ -7,7 +7,14 @@ from __future__ import annotations
 from ckptkit.checkpoint.barrier import Barrier, FileBarrier, ThreadBarrier
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.checkpoint import open_checkpoint as open  # noqa: A004
+from ckptkit.checkpoint.compare import ArrayDifference, Diff, ObjectDifference, diff
+from ckptkit.checkpoint.digest import Digest, digest
+from ckptkit.checkpoint.explain import Explained, explain_rules
 from ckptkit.checkpoint.rebuild import rebuild
+from ckptkit.checkpoint.reshard.closing import commit_packs
+from ckptkit.checkpoint.reshard.planning import ReshardPlan
+from ckptkit.checkpoint.reshard.reshard import Resharded, plan_reshard, reshard
+from ckptkit.checkpoint.reshard.selection import Selection
 from ckptkit.checkpoint.run import Run
 from ckptkit.checkpoint.unpack import unpack
 from ckptkit.checkpoint.verify import Finding, verify
@@ -20,22 +27,36 @@ from ckptkit.version import __version__
 _register()
 
 __all__ = [
+    "ArrayDifference",
     "Barrier",
     "Checkpoint",
     "CkptkitError",
+    "Diff",
+    "Digest",
+    "Explained",
     "FileBarrier",
     "Finding",
+    "ObjectDifference",
     "PerRank",
     "Replicated",
+    "ReshardPlan",
+    "Resharded",
     "Run",
+    "Selection",
     "Split",
     "Strategy",
     "Sum",
     "ThreadBarrier",
     "Writer",
     "__version__",
+    "commit_packs",
+    "diff",
+    "digest",
+    "explain_rules",
     "open",
+    "plan_reshard",
     "rebuild",
+    "reshard",
     "unpack",
     "verify",
 ]

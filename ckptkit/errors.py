@@ -5,6 +5,7 @@ CkptkitError
 │   ├── StrategyError                  a strategy string or mesh
 │   ├── LayoutError                    a shape, placement or buffer that does not fit
 │   ├── InvalidNameError               a tensor name the format cannot hold
+│   ├── RulesError                     rules that mean nothing, or do not fit the tensors
 │   └── UnsupportedTypeError(TypeError)  a value or dtype the format has no type for
 ├── FormatError                        bytes that are not a checkpoint this version reads
 │   ├── VersionError                   written by a newer ckptkit
@@ -80,6 +81,10 @@ class LayoutError(UsageError):
 
 class InvalidNameError(UsageError):
     """A tensor name that the format cannot hold."""
+
+
+class RulesError(UsageError):
+    """Rules that mean nothing, that lack a size, or that do not fit the tensors."""
 
 
 class UnsupportedTypeError(UsageError, TypeError):

@@ -23,7 +23,7 @@ from ckptkit.cli.output import emit, emit_json
 import ckptkit
 from ckptkit.errors import AlreadyExistsError
 
-_ARRAY = "model/embed.weight"
+_ARRAY = "model/embed_tokens.weight"
 
 
 @command(
@@ -35,8 +35,8 @@ def demo(ctx: click.Context, folder: Path | None, *, as_json: bool) -> int:
     """Do everything once, on something small.
 
     Writes a sharded checkpoint as 8 writers would, shows it, verifies it, opens it with plain zarr,
-    finds a flipped bit; every command is printed before it runs. All of it is removed at the end,
-    unless DIR says where to leave it.
+    reshards it for 4 tensor-parallel ranks and compares, finds a flipped bit; every command is
+    printed before it runs. All of it is removed at the end, unless DIR says where to leave it.
     """
     with _place(folder) as place:
         told = Demo(place, ctx.find_root().command, quiet=as_json)
@@ -59,6 +59,7 @@ class Demo:
         self._quiet = quiet
         self._run = place / "run"
         self._plain = place / "plain"
+        self._resharded = place / "resharded"
         self._meeting = place / "meeting"
 
     @property
@@ -73,12 +74,13 @@ class Demo:
         save_as_a_job(self._run, self._meeting)
         shutil.rmtree(self._meeting)
         self._ckpt("ls", run)
-        self._ckpt("show", run)
+        self._ckpt("show", run, "model/*")
         self._ckpt("show", run, "model/layers.0.*", "--rank", "5")
         self._check("every byte is verified", self._ckpt("verify", run) == OK)
         self._read_as_zarr()
         self._ckpt("unpack", run, str(self._plain))
         self._read_without_ckptkit()
+        self._reshard()
         self._damage()
         self._ckpt("prune", run, "--keep-last", "1", "--dry-run")
 
@@ -98,6 +100,13 @@ class Demo:
         self._print(done.stdout + done.stderr)
         expected = dict(state(STEPS[-1]))[_ARRAY][:2, :3]
         self._check("plain zarr reads the directory", done.stdout.strip() == str(expected))
+
+    def _reshard(self) -> None:
+        run, resharded = str(self._run), str(self._resharded)
+        self._say("for 4 tensor-parallel ranks, without the model")
+        self._ckpt("reshard", "--from", STRATEGY, "--to", "tp:4", run, resharded)
+        self._ckpt("show", resharded, "model/layers.0.*", "--rank", "1")
+        self._check("it is the same state", self._ckpt("diff", run, resharded) == OK)
 
     def _damage(self) -> None:
         step = self._run / f"step-{STEPS[0]:010d}"

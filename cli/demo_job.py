@@ -16,11 +16,23 @@ import numpy.typing as npt
 import ckptkit
 from ckptkit.errors import PeerError
 
-STRATEGY = "ddp:2,fsdp:4"
+STRATEGY = "fsdp:8"
 STEPS = (100, 200)
-_WRITERS, _SHARDS = 8, 4
+_WRITERS = 8
 _DIM, _HIDDEN, _VOCABULARY, _LAYERS = 64, 172, 250, 2
 _TIMEOUT = 60.0
+
+# Named as Llama's are, so that the rules of that architecture know them.
+_LAYER = {
+    "input_layernorm": (_DIM,),
+    "self_attn.q_proj": (_DIM, _DIM),
+    "self_attn.k_proj": (_DIM // 2, _DIM),
+    "self_attn.v_proj": (_DIM // 2, _DIM),
+    "self_attn.o_proj": (_DIM, _DIM),
+    "mlp.gate_proj": (_HIDDEN, _DIM),
+    "mlp.up_proj": (_HIDDEN, _DIM),
+    "mlp.down_proj": (_DIM, _HIDDEN),
+}
 
 
 def save_as_a_job(run: Path, meeting: Path) -> None:
@@ -78,13 +90,13 @@ def save_as_rank(run: Path, meeting: Path, rank: int) -> None:
                 of = f"model/{parameter.rpartition('/')[0]}" if group == "optimizer" else None
                 writer.add(
                     name,
-                    _piece(whole, rank % _SHARDS),
+                    _piece(whole, rank),
                     shape=whole.shape,
                     placements={"fsdp": "shard(0)"},
                     role="optimizer" if of else "param",
                     of=of,
                 )
-            writer.add_alias("model/head.weight", "model/embed.weight")
+            writer.add_alias("model/lm_head.weight", "model/embed_tokens.weight")
             writer.add_object("learning_rate", 3e-4)
             writer.add_object("tokens", ckptkit.Sum(step * 1024))
             writer.add_object("dropout_seed", ckptkit.PerRank(1000 + rank))
@@ -92,21 +104,20 @@ def save_as_rank(run: Path, meeting: Path, rank: int) -> None:
 
 def state(step: int) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Name and whole value of every array at a step."""
-    shapes = {"embed.weight": (_VOCABULARY, _DIM), "norm.weight": (_DIM,)}
+    shapes = {"embed_tokens.weight": (_VOCABULARY, _DIM), "norm.weight": (_DIM,)}
     for layer in range(_LAYERS):
-        shapes[f"layers.{layer}.wq.weight"] = (_DIM, _DIM)
-        shapes[f"layers.{layer}.w1.weight"] = (_HIDDEN, _DIM)
-        shapes[f"layers.{layer}.w2.weight"] = (_DIM, _HIDDEN)
+        for name, shape in _LAYER.items():
+            shapes[f"layers.{layer}.{name}.weight"] = shape
     random = np.random.default_rng(step)
     for name, shape in shapes.items():
         for kind in (f"model/{name}", f"optimizer/{name}/exp_avg", f"optimizer/{name}/exp_avg_sq"):
             yield kind, random.standard_normal(shape, dtype=np.float32)
 
 
-def _piece(whole: npt.NDArray[Any], shard: int) -> npt.NDArray[Any]:
-    """The rows of one shard, as torch.chunk cuts them."""
-    rows = -(-len(whole) // _SHARDS)
-    return whole[shard * rows : (shard + 1) * rows]
+def _piece(whole: npt.NDArray[Any], rank: int) -> npt.NDArray[Any]:
+    """The rows of one rank, as torch.chunk cuts them."""
+    rows = -(-len(whole) // _WRITERS)
+    return whole[rank * rows : (rank + 1) * rows]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,19 @@ from ckptkit.cli.exits import MEANING, report
 
 import ckptkit
 
-COMMANDS = ("ls", "show", "verify", "unpack", "prune", "rebuild", "demo")
+COMMANDS = (
+    "ls",
+    "show",
+    "verify",
+    "diff",
+    "reshard",
+    "rules",
+    "commit",
+    "unpack",
+    "prune",
+    "rebuild",
+    "demo",
+)
 
 
 class Program(click.Group):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 from ckptkit.cli.command import command, location
 from ckptkit.cli.description import stored_bytes
@@ -15,32 +17,54 @@ from ckptkit.errors import FormatError
 
 @command(
     "ckpt verify runs/7b",
+    "ckpt verify runs/7b --digest",
     exits={OK: "every byte is as it was written", CORRUPT: "it is not: something was found"},
 )
 @location("step")
 @click.option("--threads", type=click.IntRange(min=1), help="How many read; a few by default.")
-def verify(step: str, threads: int | None, *, as_json: bool) -> int:
+@click.option("--digest", is_flag=True, help="Also print the digest of the state.")
+def verify(step: str, threads: int | None, *, digest: bool, as_json: bool) -> int:
     """Compare every byte of STEP with checksums.
 
     Also checks that the packs, the manifest and the Zarr documents say the same. All that is wrong
-    is listed, not only the first.
+    is listed, not only the first. The digest of the state is the same for every strategy; it is
+    compared with the one that STEP has on record, if any. With --json it comes with those of all
+    arrays and objects.
     """
     location, total = _located(step)
-    with Bar("verify", total) as bar:
+    with Bar("verify", total * (2 if digest else 1)) as bar:
         findings = ckptkit.verify(location, threads=threads, progress=bar)
+        found = None
+        if digest and not findings:  # what is damaged has none
+            found = ckptkit.digest(location, threads=threads, progress=bar)
+            with ckptkit.open(location) as checkpoint:
+                findings = found.findings(checkpoint)
     if as_json:
-        found = [
-            {"kind": f.kind, "where": f.where, "what": f.what, "hint": f.hint or None}
-            for f in findings
-        ]
-        emit_json({"location": location, "ok": not findings, "findings": found})
-    elif findings:
-        for finding in findings:
-            emit([str(finding), *([f"  hint: {finding.hint}"] if finding.hint else [])])
+        document = {"location": location, "ok": not findings, "findings": _documents(findings)}
+        emit_json({**document, "digest": _digest(found)} if digest else document)
+        return _exit_code(findings)
+    for finding in findings:
+        emit([str(finding), *([f"  hint: {finding.hint}"] if finding.hint else [])])
+    if findings:
         emit([f"{counted(len(findings), 'finding')}: {location} is not as it was written"])
     else:
         emit([f"ok: every byte of {location} is as it was written"])
+    if found is not None:
+        emit([f"digest: {found.step}"])
     return _exit_code(findings)
+
+
+def _documents(findings: list[ckptkit.Finding]) -> list[dict[str, Any]]:
+    return [
+        {"kind": f.kind, "where": f.where, "what": f.what, "hint": f.hint or None} for f in findings
+    ]
+
+
+def _digest(found: ckptkit.Digest | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    parts = {"arrays": found.arrays, "objects": found.objects}
+    return {"algorithm": found.algorithm, "step": found.step, **parts}
 
 
 def _exit_code(findings: list[ckptkit.Finding]) -> int:

@@ -235,6 +235,10 @@ def _merge_object(by_rank: dict[int, ObjectInfo], world_size: int) -> ObjectInfo
             )
     if first.semantics == "replicated":
         return first
+    if first.ranks is not None:
+        if len(by_rank) > 1:
+            raise PeerError("two ranks say what the ranks of another job had", where=first.name)
+        return first
     absent = [rank for rank in range(world_size) if rank not in by_rank]
     if absent:
         raise PeerError(

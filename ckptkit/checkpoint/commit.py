@@ -21,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from ckptkit.checkpoint.assemble import assemble, missing_groups
-from ckptkit.checkpoint.image import PackImage, write_image
+from ckptkit.checkpoint.content import LocalContent
+from ckptkit.checkpoint.image import ImageWriting, PackImage, write_image
 from ckptkit.checkpoint.places import MANIFEST, data_prefix, described, under
 from ckptkit.checkpoint.tail import PackRecord, read_record
 from ckptkit.errors import (
@@ -128,28 +129,10 @@ def discard(store: Store, prefix: str, save_id: str, pack: str = "") -> None:
 
 def groups_image(groups: list[str]) -> tuple[PackImage, bytes]:
     """The pack of group documents, and its directory."""
-    image = PackImage(_Groups([key_of(group) for group in groups], group_document()))
+    image = PackImage(LocalContent([(key_of(group), group_document()) for group in groups], []))
     for segment in image.segments(1 << 30):
         image.fill(segment, memoryview(bytearray(segment.stop - segment.start)))
     return image, directory(map(image.entry, range(len(groups))))
-
-
-class _Groups:
-    def __init__(self, keys: list[str], document: bytes) -> None:
-        self._keys = keys
-        self._document = document
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def name(self, index: int) -> str:
-        return self._keys[index]
-
-    def length(self, index: int) -> int:  # noqa: ARG002
-        return len(self._document)
-
-    def fill(self, index: int, target: memoryview) -> None:  # noqa: ARG002
-        target[:] = self._document
 
 
 def _ensure_groups(store: Store, folder: str, groups: list[str]) -> PackInfo:
@@ -158,9 +141,10 @@ def _ensure_groups(store: Store, folder: str, groups: list[str]) -> PackInfo:
     if GROUPS_PACK in store.children(folder):
         # Left by a commit that did not finish, perhaps in the middle of it: nothing names it yet.
         store.delete([key])
-    return PackInfo(
-        GROUPS_PACK, write_image(store, key, image, len(closing), lambda: closing), None
-    )
+    segments = image.segments(store.abilities.part_size)
+    writing = ImageWriting(store, key, image, segments, (len(closing), lambda: closing))
+    write_image(writing)
+    return PackInfo(GROUPS_PACK, writing.nbytes, None)
 
 
 def _exists(store: Store, prefix: str) -> StepExistsError:

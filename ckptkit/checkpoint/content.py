@@ -1,9 +1,10 @@
-"""What a rank puts into its pack: documents first, then chunks cut out of its buffers."""
+"""What a pack holds: documents first, then chunks, which a saving rank cuts out of its buffers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,10 @@ from ckptkit.model import Box, DType, Part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LocalArray:
-    """One array, the part this rank holds of it, and the chunks it writes."""
+class PackedArray:
+    """One array, and the chunks of it that a pack has."""
 
     info: ArrayInfo
-    part: Part
-    data: npt.NDArray[Any] | None
     chunks: npt.NDArray[np.int64]
 
     def stored_bytes(self, chunk: int) -> int:
@@ -32,8 +31,10 @@ class LocalArray:
             return grid.chunk_elements * self.info.dtype.itemsize
         return math.prod(grid.stored_shape(grid.index(chunk))) * self.info.dtype.itemsize
 
-    def fill(self, chunk: int, target: memoryview) -> None:
-        """Copy one chunk, in stored order, out of the part."""
+    def opened(self, chunk: int, target: memoryview) -> tuple[Box, npt.NDArray[Any]]:
+        """The box of a chunk, and its place in the memory that the chunk is stored as; what the
+        box leaves of that is zero.
+        """
         grid = self.info.grid
         index = grid.index(chunk)
         box = grid.box(index)
@@ -42,6 +43,19 @@ class LocalArray:
         if box.shape != stored_shape:
             stored.fill(0)
             stored = stored[tuple(slice(0, extent) for extent in box.shape)]
+        return box, stored
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalArray(PackedArray):
+    """One array, the part this rank holds of it, and the chunks it writes."""
+
+    part: Part
+    data: npt.NDArray[Any] | None
+
+    def fill(self, chunk: int, target: memoryview) -> None:
+        """Copy one chunk, in stored order, out of the part."""
+        box, stored = self.opened(chunk, target)
         stored[...] = self._local(box)
 
     def _local(self, box: Box) -> npt.NDArray[Any]:
@@ -56,14 +70,14 @@ class LocalArray:
         raise LayoutError("this rank does not hold the chunk", where=self.info.name, value=box)
 
 
-class PackContent:
+class PackContent(ABC):
     """Documents and chunks of one pack, numbered in pack order."""
 
     def __init__(
-        self, documents: Sequence[tuple[str, bytes]], arrays: Sequence[LocalArray]
+        self, documents: Sequence[tuple[str, bytes]], arrays: Sequence[PackedArray]
     ) -> None:
         self.documents = documents
-        self._arrays = arrays
+        self.arrays = arrays
         counts = [len(array.chunks) for array in arrays]
         self.array: npt.NDArray[np.uint32] = np.repeat(
             np.arange(len(arrays), dtype=np.uint32), counts
@@ -90,17 +104,44 @@ class PackContent:
         array, chunk = self._at(index)
         return array.stored_bytes(chunk)
 
-    def fill(self, index: int, target: memoryview) -> None:
-        """The bytes of an entry."""
-        if index < len(self.documents):
-            target[:] = self.documents[index][1]
-        else:
-            array, chunk = self._at(index)
-            array.fill(chunk, target)
+    def filled(self, targets: Mapping[int, memoryview]) -> Iterator[int]:
+        """Fill entries, and yield each as soon as its bytes are there."""
+        documents = [index for index in targets if index < len(self.documents)]
+        for index in documents:
+            targets[index][:] = self.documents[index][1]
+        yield from documents
+        rest = {index: target for index, target in targets.items() if index >= len(self.documents)}
+        yield from self.filled_chunks(rest)
 
-    def _at(self, index: int) -> tuple[LocalArray, int]:
+    @abstractmethod
+    def filled_chunks(self, targets: Mapping[int, memoryview]) -> Iterator[int]:
+        """The same, for chunks alone."""
+
+    def at(self, index: int) -> tuple[int, int]:
+        """Of an entry that is a chunk, the place of its array in the pack, and its number."""
         row = index - len(self.documents)
-        return self._arrays[self.array[row]], int(self.chunk[row])
+        return int(self.array[row]), int(self.chunk[row])
+
+    def _at(self, index: int) -> tuple[PackedArray, int]:
+        array, chunk = self.at(index)
+        return self.arrays[array], chunk
+
+
+class LocalContent(PackContent):
+    """What a saving rank holds in memory."""
+
+    def __init__(
+        self, documents: Sequence[tuple[str, bytes]], arrays: Sequence[LocalArray]
+    ) -> None:
+        super().__init__(documents, arrays)
+        self._local = arrays
+
+    def filled_chunks(self, targets: Mapping[int, memoryview]) -> Iterator[int]:
+        """Copied one by one, so that each is still in the processor's cache when it is yielded."""
+        for index, target in targets.items():
+            array, chunk = self.at(index)
+            self._local[array].fill(chunk, target)
+            yield index
 
 
 def as_local(name: str, data: object, shape: tuple[int, ...], dtype: DType) -> npt.NDArray[Any]:

@@ -5,10 +5,9 @@ threads (DESIGN section 6).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +22,7 @@ from ckptkit.format.pack import (
     directory_length,
     local_header,
 )
-from ckptkit.storage import AlignedBuffer, BufferPool, Sink, Store, default_pool
+from ckptkit.storage import AlignedBuffer, BufferPool, Store, default_pool
 
 I64 = npt.NDArray[np.int64]
 
@@ -31,7 +30,7 @@ _STAGED_SEGMENT = 8 << 20
 
 
 class Content(Protocol):
-    """What a pack will hold, entry by entry; `fill` may be called from any thread."""
+    """What a pack will hold, entry by entry; `filled` may be called from any thread."""
 
     def __len__(self) -> int: ...
 
@@ -41,8 +40,8 @@ class Content(Protocol):
     def length(self, index: int) -> int:
         """The entry's number of bytes."""
 
-    def fill(self, index: int, target: memoryview) -> None:
-        """Write the entry's bytes into `target`, which has its length."""
+    def filled(self, targets: Mapping[int, memoryview]) -> Iterator[int]:
+        """Write entries' bytes into memory of their lengths; yields each that is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,27 +87,36 @@ class PackImage:
         is written.
         """
         ends = self.offsets + self.lengths
-        segments: list[Segment] = []
+        lasts: list[int] = []
         first = start = 0
         while first < len(ends):
-            last = max(first + 1, int(np.searchsorted(ends, start + size, side="right")))
-            stop = int(ends[last - 1])
-            segments.append(Segment(first, last, start, stop))
-            first, start = last, stop
+            first = max(first + 1, int(np.searchsorted(ends, start + size, side="right")))
+            start = int(ends[first - 1])
+            lasts.append(first)
+        return self.segments_at(lasts)
+
+    def segments_at(self, lasts: Sequence[int]) -> list[Segment]:
+        """Runs of entries that end where the caller wants."""
+        ends = (self.offsets + self.lengths).tolist()
+        segments: list[Segment] = []
+        first = start = 0
+        for last in lasts:
+            segments.append(Segment(first, last, start, ends[last - 1]))
+            first, start = last, ends[last - 1]
         return segments
 
     def fill(self, segment: Segment, target: memoryview) -> None:
         """Write headers and data of a segment into `target`, and note the CRCs."""
-        for index, data in self._data(segment, target):
-            self._content.fill(index, data)
+        data = dict(self._data(segment, target))
+        for index in self._content.filled(data):
             # At once, while the bytes are in the processor's cache.
-            self.crcs[index] = isal_zlib.crc32(data)
+            self.crcs[index] = isal_zlib.crc32(data[index])
         self._head(segment, target)
 
     def copy(self, segment: Segment, target: memoryview) -> None:
         """Write the data of a segment only; `close` does the rest, when nobody waits for it."""
-        for index, data in self._data(segment, target):
-            self._content.fill(index, data)
+        for _ in self._content.filled(dict(self._data(segment, target))):
+            pass
 
     def close(self, segment: Segment, target: memoryview) -> None:
         """Note the CRCs of data that was copied, and write the headers."""
@@ -175,36 +183,65 @@ def stage_image(
     return staged
 
 
-def write_image(
-    store: Store,
-    key: str,
-    image: PackImage,
-    tail_length: int,
-    make_tail: Callable[[], bytes],
-    *,
-    staged: AlignedBuffer | None = None,
-    threads: int = DEFAULT_THREADS,
-    progress: Progress | None = None,
-) -> int:
-    """Fill and write a whole pack; returns its size. Nothing is left behind when it fails.
+class ImageWriting:
+    """A pack on its way into the store: any thread writes any segment, then one finishes it.
 
     `make_tail` is called when all entries are filled, for what comes after them.
     """
-    segments = image.segments(store.abilities.part_size)
-    extents = [segment.stop - segment.start for segment in segments] + [tail_length]
-    sink = store.create(key, extents)
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        image: PackImage,
+        segments: Sequence[Segment],
+        tail: tuple[int, Callable[[], bytes]],
+        staged: AlignedBuffer | None = None,
+    ) -> None:
+        tail_length, self._make_tail = tail
+        self.segments = segments
+        extents = [segment.stop - segment.start for segment in segments] + [tail_length]
+        self.nbytes = sum(extents)
+        self._image = image
+        self._staged = staged
+        self._largest = max(extents)
+        self._sink = store.create(key, extents)
+
+    def write(self, number: int) -> int:
+        """Fill and write one segment; returns its size."""
+        segment = self.segments[number]
+        with self._produced(segment) as data:
+            self._sink.write(number, data)
+        return segment.stop - segment.start
+
+    def finish(self) -> None:
+        """Write the tail and make the pack durable."""
+        self._sink.write(len(self.segments), memoryview(self._make_tail()))
+        self._sink.finish()
+
+    def abort(self) -> None:
+        """Leave nothing behind."""
+        self._sink.abort()
+
+    def _produced(self, segment: Segment) -> AbstractContextManager[memoryview]:
+        if self._staged is None:
+            return _filled(self._image, self._largest, segment)
+        return _cut(self._image, self._staged, segment)
+
+
+def write_image(
+    writing: ImageWriting,
+    *,
+    threads: int = DEFAULT_THREADS,
+    progress: Progress | None = None,
+) -> None:
+    """Write a whole pack by a few threads; nothing is left behind when it fails."""
     try:
-        if staged is None:
-            produce = partial(_filled, image, max(extents))
-        else:
-            produce = partial(_cut, image, staged)
-        _write_segments(sink, segments, produce, threads, progress)
-        sink.write(len(segments), memoryview(make_tail()))
-        sink.finish()
+        _write_segments(writing, threads, progress)
+        writing.finish()
     except BaseException:
-        sink.abort()
+        writing.abort()
         raise
-    return sum(extents)
 
 
 @contextmanager
@@ -226,26 +263,19 @@ def _cut(image: PackImage, staged: AlignedBuffer, segment: Segment) -> Iterator[
     yield data
 
 
-def _write_segments(
-    sink: Sink,
-    segments: Sequence[Segment],
-    produce: Callable[[Segment], AbstractContextManager[memoryview]],
-    threads: int,
-    progress: Progress | None,
-) -> None:
-    pending = iter(enumerate(segments))
+def _write_segments(writing: ImageWriting, threads: int, progress: Progress | None) -> None:
+    pending = iter(range(len(writing.segments)))
     lock = threading.Lock()
     stopped = threading.Event()
 
     def work() -> None:
         while not stopped.is_set():
             with lock:
-                number, segment = next(pending, (-1, None))
-            if segment is None:
+                number = next(pending, None)
+            if number is None:
                 return
-            with produce(segment) as data:
-                sink.write(number, data)
+            size = writing.write(number)
             if progress:
-                progress(segment.stop - segment.start)
+                progress(size)
 
-    run_threads(work, min(threads, len(segments)), stopped)
+    run_threads(work, min(threads, len(writing.segments)), stopped)

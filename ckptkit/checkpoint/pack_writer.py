@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,14 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from ckptkit.checkpoint.content import LocalArray, PackContent
-from ckptkit.checkpoint.image import PackImage, stage_image, write_image
+from ckptkit.checkpoint.content import LocalArray, LocalContent, PackContent
+from ckptkit.checkpoint.image import (
+    ImageWriting,
+    PackImage,
+    Segment,
+    stage_image,
+    write_image,
+)
 from ckptkit.checkpoint.places import data_prefix
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.format.array_table import ArrayTable
@@ -49,22 +55,34 @@ class Holdings:
 class Pack:
     """What one rank will write: laid out when made, then perhaps staged, then written."""
 
-    def __init__(self, holdings: Holdings, rank: int) -> None:
-        self._holdings = holdings
+    def __init__(
+        self,
+        content: PackContent,
+        table: ArrayTable,
+        rank: int,
+        objects: Sequence[ObjectInfo],
+    ) -> None:
+        self.table = table
+        self._content = content
         self._rank = rank
+        self._objects = tuple(objects)
+        self.image = PackImage(content)
+        self._staged: AlignedBuffer | None = None
+        documents = content.documents
+        # Known before they are written, because the length of the record depends on them.
+        self.image.crcs[: len(documents)] = [isal_zlib.crc32(data) for _, data in documents]
+
+    @classmethod
+    def of(cls, holdings: Holdings, rank: int) -> Pack:
+        """The pack of what a saving rank holds."""
         # Arrays are sorted by name in the record, and in the order they were added in the pack.
         arrays = [holdings.arrays[name].info for name in sorted(holdings.arrays)]
-        self.table = ArrayTable.of(arrays, tuple(holdings.aliases.values()))
-        self._content = _content(holdings, rank)
-        self._image = PackImage(self._content)
-        self._staged: AlignedBuffer | None = None
-        documents = self._content.documents
-        # Known before they are written, because the length of the record depends on them.
-        self._image.crcs[: len(documents)] = [isal_zlib.crc32(data) for _, data in documents]
+        table = ArrayTable.of(arrays, tuple(holdings.aliases.values()))
+        return cls(_content(holdings, rank), table, rank, tuple(holdings.objects.values()))
 
     def stage(self, threads: int, pool: BufferPool) -> None:
         """Copy all data, so that the buffers it came from may change."""
-        self._staged = stage_image(self._image, pool, threads=threads)
+        self._staged = stage_image(self.image, pool, threads=threads)
 
     def write(
         self,
@@ -80,22 +98,37 @@ class Pack:
 
         With `refers` its record refers to rank 0's for the arrays, which are the same.
         """
+        try:
+            segments = self.image.segments(store.abilities.part_size)
+            writing = self.begin(store, prefix, save, segments, refers=refers)
+            write_image(writing, threads=threads, progress=progress)
+        finally:
+            self.release()
+
+    def begin(
+        self,
+        store: Store,
+        prefix: str,
+        save: SaveInfo,
+        segments: Sequence[Segment],
+        *,
+        refers: bool,
+    ) -> ImageWriting:
+        """Begin to write the pack, for a caller with threads of its own."""
         name = record_name(self._rank)
         # Of no arrays the tables are the same for any strategies: these have to be compared then.
         refers = refers and len(self.table.arrays) > 0
-        try:
-            write_image(
-                store,
-                f"{data_prefix(prefix, save.save_id)}/{pack_name(self._rank)}",
-                self._image,
-                self._image.tail_length(name, len(self._record(save, refers=refers))),
-                lambda: self._image.tail(name, self._record(save, refers=refers))[0],
-                staged=self._staged,
-                threads=threads,
-                progress=progress,
-            )
-        finally:
-            self.release()
+        return ImageWriting(
+            store,
+            f"{data_prefix(prefix, save.save_id)}/{pack_name(self._rank)}",
+            self.image,
+            segments,
+            (
+                self.image.tail_length(name, len(self._record(save, refers=refers))),
+                lambda: self.image.tail(name, self._record(save, refers=refers))[0],
+            ),
+            self._staged,
+        )
 
     def release(self) -> None:
         """Free the staged copy."""
@@ -104,10 +137,10 @@ class Pack:
             staged.give_back()
 
     def _record(self, save: SaveInfo, *, refers: bool) -> bytes:
-        content, image, holdings = self._content, self._image, self._holdings
+        content, image = self._content, self.image
         count = len(content.documents)
         place = {array.name: index for index, array in enumerate(self.table.arrays)}
-        renumbered = np.array([place[name] for name in holdings.arrays], dtype=np.uint32)
+        renumbered = np.array([place[a.info.name] for a in content.arrays], dtype=np.uint32)
         return Record(
             save=save,
             rank=self._rank,
@@ -118,9 +151,25 @@ class Pack:
             offset=image.offsets[count:].astype(np.uint64),
             length=image.lengths[count:].astype(np.uint64),
             crc32=image.crcs[count:],
-            objects=tuple(holdings.objects.values()),
+            objects=self._objects,
             refers=refers,
         ).to_bytes()
+
+
+def documents_of(
+    known: Sequence[tuple[Held, ArrayInfo]],
+    writes: Mapping[str, npt.NDArray[np.int64]],
+    rank: int,
+) -> list[tuple[str, bytes]]:
+    """The Zarr documents in the pack of a rank that writes these chunks."""
+    documents: dict[str, bytes] = {}
+    if rank == 0:
+        names = {group for held, _ in known for group in ancestors(held.name)} | {""}
+        documents = {key_of(name): group_document() for name in sorted(names)}
+    for held, info in known:
+        if writes_document(held, writes[held.name], rank):
+            documents[key_of(held.name)] = array_document(info)
+    return list(documents.items())
 
 
 def _content(holdings: Holdings, rank: int) -> PackContent:
@@ -129,15 +178,8 @@ def _content(holdings: Holdings, rank: int) -> PackContent:
     named = sorted(order, key=lambda h: h.info.name)
     known = [Held(h.info.name, h.layout, h.info.grid, h.info.dtype.itemsize) for h in named]
     writes = dict(zip(sorted(holdings.arrays), chunks_to_write(known, rank), strict=True))
-    chunks = [writes[holding.info.name] for holding in order]
-    documents: dict[str, bytes] = {}
-    if rank == 0:
-        names = {group for name in holdings.arrays for group in ancestors(name)} | {""}
-        documents = {key_of(name): group_document() for name in sorted(names)}
-    for holding, array in zip(named, known, strict=True):
-        if writes_document(array, writes[array.name], rank):
-            documents[key_of(array.name)] = array_document(holding.info)
-    return PackContent(
-        list(documents.items()),
-        [LocalArray(h.info, h.part, h.data, mine) for h, mine in zip(order, chunks, strict=True)],
+    infos = [holding.info for holding in named]
+    return LocalContent(
+        documents_of(list(zip(known, infos, strict=True)), writes, rank),
+        [LocalArray(h.info, writes[h.info.name], h.part, h.data) for h in order],
     )

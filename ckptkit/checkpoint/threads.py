@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
-DEFAULT_THREADS = 4
+DEFAULT_THREADS = 6
 
 Progress = Callable[[int], None]
 """Called, from any thread, with the number of bytes done since the last call."""

@@ -204,7 +204,7 @@ class Writer:
             raise
 
     def _laid_out(self) -> Pack:
-        return Pack(Holdings(self._arrays, self._aliases, self._objects), self.rank)
+        return Pack.of(Holdings(self._arrays, self._aliases, self._objects), self.rank)
 
     def _give_up(self, problem: str) -> None:
         if self._pack is not None:

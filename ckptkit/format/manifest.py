@@ -156,9 +156,9 @@ def _check_lengths(arrays: tuple[ArrayInfo, ...], starts: I64, length: U64) -> N
 
 def _check_per_rank(objects: tuple[ObjectInfo, ...], world_size: int) -> None:
     for number, item in enumerate(objects):
-        if item.semantics != "replicated" and (
-            not isinstance(item.value, list) or len(item.value) != world_size
-        ):
+        if item.semantics == "replicated" or item.ranks is not None:
+            continue
+        if not isinstance(item.value, list) or len(item.value) != world_size:
             raise FormatError(f"not a list of {world_size} values", where=f"objects.{number}.value")
         if item.semantics == "split":
             check_items(item.value, f"objects.{number}.value")

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 — what it registers has to come last
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from weakref import WeakSet
 
 log = logging.getLogger("ckptkit.live")
 
+# Enough for the training to win where both want the processor, not enough to starve the save.
+_NICER = 5
 
 _unsettled: WeakSet[Background] = WeakSet()
 
@@ -39,6 +44,7 @@ class Background:
         """Begin work; what ran before has to be waited for first."""
 
         def run() -> None:
+            _give_way()
             try:
                 work()
             except BaseException as error:  # noqa: BLE001 — handed to whoever waits
@@ -65,3 +71,11 @@ class Background:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def _give_way() -> None:
+    """Let the training have the processor first; the threads that this one starts inherit it."""
+    if sys.platform == "linux":  # elsewhere priorities are those of whole processes
+        with suppress(OSError):
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, 0) + _NICER)

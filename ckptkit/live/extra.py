@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from ckptkit.errors import CkptkitError
-from ckptkit.format.objects import ObjectInfo, total
+from ckptkit.format.objects import ObjectInfo, share_of_items, share_of_total, total
 
 
 class WorldSizeError(CkptkitError, KeyError):
@@ -45,7 +43,7 @@ class Extra(Mapping[str, Any]):
                 hint=f"extra.get({name!r}, fallback) gives a fallback, "
                 f"extra.of_ranks({name!r}) the values of all",
             )
-        share = _share_of_list if item.semantics == "split" else _share_of_total
+        share = share_of_items if item.semantics == "split" else share_of_total
         return share(item.value, self._rank, self._world_size)
 
     def of_ranks(self, name: str) -> list[Any]:
@@ -62,24 +60,3 @@ class Extra(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._objects)
-
-
-def _share_of_total(values: list[Any], rank: int, world_size: int) -> Any:
-    """A share, so that those of all ranks add up to the total; whole numbers stay whole."""
-    whole = total(values)
-    if isinstance(whole, int):
-        return whole // world_size + (rank < whole % world_size)
-    if isinstance(whole, np.ndarray) and whole.dtype.kind in "iu":
-        return whole // world_size + (rank < whole % world_size)
-    return whole / world_size
-
-
-def _share_of_list(values: list[Any], rank: int, world_size: int) -> Any:
-    """The rank's run of all items, in the order of the ranks that had them."""
-    if not isinstance(values[0], (list, tuple)):
-        return _share_of_total(values, rank, world_size)
-    items = [item for value in values for item in value]
-    first, more = divmod(len(items), world_size)
-    start = rank * first + min(rank, more)
-    share = items[start : start + first + (rank < more)]
-    return share if isinstance(values[0], list) else tuple(share)

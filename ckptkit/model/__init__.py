@@ -21,6 +21,7 @@ from ckptkit.model.placement import (
     placement_from_doc,
     placement_to_doc,
 )
+from ckptkit.model.rules import Cut, Experts, Pipeline, Rule, Rules
 from ckptkit.model.strategy import Strategy
 
 __all__ = [
@@ -32,7 +33,9 @@ __all__ = [
     "MAX_WORLD_SIZE",
     "Axis",
     "Box",
+    "Cut",
     "DType",
+    "Experts",
     "Gap",
     "Grid",
     "Layout",
@@ -40,10 +43,13 @@ __all__ = [
     "Owner",
     "Part",
     "PerRank",
+    "Pipeline",
     "Placement",
     "Replicas",
     "Replicate",
     "Replicated",
+    "Rule",
+    "Rules",
     "Shard",
     "Share",
     "Split",

@@ -96,7 +96,7 @@ class Layout:
         part = self.part(rank)
         if part.is_empty:
             return ()
-        if not any(dim.is_tangled for dim in self._dims):
+        if not self.is_tangled:
             return (Share(part.boxes, part.places, self.replicas(rank)),)
         coords = self.strategy.mesh.coords(rank)
         shares = []
@@ -113,6 +113,11 @@ class Layout:
             nothing = 0 in self.shape
             self._edges.append(tuple(() if nothing else dim.edges() for dim in self._dims))
         return self._edges[0]
+
+    @property
+    def is_tangled(self) -> bool:
+        """Whether ranks hold different parts that overlap."""
+        return any(dim.is_tangled for dim in self._dims)
 
     @property
     def first_rank(self) -> int:

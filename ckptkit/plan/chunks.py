@@ -52,7 +52,7 @@ def choose_grid(
         ladders.append(_ladder(extent, cuts, others, chunk_bytes))
     chosen = _Climb(ladders, itemsize, chunk_bytes).run(shape)
     size = itemsize * math.prod(choice.longest for choice in chosen)
-    too_large = size > _LARGEST_MULTIPLE * chunk_bytes
+    too_large = size > _LARGEST_MULTIPLE * chunk_bytes or _is_thin(shape, itemsize, edges, chosen)
     if too_large or size * _SMALLEST_SHARE < chunk_bytes:
         free = [
             _irregular_ladder(extent, cuts, itemsize, chunk_bytes)
@@ -110,6 +110,20 @@ class _Climb:
                 if self._size() * step * _SMALLEST_SHARE >= self._target:
                     return dim
         return None
+
+
+def _is_thin(
+    shape: tuple[int, ...],
+    itemsize: int,
+    edges: tuple[tuple[int, ...], ...],
+    chosen: list[_Choice],
+) -> bool:
+    """Whether rows that nobody cuts have become too short, because pieces of another dim, of a
+    length with no small divisor, cannot.
+    """
+    if len(shape) < 2 or edges[-1] or not any(edges):
+        return False
+    return itemsize * chosen[-1].longest < min(_SHORTEST_RUN, itemsize * shape[-1])
 
 
 def _ladder(extent: int, cuts: tuple[int, ...], others: int, chunk_bytes: int) -> _Ladder:

@@ -175,6 +175,8 @@ def coalesce(
     for first, end in pairwise([0, *(np.flatnonzero(other) + 1).tolist(), len(pack)]):
         np.maximum.accumulate(stop[first:end], out=reach[first:end])
     apart = other | (start[1:] - reach[:-1] > gap)
+    # One chunk may be needed by several boxes: it is read once.
+    repeated = ~other & (start[1:] == start[:-1]) & (stop[1:] == stop[:-1])
     for first, end in together:
         apart[first : end - 1] = False
         apart[max(0, first - 1) : first] = True
@@ -185,13 +187,22 @@ def coalesce(
         if first in kept:
             runs.append((first, end))
         else:
-            runs += _within(reach, start, first, end, limit)
+            runs += _within(reach, start, repeated, (first, end), limit)
     return runs
 
 
-def _within(reach: I64, start: I64, first: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
+def _within(
+    reach: I64,
+    start: I64,
+    repeated: npt.NDArray[np.bool_],
+    run: tuple[int, int],
+    limit: int,
+) -> Iterator[tuple[int, int]]:
+    first, end = run
     while first < end:
         fitting = int(np.searchsorted(reach[first:end], start[first] + limit, side="right"))
         last = first + max(1, fitting)
+        while last < end and repeated[last - 1]:
+            last += 1
         yield first, last
         first = last

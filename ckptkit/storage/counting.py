@@ -92,6 +92,15 @@ class CountingStore:
         self._store.put(key, data, exclusive=exclusive)
         self.count("put", written=memoryview(data).nbytes)
 
+    def sync(self, keys: Iterable[str]) -> None:
+        """Counted as `sync`, once however many keys."""
+        self._store.sync(keys)
+        self.count("sync")
+
+    def room(self) -> int | None:
+        """Not counted."""
+        return self._store.room()
+
     def leftovers(self, prefix: str = "") -> Entries:
         """Counted as `leftovers`."""
         entries = self._store.leftovers(prefix)

@@ -105,6 +105,14 @@ class FailingStore:
         """One operation."""
         self.attempt("put", lambda: self._store.put(key, data, exclusive=exclusive))
 
+    def sync(self, keys: Iterable[str]) -> None:
+        """One operation."""
+        self.attempt("sync", lambda: self._store.sync(keys))
+
+    def room(self) -> int | None:
+        """No operation."""
+        return self._store.room()
+
     def leftovers(self, prefix: str = "") -> Entries:
         """One operation."""
         return self.attempt("leftovers", lambda: self._store.leftovers(prefix))

@@ -1,4 +1,4 @@
-"""Folders on disk: made durable, and removed when nothing is left in them."""
+"""Folders on disk, and what is in them: made durable, and removed when nothing is left."""
 
 from __future__ import annotations
 
@@ -46,6 +46,15 @@ def sync_folder(path: Path) -> None:
         # Some network file systems have no such thing: there, entries are durable at once.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make the bytes of one file durable, whoever wrote them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -17,6 +17,7 @@ from ckptkit.storage.folders import (
     make_folders,
     remove_empty,
     sync_above,
+    sync_file,
     sync_folder,
     sync_nearest,
 )
@@ -117,6 +118,31 @@ class LocalStore:
             else:
                 self._put(path, view, exclusive=exclusive)
             sync_folder(path.parent)
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """Make files durable, then their names and the way to them."""
+        folders: dict[Path, None] = {}
+        for key in keys:
+            path = self._path(key)
+            with refusals(str(path)):
+                try:
+                    sync_file(path)
+                except _ABSENT as error:
+                    raise _absent(path) from error
+            folders[path.parent] = None
+        for folder in folders:
+            with refusals(str(folder)):
+                sync_folder(folder)
+                sync_above(folder, self._root, [])
+
+    def room(self) -> int | None:
+        """The bytes that are free on the file system."""
+        folder = self._root
+        while not folder.is_dir() and folder != folder.parent:
+            folder = folder.parent
+        with refusals(str(folder)):
+            system = os.statvfs(folder)
+        return system.f_bavail * system.f_frsize
 
     def leftovers(self, prefix: str = "") -> Entries:
         """Temporary files, which a `put` that was killed leaves; sorted by key."""

@@ -104,6 +104,15 @@ class MemoryStore:
         count = checked_range(self._where(key), len(data), start, length)
         return bytes(memoryview(data)[start : start + count])
 
+    def sync(self, keys: Iterable[str]) -> None:
+        """Nothing to do: nothing here outlives the process."""
+        for key in keys:
+            self._get(key)
+
+    def room(self) -> int | None:
+        """No telling."""
+        return None
+
     def open(self, key: str) -> MemorySource:
         """Open an object for reading; it stays readable when its name is deleted or replaced."""
         return MemorySource(self._where(key), self._get(key).data)

@@ -128,6 +128,14 @@ class Store(Protocol):
         creators exactly one returns. An exclusive one that is killed may leave an empty object.
         """
 
+    def sync(self, keys: Iterable[str]) -> None:
+        """Make objects durable whose writer may have died before it could; NotFoundError where
+        there is none.
+        """
+
+    def room(self) -> int | None:
+        """The bytes that can still be written; None where there is no telling."""
+
     def leftovers(self, prefix: str = "") -> Entries:
         """What writes that were cut off left below `prefix`, sorted by key.
 

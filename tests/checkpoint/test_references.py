@@ -214,7 +214,7 @@ def test_a_world_of_absurd_size_is_refused_by_the_pack_that_is_missing() -> None
     save_id = "20261121T101500Z-0123456789ab"
     info = SaveInfo(save_id, 1, 0.0, "test", strategy.world_size, strategy, {})
     store = MemoryStore()
-    Pack(Holdings({}, {}, {}), 0).write(store, "", info, refers=False, threads=1)
+    Pack.of(Holdings({}, {}, {}), 0).write(store, "", info, refers=False, threads=1)
     tracemalloc.start()
     try:
         with pytest.raises(CkptkitError, match=r"rank-00001\.zip: the pack is missing"):

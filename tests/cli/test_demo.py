@@ -15,7 +15,7 @@ from tests.cli.programs import COMMAND, ckpt, document, environment, process, wa
 def test_the_demo_does_what_it_says_and_leaves_nothing(tmp_path: Path) -> None:
     done = process("demo", TMPDIR=str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
-    for name in ("ls", "show", "verify", "unpack", "prune"):
+    for name in ("ls", "show", "verify", "unpack", "reshard", "diff", "prune"):
         assert f"\n$ ckpt {name} " in done.stdout
     assert "ok: the flipped bit is found" in done.stdout
     assert "FAILED" not in done.stdout

@@ -45,3 +45,32 @@ def test_a_step_that_is_not_committed_is_not_found(run: Path) -> None:
     result = ckpt("verify", run / "step-0000000030")
     assert (result.exit_code, result.stdout) == (4, "")
     assert "not a committed checkpoint" in result.stderr
+
+
+def test_the_digest_is_that_of_the_state(run: Path) -> None:
+    found = document("verify", run, "--digest")["digest"]
+    digest = ckptkit.digest(run)
+    assert found == {
+        "algorithm": "xxh3-128",
+        "step": digest.step,
+        "arrays": digest.arrays,
+        "objects": digest.objects,
+    }
+    assert ckpt("verify", run, "--digest").stdout.endswith(f"\ndigest: {digest.step}\n")
+    assert found == document("verify", run / "step-0000000010", "--digest")["digest"]
+
+
+def test_another_digest_than_the_recorded_one_is_a_finding(tmp_path: Path) -> None:
+    recorded = {"algorithm": "xxh3-128", "step": "0" * 32}
+    with ckptkit.Writer(tmp_path, step=1, details={"digest": recorded}) as writer:
+        writer.add_object("rate", 0.5)
+    found = document("verify", tmp_path, "--digest", code=3)
+    assert [finding["kind"] for finding in found["findings"]] == ["mismatch"]
+    assert "0" * 32 in found["findings"][0]["what"]
+    assert document("verify", tmp_path)["ok"]
+
+
+def test_what_is_damaged_has_no_digest(run: Path) -> None:
+    flip_a_bit(run / "step-0000000020")
+    assert document("verify", run, "--digest", code=3)["digest"] is None
+    assert "digest" not in ckpt("verify", run, "--digest").stdout

@@ -310,6 +310,18 @@ class StoreContract:
         store.put("a/b/c", b"again")
         assert keys(store) == ["a/b/c"]
 
+    def test_sync_takes_what_others_wrote_and_misses_what_is_not_there(self, store: Store) -> None:
+        store.put("a/x", b"1")
+        store.put("y", b"2")
+        store.sync(["a/x", "y"])
+        assert store.read("a/x") == b"1"
+        with pytest.raises(NotFoundError):
+            store.sync(["a/none"])
+
+    def test_room_is_a_number_of_bytes_or_unknown(self, store: Store) -> None:
+        room = store.room()
+        assert room is None or room >= 0
+
     def test_what_ended_leaves_nothing_over(self, store: Store) -> None:
         store.put("a/b", b"x")
         store.put("a/c", b"x", exclusive=True)

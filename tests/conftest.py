@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("tests.checkpoint.saving")
+pytest.register_assert_rewrite("tests.checkpoint.saving", "tests.storage.contract")

@@ -1,0 +1,277 @@
+"""Are two steps the same state, whatever their strategies? Both are streamed side by side."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.digest import object_digest, state_objects
+from ckptkit.checkpoint.nearness import Apart, Tolerance, apart, is_near
+from ckptkit.checkpoint.places import Place
+from ckptkit.checkpoint.stored import StoredArray, StoredArrays
+from ckptkit.checkpoint.streaming import DEFAULT_MEMORY, Band, Limits, stream
+from ckptkit.checkpoint.threads import Progress
+from ckptkit.errors import UsageError
+from ckptkit.format.names import split
+from ckptkit.format.objects import ObjectInfo, whole
+from ckptkit.model.quantity import parse_size
+
+# What the numbers of a block are converted to, a few times over.
+_SPARE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an array is, but for its values."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """How many elements of an array differ, and how much."""
+
+    count: int
+    of: int
+    max_abs: int | float | None
+    """The largest difference; None where none is a number, as between a number and a NaN."""
+    first: tuple[int, ...]
+    """The index of the first of them, in row-major order."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayDifference:
+    """An array that is not the same in both steps."""
+
+    name: str
+    kind: str
+    """only_a, only_b, shape, dtype or values."""
+    a: Form | None
+    b: Form | None
+    values: ValueDifference | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectDifference:
+    """An object that is not the same in both steps; sums by their total, splits by all items."""
+
+    name: str
+    kind: str
+    """only_a, only_b, semantics or value."""
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One of the two steps."""
+
+    location: str
+    step: int
+    strategy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """Two steps, what of them was compared, and what differs, sorted by name."""
+
+    a: Compared
+    b: Compared
+    arrays: tuple[ArrayDifference, ...]
+    objects: tuple[ObjectDifference, ...]
+    array_count: int
+    object_count: int
+    nbytes: int
+    """The bytes of the arrays that were compared, on one side."""
+
+    @property
+    def same(self) -> bool:
+        """Whether they are the same state."""
+        return not self.arrays and not self.objects
+
+
+def diff(  # noqa: PLR0913 — one keyword for each decision, all with defaults
+    a: Place,
+    b: Place,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    memory: int | str = DEFAULT_MEMORY,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Diff:
+    """What differs between two steps (of runs: their newest ones), whose strategies may differ.
+
+    Elements are the same if their bits are, and with `atol` or `rtol` if they are at most `atol`
+    plus `rtol` times the size of `b`'s apart; NaNs are all the same then. Patterns, with * and ?,
+    pick arrays and objects by their whole name or the one inside of their group. Every chunk is
+    checked, and no more than `memory` is in use.
+    """
+    tolerance = Tolerance(atol, rtol)
+    limits = Limits.of(parse_size(memory), threads, sides=2, spare=_SPARE)
+    with ExitStack() as stack:
+        sides = [stack.enter_context(open_checkpoint(place)) for place in (a, b)]
+        chosen = _Patterns(include, exclude).chosen(sides)
+        stored = [stack.enter_context(StoredArrays(c, limits.chunk_bytes)) for c in sides]
+        names = sorted({name for side in stored for name in side if name in chosen})
+        pairs = {name: _pair(name, stored) for name in names}
+        values = _values(pairs.values(), tolerance, limits, progress)
+        arrays = [_array_difference(name, *pair, values.get(pair)) for name, pair in pairs.items()]
+        objects = _Objects(sides, chosen, tolerance)
+        return Diff(
+            _compared(sides[0]),
+            _compared(sides[1]),
+            tuple(found for found in arrays if found is not None),
+            tuple(objects.differences()),
+            len(pairs),
+            len(objects.names),
+            sum(x.nbytes for x, y in {p for p in pairs.values() if _is_alike(*p)} if x and y),
+        )
+
+
+_Pair = tuple[StoredArray | None, StoredArray | None]
+
+
+def _compared(checkpoint: Checkpoint) -> Compared:
+    return Compared(checkpoint.location, checkpoint.step, str(checkpoint.strategy))
+
+
+def _pair(name: str, stored: Sequence[StoredArrays]) -> _Pair:
+    a, b = (side.get(name) for side in stored)
+    return a, b
+
+
+def _is_alike(a: StoredArray | None, b: StoredArray | None) -> bool:
+    return _kind(a, b) == "values"
+
+
+def _kind(a: StoredArray | None, b: StoredArray | None) -> str:
+    if a is None or b is None:
+        return "only_b" if a is None else "only_a"
+    if a.shape != b.shape:
+        return "shape"
+    return "values" if a.dtype == b.dtype else "dtype"
+
+
+def _values(
+    pairs: Iterable[_Pair], tolerance: Tolerance, limits: Limits, progress: Progress | None
+) -> dict[_Pair, Apart]:
+    """Where the arrays of pairs that are alike have other values; tied ones are read once."""
+    distinct = [pair for pair in dict.fromkeys(pairs) if _is_alike(*pair)]
+    found: dict[_Pair, Apart] = {}
+    lock = threading.Lock()
+
+    def compare(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
+        pair = distinct[band.item]
+        ours, theirs = (side.reshape(-1) for side in values)
+        here = apart(_dtype(pair), ours, theirs, tolerance, band.start)
+        if here is not None:
+            with lock:
+                found[pair] = here.joined(found[pair]) if pair in found else here
+
+    items = [[side for side in pair if side is not None] for pair in distinct]
+    stream(items, compare, limits, progress=progress)
+    return found
+
+
+def _dtype(pair: _Pair) -> Any:
+    return next(side.dtype for side in pair if side is not None)
+
+
+def _array_difference(
+    name: str, a: StoredArray | None, b: StoredArray | None, found: Apart | None
+) -> ArrayDifference | None:
+    kind = _kind(a, b)
+    if kind != "values":
+        return ArrayDifference(name, kind, _form(a), _form(b))
+    if found is None or a is None:
+        return None
+    first = tuple(int(place) for place in np.unravel_index(found.first, a.shape))
+    values = ValueDifference(found.count, a.size, found.most, first)
+    return ArrayDifference(name, kind, _form(a), _form(b), values)
+
+
+def _form(array: StoredArray | None) -> Form | None:
+    return None if array is None else Form(array.shape, array.dtype.name)
+
+
+class _Objects:
+    """The objects of both steps, as far as they are wanted."""
+
+    def __init__(self, sides: Sequence[Checkpoint], chosen: set[str], tolerance: Tolerance) -> None:
+        self._a, self._b = (
+            {o.name: o for o in state_objects(side.manifest.objects, side.arrays)} for side in sides
+        )
+        self._tolerance = tolerance
+        self.names = sorted(chosen.intersection({*self._a, *self._b}))
+
+    def differences(self) -> Iterator[ObjectDifference]:
+        """Those that differ."""
+        for name in self.names:
+            a, b = self._a.get(name), self._b.get(name)
+            if a is None or b is None:
+                kind = "only_b" if a is None else "only_a"
+                yield ObjectDifference(name, kind, _value(a), _value(b))
+            elif a.semantics != b.semantics:
+                yield ObjectDifference(name, "semantics", a.semantics, b.semantics)
+            elif object_digest(a) != object_digest(b):
+                ours, theirs = whole(a), whole(b)
+                if not is_near(ours, theirs, self._tolerance):
+                    yield ObjectDifference(name, "value", ours, theirs)
+
+
+def _value(item: ObjectInfo | None) -> Any:
+    return None if item is None else whole(item)
+
+
+@dataclass(frozen=True, slots=True)
+class _Patterns:
+    """Which names are wanted."""
+
+    include: Sequence[str]
+    exclude: Sequence[str]
+
+    def chosen(self, sides: Sequence[Checkpoint]) -> set[str]:
+        """The names of arrays and objects of both steps that are wanted."""
+        names = list(_names(sides))
+        for pattern in (*self.include, *self.exclude):
+            # What means nothing must not make two steps the same.
+            if not any(_matches([pattern], every) for _, every in names):
+                raise UsageError(
+                    "nothing in either step has such a name",
+                    value=pattern,
+                    hint="patterns match whole names, or those inside of their group: `ckpt show`",
+                )
+        return {name for name, every in names if self._takes(every)}
+
+    def _takes(self, every: Sequence[str]) -> bool:
+        return (not self.include or _matches(self.include, every)) and not _matches(
+            self.exclude, every
+        )
+
+
+def _names(sides: Sequence[Checkpoint]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Every name, and what patterns may match of it."""
+    for side in sides:
+        for name, array in side.arrays.items():
+            nodes = split(name)
+            # Optimizer state is named after its parameter.
+            last = -1 if array.role == "optimizer" and len(nodes) > 2 else None
+            yield name, (name, "/".join(nodes[1:last]))
+        for item in side.manifest.objects:
+            yield item.name, (item.name, item.name.partition("/")[2])
+
+
+def _matches(patterns: Sequence[str], names: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names if name)

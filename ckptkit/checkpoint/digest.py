@@ -1,0 +1,144 @@
+"""Digests of a state that do not depend on how it is sharded (FORMAT section 11)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.places import Place
+from ckptkit.checkpoint.stored import StoredArrays
+from ckptkit.checkpoint.streaming import DEFAULT_MEMORY, Band, Limits, Readable, stream
+from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.verify import Finding
+from ckptkit.format.leaves import dumps
+from ckptkit.format.objects import ObjectInfo, whole
+from ckptkit.model.quantity import parse_size
+
+ALGORITHM = "xxh3-128"
+
+_ARRAY, _OBJECT, _STEP = b"ckptkit-array-1\0", b"ckptkit-object-1\0", b"ckptkit-step-1\0"
+# What a training job says of arrays again, under some strategies only (FORMAT section 8).
+_ALIKE = "alike/"
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What a state is, whatever its strategy: equal digests, equal states."""
+
+    step: str
+    """Of all arrays and objects together."""
+    arrays: dict[str, str]
+    """By name; tied arrays are there under each of their names."""
+    objects: dict[str, str]
+
+    @property
+    def algorithm(self) -> str:
+        """The hash that all of them are made with."""
+        return ALGORITHM
+
+    def findings(self, checkpoint: Checkpoint) -> list[Finding]:
+        """What is wrong if this is the digest of a step: it may have another one on record."""
+        recorded = checkpoint.details.get("digest")
+        if not isinstance(recorded, dict) or recorded.get("algorithm") != ALGORITHM:
+            return []
+        if recorded.get("step") == self.step:
+            return []
+        what = f"the state has the digest {self.step}, recorded is {recorded.get('step')!s:.40}"
+        return [Finding("mismatch", checkpoint.location, what)]
+
+
+def digest(
+    location: Place,
+    *,
+    memory: int | str = DEFAULT_MEMORY,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Digest:
+    """The digest of a step (of a run: its newest one), every chunk of which is checked."""
+    limits = Limits.of(parse_size(memory), threads)
+    with (
+        open_checkpoint(location) as checkpoint,
+        StoredArrays(checkpoint, limits.chunk_bytes) as stored,
+    ):
+        return digest_of(
+            stored,
+            checkpoint.manifest.objects,
+            memory=parse_size(memory),
+            threads=threads,
+            progress=progress,
+        )
+
+
+def digest_of(
+    arrays: Mapping[str, Readable],
+    objects: Sequence[ObjectInfo],
+    *,
+    memory: int = DEFAULT_MEMORY,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Digest:
+    """The digest of arrays by name, where two names may have one array, and of objects as a
+    manifest has them.
+    """
+    distinct = list({id(array): array for array in arrays.values()}.values())
+    found = _digests(distinct, Limits.of(memory, threads), progress)
+    by_identity = {id(array): text for array, text in zip(distinct, found, strict=True)}
+    of_arrays = {name: by_identity[id(arrays[name])] for name in sorted(arrays)}
+    of_objects = {item.name: object_digest(item) for item in state_objects(objects, of_arrays)}
+    return Digest(_step_digest(of_arrays, of_objects), of_arrays, of_objects)
+
+
+def state_objects(objects: Sequence[ObjectInfo], arrays: Iterable[str]) -> list[ObjectInfo]:
+    """The objects, sorted by name, that are part of the state, and not said of an array that is."""
+    said = {_ALIKE + name for name in arrays}
+    return sorted((o for o in objects if o.name not in said), key=lambda item: item.name)
+
+
+def object_digest(item: ObjectInfo) -> str:
+    """The digest of one object of a manifest."""
+    hasher = xxhash.xxh3_128(_OBJECT + item.semantics.encode() + b"\0")
+    hasher.update(dumps(_sorted(whole(item)), item.name))
+    return hasher.hexdigest()
+
+
+def _digests(
+    arrays: Sequence[Readable], limits: Limits, progress: Progress | None
+) -> Iterable[str]:
+    hashers = [xxhash.xxh3_128(_heading(array)) for array in arrays]
+
+    def add(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
+        hashers[band.item].update(values[0].reshape(-1).view(np.uint8).data)
+
+    stream([[array] for array in arrays], add, limits, ordered=True, progress=progress)
+    return [hasher.hexdigest() for hasher in hashers]
+
+
+def _heading(array: Readable) -> bytes:
+    numbers = (len(array.shape), *array.shape)
+    return _ARRAY + array.dtype.name.encode() + b"\0" + struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def _step_digest(arrays: Mapping[str, str], objects: Mapping[str, str]) -> str:
+    hasher = xxhash.xxh3_128(_STEP)
+    for kind, digests in ((b"a", arrays), (b"o", objects)):
+        for name in sorted(digests):
+            text = name.encode()
+            hasher.update(kind + bytes.fromhex(digests[name]) + struct.pack("<Q", len(text)) + text)
+    return hasher.hexdigest()
+
+
+def _sorted(value: Any) -> Any:
+    """A value with the keys of every map in order: integers first, then text."""
+    if isinstance(value, dict):
+        keys = sorted(value, key=lambda key: (isinstance(key, str), key))
+        return {key: _sorted(value[key]) for key in keys}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_sorted(item) for item in value)
+    return value

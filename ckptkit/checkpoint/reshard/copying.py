@@ -1,0 +1,140 @@
+"""A target's pack: its chunks are filled straight from the source's, some neighbours at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.content import PackContent, PackedArray
+from ckptkit.checkpoint.image import ImageWriting
+from ckptkit.checkpoint.pack_writer import Pack, documents_of
+from ckptkit.checkpoint.reading import Reader, Request, plan_job
+from ckptkit.checkpoint.reshard.budget import Budget
+from ckptkit.checkpoint.reshard.casting import cast
+from ckptkit.checkpoint.reshard.objects import objects_of
+from ckptkit.checkpoint.reshard.target import Target, TargetArray
+from ckptkit.checkpoint.sources import Sources
+from ckptkit.model import Box, Grid
+from ckptkit.plan.regrid import batches, stored_sizes
+from ckptkit.storage import Store
+
+_USUAL = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """Where packs come from and go to, and how much may be on its way at a time."""
+
+    checkpoint: Checkpoint
+    sources: Sources
+    store: Store
+    prefix: str
+    budget: Budget
+
+
+def begin_pack(target: Target, rank: int, route: Route) -> ImageWriting:
+    """Begin the pack of a rank; every segment of it can be written by any thread."""
+    writes = target.chunks_of(rank)
+    known = list(zip(target.held, (array.info for array in target.arrays), strict=True))
+    by_name = {held.name: chunks for held, chunks in zip(target.held, writes, strict=True)}
+    mine = [(a, chunks) for a, chunks in zip(target.arrays, writes, strict=True) if len(chunks)]
+    content = CopiedContent(documents_of(known, by_name, rank), mine, route)
+    objects = objects_of(target.objects, rank, target.world_size)
+    pack = Pack(content, target.table, rank, objects)
+    segments = pack.image.segments_at(_lasts(content, [array for array, _ in mine], route.budget))
+    return pack.begin(route.store, route.prefix, target.save, segments, refers=rank > 0)
+
+
+class CopiedContent(PackContent):
+    """What a pack of the target holds, read from the packs of the source when it is needed."""
+
+    def __init__(
+        self,
+        documents: Sequence[tuple[str, bytes]],
+        arrays: Sequence[tuple[TargetArray, npt.NDArray[np.int64]]],
+        route: Route,
+    ) -> None:
+        super().__init__(documents, [PackedArray(a.info, chunks) for a, chunks in arrays])
+        self._origins = [array for array, _ in arrays]
+        self._manifest = route.checkpoint.manifest
+        self._reader = Reader(self._manifest, route.sources)
+        self._budget = route.budget
+
+    def filled_chunks(self, targets: Mapping[int, memoryview]) -> Iterator[int]:
+        """Read for all of them at once: each chunk of the source is read, and checked, once."""
+        checked: list[Request] = []
+        exact: list[Request] = []
+        casts: list[tuple[TargetArray, npt.NDArray[Any], npt.NDArray[Any]]] = []
+        for index, memory in targets.items():
+            place, chunk = self.at(index)
+            array = self._origins[place]
+            box, stored = self.arrays[place].opened(chunk, memory)
+            source = array.chosen.source
+            values = stored
+            if array.chosen.is_cast:
+                values = np.empty(box.shape, source.dtype.bits)
+                casts.append((array, values, stored))
+            request = Request(array.chosen.number, box, values)
+            if self._budget.is_huge(source):
+                exact += _in_bands(request, source.grid, self._budget.chunk_bytes)
+            else:
+                checked.append(request)
+        self._read(checked, verify=True)
+        self._read(exact, verify=False)
+        for array, values, stored in casts:
+            dtypes = (array.chosen.source.dtype, array.chosen.dtype)
+            cast(array.info.name, values, stored, dtypes)
+        yield from targets
+
+    def _read(self, requests: list[Request], *, verify: bool) -> None:
+        if requests:
+            job = plan_job(self._manifest, requests, verify=verify)
+            self._reader.run(job, verify=verify, threads=1)
+
+
+def _lasts(content: PackContent, origins: Sequence[TargetArray], budget: Budget) -> list[int]:
+    """Where segments end: each array's chunks in batches as the plan has them, small ones together.
+
+    The batches of chunks that go over as they are need not be large: no chunk of the source is
+    needed by two.
+    """
+    end = len(content.documents)
+    lasts: list[int] = []
+    usual = min(_USUAL, budget.batch_bytes)
+    held = sum(map(content.length, range(end)))
+    for array, origin in zip(content.arrays, origins, strict=True):
+        sizes = stored_sizes(array.info.grid, array.chunks, origin.itemsize)
+        for first, last in batches(sizes, usual if origin.is_kept else budget.batch_bytes):
+            nbytes = int(sizes[first:last].sum())
+            if held and held + nbytes > usual:
+                lasts.append(end)
+                held = 0
+            end, held = end + last - first, held + nbytes
+    return [*lasts, end] if end else []
+
+
+def _in_bands(request: Request, grid: Grid, limit: int) -> Iterator[Request]:
+    """A request as some whose bytes lie within `limit` of each other, for chunks that are too large
+    to be read whole.
+    """
+    box, itemsize = request.box, request.target.itemsize
+    longest = grid.stored_shape((0,) * len(grid.counts))
+    strides = [math.prod(longest[dim + 1 :]) for dim in range(len(longest))]
+    span = itemsize * (1 + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)))
+    dim = next((dim for dim, extent in enumerate(box.shape) if extent > 1), None)
+    if span <= limit or dim is None:
+        yield request
+        return
+    half = box.shape[dim] // 2
+    for start, stop in ((0, half), (half, box.shape[dim])):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim], shape[dim] = offset[dim] + start, stop - start
+        at = (*[slice(None)] * dim, slice(start, stop))
+        piece = Request(request.array, Box(tuple(offset), tuple(shape)), request.target[at])
+        yield from _in_bands(piece, grid, limit)

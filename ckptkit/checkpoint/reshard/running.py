@@ -1,0 +1,69 @@
+"""Copying packs by the threads of this process: each takes the next segment, of whichever pack."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+from ckptkit.checkpoint.image import ImageWriting
+from ckptkit.checkpoint.reshard.copying import Route, begin_pack
+from ckptkit.checkpoint.reshard.target import Target
+from ckptkit.checkpoint.threads import Progress, run_threads
+from ckptkit.errors import CkptkitError
+
+
+class Packs:
+    """The packs of some ranks, begun one after another as threads ask for work."""
+
+    def __init__(self, target: Target, ranks: Iterable[int], route: Route) -> None:
+        self._target = target
+        self._ranks = ranks
+        self._route = route
+        self._lock = threading.Lock()
+        self._left: dict[ImageWriting, int] = {}
+        self._work = self._segments()
+
+    def run(self, progress: Progress | None = None) -> None:
+        """Write all of them. Where one fails, those that are not finished are removed, and those
+        that are stay.
+        """
+        stopped = threading.Event()
+
+        def work() -> None:
+            while not stopped.is_set():
+                with self._lock:
+                    writing, number = next(self._work, (None, 0))
+                if writing is None:
+                    return
+                size = writing.write(number)
+                self._finish_last(writing)
+                if progress:
+                    progress(size)
+
+        try:
+            run_threads(work, self._route.budget.workers, stopped)
+        except BaseException:
+            for writing in self._left:
+                with suppress(CkptkitError):
+                    writing.abort()
+            raise
+
+    def _segments(self) -> Iterator[tuple[ImageWriting, int]]:
+        for rank in self._ranks:
+            writing = begin_pack(self._target, rank, self._route)
+            self._left[writing] = len(writing.segments)
+            if not writing.segments:
+                writing.finish()
+                del self._left[writing]
+            yield from ((writing, number) for number in range(len(writing.segments)))
+
+    def _finish_last(self, writing: ImageWriting) -> None:
+        with self._lock:
+            self._left[writing] -= 1
+            is_last = not self._left[writing]
+        if is_last:
+            # While it is made durable the other threads go on with the next pack.
+            writing.finish()
+            with self._lock:
+                del self._left[writing]

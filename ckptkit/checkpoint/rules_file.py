@@ -1,0 +1,154 @@
+"""Rules from files, from presets that come with ckptkit, and from documents."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+
+from ckptkit.errors import RulesError
+from ckptkit.model import Rules, Strategy
+from ckptkit.model.rules import matches
+from ckptkit.model.sizes import sizes_of
+
+RulesLike: TypeAlias = Rules | Mapping[str, Any] | str | os.PathLike[str]
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Rules for the models of one architecture, and the names by which these are known."""
+
+    rules: Rules
+    all: tuple[str, ...]
+    none: tuple[str, ...]
+
+    def fits(self, names: Iterable[str]) -> bool:
+        """Whether tensors of these names look like the architecture."""
+        known = list(names)
+        return all(_any(pattern, known) for pattern in self.all) and not any(
+            _any(pattern, known) for pattern in self.none
+        )
+
+
+def load_rules(
+    what: RulesLike, *, names: Iterable[str] = (), sizes: Mapping[str, Any] | None = None
+) -> Rules:
+    """The rules of a preset, of `auto` (the preset that fits the names), of a file or a document.
+
+    `sizes` are those that rules refer to, and may be a whole Hugging Face config. Names that no
+    preset fits give rules that know no tensor.
+    """
+    rules = _found(what, names)
+    return rules.with_sizes(sizes_of({**rules.known, **(sizes or {})}))
+
+
+def rules_between(
+    source: Strategy,
+    target: Strategy,
+    rules: RulesLike | None,
+    *,
+    names: Iterable[str],
+    sizes: Mapping[str, Any] | None = None,
+) -> Rules | None:
+    """The rules that are given, or else the detected ones, for what the source does not tell: how
+    it cuts along tp and ep itself, or which stages it has, goes on.
+    """
+    if rules is not None:
+        return load_rules(rules, names=names, sizes=sizes)
+    had, wanted = _ranks_by_kind(source), _ranks_by_kind(target)
+    cuts = {"tp", "ep"} & wanted.keys() - had.keys()
+    stages = "pp" in wanted and wanted["pp"] != had.get("pp")
+    if not cuts and not stages:
+        return None
+    found = load_rules("auto", names=names, sizes=sizes)
+    return replace(
+        found,
+        rules=found.rules if cuts else (),
+        pipeline=found.pipeline if stages else None,
+    )
+
+
+@cache
+def presets() -> dict[str, Preset]:
+    """All presets, by name."""
+    folder = files("ckptkit") / "presets"
+    found: dict[str, Preset] = {}
+    for path in sorted(folder.iterdir(), key=lambda path: path.name):
+        doc = yaml.safe_load(path.read_text(encoding="utf-8"))
+        detect, name = doc.pop("detect"), path.name.removesuffix(".yaml")
+        rules = Rules.from_doc(doc, where=name)
+        found[name] = Preset(rules, tuple(detect["all"]), tuple(detect.get("none", ())))
+    return found
+
+
+def _ranks_by_kind(strategy: Strategy) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for axis in strategy.mesh.axes:
+        if axis.size > 1:
+            found[axis.kind] = found.get(axis.kind, 1) * axis.size
+    return found
+
+
+def _found(what: RulesLike, names: Iterable[str]) -> Rules:
+    if isinstance(what, Rules):
+        return what
+    if isinstance(what, Mapping):
+        return Rules.from_doc(what, where="rules")
+    path = Path(what)
+    if isinstance(what, str):
+        if what == "auto":
+            return _detected(names)
+        if what in presets():
+            return presets()[what].rules
+        if path.suffix not in _SUFFIXES and not path.exists():
+            raise _no_such(what)
+    return Rules.from_doc(_document(path), where=path.name)
+
+
+def _detected(names: Iterable[str]) -> Rules:
+    known = list(dict.fromkeys(names))
+    fitting = [name for name, preset in presets().items() if preset.fits(known)]
+    if len(fitting) > 1:
+        raise RulesError(
+            f"more than one preset fits: {', '.join(fitting)}",
+            where="rules auto",
+            hint=f"name the one that is meant, such as --rules {fitting[0]}",
+        )
+    if fitting:
+        return presets()[fitting[0]].rules
+    return Rules("auto, which knows no preset for these names", ())
+
+
+def _document(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise RulesError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise RulesError(f"is neither YAML nor JSON: {error}", where=str(path)) from error
+
+
+def _no_such(what: str) -> RulesError:
+    close = difflib.get_close_matches(what[:80], [*presets(), "auto"], n=1)
+    guess = f"did you mean {close[0]}? " if close else ""
+    listed = ", ".join(presets())
+    return RulesError(
+        "no preset of this name, nor a file",
+        value=what,
+        hint=f"{guess}presets are {listed}, and auto",
+    )
+
+
+def _any(pattern: str, names: list[str]) -> bool:
+    return any(matches(pattern, name) for name in names)

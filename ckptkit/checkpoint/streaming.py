@@ -1,0 +1,273 @@
+"""Arrays from their first element to their last, in bounded memory, whatever their chunks."""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.checkpoint.reading import BAND_BYTES, default_threads
+from ckptkit.checkpoint.threads import Progress, run_threads
+from ckptkit.errors import UsageError
+from ckptkit.model import Box, DType, Grid
+from ckptkit.storage import BufferPool, default_pool
+
+DEFAULT_MEMORY = 256 << 20
+
+_MIB = 1 << 20
+LEAST_MEMORY = 16 * _MIB
+# With less each, rows of chunks do not fit, and chunks are read twice: fewer threads are faster.
+_SHARE = 64 * _MIB
+# Larger bands only where a row of chunks is larger: what is in the cache is used from there.
+_WANTED = 8 * _MIB
+_NOTHING = np.empty(0, np.uint8)
+# How often two grids are asked for a border that both have.
+_TRIES = 64
+
+
+class Readable(Protocol):
+    """What can be streamed: a box of values at a time, compared with checksums as it is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+
+    @property
+    def dtype(self) -> DType:
+        """The element type."""
+
+    @property
+    def grid(self) -> Grid:
+        """The chunks that are read whole at best."""
+
+    def read_into(self, box: Box, out: npt.NDArray[Any]) -> None:
+        """Fill memory of the box's shape and of the type `dtype.bits`; from any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many threads stream, how much of an array each of them holds, and up to what size it
+    reads chunks whole.
+    """
+
+    workers: int
+    band_bytes: int
+    chunk_bytes: int
+
+    @classmethod
+    def of(cls, memory: int, threads: int | None, *, sides: int = 1, spare: int = _MIB) -> Limits:
+        """Those with which `memory` is not exceeded; a thread holds a band of each of the `sides`,
+        and `spare` bytes besides.
+        """
+        if threads is not None and threads < 1:
+            raise UsageError("at least one thread is needed", value=threads)
+        if memory < LEAST_MEMORY:
+            raise UsageError(
+                f"that is too little memory: {LEAST_MEMORY // _MIB} MiB are needed at least",
+                value=memory,
+            )
+        workers = min(threads or default_threads(), max(1, memory // _SHARE))
+        # A chunk, or a row of many, waits where it is checked while its band is filled.
+        free = memory // workers - BAND_BYTES - spare - _MIB
+        band = free // (sides + 1)
+        return cls(workers, band, max(BAND_BYTES, band * 7 // 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A run of the elements of one item, as a box."""
+
+    item: int
+    number: int
+    """How many bands of the item come before it."""
+    start: int
+    """How many elements come before it."""
+    box: Box
+
+
+Use = Callable[[Band, Sequence[npt.NDArray[Any]]], None]
+
+
+def stream(
+    items: Sequence[Sequence[Readable]],
+    use: Use,
+    limits: Limits,
+    *,
+    ordered: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Read the arrays of each item side by side, and call `use` with each band and the elements
+    that they have there, from several threads.
+
+    The arrays of one item have one shape. Where it matters, the bands of an item come in order;
+    what `use` gets is overwritten once it has returned.
+    """
+    pending, lock = _all_bands(items, limits), threading.Lock()
+    stopped, turns = threading.Event(), _Turns(len(items))
+
+    def work() -> None:
+        memory = _Memory(max(map(len, items), default=0))
+        try:
+            while not stopped.is_set():
+                with lock:
+                    band = next(pending, None)
+                if band is None:
+                    return
+                arrays = memory.shaped(items[band.item], band.box)
+                for readable, array in zip(items[band.item], arrays, strict=True):
+                    readable.read_into(band.box, array)
+                if ordered and not turns.wait(band):
+                    return
+                use(band, arrays)
+                turns.done(band)
+                if progress:
+                    progress(sum(array.nbytes for array in arrays))
+                _forget(limits.workers * (limits.chunk_bytes + BAND_BYTES))
+        except BaseException:
+            turns.stop()
+            raise
+
+    # What was kept of another size before is no use now, and what is kept now is none later.
+    _forget(limits.workers * BAND_BYTES)
+    try:
+        run_threads(work, limits.workers, stopped)
+    finally:
+        _forget(limits.workers * 2 * BAND_BYTES)
+
+
+def bands(grids: Sequence[Grid], wanted: int, most: int) -> Iterator[Box]:
+    """An array as boxes that follow each other in C order, each of about `wanted` elements, and
+    never more than `most`.
+
+    They end where all grids have a border if that is possible, else where one has.
+    """
+    shape = grids[0].shape
+    if 0 in shape:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    dim = next(d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= most)
+    row = math.prod(shape[dim + 1 :])
+    inner = shape[dim + 1 :]
+    for above in np.ndindex(*shape[:dim]):
+        low = 0
+        while low < shape[dim]:
+            high = _end(grids, dim, low, (max(1, wanted // row), max(1, most // row)))
+            offset = (*above, low, *(0,) * len(inner))
+            yield Box(offset, (*(1,) * dim, high - low, *inner))
+            low = high
+
+
+def _all_bands(items: Sequence[Sequence[Readable]], limits: Limits) -> Iterator[Band]:
+    for item, readables in enumerate(items):
+        grids = list(dict.fromkeys(readable.grid for readable in readables))
+        itemsize = max(readable.dtype.itemsize for readable in readables)
+        most = max(1, limits.band_bytes // itemsize)
+        start = 0
+        for number, box in enumerate(bands(grids, min(most, _WANTED // itemsize), most)):
+            yield Band(item, number, start, box)
+            start += box.size
+
+
+def _end(grids: Sequence[Grid], dim: int, low: int, rows: tuple[int, int]) -> int:
+    extent = grids[0].shape[dim]
+    for high in (low + rows[0], low + rows[1]):
+        if high >= extent:
+            return extent
+        common = _common_border(grids, dim, low, high)
+        if common is not None:
+            return common
+    for high in (low + rows[0], low + rows[1]):
+        last = max(_last_border(grid, dim, high) for grid in grids)
+        if last > low:
+            return last
+    # Chunks are cut in any case: the fewer pieces the better.
+    return low + rows[1]
+
+
+def _common_border(grids: Sequence[Grid], dim: int, low: int, high: int) -> int | None:
+    """The last place above `low`, up to `high`, where a chunk of every grid begins."""
+    for _ in range(_TRIES):
+        last = min(_last_border(grid, dim, high) for grid in grids)
+        if last <= low:
+            return None
+        if last == high:
+            return last
+        high = last
+    return None
+
+
+def _last_border(grid: Grid, dim: int, at: int) -> int:
+    if grid.is_regular:
+        return at // grid.chunk_shape[dim] * grid.chunk_shape[dim]
+    edges = grid.edges[dim]
+    place = bisect_right(edges, at)
+    return edges[place - 1] if place else 0
+
+
+class _Memory:
+    """The memory of one thread, used for one band after the other."""
+
+    def __init__(self, sides: int) -> None:
+        self._raw = [_NOTHING] * sides
+
+    def shaped(self, readables: Sequence[Readable], box: Box) -> list[npt.NDArray[Any]]:
+        """An array of the box's shape for each."""
+        found = []
+        for side, readable in enumerate(readables):
+            nbytes = box.size * readable.dtype.itemsize
+            if self._raw[side].nbytes < nbytes:
+                # First the old one goes: both together may be too much.
+                self._raw[side] = _NOTHING
+                self._raw[side] = _raw(nbytes)
+            raw = self._raw[side][:nbytes]
+            found.append(raw.view(readable.dtype.bits).reshape(box.shape))
+        return found
+
+
+class _Turns:
+    """Lets the bands of each item through in their order.
+
+    Threads take bands in order, so the one with the earliest never waits for another.
+    """
+
+    def __init__(self, items: int) -> None:
+        self._next = [0] * items
+        self._changed = threading.Condition()
+        self._stopped = False
+
+    def wait(self, band: Band) -> bool:
+        """Wait until all bands before this one are done; False when they never will be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._next[band.item] == band.number)
+            return not self._stopped
+
+    def done(self, band: Band) -> None:
+        """The next one may go on."""
+        with self._changed:
+            self._next[band.item] += 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Nobody has to wait any more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+
+def _raw(nbytes: int) -> npt.NDArray[np.uint8]:
+    # Not numpy's own: what is freed of that need not go back to the system.
+    return np.frombuffer(BufferPool(limit=0).take(nbytes).view, np.uint8)
+
+
+def _forget(most: int) -> None:
+    # The pool keeps what it has lent, of every size that chunks have had.
+    if default_pool().kept_bytes > most:
+        default_pool().clear()

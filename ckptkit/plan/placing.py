@@ -1,0 +1,218 @@
+"""How a target strategy cuts every tensor: one placement for each axis, and who says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ckptkit.errors import LayoutError, RulesError
+from ckptkit.model import (
+    Axis,
+    Owner,
+    Placement,
+    Replicate,
+    Rules,
+    Shard,
+    Stage,
+    Strategy,
+    Strided,
+    layout_of,
+)
+from ckptkit.plan.cutting import Cutter, Said
+from ckptkit.plan.owning import owners_of
+from ckptkit.plan.staging import Stager
+from ckptkit.plan.subjects import Subject, Tensor, subjects_of
+
+__all__ = ["Placed", "Tensor", "decide", "place"]
+
+_SHARDERS = ("fsdp", "zero2", "zero3")
+_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """How a tensor is cut: one placement per axis of the target's mesh, and who says so.
+
+    `unknown` are the axes for which nobody said anything, so that they replicate; `unknown_sizes`
+    those that a rule would rather know.
+    """
+
+    name: str
+    placements: tuple[Placement, ...]
+    why: str
+    unknown: tuple[str, ...] = ()
+    unknown_sizes: tuple[str, ...] = ()
+
+
+def place(
+    tensors: Sequence[Tensor],
+    *,
+    source: Strategy,
+    target: Strategy,
+    rules: Rules | None = None,
+    replicate_unknown: bool = False,
+) -> list[Placed]:
+    """How the target cuts the tensors; a RulesError names all for which nobody says how."""
+    found = decide(tensors, source=source, target=target, rules=rules)
+    unknown = [placed.name for placed in found if placed.unknown]
+    if unknown and not replicate_unknown:
+        axes = sorted({axis for placed in found for axis in placed.unknown})
+        raise RulesError(
+            f"no rule says how {' and '.join(axes)} cuts {_listed(unknown)}",
+            where=rules.name if rules else "",
+            hint="give rules with --rules (`ckpt rules` shows what they do), or replicate these"
+            " tensors with --replicate-unknown",
+        )
+    return found
+
+
+def decide(
+    tensors: Sequence[Tensor], *, source: Strategy, target: Strategy, rules: Rules | None = None
+) -> list[Placed]:
+    """As `place`, but what nobody knows is replicated, and said to be unknown."""
+    subjects = subjects_of(tensors)
+    rows = [_Row(subject, [Replicate() for _ in target.mesh.axes]) for subject in subjects]
+    _cut(rows, source, target, rules)
+    for i, axis in enumerate(target.mesh.axes):
+        for row in rows:
+            if axis.kind in _SHARDERS and row.is_sharded:
+                row.placements[i] = _sharded(row.placements[i + 1 :])
+    _check(rows, target)
+    for i, axis in enumerate(target.mesh.axes):
+        if axis.kind == "zero1":
+            _give_owners(rows, i, axis.size, target)
+    return [row.placed for row in rows]
+
+
+@dataclass(slots=True)
+class _Row:
+    """A tensor while it is being placed."""
+
+    subject: Subject
+    placements: list[Placement]
+    why: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    unknown_sizes: list[str] = field(default_factory=list)
+    problem: RulesError | LayoutError | None = None
+
+    def hear(self, index: int, axis: Axis, said: Said | None) -> None:
+        if said is not None:
+            self.placements[index] = said.placement
+            self.why.append(said.why)
+            self.unknown_sizes += said.unknown_sizes
+        elif axis.size > 1:
+            self.unknown.append(axis.name)
+            self.why.append("no rule")
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether fsdp cuts it: parameters, and what follows them in their shape."""
+        subject = self.subject
+        follows = subject.lead is not subject.tensor or subject.tensor.role == "optimizer"
+        return subject.has_shape_of_lead and (subject.is_parameter or follows)
+
+    @property
+    def placed(self) -> Placed:
+        why = "; ".join(dict.fromkeys(self.why)) or _kind_of(self.subject)
+        name = self.subject.tensor.name
+        sizes = tuple(dict.fromkeys(self.unknown_sizes))
+        return Placed(name, tuple(self.placements), why, tuple(self.unknown), sizes)
+
+
+def _cut(rows: list[_Row], source: Strategy, target: Strategy, rules: Rules | None) -> None:
+    """What rules or the source decide: tp, ep and pp."""
+    subjects = [row.subject for row in rows]
+    pipes = [(i, axis) for i, axis in enumerate(target.mesh.axes) if axis.kind == "pp"]
+    if pipes:
+        stager = Stager(subjects, target, source, rules)
+        for row in rows:
+            for (i, axis), said in zip(pipes, stager.along(row.subject), strict=True):
+                row.hear(i, axis, said)
+    cutter = Cutter(subjects, source, rules)
+    for i, axis in enumerate(target.mesh.axes):
+        if axis.kind in ("tp", "ep"):
+            for row in rows:
+                try:
+                    row.hear(i, axis, cutter.said(row.subject, axis))
+                except (RulesError, LayoutError) as error:
+                    row.problem = error
+
+
+def _sharded(right: list[Placement]) -> Placement:
+    is_cut = any(isinstance(each, Shard) and each.dim == 0 for each in right)
+    return Strided(0) if is_cut else Shard(0)
+
+
+def _check(rows: list[_Row], target: Strategy) -> None:
+    """Refuse rules that do not fit, all at once."""
+    for row in rows:
+        if row.problem is None:
+            try:
+                layout_of(row.subject.tensor.shape, target, row.placements)
+            except LayoutError as error:
+                row.problem = error
+    wrong = [row for row in rows if row.problem is not None]
+    if wrong:
+        lines = "\n  ".join(map(_misfit, wrong[:_LISTED]))
+        more = f"\n  and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
+        hints = [row.problem.hint for row in wrong if row.problem is not None and row.problem.hint]
+        raise RulesError(
+            f"rules do not fit {_counted(len(wrong))}:\n  {lines}{more}",
+            hint=hints[0] if hints else "`ckpt rules` shows which rule each tensor follows",
+        )
+
+
+def _misfit(row: _Row) -> str:
+    tensor, problem = row.subject.tensor, row.problem
+    why = f" ({row.placed.why})" if row.why else ""
+    cuts = ", ".join(str(p) for p in row.placements if not isinstance(p, Replicate))
+    says = str(problem).partition("\nhint:")[0]
+    return f"{tensor.name} of shape {list(tensor.shape)}, cut as {cuts or '?'}{why}: {says}"
+
+
+def _give_owners(rows: list[_Row], index: int, ranks: int, target: Strategy) -> None:
+    """Give all state of a parameter to one rank; apart for every stage, since each has an optimizer
+    of its own.
+    """
+    parameters = {row.subject.tensor.name: row for row in rows}
+    members: dict[object, dict[str, list[_Row]]] = {}
+    for row in rows:
+        tensor, lead = row.subject.tensor, row.subject.lead
+        if tensor.role == "optimizer" and (tensor.of is not None or lead is not tensor):
+            stage = tuple((i, p) for i, p in enumerate(row.placements) if _is_apart(p))
+            members.setdefault(stage, {}).setdefault(lead.name, []).append(row)
+    for states in members.values():
+        sizes = {name: _elements(parameters[name], target) for name in states}
+        for name, rank in owners_of(sizes, ranks).items():
+            for row in states[name]:
+                row.placements[index] = Owner(rank)
+
+
+def _is_apart(placement: Placement) -> bool:
+    return isinstance(placement, Stage | Owner)
+
+
+def _elements(row: _Row, target: Strategy) -> int:
+    """The elements that one rank has of a parameter."""
+    layout = layout_of(row.subject.tensor.shape, target, row.placements)
+    return sum(box.size for box in layout.part(layout.first_rank).boxes)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_LISTED])
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{_counted(len(names))}: {shown}{more}"
+
+
+def _counted(count: int) -> str:
+    return "1 tensor" if count == 1 else f"{count} tensors"
+
+
+def _kind_of(subject: Subject) -> str:
+    if not subject.tensor.shape:
+        return "0-d"
+    if subject.is_parameter:
+        return "parameter"
+    if subject.lead is subject.tensor:
+        return subject.tensor.role
+    return "as its parameter" if subject.has_shape_of_lead else "not of the shape of its parameter"

@@ -1,0 +1,143 @@
+"""`ckpt reshard`: a step for another strategy, without the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from ckptkit.cli.command import command, location
+from ckptkit.cli.exits import CORRUPT, OK, PEER
+from ckptkit.cli.output import counted, emit, emit_json
+from ckptkit.cli.planned import document_of, lines_of
+from ckptkit.cli.progress import Bar
+from ckptkit.cli.quantity import size_text
+from ckptkit.cli.sizes import sizes_from
+
+import ckptkit
+
+
+@command(
+    "ckpt reshard --from fsdp:8 --to tp:4 runs/7b runs/7b-tp4",
+    "ckpt reshard --to tp:2,pp:2 --rules llama --dry-run runs/7b runs/7b-2x2",
+    "ckpt reshard --to tp:8 --no-optimizer --cast bf16 runs/7b runs/serving",
+    exits={OK: "the step is there"},
+    codes=[CORRUPT, PEER],
+)
+@location("src")
+@location("dst")
+@click.option("--to", metavar="STRATEGY", required=True, help="Such as tp:4 or pp:2,fsdp:4.")
+@click.option("--from", "source", metavar="STRATEGY", help="What SRC is expected to be.")
+@click.option("--rules", metavar="RULES", help="A file, a preset, or auto (the default).")
+@click.option("--config", metavar="FILE", help="A config.json with the sizes that rules refer to.")
+@click.option("--set", "given", metavar="NAME=N", multiple=True, help="One such size.")
+@click.option("--replicate-unknown", is_flag=True, help="Replicate what no rule knows.")
+@click.option("--include", metavar="PATTERN", multiple=True, help="Take only these arrays.")
+@click.option("--exclude", metavar="PATTERN", multiple=True, help="Leave these arrays out.")
+@click.option("--no-optimizer", is_flag=True, help="Leave all optimizer state out.")
+@click.option(
+    "--cast", metavar="[PATTERN=]DTYPE", multiple=True, help="Convert parameters, or these arrays."
+)
+@click.option("--rename", metavar="REGEX=>NEW", multiple=True, help="Rename inside of the groups.")
+@click.option(
+    "--memory", metavar="SIZE", default="1GiB", show_default=True, help="Never use more than this."
+)
+@click.option("--workers", metavar="N", type=int, help="How many copy; a few by default.")
+@click.option(
+    "--engine",
+    metavar="ENGINE",
+    default="threads",
+    show_default=True,
+    help="threads, processes, dask://HOST:PORT, ray or slice:I/N.",
+)
+@click.option("--digest", is_flag=True, help="Record the digest of the state (reads SRC twice).")
+@click.option("--overwrite", is_flag=True, help="Replace the step at DST.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+def reshard(  # noqa: PLR0913 — an option each
+    src: str,
+    dst: str,
+    *,
+    to: str,
+    source: str | None,
+    rules: str | None,
+    config: str | None,
+    given: tuple[str, ...],
+    replicate_unknown: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    no_optimizer: bool,
+    cast: tuple[str, ...],
+    rename: tuple[str, ...],
+    memory: str,
+    workers: int | None,
+    engine: str,
+    digest: bool,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Write the step SRC for another strategy into the run DST.
+
+    Parameters, optimizer state and all else go over; the new step has the number of the old one,
+    and a pack for each rank with exactly what that rank needs. No model, no GPU, and never more
+    memory than --memory. Every byte that is read is checked, SRC is only read, and the step exists
+    at DST whole or not at all. After an interruption the same command goes on where it was.
+
+    --rules says which dims tensor parallelism cuts, and how pipelines are split (`ckpt rules`
+    shows it); a SRC that was trained so has its own.
+    """
+    options: dict[str, Any] = {
+        "to": to,
+        "source": source,
+        "rules": rules,
+        "sizes": sizes_from(config, given),
+        "replicate_unknown": replicate_unknown,
+        "selection": ckptkit.Selection(
+            include=include,
+            exclude=exclude,
+            optimizer=not no_optimizer,
+            cast=tuple(map(_cast, cast)),
+            rename=tuple(map(_rename, rename)),
+        ),
+        "memory": memory,
+        "workers": workers,
+        "engine": engine,
+    }
+    plan = ckptkit.plan_reshard(src, dst, **options, probe=dry_run)
+    if dry_run:
+        if as_json:
+            emit_json(document_of(plan))
+        else:
+            emit(lines_of(plan))
+        return
+    with Bar("reshard", plan.bytes_written) as bar:
+        done = ckptkit.reshard(
+            src, dst, **options, digest=digest, overwrite=overwrite, progress=bar
+        )
+    if as_json:
+        found = {"committed": done.committed, "found_packs": done.found}
+        emit_json({**document_of(plan), **found})
+    else:
+        emit([_said(plan, done)])
+
+
+def _said(plan: ckptkit.ReshardPlan, done: ckptkit.Resharded) -> str:
+    if not done.committed:
+        return f"the packs of this slice are at {done.location}; `ckpt commit` closes the step"
+    if done.found == done.packs:
+        return f"{done.location} is there already, made of the same step in the same way"
+    before = f", {done.found} of them from before" if done.found else ""
+    packs = f"{counted(done.packs, 'pack')}{before}"
+    what = f"{counted(len(plan.arrays), 'array')}, {size_text(plan.bytes_written)}"
+    return f"{done.location}: {plan.from_strategy} -> {plan.to_strategy}, {what} in {packs}"
+
+
+def _cast(text: str) -> tuple[str, str]:
+    pattern, _, dtype = text.rpartition("=")
+    return pattern, dtype
+
+
+def _rename(text: str) -> tuple[str, str]:
+    pattern, arrow, new = text.partition("=>")
+    if not arrow:
+        raise click.BadParameter(f"{text!r} is no renaming: write 'old=>new'")
+    return pattern, new

@@ -1,0 +1,157 @@
+"""A reshard that is cut off leaves no step, and the same call goes on where it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckptkit
+from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError, StorageError
+from ckptkit.storage import CountingStore, FailingStore, LocalStore, MemoryStore
+from ckptkit.storage.failing import EXIT_CODE
+from tests.checkpoint.reshard.toy import assert_same_state, reshard, save_toy, saved
+from tests.checkpoint.saving import contents, files, memory_with
+
+STEP = "step-0000000007"
+
+
+def operations() -> int:
+    failing = FailingStore(MemoryStore(), fail_at=10**9)
+    reshard(saved("fsdp:3"), failing, "tp:4", workers=1)
+    return failing.operations
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_whatever_fails_leaves_no_step_and_the_next_run_finishes(
+    tmp_path: Path, after: bool
+) -> None:
+    for fail_at in range(1, operations() + 1):
+        destination = LocalStore(tmp_path / str(fail_at))
+        failing = FailingStore(destination, fail_at=fail_at, after=after)
+        try:
+            reshard(saved("fsdp:3"), failing, "tp:4", workers=1)
+        except StorageError:
+            if not after:
+                with pytest.raises(NotFoundError):
+                    ckptkit.open(destination)
+        reshard(saved("fsdp:3"), destination, "tp:4")
+        with ckptkit.open(destination) as checkpoint:
+            assert_same_state(checkpoint)
+        assert not ckptkit.verify(destination)
+
+
+_KILLED = """
+import sys
+from ckptkit.storage import FailingStore, LocalStore
+from tests.checkpoint.reshard.toy import reshard
+source, destination = map(LocalStore, sys.argv[1:3])
+for fail_at in map(int, sys.argv[3:]):
+    import os
+    child = os.fork()
+    if not child:
+        reshard(source, FailingStore(destination, fail_at=fail_at, how="exit"), "tp:4", workers=1)
+        os._exit(0)
+    print(fail_at, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_killed_at_any_point_it_leaves_no_step_and_the_next_run_finishes(tmp_path: Path) -> None:
+    source, destination = tmp_path / "a", tmp_path / "b"
+    save_toy(LocalStore(source), "fsdp:3")
+    # One kill after the other over the same destination: each begins with what the others left.
+    points = [str(point) for point in range(1, operations() - 4, 3)]
+    command = [sys.executable, "-c", _KILLED, str(source), str(destination), *points]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    codes = {line.split()[1] for line in done.stdout.splitlines()}
+    assert str(EXIT_CODE) in codes
+    assert codes <= {str(EXIT_CODE), "0"}
+    reshard(source, destination, "tp:4")
+    with ckptkit.open(destination) as checkpoint:
+        assert_same_state(checkpoint)
+    assert not ckptkit.verify(destination)
+
+
+def test_packs_that_are_whole_are_used_again_and_others_are_not() -> None:
+    whole = MemoryStore()
+    reshard(saved("fsdp:3"), whole, "tp:4")
+    objects = contents(whole)
+    del objects[f"{STEP}/manifest.msgpack"]
+    packs = [key for key in objects if key.endswith(".zip")]
+    damaged = bytearray(objects[packs[1]])
+    damaged[len(damaged) // 3] ^= 1
+    objects[packs[1]] = bytes(damaged)
+    objects[packs[2]] = objects[packs[2]][:-40]
+    del objects[packs[3]]
+    counting = CountingStore(memory_with(objects))
+    done = reshard(saved("fsdp:3"), counting, "tp:4")
+    assert (done.packs, done.found) == (4, 1)
+    assert counting.operations["create"] == 3
+    assert contents(whole) == {e.key: counting.read(e.key) for e in counting.list()}
+
+
+def test_a_done_reshard_is_not_done_again() -> None:
+    destination = CountingStore(MemoryStore())
+    reshard(saved("fsdp:3"), destination, "tp:4")
+    destination.reset()
+    done = reshard(saved("fsdp:3"), destination, "tp:4")
+    assert (done.committed, done.found) == (True, 4)
+    assert destination.bytes_written == 0
+
+
+def test_a_damaged_chunk_of_the_source_is_named_and_nothing_is_committed(tmp_path: Path) -> None:
+    source, destination = tmp_path / "a", tmp_path / "b"
+    save_toy(LocalStore(source), "fsdp:3")
+    with ckptkit.open(source) as checkpoint:
+        manifest = checkpoint.manifest
+        number = [a.name for a in manifest.arrays].index("optimizer/layers.1.up/exp_avg")
+        row = int(manifest.starts[number])
+        pack = manifest.packs[int(manifest.pack[row])].name
+        offset = int(manifest.offset[row])
+        path = source / STEP / "data" / manifest.save.save_id / pack
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 4
+    path.write_bytes(data)
+    before = files(source)
+    with pytest.raises(CorruptionError) as caught:
+        reshard(source, destination, "tp:4")
+    assert "optimizer/layers.1.up/exp_avg/c/0/0" in str(caught.value)
+    assert pack in str(caught.value)
+    with pytest.raises(NotFoundError):
+        ckptkit.open(destination)
+    assert files(source) == before
+
+
+def test_slices_make_a_step_together(tmp_path: Path) -> None:
+    source, destination = tmp_path / "a", tmp_path / "b"
+    save_toy(LocalStore(source), "fsdp:3")
+    for number in (2, 0):
+        done = reshard(source, destination, "fsdp:8", engine=f"slice:{number}/3")
+        assert not done.committed
+    with pytest.raises(NotFoundError, match=r"3 of 8 packs are missing, of the ranks 1, 4, 7"):
+        ckptkit.commit_packs(destination)
+    reshard(source, destination, "fsdp:8", engine="slice:1/3")
+    assert ckptkit.commit_packs(destination).save.step == 7
+    with ckptkit.open(destination) as checkpoint:
+        assert_same_state(checkpoint)
+    with pytest.raises(NotFoundError, match="every step is committed"):
+        ckptkit.commit_packs(destination)
+
+
+def test_processes_make_the_same_bytes_as_threads(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    save_toy(LocalStore(source), "fsdp:3")
+    reshard(source, tmp_path / "b", "tp:4")
+    reshard(source, tmp_path / "c", "tp:4", engine="processes", workers=2)
+    assert files(tmp_path / "b") == files(tmp_path / "c")
+
+
+def test_an_error_in_another_process_arrives_as_itself(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    save_toy(LocalStore(source), "fsdp:3")
+    (pack,) = source.glob("step-*/data/*/rank-00001.zip")
+    pack.write_bytes(pack.read_bytes()[:-1])
+    with pytest.raises(CkptkitError, match="the pack has"):
+        reshard(source, tmp_path / "c", "tp:4", engine="processes", workers=1)

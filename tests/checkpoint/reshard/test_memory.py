@@ -1,0 +1,79 @@
+"""The cap on memory is one: measured, whatever the size of the step, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptkit
+
+_MEASURED = """
+import os, sys, threading, time
+from pathlib import Path
+import ckptkit
+source, destination, to, memory, engine = sys.argv[1:]
+
+def resident():
+    total, own = 0, os.getpid()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                if own in (parent, int(folder.name)):
+                    total += int((folder / "statm").read_text().split()[1])
+            except (OSError, IndexError):
+                pass
+    return total * os.sysconf("SC_PAGE_SIZE")
+
+before, peak, done = resident(), 0, threading.Event()
+
+def watch():
+    global peak
+    while not done.is_set():
+        peak = max(peak, resident())
+        time.sleep(0.01)
+
+if __name__ == "__main__":
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    rules = {"rules": [{"match": "*", "tp": "shard(1)"}]}
+    ckptkit.reshard(source, destination, to=to, rules=rules, memory=memory, engine=engine)
+    done.set()
+    watcher.join()
+    print(peak - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("memory", "engine", "chunk_bytes"),
+    [
+        ("96MiB", "threads", 4 << 20),
+        ("160MiB", "threads", 4 << 20),
+        ("160MiB", "threads", 1 << 30),
+        ("420MiB", "processes", 4 << 20),
+    ],
+)
+def test_a_process_and_its_children_grow_by_less_than_the_cap(
+    tmp_path: Path, memory: str, engine: str, chunk_bytes: int
+) -> None:
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("the system does not tell what is resident")
+    values = np.random.default_rng(0).integers(0, 1 << 30, (12, 2048, 2048), np.int32)
+    with ckptkit.Writer(tmp_path / "a", step=1, chunk_bytes=chunk_bytes) as writer:
+        for number, value in enumerate(values):
+            writer.add(f"model/w{number}", value)
+        writer.add("model/large", values.reshape(24576, 2048))
+    script = tmp_path / "measured.py"
+    script.write_text(_MEASURED)
+    command = [sys.executable, str(script), str(tmp_path / "a"), str(tmp_path / "b")]
+    command += ["tp:4", memory, engine]
+    done = subprocess.run(command, capture_output=True, check=False, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= int(memory.removesuffix("MiB")) << 20
+    with ckptkit.open(tmp_path / "b") as checkpoint:
+        assert np.array_equal(checkpoint.read("model/w7"), values[7])
+        assert np.array_equal(checkpoint.read("model/large"), values.reshape(24576, 2048))

@@ -1,0 +1,59 @@
+"""Every strategy into every other: the same bits, and each rank's pack is what the rank needs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+import ckptkit
+from ckptkit import Strategy
+from ckptkit.storage import MemoryStore
+from tests.checkpoint.reshard.toy import (
+    STRATEGIES,
+    assert_packs_fit_ranks,
+    assert_same_state,
+    placed_once,
+    reshard,
+    saved,
+)
+
+
+@pytest.mark.parametrize("to", STRATEGIES)
+@pytest.mark.parametrize("source", STRATEGIES)
+def test_any_strategy_becomes_any_other(source: str, to: str) -> None:
+    destination = MemoryStore()
+    done = reshard(saved(source), destination, to)
+    assert (done.step, done.committed, done.found) == (7, True, 0)
+    with ckptkit.open(destination) as checkpoint:
+        assert (checkpoint.step, checkpoint.strategy) == (7, Strategy.parse(to))
+        assert_same_state(checkpoint)
+        assert_packs_fit_ranks(checkpoint)
+        rows = placed_once(to)
+        assert {a.name: a.placements for a in checkpoint.manifest.arrays} == rows
+    assert not ckptkit.verify(destination)
+
+
+def test_the_source_is_only_read() -> None:
+    store = saved("fsdp:8")
+    before = {entry.key: store.read(entry.key) for entry in store.list()}
+    reshard(store, MemoryStore(), "tp:4")
+    assert {entry.key: store.read(entry.key) for entry in store.list()} == before
+
+
+def test_a_way_through_many_strategies_ends_where_it_began() -> None:
+    runs = [saved("tp:2,fsdp:2")]
+    for to in ("pp:2", "zero1:3", "fsdp:8", "ddp:2", "fsdp:2,tp:3", "tp:2,fsdp:2"):
+        runs.append(MemoryStore())
+        for source, destination in pairwise(runs[-2:]):
+            reshard(source, destination, to)
+    with ckptkit.open(runs[-1]) as checkpoint:
+        assert_same_state(checkpoint)
+
+
+def test_a_step_of_zero_ranks_of_work_is_a_copy() -> None:
+    destination = MemoryStore()
+    reshard(saved("fsdp:8"), destination, "fsdp:8")
+    with ckptkit.open(destination) as copy, ckptkit.open(saved("fsdp:8")) as source:
+        assert copy.strategy == source.strategy
+        assert_same_state(copy)

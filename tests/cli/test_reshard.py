@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptkit
+from tests.cli.programs import ckpt, document, flip_a_bit
+
+RULES = {
+    "rules": [
+        {"match": "qkv", "tp": "shard(0, blocks=[4,2,2])"},
+        {"match": "w", "tp": "shard(0)"},
+        {"match": "*", "tp": "replicate"},
+    ]
+}
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    path = tmp_path / "rules.json"
+    path.write_text(json.dumps(RULES))
+    return path
+
+
+def test_a_step_goes_into_another_run_for_another_strategy(
+    run: Path, rules: Path, tmp_path: Path
+) -> None:
+    new = tmp_path / "new"
+    result = ckpt("reshard", "--from", "ddp:2,fsdp:2", "--to", "tp:2", "--rules", rules, run, new)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "step-0000000020: ddp:2,fsdp:2 -> tp:2, 5 arrays, " in result.stdout
+    assert result.stdout.endswith(" in 2 packs\n")
+    assert ckpt("diff", run, new).exit_code == 0
+    assert ckptkit.Run(new).steps() == [20]
+    again = ckpt("reshard", "--to", "tp:2", "--rules", rules, run, new)
+    assert (again.exit_code, "is there already" in again.stdout) == (0, True)
+    other = ckpt("reshard", "--to", "fsdp:3", run, new)
+    assert (other.exit_code, "--overwrite" in other.stderr) == (2, True)
+
+
+def test_the_document_says_what_was_done(run: Path, rules: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    plan = document("reshard", run, new, "--to", "tp:2", "--rules", rules, "--dry-run")
+    assert not new.exists()
+    assert plan["seconds"] > 0
+    done = document("reshard", run, new, "--to", "tp:2", "--rules", rules)
+    assert (done["committed"], done["found_packs"]) == (True, 0)
+    for key in ("arrays", "bytes_written", "requests", "save_id", "bytes_by_rank"):
+        assert done[key] == plan[key]
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(
+    run: Path, rules: Path, tmp_path: Path
+) -> None:
+    new = tmp_path / "new"
+    changes = ["--no-optimizer", "--cast", "w=fp32", "--rename", "^qkv$=>attention.qkv"]
+    result = ckpt("reshard", run, new, "--to", "tp:2", "--rules", rules, "--dry-run", *changes)
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:8]] == [
+        "from",
+        "to",
+        "arrays",
+        "read",
+        "write",
+        "packs",
+        "memory",
+        "time",
+    ]
+    assert "  model/qkv -> model/attention.qkv" in lines
+    assert "  model/w bfloat16 -> float32" in lines
+    assert lines[-2:] == ["left out:", "  optimizer/w/exp_avg"]
+    assert not new.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--to", "tp:2,tp:2"], 2, "appears twice"),
+        (["--to", "fsdp:2", "--from", "fsdp:2"], 2, "written by ddp:2,fsdp:2, not by fsdp:2"),
+        (["--to", "fsdp:2", "--memory", "12"], 2, "too little memory"),
+        (["--to", "fsdp:2", "--cast", "bf17"], 2, "write bf16, fp16"),
+        (["--to", "fsdp:2", "--rename", "a=b"], 2, "write 'old=>new'"),
+        (["--to", "fsdp:2", "--rules", "nosuch"], 2, "nosuch"),
+        (["--to", "fsdp:2", "--set", "a"], 2, "a"),
+        (["--to", "fsdp:2", "--engine", "dask://127.0.0.1:1"], 6, "no Dask scheduler answers"),
+        ([], 2, "missing option"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    run: Path, tmp_path: Path, options: list[str], code: int, message: str
+) -> None:
+    result = ckpt("reshard", run, tmp_path / "new", *options)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert message in result.stderr.lower() or message in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_damage_is_named_and_nothing_is_committed(run: Path, tmp_path: Path) -> None:
+    flip_a_bit(run / "step-0000000020")
+    result = ckpt("reshard", run, tmp_path / "new", "--to", "fsdp:3")
+    assert result.exit_code == 3
+    assert "has the checksum" in result.stderr
+    assert ckpt("ls", tmp_path / "new").exit_code in (0, 4)
+    assert not list(tmp_path.glob("new/*/manifest.msgpack"))
+
+
+def test_slices_are_closed_by_commit(run: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    first = ckpt("reshard", run, new, "--to", "fsdp:4", "--engine", "slice:0/2")
+    assert (first.exit_code, "`ckpt commit` closes the step" in first.stdout) == (0, True)
+    early = ckpt("commit", new)
+    assert (early.exit_code, "2 of 4 packs are missing, of the ranks 1, 3" in early.stderr) == (
+        4,
+        True,
+    )
+    ckpt("reshard", run, new, "--to", "fsdp:4", "--engine", "slice:1/2")
+    found = document("commit", new)
+    assert (found["step"], found["strategy"], found["packs"]) == (20, "fsdp:4", 4)
+    assert ckpt("diff", run, new).exit_code == 0
+    late = ckpt("commit", new)
+    assert (late.exit_code, "every step is committed" in late.stderr) == (4, True)
+
+
+def test_commit_says_it_in_words(run: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    ckpt("reshard", run, new, "--to", "fsdp:2", "--engine", "slice:0/1")
+    assert ckpt("commit", new, "--step", "20").stdout == "step 20 is committed: fsdp:2, 2 packs\n"
+    assert ckpt("commit", tmp_path / "none").exit_code == 4
+    assert ckpt("commit", new, "--step", "21").exit_code == 4
+
+
+def test_the_digest_is_recorded_and_survives_a_way_there_and_back(
+    run: Path, rules: Path, tmp_path: Path
+) -> None:
+    there, back = tmp_path / "there", tmp_path / "back"
+    ckpt("reshard", run, there, "--to", "tp:2", "--rules", rules, "--digest")
+    ckpt("reshard", there, back, "--to", "ddp:2,fsdp:2", "--digest")
+    digests: list[Any] = []
+    for place in (there, back):
+        with ckptkit.open(place) as checkpoint:
+            digests.append(checkpoint.details["digest"])
+    assert digests[0] == digests[1]
+    assert digests[0]["algorithm"] == "xxh3-128"
+    assert ckptkit.digest(run).step == digests[0]["step"]
+    assert ckpt("verify", back, "--digest").exit_code == 0

@@ -1,0 +1,101 @@
+"""What is resharded offline is what a job of that strategy would have saved, and loads there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptkit
+from ckptkit.model import Owner, Shard, Stage, Strided
+from tests.live.gathering import Arrays
+from tests.live.pool import Pool
+from tests.live.strategies import LAYOUTS
+from tests.live.test_matrix import load, save
+
+RULES: dict[str, Any] = {
+    "rules": [
+        {"match": "embed.weight", "tp": "shard(0)"},
+        {"match": "re:.*(up\\.weight|up\\.bias|head\\.weight)", "tp": "shard(0)"},
+        {"match": "*.down.weight", "tp": "shard(1)"},
+        {"match": "*", "tp": "replicate"},
+    ],
+    "pipeline": {
+        "layers": "layers\\.(\\d+)",
+        "split": "balanced",
+        "first": ["embed*"],
+        "last": ["norm*", "head*", "scale"],
+    },
+}
+SOURCES = ("fsdp2:4", "tp:2", "zero1:3", "pp:2", "fsdp1:2")
+TARGETS = (
+    "plain",
+    "ddp:2",
+    "fsdp2:3",
+    "hsdp:2x2",
+    "zero1:2",
+    "tp:2",
+    "tp:4",
+    "fsdp:2,tp:2",
+    "ddp:2,tp:2",
+    "pp:2",
+    "pp:2,fsdp:2",
+)
+
+Saved = Callable[[str], tuple[str, Arrays]]
+
+
+@pytest.fixture(scope="module")
+def saved(gloo: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Where a job has saved, and what it held."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    @functools.cache
+    def found(layout: str) -> tuple[str, Arrays]:
+        location = str(folder / str(list(LAYOUTS).index(layout)))
+        whole: dict[str, Any] = {}
+        for rank in gloo.run(LAYOUTS[layout].ranks, save, layout, location):
+            whole = dict(rank) | whole
+        return location, whole
+
+    return found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_job_loads_what_was_resharded_for_it(
+    gloo: Pool, saved: Saved, tmp_path: Path, target: str
+) -> None:
+    steps = {}
+    for number, source in enumerate(SOURCES):
+        location, whole = saved(source)
+        new = str(tmp_path / str(number))
+        ckptkit.reshard(location, new, to=LAYOUTS[target].written, rules=RULES)
+        steps[source] = (new, whole)
+    for rank, problems in enumerate(gloo.run(LAYOUTS[target].ranks, load, target, steps)):
+        assert not {k: v for k, v in problems.items() if v}, f"rank {rank}"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_is_cut_as_the_job_would_have_cut_it(
+    gloo: Pool, saved: Saved, tmp_path: Path, target: str
+) -> None:
+    location, _ = saved("fsdp2:4")
+    to = LAYOUTS[target].written
+    ckptkit.reshard(location, tmp_path, to=to, rules=RULES)
+    with ckptkit.open(tmp_path) as resharded, ckptkit.open(saved(target)[0]) as own:
+        assert resharded.strategy == own.strategy
+        found = {array.name: cuts(array, to) for array in resharded.manifest.arrays}
+        assert found == {array.name: cuts(array, to) for array in own.manifest.arrays}
+
+
+def cuts(array: Any, strategy: str) -> list[Any]:
+    """The placements that cut, and with ZeRO-1 who owns moments; what all ranks hold a job has its
+    first rank write where nobody can be sure that it is the same.
+    """
+    kinds: tuple[type, ...] = (Shard, Strided, Stage)
+    if "zero1" in strategy and "exp_avg" in array.name:
+        kinds = (Owner,)
+    return [placement for placement in array.placements if isinstance(placement, kinds)]

@@ -1,7 +1,0 @@
-"""Failed asserts of the contract explain themselves, as those of a test module do."""
-
-from __future__ import annotations
-
-import pytest
-
-pytest.register_assert_rewrite("tests.storage.contract")
