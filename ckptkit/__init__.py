@@ -13,8 +13,9 @@ from ckptkit.checkpoint.explain import Explained, explain_rules
 from ckptkit.checkpoint.rebuild import rebuild
 from ckptkit.checkpoint.reshard.closing import commit_packs
 from ckptkit.checkpoint.reshard.planning import ReshardPlan
-from ckptkit.checkpoint.reshard.reshard import Resharded, plan_reshard, reshard
+from ckptkit.checkpoint.reshard.reshard import plan_reshard, reshard
 from ckptkit.checkpoint.reshard.selection import Selection
+from ckptkit.checkpoint.reshard.work import Resharded
 from ckptkit.checkpoint.run import Run
 from ckptkit.checkpoint.unpack import unpack
 from ckptkit.checkpoint.verify import Finding, verify

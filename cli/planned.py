@@ -36,6 +36,7 @@ def document_of(plan: ckptkit.ReshardPlan) -> dict[str, Any]:
             }
             for a in plan.arrays
         ],
+        "aliases": list(plan.aliases),
         "left_out": list(plan.left_out),
         "bytes_read": plan.bytes_read,
         "bytes_written": plan.bytes_written,
@@ -90,7 +91,7 @@ def _packs(plan: ckptkit.ReshardPlan) -> str:
 def _arrays(plan: ckptkit.ReshardPlan) -> str:
     kept = sum(array.is_kept for array in plan.arrays)
     left = f", {len(plan.left_out)} left out" if plan.left_out else ""
-    return f"{len(plan.arrays)}, chunks of {kept} go over as they are{left}"
+    return f"{len(plan.arrays) + len(plan.aliases)}, chunks of {kept} go over as they are{left}"
 
 
 def _change(array: Any) -> str:

@@ -1,4 +1,4 @@
-"""Sizes and spans of time, as people write them on a command line and read them in a listing."""
+"""Spans of time as people write them on a command line, and sizes as they read them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,9 @@ import re
 
 import click
 
-_SIZES: dict[str, int] = {
-    "": 1,
-    "b": 1,
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)},
-    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", 1)},
-}
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)", re.ASCII)
-
-
-def size_of(text: str) -> int:
-    """The bytes of a text such as 4096, 512MiB or 1.5 GB."""
-    match = _QUANTITY.fullmatch(text.strip())
-    unit = _SIZES.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise click.BadParameter(f"{text!r} is no size: write 4096, 512MiB or 1.5GB")
-    size = round(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    if size < 1:
-        raise click.BadParameter(f"{text!r} is less than one byte")
-    return size
 
 
 def seconds_of(text: str) -> float:

@@ -26,7 +26,7 @@ import ckptkit
 @location("src")
 @location("dst")
 @click.option("--to", metavar="STRATEGY", required=True, help="Such as tp:4 or pp:2,fsdp:4.")
-@click.option("--from", "source", metavar="STRATEGY", help="What SRC is expected to be.")
+@click.option("--from", "expect", metavar="STRATEGY", help="What SRC is expected to be.")
 @click.option("--rules", metavar="RULES", help="A file, a preset, or auto (the default).")
 @click.option("--config", metavar="FILE", help="A config.json with the sizes that rules refer to.")
 @click.option("--set", "given", metavar="NAME=N", multiple=True, help="One such size.")
@@ -41,23 +41,32 @@ import ckptkit
 @click.option(
     "--memory", metavar="SIZE", default="1GiB", show_default=True, help="Never use more than this."
 )
-@click.option("--workers", metavar="N", type=int, help="How many copy; a few by default.")
+@click.option(
+    "--chunk-size", metavar="SIZE", default="4MiB", show_default=True, help="About, of new chunks."
+)
+@click.option(
+    "--workers", metavar="N", type=click.IntRange(min=1), help="How many copy; a few by default."
+)
 @click.option(
     "--engine",
     metavar="ENGINE",
     default="threads",
     show_default=True,
-    help="threads, processes, dask://HOST:PORT, ray or slice:I/N.",
+    help="threads, processes, dask://HOST:PORT, ray, ray://HOST:PORT, slice:I/N.",
 )
 @click.option("--digest", is_flag=True, help="Record the digest of the state (reads SRC twice).")
 @click.option("--overwrite", is_flag=True, help="Replace the step at DST.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Only say what would be done; a little is read and written.",
+)
 def reshard(  # noqa: PLR0913 — an option each
     src: str,
     dst: str,
     *,
     to: str,
-    source: str | None,
+    expect: str | None,
     rules: str | None,
     config: str | None,
     given: tuple[str, ...],
@@ -68,6 +77,7 @@ def reshard(  # noqa: PLR0913 — an option each
     cast: tuple[str, ...],
     rename: tuple[str, ...],
     memory: str,
+    chunk_size: str,
     workers: int | None,
     engine: str,
     digest: bool,
@@ -82,12 +92,16 @@ def reshard(  # noqa: PLR0913 — an option each
     memory than --memory. Every byte that is read is checked, SRC is only read, and the step exists
     at DST whole or not at all. After an interruption the same command goes on where it was.
 
+    PATTERN, with * and ?, matches whole names (model/layers.0.*) or the names inside of groups
+    (layers.0.*, which optimizer state has too). --include, --exclude, --cast, --rename and --set
+    may be given more than once; renamings are applied in order, the last cast that fits counts.
+
     --rules says which dims tensor parallelism cuts, and how pipelines are split (`ckpt rules`
     shows it); a SRC that was trained so has its own.
     """
     options: dict[str, Any] = {
         "to": to,
-        "source": source,
+        "expect": expect,
         "rules": rules,
         "sizes": sizes_from(config, given),
         "replicate_unknown": replicate_unknown,
@@ -99,8 +113,11 @@ def reshard(  # noqa: PLR0913 — an option each
             rename=tuple(map(_rename, rename)),
         ),
         "memory": memory,
+        "chunk_bytes": chunk_size,
         "workers": workers,
         "engine": engine,
+        "digest": digest,
+        "overwrite": overwrite,
     }
     plan = ckptkit.plan_reshard(src, dst, **options, probe=dry_run)
     if dry_run:
@@ -110,12 +127,10 @@ def reshard(  # noqa: PLR0913 — an option each
             emit(lines_of(plan))
         return
     with Bar("reshard", plan.bytes_written) as bar:
-        done = ckptkit.reshard(
-            src, dst, **options, digest=digest, overwrite=overwrite, progress=bar
-        )
+        done = ckptkit.reshard(src, dst, **options, progress=bar)
     if as_json:
-        found = {"committed": done.committed, "found_packs": done.found}
-        emit_json({**document_of(plan), **found})
+        found = {"save_id": done.save_id, "finished_packs": list(done.finished)}
+        emit_json({**document_of(plan), **found, "committed": done.committed})
     else:
         emit([_said(plan, done)])
 
@@ -123,11 +138,13 @@ def reshard(  # noqa: PLR0913 — an option each
 def _said(plan: ckptkit.ReshardPlan, done: ckptkit.Resharded) -> str:
     if not done.committed:
         return f"the packs of this slice are at {done.location}; `ckpt commit` closes the step"
-    if done.found == done.packs:
+    if len(done.finished) == done.packs:
         return f"{done.location} is there already, made of the same step in the same way"
-    before = f", {done.found} of them from before" if done.found else ""
+    before = f", {len(done.finished)} of them from before" if done.finished else ""
     packs = f"{counted(done.packs, 'pack')}{before}"
-    what = f"{counted(len(plan.arrays), 'array')}, {size_text(plan.bytes_written)}"
+    what = (
+        f"{counted(len(plan.arrays) + len(plan.aliases), 'array')}, {size_text(plan.bytes_written)}"
+    )
     return f"{done.location}: {plan.from_strategy} -> {plan.to_strategy}, {what} in {packs}"
 
 

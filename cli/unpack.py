@@ -9,7 +9,7 @@ from ckptkit.cli.command import command, location
 from ckptkit.cli.exits import CORRUPT
 from ckptkit.cli.output import counted, emit, emit_json
 from ckptkit.cli.progress import Bar
-from ckptkit.cli.quantity import size_of, size_text
+from ckptkit.cli.quantity import size_text
 
 import ckptkit
 
@@ -20,12 +20,11 @@ import ckptkit
 @click.option(
     "--memory",
     metavar="SIZE",
-    type=size_of,
     default="256MiB",
     show_default=True,
     help="Hold at most about this much of chunks at once.",
 )
-def unpack(step: str, folder: Path, memory: int, *, as_json: bool) -> None:
+def unpack(step: str, folder: Path, memory: str, *, as_json: bool) -> None:
     """Write STEP as a plain Zarr directory DIR.
 
     Any tool that knows Zarr v3 reads it. Every chunk is checked on the way. DIR must not

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,12 @@ import numpy.typing as npt
 from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.digest import object_digest, state_objects
 from ckptkit.checkpoint.nearness import Apart, Tolerance, apart, is_near
+from ckptkit.checkpoint.patterns import check_used, matches, pattern_list
 from ckptkit.checkpoint.places import Place
 from ckptkit.checkpoint.stored import StoredArray, StoredArrays
-from ckptkit.checkpoint.streaming import DEFAULT_MEMORY, Band, Limits, stream
+from ckptkit.checkpoint.streaming import STREAM_MEMORY, Band, Limits, stream
 from ckptkit.checkpoint.threads import Progress
-from ckptkit.errors import UsageError
-from ckptkit.format.names import split
+from ckptkit.format.names import inner_name
 from ckptkit.format.objects import ObjectInfo, whole
 from ckptkit.model.quantity import parse_size
 
@@ -107,7 +106,7 @@ def diff(  # noqa: PLR0913 — one keyword for each decision, all with defaults
     exclude: Sequence[str] = (),
     atol: float = 0.0,
     rtol: float = 0.0,
-    memory: int | str = DEFAULT_MEMORY,
+    memory: int | str = STREAM_MEMORY,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Diff:
@@ -118,11 +117,12 @@ def diff(  # noqa: PLR0913 — one keyword for each decision, all with defaults
     pick arrays and objects by their whole name or the one inside of their group. Every chunk is
     checked, and no more than `memory` is in use.
     """
+    patterns = pattern_list(include, "include"), pattern_list(exclude, "exclude")
     tolerance = Tolerance(atol, rtol)
     limits = Limits.of(parse_size(memory), threads, sides=2, spare=_SPARE)
     with ExitStack() as stack:
         sides = [stack.enter_context(open_checkpoint(place)) for place in (a, b)]
-        chosen = _Patterns(include, exclude).chosen(sides)
+        chosen = _chosen(sides, *patterns)
         stored = [stack.enter_context(StoredArrays(c, limits.chunk_bytes)) for c in sides]
         names = sorted({name for side in stored for name in side if name in chosen})
         pairs = {name: _pair(name, stored) for name in names}
@@ -235,43 +235,24 @@ def _value(item: ObjectInfo | None) -> Any:
     return None if item is None else whole(item)
 
 
-@dataclass(frozen=True, slots=True)
-class _Patterns:
-    """Which names are wanted."""
-
-    include: Sequence[str]
-    exclude: Sequence[str]
-
-    def chosen(self, sides: Sequence[Checkpoint]) -> set[str]:
-        """The names of arrays and objects of both steps that are wanted."""
-        names = list(_names(sides))
-        for pattern in (*self.include, *self.exclude):
-            # What means nothing must not make two steps the same.
-            if not any(_matches([pattern], every) for _, every in names):
-                raise UsageError(
-                    "nothing in either step has such a name",
-                    value=pattern,
-                    hint="patterns match whole names, or those inside of their group: `ckpt show`",
-                )
-        return {name for name, every in names if self._takes(every)}
-
-    def _takes(self, every: Sequence[str]) -> bool:
-        return (not self.include or _matches(self.include, every)) and not _matches(
-            self.exclude, every
-        )
+def _chosen(
+    sides: Sequence[Checkpoint], include: tuple[str, ...], exclude: tuple[str, ...]
+) -> set[str]:
+    """The names of arrays and objects of both steps that are wanted."""
+    names = list(_names(sides))
+    # What means nothing must not make two steps the same.
+    check_used((*include, *exclude), names, "nothing in either step has such a name")
+    return {
+        name
+        for name, inner in names
+        if (not include or matches(include, name, inner)) and not matches(exclude, name, inner)
+    }
 
 
-def _names(sides: Sequence[Checkpoint]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Every name, and what patterns may match of it."""
+def _names(sides: Sequence[Checkpoint]) -> Iterator[tuple[str, str]]:
+    """Every name, with the one inside of its group."""
     for side in sides:
         for name, array in side.arrays.items():
-            nodes = split(name)
-            # Optimizer state is named after its parameter.
-            last = -1 if array.role == "optimizer" and len(nodes) > 2 else None
-            yield name, (name, "/".join(nodes[1:last]))
+            yield name, inner_name(name, array.role)
         for item in side.manifest.objects:
-            yield item.name, (item.name, item.name.partition("/")[2])
-
-
-def _matches(patterns: Sequence[str], names: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names if name)
+            yield item.name, item.name.partition("/")[2] or item.name

@@ -14,18 +14,15 @@ import xxhash
 from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.places import Place
 from ckptkit.checkpoint.stored import StoredArrays
-from ckptkit.checkpoint.streaming import DEFAULT_MEMORY, Band, Limits, Readable, stream
+from ckptkit.checkpoint.streaming import STREAM_MEMORY, Band, Limits, Readable, stream
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.checkpoint.verify import Finding
 from ckptkit.format.leaves import dumps
 from ckptkit.format.objects import ObjectInfo, whole
+from ckptkit.format.reserved import ALIKE, DIGEST_ALGORITHM
 from ckptkit.model.quantity import parse_size
 
-ALGORITHM = "xxh3-128"
-
 _ARRAY, _OBJECT, _STEP = b"ckptkit-array-1\0", b"ckptkit-object-1\0", b"ckptkit-step-1\0"
-# What a training job says of arrays again, under some strategies only (FORMAT section 8).
-_ALIKE = "alike/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +38,12 @@ class Digest:
     @property
     def algorithm(self) -> str:
         """The hash that all of them are made with."""
-        return ALGORITHM
+        return DIGEST_ALGORITHM
 
     def findings(self, checkpoint: Checkpoint) -> list[Finding]:
         """What is wrong if this is the digest of a step: it may have another one on record."""
         recorded = checkpoint.details.get("digest")
-        if not isinstance(recorded, dict) or recorded.get("algorithm") != ALGORITHM:
+        if not isinstance(recorded, dict) or recorded.get("algorithm") != DIGEST_ALGORITHM:
             return []
         if recorded.get("step") == self.step:
             return []
@@ -57,7 +54,7 @@ class Digest:
 def digest(
     location: Place,
     *,
-    memory: int | str = DEFAULT_MEMORY,
+    memory: int | str = STREAM_MEMORY,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Digest:
@@ -80,7 +77,7 @@ def digest_of(
     arrays: Mapping[str, Readable],
     objects: Sequence[ObjectInfo],
     *,
-    memory: int = DEFAULT_MEMORY,
+    memory: int = STREAM_MEMORY,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Digest:
@@ -97,7 +94,7 @@ def digest_of(
 
 def state_objects(objects: Sequence[ObjectInfo], arrays: Iterable[str]) -> list[ObjectInfo]:
     """The objects, sorted by name, that are part of the state, and not said of an array that is."""
-    said = {_ALIKE + name for name in arrays}
+    said = {f"{ALIKE}/{name}" for name in arrays}
     return sorted((o for o in objects if o.name not in said), key=lambda item: item.name)
 
 

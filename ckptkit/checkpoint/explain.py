@@ -8,11 +8,12 @@ from typing import Any
 
 from ckptkit.checkpoint.checkpoint import open_checkpoint
 from ckptkit.checkpoint.places import Place
+from ckptkit.checkpoint.reshard.selection import Selection, choose
+from ckptkit.checkpoint.reshard.target import Outline, tensors_of
 from ckptkit.checkpoint.rules_file import RulesLike, rules_between
-from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Strategy, layout_of
-from ckptkit.plan.placing import Placed, Tensor, decide
-from ckptkit.plan.subjects import inner_name
+from ckptkit.plan.placing import Placed, decide
+from ckptkit.plan.subjects import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +48,17 @@ def explain_rules(
     """
     target = Strategy.of(to)
     with open_checkpoint(src) as checkpoint:
-        source, arrays = checkpoint.strategy, checkpoint.manifest.arrays
-    tensors = [_tensor(array) for array in arrays]
-    names = [inner_name(tensor) for tensor in tensors]
+        source, outline = checkpoint.strategy, Outline.of(checkpoint.manifest)
+    choice = choose(outline.arrays, outline.aliases, Selection())
+    names = [chosen.inner for chosen in choice.arrays]
     found = rules_between(source, target, rules, names=names, sizes=sizes)
+    tensors = tensors_of(choice, outline.objects)
     placed = decide(tensors, source=source, target=target, rules=found)
-    return [
+    explained = [
         _explained(tensor, replace(each, unknown=()) if replicate_unknown else each, target)
         for tensor, each in zip(tensors, placed, strict=True)
     ]
-
-
-def _tensor(array: ArrayInfo) -> Tensor:
-    size = array.dtype.itemsize
-    return Tensor(array.name, array.shape, size, array.role, array.of, array.placements)
+    return sorted(explained, key=lambda each: each.name)
 
 
 def _explained(tensor: Tensor, placed: Placed, target: Strategy) -> Explained:

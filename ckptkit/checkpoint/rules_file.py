@@ -85,7 +85,7 @@ def presets() -> dict[str, Preset]:
     found: dict[str, Preset] = {}
     for path in sorted(folder.iterdir(), key=lambda path: path.name):
         doc = yaml.safe_load(path.read_text(encoding="utf-8"))
-        detect, name = doc.pop("detect"), path.name.removesuffix(".yaml")
+        detect, name = doc["detect"], path.name.removesuffix(".yaml")
         rules = Rules.from_doc(doc, where=name)
         found[name] = Preset(rules, tuple(detect["all"]), tuple(detect.get("none", ())))
     return found
@@ -110,9 +110,16 @@ def _found(what: RulesLike, names: Iterable[str]) -> Rules:
             return _detected(names)
         if what in presets():
             return presets()[what].rules
-        if path.suffix not in _SUFFIXES and not path.exists():
+        if path.suffix not in _SUFFIXES and not _exists(path):
             raise _no_such(what)
     return Rules.from_doc(_document(path), where=path.name)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _detected(names: Iterable[str]) -> Rules:

@@ -19,7 +19,7 @@ from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.zarr_documents import chunk_key
 from ckptkit.model import Box, DType, Grid
-from ckptkit.plan.load import pieces_of
+from ckptkit.plan.load import pieces_of, pieces_within
 from ckptkit.storage import default_pool
 from ckptkit.storage.closing import Closing
 
@@ -111,7 +111,8 @@ class StoredArray:
             self._read(box, out, verify=True)
             return
         self._check(box)
-        for piece in self._pieces(box):
+        limit = min(BAND_BYTES, self._chunk_bytes)
+        for piece in pieces_within(self.grid, box, self.dtype.itemsize, limit):
             inside: Any = (*piece.within(box), ...)
             self._read(piece, out[inside], verify=False)
 
@@ -139,19 +140,6 @@ class StoredArray:
             self._checked[chunks] = True
         for chunk in chunks:
             check_chunk(self._checkpoint.manifest, self._first_row + int(chunk), self._sources)
-
-    def _pieces(self, box: Box) -> Iterator[Box]:
-        """A box as some of which each lies in few bytes of a chunk."""
-        longest = self.grid.stored_shape((0,) * len(self.shape))
-        steps = [math.prod(longest[dim + 1 :]) for dim in range(len(longest))]
-        apart = sum((n - 1) * step for n, step in zip(box.shape, steps, strict=True))
-        dim = next((dim for dim, extent in enumerate(box.shape) if extent > 1), None)
-        limit = min(BAND_BYTES, self._chunk_bytes)
-        if dim is None or (1 + apart) * self.dtype.itemsize <= limit:
-            yield box
-            return
-        for half in box.split(dim, box.offset[dim] + box.shape[dim] // 2):
-            yield from self._pieces(half)
 
 
 def check_chunk(manifest: Manifest, row: int, sources: Sources) -> None:

@@ -18,7 +18,7 @@ from ckptkit.errors import UsageError
 from ckptkit.model import Box, DType, Grid
 from ckptkit.storage import BufferPool, default_pool
 
-DEFAULT_MEMORY = 256 << 20
+STREAM_MEMORY = 256 << 20
 
 _MIB = 1 << 20
 LEAST_MEMORY = 16 * _MIB

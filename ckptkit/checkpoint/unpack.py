@@ -11,13 +11,13 @@ from itertools import chain, islice
 from pathlib import Path
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.streaming import STREAM_MEMORY
 from ckptkit.checkpoint.threads import Progress, run_threads
 from ckptkit.checkpoint.zarr_view import ZarrView, presented_grid
 from ckptkit.errors import AlreadyExistsError
+from ckptkit.model.quantity import parse_size
 from ckptkit.storage.folders import sync_folder
 from ckptkit.storage.refusals import refusals
-
-DEFAULT_MEMORY = 256 << 20
 
 # More than there are cores: the file system then writes its journal once for several files.
 _SYNCING = 8
@@ -27,7 +27,7 @@ def unpack(
     checkpoint: Checkpoint,
     folder: str | os.PathLike[str],
     *,
-    memory: int = DEFAULT_MEMORY,
+    memory: int | str = STREAM_MEMORY,
     progress: Progress | None = None,
 ) -> int:
     """Write a step as one file for each key into a new folder; returns the number of files.
@@ -36,6 +36,7 @@ def unpack(
     nothing is left when it fails. At most `memory` bytes of chunks are held at once, and one
     chunk at least.
     """
+    limit = parse_size(memory)
     target = Path(os.path.abspath(folder))  # noqa: PTH100 — resolve() would follow a link
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise AlreadyExistsError(
@@ -47,7 +48,7 @@ def unpack(
     try:
         with refusals(str(target)):
             partial.mkdir(parents=True)
-            count = _write(ZarrView(checkpoint), partial, _threads(checkpoint, memory), progress)
+            count = _write(ZarrView(checkpoint), partial, _threads(checkpoint, limit), progress)
             _sync_below(partial)
             written = partial.replace(target)
             for path in (target, *made):

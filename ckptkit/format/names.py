@@ -65,6 +65,14 @@ def split(name: str) -> tuple[str, ...]:
     return tuple(unescape(node) for node in name.split("/"))
 
 
+def inner_name(name: str, role: str) -> str:
+    """The unescaped name of an array inside of its group: of optimizer state, its parameter's."""
+    nodes = split(name)
+    if role == "optimizer" and len(nodes) > 2:
+        return "/".join(nodes[1:-1])
+    return "/".join(nodes[1:] or nodes)
+
+
 def ancestors(name: str) -> list[str]:
     """The groups above an array, the root (the empty name) first."""
     nodes = name.split("/")

@@ -81,9 +81,14 @@ def total(values: Sequence[Any]) -> Any:
         kind = values[0].dtype.kind
         widest = {"i": np.int64, "u": np.uint64, "c": np.complex128}.get(kind, np.float64)
         return np.asarray(reduce(operator.add, [value.astype(widest) for value in values], 0))
-    numbers = [value.item() if isinstance(value, np.generic) else value for value in values]
+    numbers = [_widest(value) if isinstance(value, np.generic) else value for value in values]
     # Not `sum`, which rounds otherwise in later Pythons: digests are made of this.
     return reduce(operator.add, numbers, 0)
+
+
+def _widest(value: np.generic) -> Any:
+    # Python's own complex numbers have no form in the format.
+    return np.complex128(value) if value.dtype.kind == "c" else value.item()
 
 
 def whole(item: ObjectInfo) -> Any:

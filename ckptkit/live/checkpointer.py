@@ -22,11 +22,10 @@ from ckptkit.live.background import Background
 from ckptkit.live.loading import Loading, LoadOptions, Restored
 from ckptkit.live.meeting import StoreBarrier, barrier_of, leaving, next_name
 from ckptkit.live.preemption import Preemption
-from ckptkit.live.rules import Rules
+from ckptkit.live.rules import HandCuts, RulesLike
 from ckptkit.live.saving import PreparedSave, SaveOptions
 from ckptkit.live.snapshot import Sources
 from ckptkit.live.world import current_world
-from ckptkit.model import Placement
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 
 _NOT_LOADED = "the step was not loaded"
@@ -52,7 +51,7 @@ class Checkpointer:
         asynchronous: bool = False,
         when_busy: str = "wait",
         mesh: DeviceMesh | None = None,
-        rules: Mapping[str, Mapping[str, Placement | str]] | None = None,
+        rules: RulesLike | None = None,
         overwrite: bool = False,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         on_sigterm: str | None = None,
@@ -69,7 +68,7 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self._skips = when_busy == "skip"
         self._mesh = mesh
-        self._rules = Rules.of(rules)
+        self._rules = HandCuts.of(rules)
         self._progress = progress
         self._options = SaveOptions(
             overwrite=overwrite,

@@ -15,10 +15,10 @@ from ckptkit.live.handover import hand_over
 from ckptkit.live.held import Held
 from ckptkit.live.models import Model
 from ckptkit.live.report import Report, StateMismatchError
-from ckptkit.live.rules import Rules
+from ckptkit.live.rules import HandCuts, RulesLike
 from ckptkit.live.snapshot import Snapshot, Sources, take_snapshot, topology_of
 from ckptkit.live.world import current_world
-from ckptkit.model import Placement, Strategy
+from ckptkit.model import Strategy
 
 StateDict = dict[str, Any]
 
@@ -59,16 +59,16 @@ def distributed_model(
     model: object,
     *,
     mesh: DeviceMesh | None = None,
-    rules: Mapping[str, Mapping[str, Placement | str]] | None = None,
+    rules: RulesLike | None = None,
 ) -> DistributedModel:
     """A model as its ranks have it, wrapped in whatever way a Checkpointer saves."""
-    return _LiveModel(model, mesh, Rules.of(rules))
+    return _LiveModel(model, mesh, HandCuts.of(rules))
 
 
 class _LiveModel:
     """A model whose layout is read off it at each call."""
 
-    def __init__(self, model: object, mesh: DeviceMesh | None, rules: Rules) -> None:
+    def __init__(self, model: object, mesh: DeviceMesh | None, rules: HandCuts) -> None:
         self._world = current_world()
         self._sources = Sources(Model(model))
         self._mesh = mesh

@@ -15,11 +15,11 @@ from ckptkit.live.loading import Loading, LoadOptions, Restored
 from ckptkit.live.mapping import mapped
 from ckptkit.live.meeting import barrier_of, leaving, next_name
 from ckptkit.live.opening import open_together
-from ckptkit.live.rules import Rules
+from ckptkit.live.rules import HandCuts, RulesLike
 from ckptkit.live.snapshot import Sources
 from ckptkit.live.tensors import as_bits, torch_dtype
 from ckptkit.live.world import current_world
-from ckptkit.model import Box, Placement
+from ckptkit.model import Box
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 
 
@@ -35,7 +35,7 @@ def save(  # noqa: PLR0913 — everything that a step may hold
     state: Mapping[str, object] | None = None,
     extra: Mapping[str, object] | None = None,
     mesh: DeviceMesh | None = None,
-    rules: Mapping[str, Mapping[str, Placement | str]] | None = None,
+    rules: RulesLike | None = None,
     overwrite: bool = False,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     timeout: float = DEFAULT_TIMEOUT,
@@ -71,7 +71,7 @@ def load(  # noqa: PLR0913 — everything that a step may hold, and how much may
     scaler: object = None,
     state: Mapping[str, object] | None = None,
     mesh: DeviceMesh | None = None,
-    rules: Mapping[str, Mapping[str, Placement | str]] | None = None,
+    rules: RulesLike | None = None,
     partial: bool = False,
     cast: bool = False,
     verify: bool = True,
@@ -91,7 +91,7 @@ def load(  # noqa: PLR0913 — everything that a step may hold, and how much may
         barrier,
         sources,
         mesh=mesh,
-        rules=Rules.of(rules),
+        rules=HandCuts.of(rules),
         options=options,
     ).run()
 

@@ -26,7 +26,7 @@ from ckptkit.live.held import Held
 from ckptkit.live.meeting import leaving
 from ckptkit.live.report import Report, StateMismatchError, compare, refuse
 from ckptkit.live.resuming import Resumed, Twins, resume, trained_by
-from ckptkit.live.rules import Rules
+from ckptkit.live.rules import HandCuts
 from ckptkit.live.saying import readable
 from ckptkit.live.snapshot import Snapshot, Sources, parameter_names, take_snapshot
 from ckptkit.live.tensors import torch_dtype
@@ -69,7 +69,7 @@ class Loading:
         sources: Sources,
         *,
         mesh: DeviceMesh | None,
-        rules: Rules,
+        rules: HandCuts,
         options: LoadOptions,
     ) -> None:
         self._opened = opened

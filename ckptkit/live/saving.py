@@ -21,7 +21,7 @@ from ckptkit.format.leaves import dumps, unpack
 from ckptkit.live.agree import agree
 from ckptkit.live.arena import Arena
 from ckptkit.live.held import Held
-from ckptkit.live.rules import Rules
+from ckptkit.live.rules import HandCuts
 from ckptkit.live.saying import in_one_line, readable
 from ckptkit.live.snapshot import Snapshot, Sources, take_snapshot
 from ckptkit.live.tensors import as_bits, dtype_of
@@ -56,7 +56,7 @@ class PreparedSave:
         *,
         extra: Mapping[str, object] | None,
         mesh: DeviceMesh | None,
-        rules: Rules,
+        rules: HandCuts,
         options: SaveOptions,
         arena: Arena,
         stage: bool = False,

@@ -23,11 +23,11 @@ from ckptkit.live.optimizers.fresh import fresh_state
 from ckptkit.live.optimizers.fsdp1 import FSDP1Optimizer
 from ckptkit.live.optimizers.plain import PlainOptimizer
 from ckptkit.live.optimizers.zero1 import Zero1Optimizer
-from ckptkit.live.rules import Rules
+from ckptkit.live.rules import HandCuts, RulesLike
 from ckptkit.live.snapshot import Reading, Sources, parameter_names, topology_of
 from ckptkit.live.tensors import local_of
 from ckptkit.live.world import current_world
-from ckptkit.model import Owner, Placement
+from ckptkit.model import Owner
 
 State = dict[str, Any]
 
@@ -46,7 +46,7 @@ class ShardedOptimizerState:
         optimizer: Optimizer,
         *,
         mesh: DeviceMesh | None = None,
-        rules: Mapping[str, Mapping[str, Placement | str]] | None = None,
+        rules: RulesLike | None = None,
     ) -> None:
         sources = Sources.of(model, optimizer)
         assert sources.model is not None  # noqa: S101 — just passed
@@ -57,7 +57,7 @@ class ShardedOptimizerState:
         world = current_world()
         self._topology = topology_of(world, sources, mesh)
         self._exchange = Exchange(world, self._topology)
-        self._rules = Rules.of(rules)
+        self._rules = HandCuts.of(rules)
         self._is_staged = sources.model.is_staged
         entries = [e for e in sources.model.entries() if isinstance(e.value, nn.Parameter)]
         self._first = parameter_names(entries)

@@ -16,13 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ckptkit.errors import InvalidNameError, UsageError
+from ckptkit.format import reserved
 from ckptkit.format.names import join
 from ckptkit.live.adapters import Entry
 from ckptkit.live.groups import Group, assumed, mesh_groups
 from ckptkit.live.held import Held, Tied
 from ckptkit.live.models import Model
 from ckptkit.live.optimizers import OptimizerAdapter, StateEntry, optimizer_adapter
-from ckptkit.live.rules import Rules, whole_shape
+from ckptkit.live.rules import HandCuts, HowCut
 from ckptkit.live.tensors import as_bits, check_plain, local_of
 from ckptkit.live.topology import Topology
 from ckptkit.live.trees import take_tensors, without_tensors
@@ -167,12 +168,12 @@ def take_snapshot(
     *,
     extra: Mapping[str, object] | None = None,
     mesh: DeviceMesh | None = None,
-    rules: Rules | None = None,
+    rules: HandCuts | None = None,
 ) -> Snapshot:
     """Look at everything; nothing is copied yet."""
     topology = topology_of(world, sources, mesh)
     staged = sources.model is not None and sources.model.is_staged
-    reading = Reading(topology, rules or Rules(), staged=staged)
+    reading = Reading(topology, rules or HandCuts(), staged=staged)
     details: dict[str, Any] = {}
     objects: dict[str, object] = {f"extra/{name}": value for name, value in (extra or {}).items()}
     documents: list[dict[str, Any]] = []
@@ -220,7 +221,7 @@ def parameter_names(entries: Iterable[Entry]) -> dict[nn.Parameter, str]:
 class Reading:
     """Collects tensors as the topology lays them out."""
 
-    def __init__(self, topology: Topology, rules: Rules, *, staged: bool) -> None:
+    def __init__(self, topology: Topology, rules: HandCuts, *, staged: bool) -> None:
         self._topology = topology
         self._rules = rules
         self._staged = staged
@@ -293,20 +294,22 @@ class Reading:
         shape = tuple(tensor.shape) if entry is None or entry.shape is None else entry.shape
         local = local_of(tensor)
         # What an optimizer keeps in another shape than the parameter's is cut as it says itself.
-        said = self._rules.placements(of or name)
-        if self._locals.setdefault(of or name, local.shape) != local.shape:
-            said = self._rules.placements(name) if local.ndim else {}
-        if said:
-            for axis, placement in topology.by_kind(said).items():
-                if not isinstance(tensor, DTensor):
-                    shape = whole_shape(shape, placement, topology.size_of(axis))
-                placements[axis] = placement
+        is_like = self._locals.setdefault(of or name, local.shape) == local.shape
+        said: Mapping[str, HowCut] = {}
+        if is_like or local.ndim:
+            said = self._rules.find(name, local.shape, of=of if is_like else None)
+        for axis in topology.strategy.mesh.axes:
+            if axis.kind in said:
+                size = 1 if isinstance(tensor, DTensor) else axis.size
+                placement, whole = self._rules.placement(name, said[axis.kind], shape, size)
+                shape = shape if isinstance(tensor, DTensor) else whole
+                placements[axis.name] = placement
         check_plain(name, local)
         if role == "optimizer" and local.ndim and not isinstance(tensor, DTensor):
             says = said or (entry is not None and entry.placements is not None)
             if self._is_cut.get(of or "") and not says:
                 # Whether it is a part or the same on all ranks cannot be seen: the commit compares.
-                self.alike[f"alike/{name}"] = _checksum(name, local)
+                self.alike[f"{reserved.ALIKE}/{name}"] = _checksum(name, local)
         self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())
         alike |= topology.mesh_axes(tensor)
         self.tensors.append(Held(name, shape, placements, local, role, of, alike))

@@ -86,16 +86,6 @@ class Topology:
         """Where this rank is along an axis."""
         return self.strategy.mesh.coords(self.rank)[axis]
 
-    def size_of(self, axis: str) -> int:
-        """The number of ranks along an axis."""
-        mesh = self.strategy.mesh
-        return mesh.axes[mesh.index(axis)].size
-
-    def by_kind(self, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-        """Placements by the kind of axis, as placements by axis."""
-        axes = self.strategy.mesh.axes
-        return {axis.name: placements[axis.kind] for axis in axes if axis.kind in placements}
-
     def part(self, name: str, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> Part:
         """What this rank holds of a tensor that the axes cut so; replicated along the others."""
         return self.layout(name, shape, placements).part(self.rank)

@@ -11,10 +11,10 @@ import torch
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
 from ckptkit.format.names import escape
+from ckptkit.format.reserved import REFERENCE
 from ckptkit.live.tensors import as_bits, dtype_of, local_of, torch_dtype
 from ckptkit.model import DType
 
-_ARRAY = "ckptkit.array"
 _TENSOR = "ckptkit.tensor"
 # Some schedulers keep one, and ask it for what a dictionary does not have.
 _COUNTER = "ckptkit.counter"
@@ -34,9 +34,9 @@ def take_tensors(tree: object, name: str) -> tuple[Any, dict[str, torch.Tensor]]
             if path in tensors:
                 raise UnsupportedTypeError("two keys are the same as text", where=path)
             tensors[path] = value
-            return {_ARRAY: path}
+            return {REFERENCE: path}
         if isinstance(value, Mapping):
-            for mark in (_ARRAY, _TENSOR, _COUNTER):
+            for mark in (REFERENCE, _TENSOR, _COUNTER):
                 if mark in value:
                     raise UnsupportedTypeError("the key is ckptkit's own", where=path, value=mark)
             if isinstance(value, Counter):
@@ -53,10 +53,10 @@ def take_tensors(tree: object, name: str) -> tuple[Any, dict[str, torch.Tensor]]
 def put_tensors(tree: Any, tensor_of: Callable[[str], torch.Tensor], where: str) -> Any:
     """The tree that `take_tensors` took apart, with a tensor at each mark."""
     if isinstance(tree, dict):
-        if _ARRAY in tree:
-            if len(tree) != 1 or not isinstance(tree[_ARRAY], str):
+        if REFERENCE in tree:
+            if len(tree) != 1 or not isinstance(tree[REFERENCE], str):
                 raise FormatError("not the mark of an array", where=where, value=tree)
-            return tensor_of(tree[_ARRAY])
+            return tensor_of(tree[REFERENCE])
         if _TENSOR in tree:
             return _as_tensor(tree, where)
         if _COUNTER in tree:

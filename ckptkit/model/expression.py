@@ -39,11 +39,6 @@ class Expression:
     def __str__(self) -> str:
         return self.text
 
-    @property
-    def to_doc(self) -> int | str:
-        """The number it is, or its text."""
-        return int(self.text) if re.fullmatch(r"[0-9]{1,19}", self.text) else self.text
-
     def missing(self, sizes: Mapping[str, int]) -> list[str]:
         """The sizes that it needs and nobody gave."""
         return [

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model.expression import Expression, missing_sizes
@@ -142,12 +142,6 @@ class Rules:
         from ckptkit.model.rules_doc import rules_from  # noqa: PLC0415
 
         return rules_from(doc, where)
-
-    def to_doc(self) -> dict[str, Any]:
-        """The rules as plain values."""
-        from ckptkit.model.rules_doc import doc_of  # noqa: PLC0415
-
-        return doc_of(self)
 
     @property
     def known(self) -> dict[str, int]:

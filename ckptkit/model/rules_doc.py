@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ _CUTS = "write replicate, shard(0) or {shard: 0, blocks: [...], unit: n}"
 _HINT = "schemas/RULES.md says what a rules file holds"
 
 
-class Problems:
+class _Problems:
     """What is wrong with a document, and where; reading goes on with what is left."""
 
     def __init__(self) -> None:
@@ -48,8 +49,10 @@ class Problems:
 
 def rules_from(doc: object, where: str) -> Rules:
     """The rules of a document that was parsed from YAML or JSON."""
-    problems = Problems()
-    found = problems.fields(doc, where, ("rules", "pipeline", "default", "sizes"))
+    problems = _Problems()
+    # A preset says by what names it is known; where rules are named, that is not asked.
+    found = problems.fields(doc, where, ("rules", "pipeline", "default", "sizes", "detect"))
+    found.pop("detect", None)
     if not found and not problems.found:
         problems.add(where, "is empty; it has at least `rules` or `pipeline`")
     listed = found.get("rules", [])
@@ -72,26 +75,7 @@ def rules_from(doc: object, where: str) -> Rules:
     return Rules(where, rules, pipeline, default, sizes)
 
 
-def doc_of(rules: Rules) -> dict[str, Any]:
-    """The rules as plain values; defaults are left out."""
-    doc: dict[str, Any] = {"rules": [_rule_doc(rule) for rule in rules.rules]}
-    if rules.pipeline is not None:
-        pipeline = rules.pipeline
-        split = pipeline.split if isinstance(pipeline.split, str) else list(pipeline.split)
-        doc["pipeline"] = {
-            "layers": list(pipeline.layers),
-            "split": split,
-            "first": list(pipeline.first),
-            "last": list(pipeline.last),
-            "every": list(pipeline.every),
-        }
-    doc["default"] = rules.default
-    if rules.sizes:
-        doc["sizes"] = dict(rules.sizes)
-    return doc
-
-
-def _rule(doc: object, where: str, problems: Problems) -> Rule:
+def _rule(doc: object, where: str, problems: _Problems) -> Rule:
     found = problems.fields(doc, where, ("match", "tp", "ep", "ndim", "when"))
     if isinstance(doc, Mapping) and "match" not in found:
         problems.add(where, "lacks match")
@@ -106,7 +90,7 @@ def _rule(doc: object, where: str, problems: Problems) -> Rule:
     return Rule(match, tp, ep, ndim, _sizes(found.get("when", {}), f"{where}.when", problems))
 
 
-def _cut(doc: object, where: str, problems: Problems) -> Cut:
+def _cut(doc: object, where: str, problems: _Problems) -> Cut:
     if isinstance(doc, str):
         text = doc
         return problems.tried(where, lambda: _cut_of_text(text), Cut())
@@ -146,14 +130,14 @@ def _cut_of_text(text: str) -> Cut:
     )
 
 
-def _experts(doc: object, where: str, problems: Problems) -> Cut | Experts:
+def _experts(doc: object, where: str, problems: _Problems) -> Cut | Experts:
     if not isinstance(doc, Mapping) or "expert" not in doc:
         return _cut(doc, where, problems)
     found = problems.fields(doc, where, ("expert",))
     return Experts(_numbering(found["expert"], f"{where}.expert", problems))
 
 
-def _pipeline(doc: object, where: str, problems: Problems) -> Pipeline:
+def _pipeline(doc: object, where: str, problems: _Problems) -> Pipeline:
     found = problems.fields(doc, where, ("layers", "split", "first", "last", "every"))
     layers = found.get("layers")
     listed = layers if isinstance(layers, list | tuple) else [layers]
@@ -175,7 +159,7 @@ def _pipeline(doc: object, where: str, problems: Problems) -> Pipeline:
     return Pipeline(patterns, split, first, last, every)
 
 
-def _patterns(doc: object, where: str, problems: Problems) -> tuple[str, ...]:
+def _patterns(doc: object, where: str, problems: _Problems) -> tuple[str, ...]:
     listed = [doc] if isinstance(doc, str) else doc
     if not isinstance(listed, list | tuple) or not all(isinstance(p, str) and p for p in listed):
         problems.add(where, f"must be a pattern or a list of them, not {_shown(doc)}")
@@ -186,7 +170,7 @@ def _patterns(doc: object, where: str, problems: Problems) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def _numbering(doc: object, where: str, problems: Problems) -> str:
+def _numbering(doc: object, where: str, problems: _Problems) -> str:
     """A regular expression with one group, which is to match a number."""
     found = _regex(doc, where, problems) if isinstance(doc, str) else None
     if not isinstance(doc, str):
@@ -196,7 +180,7 @@ def _numbering(doc: object, where: str, problems: Problems) -> str:
     return str(doc)
 
 
-def _regex(text: str, where: str, problems: Problems) -> re.Pattern[str] | None:
+def _regex(text: str, where: str, problems: _Problems) -> re.Pattern[str] | None:
     try:
         return re.compile(text)
     except re.error as error:
@@ -204,7 +188,7 @@ def _regex(text: str, where: str, problems: Problems) -> re.Pattern[str] | None:
         return None
 
 
-def _expression(doc: object, where: str, problems: Problems) -> Expression:
+def _expression(doc: object, where: str, problems: _Problems) -> Expression:
     one = Expression("1")
     if type(doc) is not str and not (type(doc) is int and doc > 0):
         problems.add(where, f"must be a positive integer or arithmetic, not {_shown(doc)}")
@@ -212,7 +196,7 @@ def _expression(doc: object, where: str, problems: Problems) -> Expression:
     return problems.tried(where, lambda: Expression(str(doc)), one)
 
 
-def _sizes(doc: object, where: str, problems: Problems) -> tuple[tuple[str, int], ...]:
+def _sizes(doc: object, where: str, problems: _Problems) -> tuple[tuple[str, int], ...]:
     if not isinstance(doc, Mapping) or not all(
         isinstance(name, str) and type(size) is int for name, size in doc.items()
     ):
@@ -221,38 +205,16 @@ def _sizes(doc: object, where: str, problems: Problems) -> tuple[tuple[str, int]
     return tuple(sorted(doc.items()))
 
 
-def _rule_doc(rule: Rule) -> dict[str, Any]:
-    doc: dict[str, Any] = {"match": rule.match[0] if len(rule.match) == 1 else list(rule.match)}
-    if rule.ndim is not None:
-        doc["ndim"] = rule.ndim
-    if rule.when:
-        doc["when"] = dict(rule.when)
-    if rule.tp is not None:
-        doc["tp"] = _cut_doc(rule.tp)
-    if isinstance(rule.ep, Experts):
-        doc["ep"] = {"expert": rule.ep.expert}
-    elif rule.ep is not None:
-        doc["ep"] = _cut_doc(rule.ep)
-    return doc
-
-
-def _cut_doc(cut: Cut) -> str | dict[str, Any]:
-    if cut.blocks is None and cut.unit is None:
-        return str(cut)
-    doc: dict[str, Any] = {"shard": cut.dim}
-    if isinstance(cut.blocks, tuple):
-        doc["blocks"] = [each.to_doc for each in cut.blocks]
-    elif cut.blocks is not None:
-        doc["blocks"] = cut.blocks.to_doc
-    if cut.unit is not None:
-        doc["unit"] = cut.unit.to_doc
-    return doc
-
-
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
+# A file may say a lot in few lines, by aliases of aliases.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = _SHORT.maxlist = _SHORT.maxdict = 3
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = _SHORT.repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"

@@ -11,7 +11,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.model import Grid, Layout, Replicas
+from ckptkit.model import Box, Grid, Layout, Replicas
 from ckptkit.plan.regrid import Reading, reading_of, stored_sizes
 from ckptkit.plan.save import chunks_in
 
@@ -33,12 +33,10 @@ def spread(
     """
     nbytes = np.zeros(layout.strategy.world_size)
     requests = read = 0
-    for rank in layout.distinct_ranks():
-        reading = reading_of(source, target, layout.part(rank).boxes, itemsizes, limit)
-        requests, read = requests + reading.requests, read + reading.nbytes
     # Parts that overlap have holders of each stretch of their own: no part stands for others then.
     every = range(len(nbytes)) if layout.is_tangled else layout.distinct_ranks()
     for rank in every:
+        first: tuple[Box, ...] = ()
         for share in layout.shares(rank):
             stored = sum(
                 int(stored_sizes(target, chunks_in(target, box), itemsizes[1]).sum())
@@ -46,6 +44,10 @@ def spread(
             )
             ranks = [rank] if layout.is_tangled else _members(layout, share.replicas)
             nbytes[ranks] += stored / share.replicas.count
+            # What ranks hold alike is read once, by whichever of them writes it.
+            first += share.boxes if share.replicas.index == 0 else ()
+        reading = reading_of(source, target, first, itemsizes, limit)
+        requests, read = requests + reading.requests, read + reading.nbytes
     return Spread(nbytes, Reading(requests, read))
 
 

@@ -123,6 +123,22 @@ def pieces_of(grid: Grid, box: Box) -> Pieces:
     return Pieces(grid, box)
 
 
+def pieces_within(grid: Grid, box: Box, itemsize: int, limit: int) -> Iterator[Box]:
+    """A box as some, in C order, whose bytes lie within `limit` of each other in any one chunk; an
+    element at least.
+    """
+    spans = enumerate(grid.span(box))
+    longest = [max((grid.interval(dim, i)[2] for i in span), default=0) for dim, span in spans]
+    steps = [math.prod(longest[dim + 1 :]) for dim in range(box.ndim)]
+    apart = sum((n - 1) * step for n, step in zip(box.shape, steps, strict=True))
+    dim = next((dim for dim, extent in enumerate(box.shape) if extent > 1), None)
+    if dim is None or (1 + apart) * itemsize <= limit:
+        yield box
+        return
+    for half in box.split(dim, box.offset[dim] + box.shape[dim] // 2):
+        yield from pieces_within(grid, half, itemsize, limit)
+
+
 def _along(grid: Grid, dim: int, span: range, box: Box) -> list[_Step]:
     low, high = box.offset[dim], box.offset[dim] + box.shape[dim]
     steps = []

@@ -23,8 +23,6 @@ from ckptkit.plan.owning import owners_of
 from ckptkit.plan.staging import Stager
 from ckptkit.plan.subjects import Subject, Tensor, subjects_of
 
-__all__ = ["Placed", "Tensor", "decide", "place"]
-
 _SHARDERS = ("fsdp", "zero2", "zero3")
 _LISTED = 8
 

@@ -16,7 +16,10 @@ from ckptkit.plan.save import chunks_in
 
 I64 = npt.NDArray[np.int64]
 
+# What copying chunks unread saves is worth up to this many of them, with a request and a row of the
+# manifest each, where a new grid would have one.
 _MUCH_SMALLER = 4
+# As far as `choose_grid` itself may miss what is asked for, so that a grid it made is kept.
 _MUCH_LARGER = 4
 
 

@@ -179,6 +179,8 @@ def test_patterns_pick_what_is_compared() -> None:
     assert counts(include=["model/*", "lr"], exclude=["*/b"]) == (True, 1, 1)
     with pytest.raises(UsageError, match="nothing in either step has such a name"):
         ckptkit.diff(a, b, include=["mdoel/*"])
+    with pytest.raises(UsageError, match="exclude takes a tuple of patterns, not one text"):
+        ckptkit.diff(a, b, exclude="model/*")
 
 
 def test_a_damaged_chunk_is_an_error_and_no_difference() -> None:

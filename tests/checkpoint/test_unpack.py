@@ -194,7 +194,7 @@ def test_memory_is_bounded_by_what_is_allowed(tmp_path: Path) -> None:
         checkpoint.read("w", verify=True)  # buffers that are kept are there from now on
         tracemalloc.start()
         try:
-            ckptkit.unpack(checkpoint, tmp_path / "plain", memory=16 * MB)
+            ckptkit.unpack(checkpoint, tmp_path / "plain", memory="16MiB")
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()

@@ -31,7 +31,7 @@ def test_a_step_goes_into_another_run_for_another_strategy(
     new = tmp_path / "new"
     result = ckpt("reshard", "--from", "ddp:2,fsdp:2", "--to", "tp:2", "--rules", rules, run, new)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert "step-0000000020: ddp:2,fsdp:2 -> tp:2, 5 arrays, " in result.stdout
+    assert "step-0000000020: ddp:2,fsdp:2 -> tp:2, 6 arrays, " in result.stdout
     assert result.stdout.endswith(" in 2 packs\n")
     assert ckpt("diff", run, new).exit_code == 0
     assert ckptkit.Run(new).steps() == [20]
@@ -47,9 +47,28 @@ def test_the_document_says_what_was_done(run: Path, rules: Path, tmp_path: Path)
     assert not new.exists()
     assert plan["seconds"] > 0
     done = document("reshard", run, new, "--to", "tp:2", "--rules", rules)
-    assert (done["committed"], done["found_packs"]) == (True, 0)
+    assert (done["committed"], done["finished_packs"]) == (True, [])
     for key in ("arrays", "bytes_written", "requests", "save_id", "bytes_by_rank"):
         assert done[key] == plan[key]
+
+
+def test_the_id_is_that_of_the_step_with_its_digest(run: Path, tmp_path: Path) -> None:
+    plan = document("reshard", run, tmp_path / "new", "--to", "fsdp:3", "--digest", "--dry-run")
+    assert (plan["save_id"], plan["finished_packs"]) == (None, [])
+    for finished in ([], [0, 1, 2]):
+        done = document("reshard", run, tmp_path / "new", "--to", "fsdp:3", "--digest")
+        assert done["finished_packs"] == finished
+        with ckptkit.open(tmp_path / "new") as checkpoint:
+            assert checkpoint.save_id == done["save_id"]
+
+
+def test_a_dry_run_says_what_is_in_the_way(run: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    assert ckpt("reshard", run, new, "--to", "fsdp:3").exit_code == 0
+    for place, message in ((new, "committed already"), (run, "place of its source")):
+        result = ckpt("reshard", run, place, "--to", "fsdp:2", "--dry-run")
+        assert (result.exit_code, message in result.stderr) == (2, True)
+    assert ckpt("reshard", run, new, "--to", "fsdp:2", "--dry-run", "--overwrite").exit_code == 0
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(
@@ -113,7 +132,7 @@ def test_slices_are_closed_by_commit(run: Path, tmp_path: Path) -> None:
     first = ckpt("reshard", run, new, "--to", "fsdp:4", "--engine", "slice:0/2")
     assert (first.exit_code, "`ckpt commit` closes the step" in first.stdout) == (0, True)
     early = ckpt("commit", new)
-    assert (early.exit_code, "2 of 4 packs are missing, of the ranks 1, 3" in early.stderr) == (
+    assert (early.exit_code, "missing are 2 of 4 packs, of the ranks 1, 3" in early.stderr) == (
         4,
         True,
     )

@@ -138,3 +138,19 @@ def test_a_config_is_a_json_object(llama: Path, tmp_path: Path, text: str) -> No
     result = ckpt("rules", llama, "--to", "tp:4", "--config", path)
     assert result.exit_code == 2
     assert "bad.json is no" in result.stderr
+
+
+def test_it_says_who_owns_what_as_the_reshard_decides(tmp_path: Path) -> None:
+    source, new = tmp_path / "source", tmp_path / "new"
+    names = ["d", "c", "b", "a"]
+    with ckptkit.Writer(source, step=1) as writer:
+        for name in sorted(names):
+            writer.add(f"model/{name}", np.ones(4, np.float32), role="param")
+            state = f"optimizer/{name}/exp_avg"
+            writer.add(state, np.ones(4, np.float32), role="optimizer", of=f"model/{name}")
+        writer.add_object("optimizer", [{"kind": "Adam", "groups": [{"params": names}]}])
+    found = {each.name: each.placements for each in ckptkit.explain_rules(source, to="zero1:2")}
+    ckptkit.reshard(source, new, to="zero1:2")
+    with ckptkit.open(new) as checkpoint:
+        for array in checkpoint.manifest.arrays:
+            assert found[array.name] == (("zero1", str(array.placements[0])),)

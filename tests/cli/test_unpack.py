@@ -21,6 +21,13 @@ def test_the_text_says_what_was_written(run: Path, tmp_path: Path) -> None:
     assert text.startswith(f"unpacked step 20 into {tmp_path / 'plain'}: 6 arrays, ")
 
 
+def test_a_size_that_is_none_is_a_mistake_in_the_command(run: Path, tmp_path: Path) -> None:
+    result = ckpt("unpack", run, tmp_path / "plain", "--memory", "1Mib/s")
+    assert result.exit_code == 2
+    assert "no size (got '1Mib/s')" in result.stderr
+    assert not (tmp_path / "plain").exists()
+
+
 def test_what_is_there_is_not_overwritten(run: Path, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "mine").write_text("mine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckptkit
-from ckptkit.errors import LayoutError, PeerError
+from ckptkit.errors import CkptkitError, LayoutError, PeerError, RulesError
 from ckptkit.live import Checkpointer
+from ckptkit.live.rules import HandCuts, RulesLike
+from ckptkit.model import Rules
+from ckptkit.model import Shard as Cut
 from tests.live.pool import Pool
 
 ROWS, COLUMNS = (6, 4, 4), 3
 FUSED = {"*wqkv.weight": {"tp": "shard(0, blocks=[6,4,4])"}}
+AS_IN_A_FILE: dict[str, Any] = {
+    "rules": [
+        {"match": "model/*", "tp": "replicate"},
+        {
+            "match": "re:wqkv\\.(weight|bias)",
+            "tp": {"shard": 0, "blocks": ["heads + 2", "heads", 4]},
+            "ep": {"expert": "experts\\.(\\d+)"},
+        },
+    ],
+    "sizes": {"heads": 4},
+}
 
 
 def whole() -> torch.Tensor:
@@ -38,7 +53,7 @@ class Attention(nn.Module):
         self.wqkv.weight = nn.Parameter(local)
 
 
-def save_fused(location: str, as_dtensor: bool) -> None:
+def save_fused(location: str, as_dtensor: bool, rules: RulesLike) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     local = mine(whole(), mesh.get_local_rank())
     if as_dtensor:
@@ -47,11 +62,11 @@ def save_fused(location: str, as_dtensor: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model.wqkv.weight.grad = torch.ones_like(model.wqkv.weight)
     optimizer.step()
-    with Checkpointer(location, mesh=mesh, rules=FUSED, timeout=30) as checkpointer:
+    with Checkpointer(location, mesh=mesh, rules=rules, timeout=30) as checkpointer:
         checkpointer.save(1, model=model, optimizer=optimizer)
     fresh = Attention(torch.zeros_like(model.wqkv.weight))
     other = torch.optim.AdamW(fresh.parameters())
-    with Checkpointer(location, mesh=mesh, rules=FUSED, timeout=30) as checkpointer:
+    with Checkpointer(location, mesh=mesh, rules=rules, timeout=30) as checkpointer:
         checkpointer.restore(model=fresh, optimizer=other)
     assert torch.equal(local_of(fresh.wqkv.weight), local_of(model.wqkv.weight))
     for key, value in optimizer.state[model.wqkv.weight].items():
@@ -63,11 +78,20 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.mark.parametrize("as_dtensor", [False, True])
+@pytest.mark.parametrize(
+    ("as_dtensor", "rules"),
+    [
+        (False, FUSED),
+        (True, FUSED),
+        (False, AS_IN_A_FILE),
+        (True, Rules.from_doc(AS_IN_A_FILE)),
+    ],
+    ids=["plain", "dtensor", "plain, as in a file", "dtensor, as in a file"],
+)
 def test_a_fused_projection_is_stored_whole_and_in_order(
-    gloo: Pool, tmp_path: Path, as_dtensor: bool
+    gloo: Pool, tmp_path: Path, as_dtensor: bool, rules: RulesLike
 ) -> None:
-    gloo.run(2, save_fused, str(tmp_path), as_dtensor)
+    gloo.run(2, save_fused, str(tmp_path), as_dtensor, rules)
     with ckptkit.open(tmp_path) as step:
         found = step["model/wqkv.weight"][...]
         assert found.shape == (sum(ROWS), COLUMNS)
@@ -95,3 +119,57 @@ def test_a_part_that_is_not_what_the_rules_say_is_refused(gloo: Pool, tmp_path: 
         assert "model/wqkv.weight" in message
         assert "(5, 3)" in message
         assert "(7, 3)" in message
+
+
+def tp(rules: RulesLike, name: str, shape: tuple[int, ...], of: str | None = None) -> Any:
+    """How two ranks cut a tensor of which each holds this much, and its whole shape."""
+    cuts = HandCuts.of(rules)
+    how = cuts.find(name, shape, of=of)
+    return cuts.placement(name, how["tp"], shape, 2) if how else None
+
+
+def test_short_patterns_match_whole_names_the_first_that_does() -> None:
+    rules = {"model/a.*": {"tp": "shard(1)"}, "re:.*/a\\.w": {"tp": Cut(0)}, "b": {"tp": Cut(0)}}
+    assert tp(rules, "model/a.w", (2, 3)) == (Cut(1), (2, 6))
+    assert tp(rules, "optimizer/a.w/m", (2, 3), of="model/a.w") == (Cut(1), (2, 6))
+    assert tp(rules, "app/a.w", (2, 3)) == (Cut(0), (4, 3))
+    assert tp(rules, "model/b", (2, 3)) is None
+
+
+def test_rules_of_a_file_match_names_inside_of_their_group() -> None:
+    rules = {
+        "rules": [
+            {"match": "*.w", "ndim": 2, "tp": {"shard": 0, "blocks": 2}},
+            {"match": "*.v", "tp": {"shard": 0, "unit": "head?"}},
+            {"match": "*", "ep": "shard(0)"},
+        ]
+    }
+    assert tp(rules, "model/a.w", (4, 3)) == (Cut(0, (4, 4)), (8, 3))
+    assert tp(rules, "optimizer/a.w/m", (4, 3), of="model/a.w") == (Cut(0, (4, 4)), (8, 3))
+    assert tp(rules, "optimizer/a.w/row", (4,)) is None, "not of the shape of its parameter"
+    assert tp(rules, "model/a.v", (4,)) == (Cut(0), (8,))
+    assert tp(rules, "model/a.v", ()) is None, "0-d"
+    assert HandCuts.of(rules).find("model/c", (2,)).keys() == {"ep"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"rules": [{"match": "a"}]}, "rules=: not rules"),
+        ({"rules": "a"}, "not placements by kind of axis"),
+        ({"*.w": "shard(0)"}, "not placements by kind of axis"),
+        ({"*.w": {"tp": "shrad(0)"}}, "not a placement"),
+        ({"rules": [{"match": "a.w", "tp": "shard(2)"}]}, "model/a.w: there is no dim 2"),
+        ({"rules": [{"match": "a.w", "tp": {"shard": 0, "unit": "head"}}]}, "needs to know head"),
+    ],
+)
+def test_rules_that_cannot_be_meant_are_refused(rules: RulesLike, message: str) -> None:
+    with pytest.raises(CkptkitError, match=message):
+        tp(rules, "model/a.w", (2, 3))
+
+
+def test_experts_that_are_tensors_of_their_own_are_refused() -> None:
+    cuts = HandCuts.of(AS_IN_A_FILE)
+    how = cuts.find("model/wqkv.weight", (7, 3))["ep"]
+    with pytest.raises(RulesError, match="experts that are tensors of their own"):
+        cuts.placement("model/wqkv.weight", how, (7, 3), 2)

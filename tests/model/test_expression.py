@@ -90,8 +90,3 @@ def test_sizes_that_may_be_unknown_are_told() -> None:
     assert Expression("3*head_dim?").unknown({}) == ["head_dim"]
     assert Expression("3*head_dim?").unknown(SIZES) == []
     assert Expression("3*head_dim?").missing({}) == []
-
-
-def test_a_number_is_a_number_in_a_document() -> None:
-    assert Expression("16").to_doc == 16
-    assert Expression("head_dim").to_doc == "head_dim"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from typing import Any
 
@@ -85,10 +84,11 @@ def test_what_a_rule_cannot_cut_is_refused() -> None:
         tp("a.gate_up.weight", (5, 4))
 
 
-def test_documents_round_trip_through_yaml_and_json() -> None:
-    doc = RULES.to_doc()
-    for again in (json.loads(json.dumps(doc)), yaml.safe_load(yaml.safe_dump(doc))):
-        assert Rules.from_doc(again, where="test.yaml") == RULES
+def test_what_a_preset_is_known_by_means_nothing_elsewhere() -> None:
+    doc = {**yaml.safe_load(TEXT), "detect": {"all": ["*.q_proj.*"]}}
+    assert Rules.from_doc(doc, where="test.yaml") == RULES
+    with pytest.raises(RulesError, match="is empty"):
+        Rules.from_doc({"detect": {"all": ["a"]}}, where="test.yaml")
 
 
 def test_rules_are_values() -> None:

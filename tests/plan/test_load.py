@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptkit.model import Box, Grid
-from ckptkit.plan.load import coalesce, pieces_of
+from ckptkit.plan.load import coalesce, pieces_of, pieces_within
 
 
 @st.composite
@@ -78,6 +78,33 @@ def test_pieces_are_a_sequence(case: tuple[Grid, Box]) -> None:
     assert not pieces or pieces[-1] == list(pieces)[-1]
     with pytest.raises(IndexError):
         pieces[len(pieces)]
+
+
+@given(grids_and_boxes(), st.sampled_from([1, 2, 4]), st.integers(1, 60))
+@example((Grid.rectilinear((2, 7), ((), (1,))), Box((0, 1), (2, 1))), 1, 2)
+def test_a_box_is_cut_until_what_each_piece_needs_of_a_chunk_lies_close(
+    case: tuple[Grid, Box], itemsize: int, limit: int
+) -> None:
+    grid, box = case
+    whole = np.zeros(grid.shape, np.int64)
+    places = np.arange(whole.size).reshape(grid.shape)
+    firsts = []
+    for piece in pieces_within(grid, box, itemsize, limit):
+        inside = at(piece.within(Box.whole(grid.shape)))
+        whole[inside] += 1
+        if not piece.is_empty:
+            firsts.append(int(places[inside].min()))
+        for start, stop in zip(*pieces_of(grid, piece).element_spans(), strict=True):
+            assert piece.size == 1 or (stop - start) * itemsize <= limit
+    expected = np.zeros_like(whole)
+    expected[at(box.within(Box.whole(grid.shape)))] = 1
+    assert np.array_equal(whole, expected), "each element of the box is in one piece"
+    assert firsts == sorted(firsts), "in C order"
+
+
+def test_a_box_that_lies_close_already_is_one_piece() -> None:
+    box = Box((0, 0), (8, 4))
+    assert list(pieces_within(Grid.regular((8, 8), (4, 8)), box, 4, 4 * 60)) == [box]
 
 
 def test_a_piece_of_an_absurd_grid_is_found() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import RulesError
 from ckptkit.model import Box, Placement, Rules, Strategy, layout_of, parse_placement
-from ckptkit.plan.placing import Placed, Tensor, decide, place
+from ckptkit.plan.placing import Placed, decide, place
+from ckptkit.plan.subjects import Tensor
 
 SINGLE = Strategy.parse("single")
 RULES = Rules.from_doc(
@@ -252,8 +254,7 @@ def test_without_any_rules_all_are_unknown() -> None:
 
 
 def test_a_default_replicates_what_no_rule_knows() -> None:
-    doc = {**RULES.to_doc(), "default": "replicate"}
-    rules = Rules.from_doc(doc, where="mine")
+    rules = replace(RULES, default="replicate")
     found = whole("pp:2,tp:2", [*MODEL, *parameter("strange", (4, 4))], rules=rules)
     strange = {each.name: each for each in found}["model/strange"]
     assert (list(map(str, strange.placements)), strange.why) == (["replicate"] * 2, "mine: default")

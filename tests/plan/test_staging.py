@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import RulesError
 from ckptkit.model import Rules, Strategy
-from ckptkit.plan.placing import Tensor, place
+from ckptkit.plan.placing import place
 from ckptkit.plan.staging import balanced
+from ckptkit.plan.subjects import Tensor
 
 SINGLE = Strategy.parse("single")
 

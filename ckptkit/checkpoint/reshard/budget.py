@@ -50,7 +50,8 @@ class Budget:
 
     def is_huge(self, array: ArrayInfo) -> bool:
         """Whether the chunks of an array of the source are too large to be read whole."""
-        return array.grid.chunk_elements * array.dtype.itemsize > self.chunk_bytes
+        size = array.grid.chunk_elements * array.dtype.itemsize
+        return array.grid.chunk_count > 0 and size > self.chunk_bytes
 
     @property
     def peak(self) -> int:

@@ -20,6 +20,8 @@ def cast(name: str, values: Raw, stored: Raw, dtypes: tuple[DType, DType]) -> No
     with np.errstate(all="ignore"):
         found = given.astype(target.numpy)
         lost = ~np.isfinite(found) & np.isfinite(given)
+        # Some types have no infinity, and make it a NaN.
+        lost |= np.isinf(given) & ~np.isinf(found)
     if lost.any():
         raise UsageError(
             f"{int(lost.sum())} values of one chunk are beyond {target.name}",

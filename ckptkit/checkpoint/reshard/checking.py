@@ -5,19 +5,27 @@ and packs that an interrupted run has left.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
-from ckptkit.checkpoint.places import data_prefix
+import numpy as np
+
+from ckptkit.checkpoint.commit import committed_save_id
+from ckptkit.checkpoint.places import data_prefix, described
 from ckptkit.checkpoint.reshard.copying import Route
+from ckptkit.checkpoint.reshard.engines import Slice
 from ckptkit.checkpoint.reshard.target import Target
 from ckptkit.checkpoint.scan import scan_pack
 from ckptkit.checkpoint.stored import check_chunk
 from ckptkit.checkpoint.tail import PackRecord, read_record
 from ckptkit.checkpoint.threads import Progress, run_threads
-from ckptkit.errors import FormatError, NotFoundError
+from ckptkit.errors import FormatError, NotFoundError, PeerError
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import pack_name
 from ckptkit.storage import Store
+
+# What has not been written for so long is taken for abandoned.
+QUIET_SECONDS = 5.0
 
 
 def huge_chunks(target: Target, route: Route) -> list[int]:
@@ -46,36 +54,87 @@ def check_chunks(route: Route, rows: Sequence[int]) -> None:
 
 
 def finished_packs(
-    target: Target, store: Store, prefix: str, *, progress: Progress | None = None
+    target: Target,
+    store: Store,
+    prefix: str,
+    share: Slice | None = None,
+    *,
+    progress: Progress | None = None,
 ) -> set[int]:
-    """The ranks whose packs are there, whole and of these bytes; what is left of others is
-    removed.
+    """The ranks, of a share or of all, whose packs are there, whole and of these bytes; what is
+    left of others is removed.
     """
     folder = data_prefix(prefix, target.save.save_id)
     there = set(store.children(folder))
-    tables = ArrayTables()
-    tables.add(target.table, len(target.recipe.strategy.mesh.axes))
     finished = set()
-    for rank in range(target.world_size):
-        key = f"{folder}/{pack_name(rank)}"
+    every = range(target.world_size)
+    for rank in every if share is None else share.of(every):
         if pack_name(rank) not in there:
             continue
-        found = _record(target, store, folder, rank, tables)
-        if found is not None and not scan_pack(store, key, found, progress=progress):
-            # Its writer may have died between the last byte and making it durable.
-            store.sync([key])
-            finished.add(rank)
-        else:
-            store.delete([key])
+        key = f"{folder}/{pack_name(rank)}"
+        if not _is_finished(target, store, folder, rank, progress):
+            _wait_until_quiet(store, key)
+            # Another run may have finished it meanwhile, or even have made the step.
+            if not _is_finished(target, store, folder, rank, progress):
+                if committed_save_id(store, prefix) == target.save.save_id:
+                    raise _at_work(described(store, key))
+                store.delete([key])
+                continue
+        # Its writer may have died between the last byte and making it durable.
+        store.sync([key])
+        finished.add(rank)
     return finished
 
 
-def _record(
-    target: Target, store: Store, folder: str, rank: int, tables: ArrayTables
-) -> PackRecord | None:
+def _is_finished(
+    target: Target, store: Store, folder: str, rank: int, progress: Progress | None
+) -> bool:
+    found = _record(target, store, folder, rank)
+    key = f"{folder}/{pack_name(rank)}"
+    return found is not None and not scan_pack(store, key, found, progress=progress)
+
+
+def _record(target: Target, store: Store, folder: str, rank: int) -> PackRecord | None:
+    """The record of a pack, if it is the one that the pack has to have."""
+    tables = ArrayTables()
+    tables.add(target.table, len(target.recipe.strategy.mesh.axes))
     try:
         found = read_record(store, folder, rank, target.save.save_id, tables)
     except (FormatError, NotFoundError):
         return None
-    chunks = sum(len(chunks) for chunks in target.chunks_of(rank))
-    return found if len(found.record.chunk) == chunks else None
+    record = found.record
+    same = record.save.strategy == target.save.strategy
+    same = same and record.table.digest == target.table.digest
+    chunks = target.chunks_of(rank)
+    numbers = np.repeat(np.arange(len(chunks)), [len(each) for each in chunks])
+    expected = np.concatenate([*chunks, np.zeros(0, np.int64)])
+    same = same and np.array_equal(record.array, numbers)
+    return found if same and np.array_equal(record.chunk, expected) else None
+
+
+def _wait_until_quiet(store: Store, key: str) -> None:
+    """Return when nobody has written an unfinished pack for a while: it may belong to another run,
+    which must not lose it.
+    """
+    if not store.abilities.modified_times:
+        return
+    last = _modified(store, key)
+    while last is not None and (age := time.time() - last) < QUIET_SECONDS:
+        time.sleep(min(QUIET_SECONDS, QUIET_SECONDS - age))
+        now = _modified(store, key)
+        if now not in (last, None):
+            raise _at_work(described(store, key))
+        last = now
+
+
+def _modified(store: Store, key: str) -> float | None:
+    folder = key.rpartition("/")[0]
+    return next((entry.modified for entry in store.list(folder) if entry.key == key), None)
+
+
+def _at_work(where: str) -> PeerError:
+    return PeerError(
+        "another reshard of the same step is writing here",
+        where=where,
+        hint="wait for it; the same command again goes on with what it leaves, should it fail",
+    )

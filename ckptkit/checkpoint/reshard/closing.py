@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptkit.checkpoint.commit import commit, gather
+from ckptkit.checkpoint.commit import commit, committed_save_id, gather
 from ckptkit.checkpoint.locate import committed_steps, step_folders
 from ckptkit.checkpoint.places import DATA, Place, data_prefix, described, store_at, under
 from ckptkit.checkpoint.tail import read_record
@@ -19,6 +19,9 @@ def commit_packs(
 ) -> Manifest:
     """Commit the step of a run whose packs slices have written: the only one that is not committed,
     unless `step` names it.
+
+    `save_id` says whose packs are meant, where those of several reshards are in the step;
+    `overwrite` lets the step replace one that is committed.
     """
     store = store_at(location)
     prefix = _chosen(store, step, overwrite=overwrite)
@@ -54,10 +57,9 @@ def _chosen(store: Store, step: int | None, *, overwrite: bool) -> str:
 
 
 def _save(store: Store, prefix: str, save_id: str | None) -> str:
-    folder = under(prefix, DATA)
-    found = store.children(folder)
-    if save_id is not None:
-        found = [name for name in found if name == save_id]
+    folder, committed = under(prefix, DATA), committed_save_id(store, prefix)
+    wanted = {save_id} if save_id is not None else set(store.children(folder)) - {committed}
+    found = [name for name in store.children(folder) if name in wanted]
     if len(found) == 1:
         return found[0]
     if not found:
@@ -85,7 +87,7 @@ def _check_complete(store: Store, prefix: str, save_id: str) -> None:
     if missing:
         shown = ", ".join(map(str, missing[:_NAMED])) + (" …" if len(missing) > _NAMED else "")
         raise NotCommittedError(
-            f"{len(missing)} of {count} packs are missing, of the ranks {shown}",
+            f"missing are {len(missing)} of {count} packs, of the ranks {shown}",
             where=described(store, folder),
             hint="run their slices (again): slice:i/n has the ranks that leave i when divided by n",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
@@ -20,7 +21,10 @@ def dask_executor(address: str) -> Iterator[Executor]:
         distributed: Any = import_module("distributed")
     except ImportError as error:
         raise _missing("dask", "distributed") from error
+    host, _, port = address.rpartition(":")
     try:
+        # The client itself would go on in the background, and complain at the end.
+        socket.create_connection((host, int(port)), timeout=5).close()
         client = distributed.Client(f"tcp://{address}", timeout="5s", set_as_default=False)
     except (OSError, TimeoutError, ValueError) as error:
         raise PeerError(

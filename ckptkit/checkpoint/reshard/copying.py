@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +19,14 @@ from ckptkit.checkpoint.reshard.casting import cast
 from ckptkit.checkpoint.reshard.objects import objects_of
 from ckptkit.checkpoint.reshard.target import Target, TargetArray
 from ckptkit.checkpoint.sources import Sources
-from ckptkit.model import Box, Grid
+from ckptkit.errors import AlreadyExistsError, PeerError
+from ckptkit.model import Grid
+from ckptkit.plan.load import pieces_within
 from ckptkit.plan.regrid import batches, stored_sizes
 from ckptkit.storage import Store
 
+# As the parts of local files are when a job writes them: larger ones are no faster to write, and
+# leave less for other threads to take over.
 _USUAL = 8 << 20
 
 
@@ -48,7 +51,14 @@ def begin_pack(target: Target, rank: int, route: Route) -> ImageWriting:
     objects = objects_of(target.objects, rank, target.world_size)
     pack = Pack(content, target.table, rank, objects)
     segments = pack.image.segments_at(_lasts(content, [array for array, _ in mine], route.budget))
-    return pack.begin(route.store, route.prefix, target.save, segments, refers=rank > 0)
+    try:
+        return pack.begin(route.store, route.prefix, target.save, segments, refers=rank > 0)
+    except AlreadyExistsError as error:
+        raise PeerError(
+            "another reshard of the same step has begun this pack",
+            where=error.where,
+            hint="wait for it; the same command again goes on with what it leaves, should it fail",
+        ) from error
 
 
 class CopiedContent(PackContent):
@@ -120,21 +130,7 @@ def _lasts(content: PackContent, origins: Sequence[TargetArray], budget: Budget)
 
 
 def _in_bands(request: Request, grid: Grid, limit: int) -> Iterator[Request]:
-    """A request as some whose bytes lie within `limit` of each other, for chunks that are too large
-    to be read whole.
-    """
-    box, itemsize = request.box, request.target.itemsize
-    longest = grid.stored_shape((0,) * len(grid.counts))
-    strides = [math.prod(longest[dim + 1 :]) for dim in range(len(longest))]
-    span = itemsize * (1 + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)))
-    dim = next((dim for dim, extent in enumerate(box.shape) if extent > 1), None)
-    if span <= limit or dim is None:
-        yield request
-        return
-    half = box.shape[dim] // 2
-    for start, stop in ((0, half), (half, box.shape[dim])):
-        offset, shape = list(box.offset), list(box.shape)
-        offset[dim], shape[dim] = offset[dim] + start, stop - start
-        at = (*[slice(None)] * dim, slice(start, stop))
-        piece = Request(request.array, Box(tuple(offset), tuple(shape)), request.target[at])
-        yield from _in_bands(piece, grid, limit)
+    """A request for chunks that are too large to be read whole, as some whose bytes lie close."""
+    for piece in pieces_within(grid, request.box, request.target.itemsize, limit):
+        inside: Any = (*piece.within(request.box), ...)
+        yield Request(request.array, piece, request.target[inside])

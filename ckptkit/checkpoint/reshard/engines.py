@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.locate import read_manifest
@@ -82,13 +87,27 @@ def copy_pack(task: Task) -> int:
     return task.rank
 
 
-_known: dict[str, tuple[Target, Checkpoint]] = {}
+# Seconds between looks at whether the parent still lives.
+_LOOKS = 0.5
+
+_Key: TypeAlias = tuple[str, str, str, str]
+
+_known: dict[_Key, tuple[Target, Checkpoint]] = {}
+_lock = threading.Lock()
 
 
 def _looked_up(task: Task) -> tuple[Target, Checkpoint]:
     """What the tasks of one worker have in common, decided once."""
-    if task.save_id in _known:
-        return _known[task.save_id]
+    key = task.source, task.source_prefix, task.source_save_id, task.save_id
+    with _lock:
+        if key not in _known:
+            found = _decided(task)
+            _known.clear()
+            _known[key] = found
+        return _known[key]
+
+
+def _decided(task: Task) -> tuple[Target, Checkpoint]:
     store = store_at(task.source)
     manifest = read_manifest(store, task.source_prefix)
     if manifest.save.save_id != task.source_save_id:
@@ -103,9 +122,7 @@ def _looked_up(task: Task) -> tuple[Target, Checkpoint]:
             f"this worker would make {target.save.save_id}, wanted is {task.save_id}",
             hint="all workers need the same version of ckptkit",
         )
-    _known.clear()
-    _known[task.save_id] = target, Checkpoint(store, task.source_prefix, manifest)
-    return _known[task.save_id]
+    return target, Checkpoint(store, task.source_prefix, manifest)
 
 
 def run_tasks(
@@ -136,6 +153,18 @@ def run_tasks(
             future.cancel()
 
 
+def _follow(parent: int) -> None:
+    """End with the process that this one works for, which alone hears Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOKS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 @contextmanager
 def executor_of(engine: str | Executor, workers: int) -> Iterator[Executor]:
     """The executor of an engine's name, for as long as the block lasts."""
@@ -143,7 +172,8 @@ def executor_of(engine: str | Executor, workers: int) -> Iterator[Executor]:
         yield engine
     elif engine == "processes":
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        own = (os.getpid(),)
+        with ProcessPoolExecutor(workers, context, initializer=_follow, initargs=own) as pool:
             yield pool
     elif engine.startswith("dask://"):
         from ckptkit.checkpoint.reshard.clusters import dask_executor  # noqa: PLC0415

@@ -10,9 +10,7 @@ import numpy as np
 from ckptkit.checkpoint.reshard.selection import Choice, Selection
 from ckptkit.format.names import split
 from ckptkit.format.objects import ObjectInfo, share_of_items, total
-
-# The names that a training job uses (FORMAT section 8).
-_OPTIMIZER, _MODEL, _ALIKE, _ARRAY = "optimizer", "model", "alike", "ckptkit.array"
+from ckptkit.format.reserved import ALIKE, MODEL, OPTIMIZER, REFERENCE
 
 
 def chosen_objects(
@@ -22,11 +20,13 @@ def chosen_objects(
     found = []
     for item in objects:
         group, _, rest = item.name.partition("/")
-        if group == _OPTIMIZER and not rest and not selection.optimizer:
+        if group == OPTIMIZER and not rest and not selection.optimizer:
             continue
-        if group == _ALIKE and rest in choice.changed | choice.left_out:
+        if _is_gone(item.value, choice.leads):
             continue
-        name = f"{group}/{choice.names.get(rest, rest)}" if group == _ALIKE else item.name
+        if group == ALIKE and rest in choice.changed | choice.left_out:
+            continue
+        name = f"{group}/{choice.names.get(rest, rest)}" if group == ALIKE else item.name
         value = _renamed_values(item, choice)
         found.append(ObjectInfo(name, item.semantics, value, item.ranks))
     return tuple(found)
@@ -36,12 +36,12 @@ def parameter_order(objects: Sequence[ObjectInfo]) -> dict[str | None, int]:
     """The parameters in the order in which optimizers have them, as far as they say so."""
     found: dict[str | None, int] = {}
     for item in objects:
-        if item.name == _OPTIMIZER and isinstance(item.value, list):
+        if item.name == OPTIMIZER and isinstance(item.value, list):
             groups = [d.get("groups") for d in item.value if isinstance(d, dict)]
             for group in [g for each in groups if isinstance(each, list) for g in each]:
                 names = group.get("params") if isinstance(group, dict) else None
                 for name in names if isinstance(names, list) else []:
-                    found.setdefault(f"{_MODEL}/{name}", len(found))
+                    found.setdefault(f"{MODEL}/{name}", len(found))
     return found
 
 
@@ -75,18 +75,18 @@ def _nothing(whole: Any) -> Any:
 def _renamed_values(item: ObjectInfo, choice: Choice) -> Any:
     if choice.is_all_as_before:
         return item.value
-    if item.name == _OPTIMIZER and item.semantics == "replicated":
+    if item.name == OPTIMIZER and item.semantics == "replicated":
         kept = _parameters(choice)
         return _optimizers(item.value, kept)
-    return _pointing(item.value, choice.names)
+    return _pointing_at(item.value, choice.leads)
 
 
 def _parameters(choice: Choice) -> dict[str, str]:
     """The parameters that go over, by their names inside of the model."""
     found = {}
-    for name, new in choice.names.items():
+    for name, new in choice.leads.items():
         group, *nodes = split(name)
-        if group == _MODEL and nodes:
+        if group == MODEL and nodes:
             found["/".join(nodes)] = "/".join(split(new)[1:])
     return found
 
@@ -126,13 +126,15 @@ def _pointing(value: Any, names: Mapping[str, str]) -> Any:
 
 def _pointing_at(value: Any, names: Mapping[str, str]) -> Any:
     if _is_reference(value):
-        return {_ARRAY: names[value[_ARRAY]]}
+        return {REFERENCE: names[value[REFERENCE]]}
     return _pointing(value, names)
 
 
 def _is_gone(value: Any, names: Mapping[str, str]) -> bool:
-    return _is_reference(value) and value[_ARRAY] not in names
+    return _is_reference(value) and value[REFERENCE] not in names
 
 
 def _is_reference(value: Any) -> bool:
-    return isinstance(value, dict) and list(value) == [_ARRAY] and isinstance(value[_ARRAY], str)
+    return (
+        isinstance(value, dict) and list(value) == [REFERENCE] and isinstance(value[REFERENCE], str)
+    )

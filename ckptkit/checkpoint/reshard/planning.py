@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
-from ckptkit.checkpoint.reshard.budget import Budget
 from ckptkit.checkpoint.reshard.target import Target, TargetArray
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.plan.balance import spread
@@ -42,10 +40,13 @@ class ReshardPlan:
     step: int
     from_strategy: str
     to_strategy: str
-    save_id: str
+    save_id: str | None
+    """None where a digest is still to become part of it."""
     arrays: tuple[PlannedArray, ...]
+    aliases: tuple[str, ...]
+    """Second names of tied arrays."""
     left_out: tuple[str, ...]
-    """Arrays of the source that do not go over."""
+    """Names in the source that do not go over."""
     bytes_needed: int
     """The bytes of the chunks of the source, each once."""
     bytes_read: int
@@ -104,30 +105,32 @@ def cost_of(target: Target, batch_bytes: int) -> Cost:
         read, requests = read + found.reading.nbytes, requests + found.reading.requests
         chunks += grid.chunk_count
     rounded = tuple(np.rint(by_rank).astype(np.int64).tolist())
-    return Cost(needed, read, sum(rounded), requests, chunks, rounded)
+    return Cost(needed, read, round(float(by_rank.sum())), requests, chunks, rounded)
 
 
 def plan_of(
     target: Target,
     places: tuple[str, str],
-    budget: Budget,
+    cost: Cost,
     *,
     memory: int,
-    finished: Collection[int] = (),
-    seconds: float | None = None,
+    workers: int,
+    finished: tuple[int, ...],
+    seconds: float | None,
+    save_id: str | None,
 ) -> ReshardPlan:
     """The plan of a target; places are the step's and the one where it will be."""
-    outline, cost = target.outline, cost_of(target, budget.batch_bytes)
-    taken = {array.chosen.number for array in target.arrays}
+    outline, choice = target.outline, target.choice
     return ReshardPlan(
         source=places[0],
         destination=places[1],
         step=outline.save.step,
         from_strategy=str(outline.save.strategy),
         to_strategy=str(target.recipe.strategy),
-        save_id=target.save.save_id,
+        save_id=save_id,
         arrays=tuple(map(_planned, target.arrays)),
-        left_out=tuple(a.name for n, a in enumerate(outline.arrays) if n not in taken),
+        aliases=tuple(alias.name for alias in choice.aliases),
+        left_out=tuple(sorted(choice.left_out)),
         bytes_needed=cost.bytes_needed,
         bytes_read=cost.bytes_read,
         bytes_written=cost.bytes_written,
@@ -135,9 +138,9 @@ def plan_of(
         chunks=cost.chunks,
         bytes_by_rank=cost.bytes_by_rank,
         manifest_bytes=_CHUNK_BYTES * cost.chunks + _ARRAY_BYTES * len(target.arrays),
-        memory=min(memory, budget.peak),
-        workers=budget.workers,
-        finished=tuple(sorted(finished)),
+        memory=memory,
+        workers=workers,
+        finished=finished,
         seconds=seconds,
     )
 

@@ -4,56 +4,77 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.places import data_prefix
 from ckptkit.checkpoint.sources import Sources
+from ckptkit.format.manifest import pack_name
 from ckptkit.storage import Store, default_pool
 
-_READ, _WRITTEN, _PART = 64 << 20, 64 << 20, 8 << 20
+_PART = 8 << 20
+_PARTS, _CHUNKS = 16, 64
 
 
-def seconds_for(checkpoint: Checkpoint, store: Store, bytes_read: int, bytes_written: int) -> float:
-    """About how long it takes to move so many bytes, with reading and writing beside each
-    other.
+def seconds_for(
+    checkpoint: Checkpoint, place: tuple[Store, str], workers: int, nbytes: tuple[int, int]
+) -> float:
+    """About how long it takes so many workers to read and to write so many bytes, beside each
+    other; the place is a store and the folder of a step in it.
     """
-    reading = bytes_read / _reading_speed(checkpoint) if bytes_read else 0.0
-    writing = bytes_written / _writing_speed(store) if bytes_written else 0.0
+    read, written = nbytes
+    reading = read / _reading_speed(checkpoint, workers) if read else 0.0
+    writing = written / _writing_speed(*place, workers, written) if written else 0.0
     return max(reading, writing)
 
 
-def _reading_speed(checkpoint: Checkpoint) -> float:
+def _reading_speed(checkpoint: Checkpoint, workers: int) -> float:
     manifest = checkpoint.manifest
+    # Chunks all over the step: its beginning may be in a cache, and the rest not.
+    rows = np.unique(np.linspace(0, len(manifest.pack) - 1, _CHUNKS).astype(np.int64)).tolist()
     sources = Sources(checkpoint.store, checkpoint.prefix, manifest)
-    # Of chunks all over the step: its beginning may be in a cache, and the rest not.
-    rows = np.linspace(0, len(manifest.pack) - 1, 64).astype(np.int64)
-    done, began = 0, time.perf_counter()
+
+    def read(row: int) -> int:
+        size = min(_PART, int(manifest.length[row]))
+        pack, offset = int(manifest.pack[row]), int(manifest.offset[row])
+        loan = default_pool().take(_PART)
+        with loan as memory, memory[:size] as data, sources.use(pack) as source:
+            source.read_into(offset, data)
+        return size
+
     try:
-        with default_pool().take(_PART) as memory:
-            for row in np.unique(rows).tolist():
-                size = min(_PART, int(manifest.length[row]))
-                with sources.use(int(manifest.pack[row])) as source, memory[:size] as data:
-                    source.read_into(int(manifest.offset[row]), data)
-                done += size
-                if done >= _READ:
-                    break
+        return _speed(read, rows, workers)
     finally:
         sources.close()
-    return max(1, done) / max(1e-9, time.perf_counter() - began)
 
 
-def _writing_speed(store: Store) -> float:
-    """By an object that is given up before anyone can see it."""
-    parts = [_PART] * (_WRITTEN // _PART)
-    sink = store.create(f"probe-{secrets.token_hex(8)}", parts)
+def _writing_speed(store: Store, prefix: str, workers: int, most: int) -> float:
+    """Of at most so many bytes, by a pack that is given up before anyone can take it for one; where
+    even that is cut off, `prune` finds it.
+    """
+    folder = data_prefix(prefix, f"probe-{secrets.token_hex(8)}")
+    size = min(_PART, most)
+    parts = min(_PARTS, most // size)
+    sink = store.create(f"{folder}/{pack_name(0)}", [size] * parts)
+
+    def write(part: int) -> int:
+        with default_pool().take(size) as memory:
+            np.frombuffer(memory, np.uint8)[:] = part
+            sink.write(part, memory)
+        return size
+
     try:
-        began = time.perf_counter()
-        with default_pool().take(_PART) as memory:
-            np.frombuffer(memory, np.uint8)[:] = 1
-            for number in range(len(parts)):
-                sink.write(number, memory)
-        seconds = time.perf_counter() - began
+        return _speed(write, range(parts), workers)
     finally:
         sink.abort()
-    return _WRITTEN / max(1e-9, seconds)
+
+
+def _speed(work: Callable[[int], int], items: Sequence[int], workers: int) -> float:
+    """Bytes per second."""
+    with ThreadPoolExecutor(workers) as executor:
+        began = time.perf_counter()
+        done = sum(executor.map(work, items))
+        return max(1, done) / max(1e-9, time.perf_counter() - began)

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.reshard.budget import DEFAULT_MEMORY, resident_bytes
-from ckptkit.checkpoint.reshard.planning import ReshardPlan, cost_of, plan_of
-from ckptkit.checkpoint.reshard.probe import seconds_for
+from ckptkit.checkpoint.reshard.planning import ReshardPlan
 from ckptkit.checkpoint.reshard.selection import Selection, choose
 from ckptkit.checkpoint.reshard.target import Outline, Recipe, Target, target_of
-from ckptkit.checkpoint.reshard.work import Means, Work, checked_from
-from ckptkit.checkpoint.rules_file import rules_between
+from ckptkit.checkpoint.reshard.work import Means, Resharded, Work
+from ckptkit.checkpoint.rules_file import RulesLike, rules_between
 from ckptkit.checkpoint.threads import Progress, cores
 from ckptkit.errors import UsageError
-from ckptkit.model import Rules, Strategy
+from ckptkit.model import Strategy
 from ckptkit.model.quantity import parse_size
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
-
-RulesLike = Rules | Mapping[str, Any] | str | os.PathLike[str] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Resharded:
-    """What a reshard has done: where the step is, and how many of its packs were there before."""
-
-    location: str
-    step: int
-    committed: bool
-    """False for a slice: `commit_packs` makes the step of all slices."""
-    packs: int
-    found: int
 
 
 def plan_reshard(  # noqa: PLR0913 — one keyword for each decision, all but one with defaults
@@ -43,39 +28,29 @@ def plan_reshard(  # noqa: PLR0913 — one keyword for each decision, all but on
     dst: Place,
     *,
     to: str | Strategy,
-    source: str | None = None,
-    rules: RulesLike = None,
-    sizes: Mapping[str, int] | None = None,
+    expect: str | Strategy | None = None,
+    rules: RulesLike | None = None,
+    sizes: Mapping[str, Any] | None = None,
     replicate_unknown: bool = False,
     selection: Selection | None = None,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    chunk_bytes: int | str = DEFAULT_CHUNK_BYTES,
     memory: int | str = DEFAULT_MEMORY,
     workers: int | None = None,
     engine: str | Executor = "threads",
+    digest: bool = False,
+    overwrite: bool = False,
     probe: bool = False,
 ) -> ReshardPlan:
-    """What `reshard` with the same arguments would do; with `probe` also about how long it takes,
-    for which a little is read of the source, and written and removed at the destination.
+    """What `reshard` with the same arguments would do, and the errors that it would raise before it
+    writes anything.
+
+    With `probe` also about how long it takes: a little is read of the source, and written at the
+    destination and removed again.
     """
-    resident = resident_bytes()
-    with _opened(src, source) as checkpoint:
-        recipe = Recipe(Strategy.of(to), None, replicate_unknown, _checked(selection), chunk_bytes)
-        target = _target(checkpoint, recipe, rules, sizes)
-        means = Means(parse_size(memory), _workers(workers), engine)
-        store = store_at(dst)
-        work = Work(checkpoint, target, store, means, resident)
-        seconds = None
-        if probe:
-            cost = cost_of(target, work.budget.batch_bytes)
-            seconds = seconds_for(checkpoint, store, cost.bytes_read, cost.bytes_written)
-        return plan_of(
-            target,
-            (checkpoint.location, work.location),
-            work.budget,
-            memory=means.memory,
-            finished=work.finished(),
-            seconds=seconds,
-        )
+    asked = _Asked(to, expect, rules, sizes, replicate_unknown, selection, chunk_bytes)
+    means = Means(parse_size(memory), _workers(workers), engine, digest, overwrite)
+    with _begun(src, dst, asked, means) as (_, work):
+        return work.plan(probe=probe)
 
 
 def reshard(  # noqa: PLR0913 — one keyword for each decision, all but one with defaults
@@ -83,12 +58,12 @@ def reshard(  # noqa: PLR0913 — one keyword for each decision, all but one wit
     dst: Place,
     *,
     to: str | Strategy,
-    source: str | None = None,
-    rules: RulesLike = None,
-    sizes: Mapping[str, int] | None = None,
+    expect: str | Strategy | None = None,
+    rules: RulesLike | None = None,
+    sizes: Mapping[str, Any] | None = None,
     replicate_unknown: bool = False,
     selection: Selection | None = None,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    chunk_bytes: int | str = DEFAULT_CHUNK_BYTES,
     memory: int | str = DEFAULT_MEMORY,
     workers: int | None = None,
     engine: str | Executor = "threads",
@@ -102,42 +77,60 @@ def reshard(  # noqa: PLR0913 — one keyword for each decision, all but one wit
     the step. Every chunk that is read is checked, `src` is only ever read, and the step exists at
     `dst` whole or not at all; after an interruption the same call goes on where it was.
 
-    `source` is the strategy that the step is expected to have, `rules` a file, a preset, `auto` or
-    a document that says which dims tensor parallelism cuts, `sizes` are numbers that they refer to.
-    `engine` is threads, processes, dask://…, ray, slice:i/n or any executor; `digest` records that
-    of the state, which does not depend on the strategy.
+    `expect` is the strategy that the step has to have; `rules` a file, a preset, `auto`, a document
+    or `Rules` that say which dims tensor parallelism cuts, `sizes` the numbers that they refer to;
+    `chunk_bytes` about how large chunks are that cannot go over as they are. `engine` is threads,
+    processes, dask://…, ray, ray://…, slice:i/n (see `commit_packs`) or any executor; `digest`
+    records that of the state, which does not depend on the strategy, for which `src` is read twice.
     """
+    asked = _Asked(to, expect, rules, sizes, replicate_unknown, selection, chunk_bytes)
+    means = Means(parse_size(memory), _workers(workers), engine, digest, overwrite, progress)
+    with _begun(src, dst, asked, means) as (checkpoint, work):
+        if not digest:
+            return work.run()
+        work.check_way(digest_to_come=True)
+        found = _with_digest(checkpoint, work.target, means.memory)
+        return Work(checkpoint, found, work.store, means, work.resident).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to become of a step, as the caller says it."""
+
+    to: str | Strategy
+    expect: str | Strategy | None
+    rules: RulesLike | None
+    sizes: Mapping[str, Any] | None
+    replicate_unknown: bool
+    selection: Selection | None
+    chunk_bytes: int | str
+
+
+@contextmanager
+def _begun(
+    src: Place, dst: Place, asked: _Asked, means: Means
+) -> Iterator[tuple[Checkpoint, Work]]:
     resident = resident_bytes()
-    with _opened(src, source) as checkpoint:
-        recipe = Recipe(Strategy.of(to), None, replicate_unknown, _checked(selection), chunk_bytes)
-        target = _target(checkpoint, recipe, rules, sizes)
-        if digest:
-            target = _with_digest(checkpoint, target, parse_size(memory))
-        means = Means(parse_size(memory), _workers(workers), engine, overwrite, progress)
-        work = Work(checkpoint, target, store_at(dst), means, resident)
-        is_slice = isinstance(engine, str) and engine.startswith("slice:")
-        count, step = target.world_size, target.save.step
-        if work.is_done:
-            return Resharded(work.location, step, committed=True, packs=count, found=count)
-        found = work.run()
-        return Resharded(work.location, step, committed=not is_slice, packs=count, found=found)
+    recipe = Recipe(
+        Strategy.of(asked.to),
+        None,
+        asked.replicate_unknown,
+        asked.selection or Selection(),
+        parse_size(asked.chunk_bytes),
+    )
+    with open_checkpoint(src) as checkpoint:
+        _check_strategy(checkpoint, asked.expect)
+        target = _target(checkpoint, recipe, asked)
+        yield checkpoint, Work(checkpoint, target, store_at(dst), means, resident)
 
 
-def _opened(src: Place, expected: str | None) -> Checkpoint:
-    checkpoint = open_checkpoint(src)
-    checked_from(checkpoint, expected)
-    return checkpoint
-
-
-def _target(
-    checkpoint: Checkpoint, recipe: Recipe, rules: RulesLike, sizes: Mapping[str, int] | None
-) -> Target:
+def _target(checkpoint: Checkpoint, recipe: Recipe, asked: _Asked) -> Target:
     outline = Outline.of(checkpoint.manifest)
     # Rules are about the names that the arrays will have.
     choice = choose(outline.arrays, outline.aliases, recipe.selection)
     names = [chosen.inner for chosen in choice.arrays]
     found = rules_between(
-        checkpoint.strategy, recipe.strategy, rules, names=names, sizes=sizes or {}
+        checkpoint.strategy, recipe.strategy, asked.rules, names=names, sizes=asked.sizes
     )
     return target_of(outline, replace(recipe, rules=found))
 
@@ -150,8 +143,14 @@ def _with_digest(checkpoint: Checkpoint, target: Target, memory: int) -> Target:
     return target_of(target.outline, replace(target.recipe, digest=found))
 
 
-def _checked(selection: Selection | None) -> Selection:
-    return selection or Selection()
+def _check_strategy(checkpoint: Checkpoint, expected: str | Strategy | None) -> None:
+    """Refuse a step of another strategy than its user thinks."""
+    if expected is not None and Strategy.of(expected) != checkpoint.strategy:
+        raise UsageError(
+            f"the step was written by {checkpoint.strategy}, not by {Strategy.of(expected)}",
+            where=checkpoint.location,
+            hint="leave --from out: the strategy is in the step",
+        )
 
 
 def _workers(workers: int | None) -> int:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from ckptkit.checkpoint.patterns import NAMES_HINT, check_used, matches, pattern_list
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format.arrays import Alias, ArrayInfo
-from ckptkit.format.names import ancestors, checked_path, join, split
+from ckptkit.format.names import ancestors, checked_path, inner_name, join, split
 from ckptkit.model import DTYPES, DType
 
-_PATTERNS = "patterns match whole names, or those inside of their group: `ckpt show STEP`"
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -33,6 +33,10 @@ class Selection:
     rename: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        for keyword in ("include", "exclude"):
+            object.__setattr__(self, keyword, pattern_list(getattr(self, keyword), keyword))
+        for keyword in ("cast", "rename"):
+            object.__setattr__(self, keyword, _pairs(getattr(self, keyword), keyword))
         for _, dtype in self.cast:
             _float(dtype)
         for pattern, replacement in self.rename:
@@ -48,13 +52,14 @@ class Selection:
         """Whether an array goes over."""
         if role == "optimizer" and not self.optimizer:
             return False
-        wanted = not self.include or _matches(self.include, name, inner)
-        return wanted and not _matches(self.exclude, name, inner)
+        wanted = not self.include or matches(self.include, name, inner)
+        return wanted and not matches(self.exclude, name, inner)
 
-    def dtype_of(self, array: ArrayInfo) -> DType:
-        """What an array is stored as."""
+    def dtype_of(self, array: ArrayInfo, tied: Sequence[str] = ()) -> DType:
+        """What an array is stored as, which may have other names."""
+        names = [array.name, *tied]
         for pattern, dtype in reversed(self.cast):
-            named = _matches((pattern,), array.name, inner_name(array))
+            named = any(matches((pattern,), n, inner_name(n, array.role)) for n in names)
             if named if pattern else array.role == "param" and _is_float(array.dtype):
                 return self._cast(array, _float(dtype))
         return array.dtype
@@ -86,7 +91,7 @@ class Chosen:
     @property
     def inner(self) -> str:
         """The new name inside of its group: of optimizer state, its parameter's."""
-        return _inner(self.name, self.source)
+        return inner_name(self.name, self.source.role)
 
     @property
     def is_cast(self) -> bool:
@@ -101,6 +106,8 @@ class Choice:
     arrays: tuple[Chosen, ...]
     aliases: tuple[Alias, ...]
     names: dict[str, str]
+    leads: dict[str, str]
+    """The same, and from names that are left out to that under which their array goes over."""
     left_out: frozenset[str]
     """Names of the source that do not go over."""
 
@@ -117,50 +124,42 @@ class Choice:
 
 def choose(every: Sequence[ArrayInfo], tied_names: Sequence[Alias], selection: Selection) -> Choice:
     """Apply a selection to what a step holds."""
-    known = {array.name: array for array in every}
     tied: dict[str, list[str]] = {}
     for alias in tied_names:
         tied.setdefault(alias.alias_of, []).append(alias.name)
     names: dict[str, str] = {}
+    leads: dict[str, str] = {}
     arrays: list[Chosen] = []
     aliases: list[Alias] = []
     for number, array in enumerate(every):
         # The name of its own first: an alias steps in only where that is left out.
         called = [array.name, *tied.get(array.name, ())]
-        taken = [name for name in called if selection.takes(name, _inner(name, array), array.role)]
+        role = array.role
+        taken = [name for name in called if selection.takes(name, inner_name(name, role), role)]
         if not taken:
             continue
         first, *others = [_target_name(name, array, selection) for name in taken]
         names |= dict(zip(taken, [first, *others], strict=True))
-        of = None if array.of is None else _parameter(array.of, known, selection)
-        arrays.append(Chosen(number, array, first, selection.dtype_of(array), of))
+        leads |= dict.fromkeys(called, first)
+        dtype = selection.dtype_of(array, called[1:])
+        arrays.append(Chosen(number, array, first, dtype, array.of))
         aliases += [Alias(other, first) for other in others]
-    _check_unused(every, tied_names, selection)
+    _check_unused({array.name: array for array in every}, tied_names, selection)
     if every and not arrays:
-        raise UsageError("nothing is left of the step", value=selection, hint=_PATTERNS)
+        raise UsageError("nothing is left of the step", value=selection, hint=NAMES_HINT)
     _check_names(arrays, aliases)
+    leads |= names
+    arrays = [replace(chosen, of=_parameter(chosen.of, leads, selection)) for chosen in arrays]
     arrays.sort(key=lambda chosen: chosen.name)
     aliases.sort(key=lambda alias: alias.name)
     there = {array.name for array in every} | {alias.name for alias in tied_names}
-    return Choice(tuple(arrays), tuple(aliases), names, frozenset(there - names.keys()))
-
-
-def inner_name(array: ArrayInfo) -> str:
-    """The name inside of its group: of optimizer state, its parameter's."""
-    return _inner(array.name, array)
-
-
-def _inner(name: str, array: ArrayInfo) -> str:
-    nodes = split(name)
-    if array.role == "optimizer" and len(nodes) > 2:
-        return "/".join(nodes[1:-1])
-    return "/".join(nodes[1:]) or nodes[0]
+    return Choice(tuple(arrays), tuple(aliases), names, leads, frozenset(there - names.keys()))
 
 
 def _target_name(name: str, array: ArrayInfo, selection: Selection) -> str:
     if not selection.rename:
         return name
-    inner = _inner(name, array)
+    inner = inner_name(name, array.role)
     new = selection.renamed(inner)
     if new == inner:
         return name
@@ -174,9 +173,10 @@ def _target_name(name: str, array: ArrayInfo, selection: Selection) -> str:
         raise
 
 
-def _parameter(name: str, known: dict[str, ArrayInfo], selection: Selection) -> str:
-    if name in known:
-        return _target_name(name, known[name], selection)
+def _parameter(name: str | None, leads: dict[str, str], selection: Selection) -> str | None:
+    """What a parameter is called in the target, also where it does not go over itself."""
+    if name is None or name in leads:
+        return leads[name] if name is not None else None
     nodes = split(name)
     new = selection.renamed("/".join(nodes[1:]))
     return checked_path(join(nodes[0], *new.split("/"))) if len(nodes) > 1 else name
@@ -197,14 +197,14 @@ def _check_names(arrays: Sequence[Chosen], aliases: Sequence[Alias]) -> None:
 
 
 def _check_unused(
-    arrays: Sequence[ArrayInfo], aliases: Sequence[Alias], selection: Selection
+    known: Mapping[str, ArrayInfo], aliases: Sequence[Alias], selection: Selection
 ) -> None:
-    names = [(array.name, inner_name(array)) for array in arrays]
-    names += [(alias.name, "/".join(split(alias.name)[1:])) for alias in aliases]
+    every = [(name, array.role) for name, array in known.items()]
+    every += [(alias.name, known[alias.alias_of].role) for alias in aliases]
     casts = (pattern for pattern, _ in selection.cast if pattern)
-    for pattern in (*selection.include, *selection.exclude, *casts):
-        if not any(_matches((pattern,), name, inner) for name, inner in names):
-            raise UsageError("no array has such a name", value=pattern, hint=_PATTERNS)
+    patterns = (*selection.include, *selection.exclude, *casts)
+    names = [(name, inner_name(name, role)) for name, role in every]
+    check_used(patterns, names, "no array has such a name")
 
 
 def _check_nesting(names: Iterable[str]) -> None:
@@ -217,8 +217,15 @@ def _check_nesting(names: Iterable[str]) -> None:
             )
 
 
-def _matches(patterns: Sequence[str], name: str, inner: str) -> bool:
-    return any(fnmatchcase(name, p) or fnmatchcase(inner, p) for p in patterns)
+def _pairs(value: Any, keyword: str) -> tuple[tuple[str, str], ...]:
+    pairs = () if isinstance(value, str) else tuple(value)
+    if isinstance(value, str) or any(isinstance(pair, str) or len(pair) != 2 for pair in pairs):
+        raise UsageError(
+            f"{keyword} takes a tuple of pairs",
+            value=value,
+            hint=f'write {keyword}=(("first", "second"),)',
+        )
+    return tuple((first, second) for first, second in pairs)
 
 
 def _is_float(dtype: DType) -> bool:

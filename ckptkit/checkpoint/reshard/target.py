@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,12 +20,19 @@ from ckptkit.format.leaves import dumps
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.format.record import SaveInfo
+from ckptkit.format.reserved import DIGEST_ALGORITHM
 from ckptkit.model import Layout, Rules, Strategy, layout_of
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
-from ckptkit.plan.placing import Placed, Tensor, place
+from ckptkit.plan.placing import Placed, place
 from ckptkit.plan.regrid import target_grid
 from ckptkit.plan.save import Held, chunks_to_write
+from ckptkit.plan.subjects import Tensor
 from ckptkit.version import __version__
+
+# What a source says of itself, and no longer of what is made of it.
+_OWN = ("resharded", "digest")
+
+SAVE_ID_PREFIX = "resharded-"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +114,7 @@ class Target:
         source = self.outline.save
         details = self._details(source)
         what: list[Any] = [
+            self.recipe.strategy.to_doc(),
             source.save_id,
             source.step,
             [[chosen.number, chosen.name] for chosen in self.choice.arrays],
@@ -116,7 +124,7 @@ class Target:
         ]
         digest = hashlib.sha256(self.table.digest + dumps(what)).hexdigest()[:16]
         return SaveInfo(
-            save_id=f"resharded-{digest}",
+            save_id=f"{SAVE_ID_PREFIX}{digest}",
             step=source.step,
             time=source.time,
             writer=f"ckptkit {__version__}",
@@ -142,12 +150,8 @@ class Target:
             "resharded": {"from": str(source.strategy), "save_id": source.save_id},
         }
         if self.recipe.digest:
-            details["digest"] = {"algorithm": "xxh3-128", "step": self.recipe.digest}
+            details["digest"] = {"algorithm": DIGEST_ALGORITHM, "step": self.recipe.digest}
         return details
-
-
-# What a source says of itself, and no longer of what is made of it.
-_OWN = ("resharded", "digest")
 
 
 def target_of(outline: Outline, recipe: Recipe) -> Target:
@@ -155,9 +159,8 @@ def target_of(outline: Outline, recipe: Recipe) -> Target:
     selection = recipe.selection
     choice = choose(outline.arrays, outline.aliases, selection)
     objects = chosen_objects(outline.objects, choice, selection)
-    order = parameter_order(objects)
     placed = place(
-        sorted(map(_tensor, choice.arrays), key=lambda tensor: order.get(tensor.of, len(order))),
+        tensors_of(choice, objects),
         source=outline.save.strategy,
         target=recipe.strategy,
         rules=recipe.rules,
@@ -166,6 +169,13 @@ def target_of(outline: Outline, recipe: Recipe) -> Target:
     known: Mapping[str, Placed] = {each.name: each for each in placed}
     arrays = tuple(_array(chosen, known[chosen.name], recipe) for chosen in choice.arrays)
     return Target(outline, recipe, arrays, choice, objects)
+
+
+def tensors_of(choice: Choice, objects: Sequence[ObjectInfo]) -> list[Tensor]:
+    """What is placed, in the order of the optimizers' parameters, which decides who owns what."""
+    order = parameter_order(objects)
+    tensors = map(_tensor, choice.arrays)
+    return sorted(tensors, key=lambda tensor: order.get(tensor.of, len(order)))
 
 
 def _tensor(chosen: Chosen) -> Tensor:

@@ -1,40 +1,61 @@
-"""One reshard from beginning to end: look, decide, copy what is missing, commit."""
+"""One reshard from beginning to end: look, copy what is missing, commit."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.commit import commit, committed_save_id, gather
-from ckptkit.checkpoint.places import described, step_name, under
+from ckptkit.checkpoint.places import (
+    DATA,
+    MANIFEST,
+    data_prefix,
+    described,
+    step_name,
+    step_number,
+)
 from ckptkit.checkpoint.reshard.budget import Budget, resident_bytes
 from ckptkit.checkpoint.reshard.checking import check_chunks, finished_packs, huge_chunks
 from ckptkit.checkpoint.reshard.copying import Route
 from ckptkit.checkpoint.reshard.engines import Slice, Task, check_engine, executor_of, run_tasks
-from ckptkit.checkpoint.reshard.planning import Cost, cost_of
+from ckptkit.checkpoint.reshard.planning import Cost, ReshardPlan, cost_of, plan_of
+from ckptkit.checkpoint.reshard.probe import seconds_for
 from ckptkit.checkpoint.reshard.running import Packs
-from ckptkit.checkpoint.reshard.target import Target
+from ckptkit.checkpoint.reshard.target import SAVE_ID_PREFIX, Target
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import NoSpaceError, StepExistsError, UsageError
-from ckptkit.model import Strategy
+from ckptkit.format.manifest import pack_name
 from ckptkit.storage import Store
-
-Engine = str | Executor
 
 # What a worker in a process of its own has in memory before it does anything.
 _PROCESS_BYTES = 96 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Resharded:
+    """What a reshard has done: where the step is, and what was there of it already."""
+
+    location: str
+    step: int
+    save_id: str
+    committed: bool
+    """False for a slice: `commit_packs` makes the step of all slices."""
+    packs: int
+    finished: tuple[int, ...]
+    """The ranks whose packs an earlier run had completed."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Means:
-    """What a reshard may use."""
+    """What a reshard may use and do."""
 
     memory: int
     workers: int
-    engine: Engine = "threads"
+    engine: str | Executor = "threads"
+    digest: bool = False
     overwrite: bool = False
     progress: Progress | None = None
 
@@ -42,11 +63,15 @@ class Means:
         check_engine(self.engine)
 
     @property
+    def slice(self) -> Slice | None:
+        """The share of the packs that is asked for, where not all are."""
+        is_slice = isinstance(self.engine, str) and self.engine.startswith("slice:")
+        return Slice.parse(str(self.engine)) if is_slice else None
+
+    @property
     def is_here(self) -> bool:
         """Whether the threads of this process do the work."""
-        return isinstance(self.engine, str) and (
-            self.engine == "threads" or self.engine.startswith("slice:")
-        )
+        return self.engine == "threads" or self.slice is not None
 
 
 class Work:
@@ -55,23 +80,28 @@ class Work:
     def __init__(
         self, checkpoint: Checkpoint, target: Target, store: Store, means: Means, resident: int
     ) -> None:
+        self.target = target
+        self.store = store
+        self.resident = resident
         self._checkpoint = checkpoint
-        self._target = target
-        self._store = store
         self._means = means
         self._prefix = step_name(target.save.step)
-        self.budget = self._budgeted(resident)
+        self._budget = self._budgeted()
 
     @property
     def location(self) -> str:
         """Where the step will be."""
-        return described(self._store, self._prefix)
+        return described(self.store, self._prefix)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the very step is there already; another one in its place is an error."""
-        there = committed_save_id(self._store, self._prefix)
-        if there == self._target.save.save_id:
+    def check_way(self, *, digest_to_come: bool = False) -> bool:
+        """Whether the very step is there already; StepExistsError where another one is in the way.
+
+        A digest that is still to be found will be part of the step's id: until then any step that
+        was resharded may be the very one.
+        """
+        _check_run(self.store)
+        there = committed_save_id(self.store, self._prefix)
+        if there == self.target.save.save_id:
             return True
         # By the save, since one folder may have many names.
         if there == self._checkpoint.save_id:
@@ -80,6 +110,8 @@ class Work:
                 where=self.location,
                 hint="name another run: the step gets the same number there",
             )
+        if digest_to_come and there is not None and there.startswith(SAVE_ID_PREFIX):
+            return False
         if there is not None and not self._means.overwrite:
             raise StepExistsError(
                 "the step is committed already",
@@ -88,40 +120,74 @@ class Work:
             )
         return False
 
-    def run(self) -> int:
-        """Copy the packs that are missing and commit; returns how many there were already."""
-        target, means = self._target, self._means
-        finished = finished_packs(target, self._store, self._prefix, progress=means.progress)
-        ranks = [rank for rank in range(target.world_size) if rank not in finished]
-        if isinstance(means.engine, str) and means.engine.startswith("slice:"):
-            self._copy(Slice.parse(means.engine).of(ranks))
-            return len(finished)
-        self._copy(ranks)
-        manifest = gather(self._store, self._prefix, target.save.save_id)
-        commit(self._store, self._prefix, manifest, overwrite=means.overwrite)
-        return len(finished)
+    def plan(self, *, probe: bool) -> ReshardPlan:
+        """What `run` would do; nothing changes."""
+        target, means, budget = self.target, self._means, self._budget
+        is_there = self.check_way(digest_to_come=means.digest)
+        finished = set() if means.digest else self._seem_finished()
+        cost = cost_of(target, budget.batch_bytes)
+        left = [rank for rank in range(target.world_size) if rank not in finished]
+        if not is_there:
+            self._check_room(cost, left)
+        seconds = None
+        if probe:
+            nbytes = cost.bytes_read, cost.bytes_written
+            place = self.store, self._prefix
+            seconds = seconds_for(self._checkpoint, place, budget.workers, nbytes)
+        return plan_of(
+            target,
+            (self._checkpoint.location, self.location),
+            cost,
+            memory=min(means.memory, budget.peak),
+            workers=budget.workers,
+            finished=tuple(sorted(finished)),
+            seconds=seconds,
+            save_id=None if means.digest else target.save.save_id,
+        )
 
-    def finished(self) -> set[int]:
+    def run(self) -> Resharded:
+        """Copy the packs that are missing and commit."""
+        target, means, every = self.target, self._means, range(self.target.world_size)
+        if self.check_way():
+            return self._done(every)
+        finished = finished_packs(
+            target, self.store, self._prefix, means.slice, progress=means.progress
+        )
+        ranks = [rank for rank in every if rank not in finished]
+        if means.slice is not None:
+            self._copy(means.slice.of(ranks))
+            return self._done(finished, committed=False)
+        self._copy(ranks)
+        manifest = gather(self.store, self._prefix, target.save.save_id)
+        commit(self.store, self._prefix, manifest, overwrite=means.overwrite)
+        return self._done(finished)
+
+    def _done(self, finished: Iterable[int], *, committed: bool = True) -> Resharded:
+        save, there = self.target.save, tuple(sorted(finished))
+        return Resharded(
+            self.location, save.step, save.save_id, committed, self.target.world_size, there
+        )
+
+    def _seem_finished(self) -> set[int]:
         """The ranks whose packs seem to be there, by their names alone."""
-        folder = under(self._prefix, f"data/{self._target.save.save_id}")
-        names = set(self._store.children(folder))
-        return {r for r in range(self._target.world_size) if f"rank-{r:05d}.zip" in names}
+        names = set(self.store.children(data_prefix(self._prefix, self.target.save.save_id)))
+        return {rank for rank in range(self.target.world_size) if pack_name(rank) in names}
 
     def _copy(self, ranks: Sequence[int]) -> None:
-        cost = cost_of(self._target, self.budget.batch_bytes)
+        cost = cost_of(self.target, self._budget.batch_bytes)
         self._check_room(cost, ranks)
         checkpoint = self._checkpoint
         sources = Sources(checkpoint.store, checkpoint.prefix, checkpoint.manifest)
-        route = Route(checkpoint, sources, self._store, self._prefix, self.budget)
+        route = Route(checkpoint, sources, self.store, self._prefix, self._budget)
         try:
-            check_chunks(route, huge_chunks(self._target, route))
+            check_chunks(route, huge_chunks(self.target, route))
             if self._means.is_here:
-                Packs(self._target, ranks, route).run(self._means.progress)
+                Packs(self.target, ranks, route).run(self._means.progress)
                 return
         finally:
             sources.close()
         self._check_reachable()
-        with executor_of(self._means.engine, self.budget.workers) as executor:
+        with executor_of(self._means.engine, self._budget.workers) as executor:
             tasks = [self._task(rank) for rank in ranks]
             run_tasks(executor, tasks, cost.bytes_by_rank.__getitem__, self._means.progress)
 
@@ -131,16 +197,16 @@ class Work:
             source=str(checkpoint.store.location),
             source_prefix=checkpoint.prefix,
             source_save_id=checkpoint.save_id,
-            destination=str(self._store.location),
+            destination=str(self.store.location),
             prefix=self._prefix,
-            save_id=self._target.save.save_id,
-            recipe=self._target.recipe,
+            save_id=self.target.save.save_id,
+            recipe=self.target.recipe,
             rank=rank,
-            budget=Budget(1, self.budget.batch_bytes, self.budget.chunk_bytes),
+            budget=Budget(1, self._budget.batch_bytes, self._budget.chunk_bytes),
         )
 
     def _check_reachable(self) -> None:
-        for store in (self._checkpoint.store, self._store):
+        for store in (self._checkpoint.store, self.store):
             if store.location.scheme == "memory":
                 raise UsageError(
                     "what is in the memory of this process no other worker sees",
@@ -148,33 +214,30 @@ class Work:
                     hint="use the engine threads",
                 )
 
-    def _check_room(self, cost: Cost, ranks: Collection[int]) -> None:
-        room = self._store.room()
+    def _check_room(self, cost: Cost, ranks: Iterable[int]) -> None:
+        room = self.store.room()
         needed = sum(cost.bytes_by_rank[rank] for rank in ranks)
         if room is not None and needed > room:
             raise NoSpaceError(
                 f"{needed} bytes are to be written, {room} are free",
-                where=str(self._store.location),
+                where=str(self.store.location),
                 hint="nothing was written; `ckpt prune` frees what runs do not need",
             )
 
-    def _budgeted(self, resident: int) -> Budget:
-        means, target = self._means, self._target
-        chunks = (array.info.grid.chunk_elements * array.itemsize for array in target.arrays)
-        largest = max(chunks, default=0)
-        fixed = max(0, resident_bytes() - resident)
+    def _budgeted(self) -> Budget:
+        means, target = self._means, self.target
+        stored = (a for a in target.arrays if a.info.grid.chunk_count)
+        largest = max((a.info.grid.chunk_elements * a.itemsize for a in stored), default=0)
+        fixed = max(0, resident_bytes() - self.resident)
         each = 0 if means.is_here else _PROCESS_BYTES
         return Budget.of(means.memory, means.workers, largest, fixed, each)
 
 
-def checked_from(checkpoint: Checkpoint, expected: str | None) -> None:
-    """Refuse a step of another strategy than its user thinks."""
-    if expected is None:
-        return
-    wanted = Strategy.of(expected)
-    if wanted != checkpoint.strategy:
+def _check_run(store: Store) -> None:
+    """Refuse to put a step into a step."""
+    if step_number(store.location.name) is not None or {DATA, MANIFEST} & set(store.children("")):
         raise UsageError(
-            f"the step was written by {checkpoint.strategy}, not by {wanted}",
-            where=checkpoint.location,
-            hint="leave --from out: the strategy is in the step",
+            "the destination is a step, not a run",
+            where=str(store.location),
+            hint="pass the folder of a run: the step gets its own folder in it",
         )

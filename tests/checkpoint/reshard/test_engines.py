@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -112,6 +113,16 @@ def test_any_executor_will_do(source: Path, by_threads: dict[str, bytes], tmp_pa
     assert files(tmp_path) == by_threads
 
 
+def test_a_worker_that_knew_the_source_elsewhere_looks_again(source: Path, tmp_path: Path) -> None:
+    first, moved = tmp_path / "first", tmp_path / "moved"
+    shutil.copytree(source, first)
+    with ThreadPoolExecutor(1) as executor:
+        reshard(first, tmp_path / "a", "tp:4", engine=executor)
+        first.rename(moved)
+        reshard(moved, tmp_path / "b", "tp:4", engine=executor)
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
 def test_a_worker_that_dies_is_said_and_the_next_run_goes_on(source: Path, tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
@@ -133,7 +144,7 @@ def test_a_worker_that_dies_is_said_and_the_next_run_goes_on(source: Path, tmp_p
     done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=60)
     assert done.stdout.startswith("PeerError a worker was lost")
     assert ckptkit.Run(tmp_path).steps() == []
-    assert reshard(source, tmp_path, "tp:4").found >= 1
+    assert reshard(source, tmp_path, "tp:4").finished
     with ckptkit.open(tmp_path) as checkpoint:
         assert_same_state(checkpoint)
 

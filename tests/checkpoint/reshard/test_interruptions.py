@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 import ckptkit
-from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError, StorageError
+from ckptkit.checkpoint.reshard import checking
+from ckptkit.errors import (
+    CkptkitError,
+    CorruptionError,
+    NotFoundError,
+    PeerError,
+    StepExistsError,
+    StorageError,
+)
 from ckptkit.storage import CountingStore, FailingStore, LocalStore, MemoryStore
 from ckptkit.storage.failing import EXIT_CODE
 from tests.checkpoint.reshard.toy import assert_same_state, reshard, save_toy, saved
@@ -28,25 +37,32 @@ def operations() -> int:
 def test_whatever_fails_leaves_no_step_and_the_next_run_finishes(
     tmp_path: Path, after: bool
 ) -> None:
+    whole = failed = 0
     for fail_at in range(1, operations() + 1):
         destination = LocalStore(tmp_path / str(fail_at))
         failing = FailingStore(destination, fail_at=fail_at, after=after)
         try:
             reshard(saved("fsdp:3"), failing, "tp:4", workers=1)
         except StorageError:
-            if not after:
-                with pytest.raises(NotFoundError):
-                    ckptkit.open(destination)
+            failed += 1
+        if ckptkit.Run(destination).steps():
+            # The commit itself, its answer lost or what comes after it failing, makes a whole step.
+            whole += 1
+            assert not ckptkit.verify(destination)
         reshard(saved("fsdp:3"), destination, "tp:4")
         with ckptkit.open(destination) as checkpoint:
             assert_same_state(checkpoint)
         assert not ckptkit.verify(destination)
+    assert failed > 20
+    assert whole < 5
 
 
 _KILLED = """
 import sys
+from ckptkit.checkpoint.reshard import checking
 from ckptkit.storage import FailingStore, LocalStore
 from tests.checkpoint.reshard.toy import reshard
+checking.QUIET_SECONDS = 0.0
 source, destination = map(LocalStore, sys.argv[1:3])
 for fail_at in map(int, sys.argv[3:]):
     import os
@@ -87,9 +103,51 @@ def test_packs_that_are_whole_are_used_again_and_others_are_not() -> None:
     del objects[packs[3]]
     counting = CountingStore(memory_with(objects))
     done = reshard(saved("fsdp:3"), counting, "tp:4")
-    assert (done.packs, done.found) == (4, 1)
+    assert (done.packs, done.finished) == (4, (0,))
     assert counting.operations["create"] == 3
     assert contents(whole) == {e.key: counting.read(e.key) for e in counting.list()}
+
+
+def test_another_strategy_is_another_step() -> None:
+    destination = MemoryStore()
+    reshard(saved("fsdp:8"), destination, "fsdp:4")
+    for other in ("fsdp:2", "zero3:4", "ddp:4"):
+        with pytest.raises(StepExistsError):
+            reshard(saved("fsdp:8"), destination, other)
+    reshard(saved("fsdp:8"), destination, "zero3:4", overwrite=True)
+    with ckptkit.open(destination) as checkpoint:
+        assert str(checkpoint.strategy) == "zero3:4"
+    assert not ckptkit.verify(destination)
+
+
+def test_a_pack_that_another_run_is_writing_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, destination = tmp_path / "a", tmp_path / "b"
+    save_toy(LocalStore(source), "fsdp:3")
+    reshard(source, destination, "tp:4", engine="slice:0/4")
+    (pack,) = destination.glob("step-*/data/*/rank-00000.zip")
+    whole = pack.read_bytes()
+    monkeypatch.setattr(checking, "QUIET_SECONDS", 0.5)
+    done = threading.Event()
+
+    def write() -> None:
+        while not done.wait(0.1):
+            pack.write_bytes(whole[:-5])
+
+    pack.write_bytes(whole[:-5])
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        with pytest.raises(PeerError, match="another reshard of the same step is writing"):
+            reshard(source, destination, "tp:4")
+    finally:
+        done.set()
+        writer.join()
+    assert pack.read_bytes() == whole[:-5]
+    reshard(source, destination, "tp:4")
+    with ckptkit.open(destination) as checkpoint:
+        assert_same_state(checkpoint)
 
 
 def test_a_done_reshard_is_not_done_again() -> None:
@@ -97,7 +155,7 @@ def test_a_done_reshard_is_not_done_again() -> None:
     reshard(saved("fsdp:3"), destination, "tp:4")
     destination.reset()
     done = reshard(saved("fsdp:3"), destination, "tp:4")
-    assert (done.committed, done.found) == (True, 4)
+    assert (done.committed, done.finished) == (True, (0, 1, 2, 3))
     assert destination.bytes_written == 0
 
 
@@ -130,7 +188,7 @@ def test_slices_make_a_step_together(tmp_path: Path) -> None:
     for number in (2, 0):
         done = reshard(source, destination, "fsdp:8", engine=f"slice:{number}/3")
         assert not done.committed
-    with pytest.raises(NotFoundError, match=r"3 of 8 packs are missing, of the ranks 1, 4, 7"):
+    with pytest.raises(NotFoundError, match=r"missing are 3 of 8 packs, of the ranks 1, 4, 7"):
         ckptkit.commit_packs(destination)
     reshard(source, destination, "fsdp:8", engine="slice:1/3")
     assert ckptkit.commit_packs(destination).save.step == 7
@@ -138,6 +196,17 @@ def test_slices_make_a_step_together(tmp_path: Path) -> None:
         assert_same_state(checkpoint)
     with pytest.raises(NotFoundError, match="every step is committed"):
         ckptkit.commit_packs(destination)
+
+
+def test_slices_replace_a_step_that_is_there(tmp_path: Path) -> None:
+    source, destination = tmp_path / "a", tmp_path / "b"
+    save_toy(LocalStore(source), "fsdp:3")
+    reshard(source, destination, "ddp:2")
+    for number in range(2):
+        reshard(source, destination, "fsdp:4", engine=f"slice:{number}/2", overwrite=True)
+    assert str(ckptkit.commit_packs(destination, overwrite=True).save.strategy) == "fsdp:4"
+    with ckptkit.open(destination) as checkpoint:
+        assert_same_state(checkpoint)
 
 
 def test_processes_make_the_same_bytes_as_threads(tmp_path: Path) -> None:

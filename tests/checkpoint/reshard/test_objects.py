@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import ckptkit
@@ -17,6 +18,16 @@ def test_objects_say_the_same_to_any_number_of_ranks(source: str, to: str) -> No
     with ckptkit.open(saved(source)) as before, ckptkit.open(destination) as after:
         assert after.objects == before.objects
         assert after.objects["extra/cursor"] == list(range(12))
+
+
+def test_sums_of_complex_numbers_go_over() -> None:
+    source, destination = MemoryStore(), MemoryStore()
+    with ckptkit.Writer(source, step=1) as writer:
+        writer.add_object("c", ckptkit.Sum(np.complex64(1 + 2j)))
+    ckptkit.reshard(source, destination, to="fsdp:2")
+    with ckptkit.open(destination) as checkpoint:
+        assert checkpoint.objects["c"] == 1 + 2j
+    assert ckptkit.digest(source).step == ckptkit.digest(destination).step
 
 
 def test_what_a_rank_had_comes_back_when_the_number_of_ranks_does() -> None:

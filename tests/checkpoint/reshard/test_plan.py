@@ -14,17 +14,21 @@ from tests.checkpoint.reshard.toy import RULES, STRATEGIES, reshard, save_toy, s
 
 @pytest.mark.parametrize("to", ["single", "tp:4", "fsdp:8", "ddp:2", "pp:2,tp:2", "zero1:3"])
 @pytest.mark.parametrize("source", ["single", "fsdp:8", "tp:4", "fsdp:3", "pp:2,tp:2,fsdp:2"])
-def test_the_plan_foresees_what_is_read_and_written(source: str, to: str) -> None:
+def test_the_plan_foresees_what_is_read_and_written(
+    source: str, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Chunks that lie beside each other are read together, with what is between them.
+    monkeypatch.setattr("ckptkit.checkpoint.reading.GAP_BYTES", 0)
     counting, destination = CountingStore(saved(source)), MemoryStore()
     plan = ckptkit.plan_reshard(counting, destination, to=to, rules=RULES)
     assert not destination.list()
     counting.reset()
     reshard(counting, destination, to)
+    # What several ranks share of a fused tensor may be next to what its writer has of its own.
+    most = 4 if "tp" in to else 0
     manifest = counting.size("step-0000000007/manifest.msgpack")
-    read = counting.bytes_read - manifest
-    assert plan.bytes_read <= read * 1.5
-    assert read <= plan.bytes_read * 1.5 + 4096 * plan.requests
-    assert counting.operations["read_into"] <= plan.requests + 1
+    assert 0 <= plan.requests - (counting.operations["read_into"] - 1) <= most
+    assert 0 <= plan.bytes_read - (counting.bytes_read - manifest) <= most * 256
     with ckptkit.open(destination) as checkpoint:
         packs = np.bincount(
             checkpoint.manifest.pack, checkpoint.manifest.length, len(plan.bytes_by_rank)

@@ -24,10 +24,12 @@ from tests.checkpoint.reshard.toy import assert_same_state, reshard, save_toy, s
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"to": "tp:4", "source": "fsdp:4"}, UsageError, "written by fsdp:3, not by fsdp:4"),
+        ({"to": "tp:4", "expect": "fsdp:4"}, UsageError, "written by fsdp:3, not by fsdp:4"),
         ({"to": "tq:4"}, StrategyError, "unknown kind of axis"),
         ({"to": "tp:4", "memory": "1MiB"}, UsageError, r"too little memory: .* at least"),
         ({"to": "tp:4", "memory": "lots"}, UsageError, "no size"),
+        ({"to": "tp:4", "chunk_bytes": 0}, UsageError, "less than one byte"),
+        ({"to": "tp:4", "chunk_bytes": "large"}, UsageError, "no size"),
         ({"to": "tp:4", "workers": 0}, UsageError, "at least one worker"),
         ({"to": "tp:4", "engine": "steam"}, UsageError, "no such engine"),
         ({"to": "tp:4", "engine": "slice:4/4"}, UsageError, "not a slice"),
@@ -67,6 +69,13 @@ def test_a_step_never_replaces_its_own_source(tmp_path: Path, overwrite: bool) -
         assert_same_state(checkpoint)
 
 
+def test_a_step_is_not_put_into_a_step(tmp_path: Path) -> None:
+    save_toy(LocalStore(tmp_path), "fsdp:3")
+    for destination in (tmp_path / "step-0000000007", tmp_path / "new" / "step-0000000001"):
+        with pytest.raises(UsageError, match="a step, not a run"):
+            reshard(tmp_path, destination, "tp:4")
+
+
 def test_there_must_be_something_to_reshard() -> None:
     with pytest.raises(NotFoundError, match="no checkpoint"):
         reshard(MemoryStore(), MemoryStore(), "tp:4")
@@ -89,6 +98,15 @@ def test_a_step_without_arrays_goes_over() -> None:
     ckptkit.reshard(source, destination, to="fsdp:4")
     with ckptkit.open(destination) as checkpoint:
         assert (dict(checkpoint.arrays), dict(checkpoint.objects)) == ({}, {"note": "x"})
+
+
+def test_an_empty_array_of_long_rows_takes_no_memory() -> None:
+    source, destination = MemoryStore(), MemoryStore()
+    with ckptkit.Writer(source, step=1) as writer:
+        writer.add("model/w", np.empty((0, 1 << 33), np.float32))
+    ckptkit.reshard(source, destination, to="fsdp:2", memory="64MiB")
+    with ckptkit.open(destination) as checkpoint:
+        assert checkpoint["model/w"].shape == (0, 1 << 33)
 
 
 def test_chunks_larger_than_the_memory_are_read_in_bands() -> None:

@@ -114,6 +114,34 @@ def test_a_value_that_the_new_type_cannot_hold_is_an_error() -> None:
         )
 
 
+def test_an_infinity_that_the_new_type_lacks_is_an_error() -> None:
+    store = MemoryStore()
+    with Writer(store, step=3) as writer:
+        writer.add("model/up", np.array([1.0, np.inf, np.nan], np.float32), role="param")
+    selection = Selection(cast=(("", "float8_e4m3fn"),))
+    with pytest.raises(UsageError, match="1 values of one chunk are beyond float8_e4m3fn"):
+        ckptkit.reshard(store, MemoryStore(), to="single", selection=selection)
+
+
+def test_what_belonged_to_the_name_that_is_left_out_goes_to_the_other() -> None:
+    store, destination = MemoryStore(), MemoryStore()
+    values = np.ones(4, np.float32)
+    with Writer(store, step=3) as writer:
+        writer.add("model/embed", values, role="param")
+        writer.add_alias("model/head", "model/embed")
+        writer.add("optimizer/embed/exp_avg", values, role="optimizer", of="model/embed")
+        groups = [{"params": ["embed"], "options": {}}]
+        writer.add_object("optimizer", [{"kind": "SGD", "groups": groups, "values": {}}])
+        writer.add_object("best", {"ckptkit.array": "model/embed"})
+    selection = Selection(exclude=("model/embed",), cast=(("model/head", "bf16"),))
+    ckptkit.reshard(store, destination, to="single", selection=selection)
+    with ckptkit.open(destination) as checkpoint:
+        assert checkpoint["model/head"].dtype.name == "bfloat16"
+        assert checkpoint["optimizer/embed/exp_avg"].info.of == "model/head"
+        assert checkpoint.objects["optimizer"][0]["groups"][0]["params"] == ["head"]
+        assert checkpoint.objects["best"] == {"ckptkit.array": "model/head"}
+
+
 def test_what_an_optimizer_says_follows_names_and_omissions() -> None:
     store, destination = MemoryStore(), MemoryStore()
     values = np.ones(4, np.float32)
@@ -138,6 +166,40 @@ def test_what_an_optimizer_says_follows_names_and_omissions() -> None:
         assert "alike/model/b" not in checkpoint.objects
 
 
+def test_any_sequence_is_a_tuple() -> None:
+    given: dict[str, Any] = {"include": ["a"], "exclude": ["b"], "cast": [["a", "bf16"]]}
+    assert Selection(**given) == Selection(("a",), ("b",), cast=(("a", "bf16"),))
+    hash(Selection(**given))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"include": "model/*"},
+        {"exclude": "model/*"},
+        {"cast": "bf16"},
+        {"cast": ("", "bf16")},
+        {"cast": (("a", "b", "bf16"),)},
+        {"rename": "a=>b"},
+        {"rename": ("ab",)},
+    ],
+)
+def test_one_text_is_not_read_letter_by_letter(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"takes a tuple of") as caught:
+        Selection(**wrong)
+    assert caught.value.hint.startswith(f"write {next(iter(wrong))}=(")
+
+
+def test_names_of_tied_optimizer_state_are_known_inside_of_their_group() -> None:
+    store, destination = MemoryStore(), MemoryStore()
+    with Writer(store, step=3) as writer:
+        writer.add("model/a", np.ones(4, np.float32), role="param")
+        writer.add("optimizer/a/m", np.ones(4, np.float32), role="optimizer", of="model/a")
+        writer.add_alias("optimizer/b/m", "optimizer/a/m")
+    ckptkit.reshard(store, destination, to="single", selection=Selection(exclude=("b",)))
+    assert names(destination) == {"model/a", "optimizer/a/m"}
+
+
 @pytest.mark.parametrize(
     ("selection", "kind", "message"),
     [
@@ -160,6 +222,14 @@ def test_what_means_nothing_is_refused(
     with pytest.raises(kind, match=message):
         reshard(saved("fsdp:3"), destination, "tp:2", selection=Selection(**selection))
     assert not destination.list()
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_names_that_are_left_out_are_listed_aliases_too(name: str) -> None:
+    plan = ckptkit.plan_reshard(
+        saved("fsdp:3"), MemoryStore(), to="fsdp:2", selection=Selection(exclude=(name,))
+    )
+    assert (plan.left_out, plan.aliases) == ((name,), ())
 
 
 def test_the_plan_shows_all_of_it() -> None:

@@ -1,0 +1,12 @@
+"""Names that mean something of their own in a step (FORMAT sections 8 and 11)."""
+
+from __future__ import annotations
+
+MODEL = "model"
+OPTIMIZER = "optimizer"
+# What a training job says of arrays again, under some strategies only: `alike/<name>`.
+ALIKE = "alike"
+# The one key of a map that stands for the array of that name.
+REFERENCE = "ckptkit.array"
+
+DIGEST_ALGORITHM = "xxh3-128"
