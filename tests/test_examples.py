@@ -41,7 +41,7 @@ def losses(lines: str) -> dict[int, float]:
     }
 
 
-@pytest.mark.parametrize("name", ["plain_zarr", "sharded_save"])
+@pytest.mark.parametrize("name", ["plain_zarr", "reshard_offline", "sharded_save"])
 def test_an_example_runs_and_says_what_it_did(name: str) -> None:
     out = output_of("-W", "error", FOLDER / f"{name}.py")
     assert out.strip()

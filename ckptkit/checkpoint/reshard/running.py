@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 
 from ckptkit.checkpoint.image import ImageWriting
 from ckptkit.checkpoint.reshard.copying import Route, begin_pack
 from ckptkit.checkpoint.reshard.target import Target
 from ckptkit.checkpoint.threads import Progress, run_threads
 from ckptkit.errors import CkptkitError
+
+# Writers of one file wait for each other, where it is not written past the page cache; of many, few
+# would be complete when a run is cut off.
+_AT_ONCE = 2
 
 
 class Packs:
@@ -50,13 +56,27 @@ class Packs:
             raise
 
     def _segments(self) -> Iterator[tuple[ImageWriting, int]]:
-        for rank in self._ranks:
-            writing = begin_pack(self._target, rank, self._route)
-            self._left[writing] = len(writing.segments)
-            if not writing.segments:
-                writing.finish()
-                del self._left[writing]
-            yield from ((writing, number) for number in range(len(writing.segments)))
+        """Segments by turns from a few packs."""
+        ranks = iter(self._ranks)
+        begun: deque[Iterator[tuple[ImageWriting, int]]] = deque()
+        while True:
+            for rank in islice(ranks, _AT_ONCE - len(begun)):
+                begun.append(self._segments_of(rank))
+            if not begun:
+                return
+            turn = begun.popleft()
+            segment = next(turn, None)
+            if segment is not None:
+                begun.append(turn)
+                yield segment
+
+    def _segments_of(self, rank: int) -> Iterator[tuple[ImageWriting, int]]:
+        writing = begin_pack(self._target, rank, self._route)
+        self._left[writing] = len(writing.segments)
+        if not writing.segments:
+            writing.finish()
+            del self._left[writing]
+        yield from ((writing, number) for number in range(len(writing.segments)))
 
     def _finish_last(self, writing: ImageWriting) -> None:
         with self._lock:
