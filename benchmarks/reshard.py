@@ -39,10 +39,11 @@ RULES: dict[str, Any] = {
     },
 }
 WAYS = (
-    ("fsdp:8", "tp:4", 1.2),
-    ("tp:4", "fsdp:8", 1.4),
-    ("pp:4", "tp:4", 1.4),
-    ("ddp:2,fsdp:4", "tp:2,pp:2", 1.4),
+    # At least so many GiB: as many layers as there are stages.
+    ("fsdp:8", "tp:4", 1.2, 4.0),
+    ("tp:4", "fsdp:8", 1.4, 4.0),
+    ("pp:4", "tp:4", 1.4, 8.0),
+    ("ddp:2,fsdp:4", "tp:2,pp:2", 1.4, 4.0),
 )
 _SEGMENT = 8 << 20
 _TMPFS = Path("/dev/shm")
@@ -50,8 +51,8 @@ _TMPFS = Path("/dev/shm")
 
 def benches(folder: Path, repeat: int) -> Iterator[Callable[[], Section]]:
     """All of it; sizes are in GiB, at least."""
-    for source, to, limit in WAYS:
-        yield partial(way, folder, 8.0, repeat, source, to, limit)
+    for source, to, limit, gib in WAYS:
+        yield partial(way, folder, gib, repeat, source, to, limit)
     yield partial(against_dcp, folder, 1.6, repeat)
     yield partial(memory, folder, (1.6, 8.0))
     if _TMPFS.is_dir():
@@ -96,7 +97,7 @@ def way(folder: Path, gib: float, repeat: int, source: str, to: str, limit: floa
         "copy floor: 4 x 8 MiB, O_DIRECT": lambda: _direct_copy(origin, result),
     }
     measured = Measured()
-    for turn in range(repeat + 1):
+    for _ in range(repeat):
         for name, work in ways.items():
             shutil.rmtree(result, ignore_errors=True)
             result.mkdir()
@@ -104,8 +105,7 @@ def way(folder: Path, gib: float, repeat: int, source: str, to: str, limit: floa
             _warm(origin)
             start, cpu = time.monotonic(), _cpu()
             work()
-            if turn:
-                measured.add(name, Taken(time.monotonic() - start, _cpu() - cpu, []))
+            measured.add(name, Taken(time.monotonic() - start, _cpu() - cpu, []))
     shutil.rmtree(result)
     plan = ckptkit.plan_reshard(origin, result, to=to, rules=RULES)
     shutil.rmtree(origin)
