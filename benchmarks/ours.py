@@ -40,13 +40,18 @@ def add_and_commit(part: Part, place: Path | Store, barrier: ckptkit.Barrier | N
     with ckptkit.Writer(
         place, step=1, strategy=strategy, rank=part.rank, barrier=barrier
     ) as writer:
-        for tensor in part.tensors:
-            writer.add(
-                tensor.name,
-                part.arrays[tensor.name],
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                placements={"fsdp": "shard(0)"},
-                role="optimizer" if tensor.of else "param",
-                of=tensor.of,
-            )
+        add_part(writer, part)
+
+
+def add_part(writer: ckptkit.Writer, part: Part) -> None:
+    """All that one rank holds."""
+    for tensor in part.tensors:
+        writer.add(
+            tensor.name,
+            part.arrays[tensor.name],
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            placements={"fsdp": "shard(0)"},
+            role="optimizer" if tensor.of else "param",
+            of=tensor.of,
+        )

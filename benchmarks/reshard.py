@@ -19,6 +19,7 @@ import numpy as np
 import ckptkit
 from benchmarks.measured import Measured, Taken
 from benchmarks.memory import peak_mib, reset_peak, resident_mib
+from benchmarks.ours import add_part
 from benchmarks.ranks import isolated
 from benchmarks.state import Part, Tensor, llama, total_bytes
 from benchmarks.table import Bar, Section, speed_columns, speeds
@@ -70,17 +71,7 @@ def save_source(place: Path, tensors: list[Tensor], strategy: str = "fsdp:8") ->
         return
 
     def add(writer: ckptkit.Writer) -> None:
-        part = Part(tensors, writer.rank, ranks)
-        for tensor in tensors:
-            writer.add(
-                tensor.name,
-                part.arrays[tensor.name],
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                placements={"fsdp": "shard(0)"},
-                role="optimizer" if tensor.of else "param",
-                of=tensor.of,
-            )
+        add_part(writer, Part(tensors, writer.rank, ranks))
 
     save_in_turns(place, strategy, ranks, add)
 

@@ -29,7 +29,7 @@ import ckptkit
 @click.option("--from", "expect", metavar="STRATEGY", help="What SRC is expected to be.")
 @click.option("--rules", metavar="RULES", help="A file, a preset, or auto (the default).")
 @click.option("--config", metavar="FILE", help="A config.json with the sizes that rules refer to.")
-@click.option("--set", "given", metavar="NAME=N", multiple=True, help="One such size.")
+@click.option("--set", "sizes", metavar="NAME=N", multiple=True, help="One such size.")
 @click.option("--replicate-unknown", is_flag=True, help="Replicate what no rule knows.")
 @click.option("--include", metavar="PATTERN", multiple=True, help="Take only these arrays.")
 @click.option("--exclude", metavar="PATTERN", multiple=True, help="Leave these arrays out.")
@@ -61,30 +61,7 @@ import ckptkit
     is_flag=True,
     help="Only say what would be done; a little is read and written.",
 )
-def reshard(  # noqa: PLR0913 — an option each
-    src: str,
-    dst: str,
-    *,
-    to: str,
-    expect: str | None,
-    rules: str | None,
-    config: str | None,
-    given: tuple[str, ...],
-    replicate_unknown: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    no_optimizer: bool,
-    cast: tuple[str, ...],
-    rename: tuple[str, ...],
-    memory: str,
-    chunk_size: str,
-    workers: int | None,
-    engine: str,
-    digest: bool,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
+def reshard(src: str, dst: str, *, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Write the step SRC for another strategy into the run DST.
 
     Parameters, optimizer state and all else go over; the new step has the number of the old one,
@@ -99,26 +76,7 @@ def reshard(  # noqa: PLR0913 — an option each
     --rules says which dims tensor parallelism cuts, and how pipelines are split (`ckpt rules`
     shows it); a SRC that was trained so has its own.
     """
-    options: dict[str, Any] = {
-        "to": to,
-        "expect": expect,
-        "rules": rules,
-        "sizes": sizes_from(config, given),
-        "replicate_unknown": replicate_unknown,
-        "selection": ckptkit.Selection(
-            include=include,
-            exclude=exclude,
-            optimizer=not no_optimizer,
-            cast=tuple(map(_cast, cast)),
-            rename=tuple(map(_rename, rename)),
-        ),
-        "memory": memory,
-        "chunk_bytes": chunk_size,
-        "workers": workers,
-        "engine": engine,
-        "digest": digest,
-        "overwrite": overwrite,
-    }
+    options = _options(**given)
     plan = ckptkit.plan_reshard(src, dst, **options, probe=dry_run)
     if dry_run:
         if as_json:
@@ -133,6 +91,30 @@ def reshard(  # noqa: PLR0913 — an option each
         emit_json({**document_of(plan), **found, "committed": done.committed})
     else:
         emit([_said(plan, done)])
+
+
+def _options(
+    *,
+    chunk_size: str,
+    config: str | None,
+    sizes: tuple[str, ...],
+    no_optimizer: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    cast: tuple[str, ...],
+    rename: tuple[str, ...],
+    **same: Any,
+) -> dict[str, Any]:
+    """The arguments of the library's calls; most options are called as they are."""
+    selection = ckptkit.Selection(
+        include=include,
+        exclude=exclude,
+        optimizer=not no_optimizer,
+        cast=tuple(map(_cast, cast)),
+        rename=tuple(map(_rename, rename)),
+    )
+    known = {"sizes": sizes_from(config, sizes), "chunk_bytes": chunk_size}
+    return {**same, **known, "selection": selection}
 
 
 def _said(plan: ckptkit.ReshardPlan, done: ckptkit.Resharded) -> str:

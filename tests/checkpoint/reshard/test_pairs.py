@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 import ckptkit
@@ -16,7 +17,9 @@ from tests.checkpoint.reshard.toy import (
     placed_once,
     reshard,
     saved,
+    toy,
 )
+from tests.checkpoint.saving import same
 
 
 @pytest.mark.parametrize("to", STRATEGIES)
@@ -31,7 +34,33 @@ def test_any_strategy_becomes_any_other(source: str, to: str) -> None:
         assert_packs_fit_ranks(checkpoint)
         rows = placed_once(to)
         assert {a.name: a.placements for a in checkpoint.manifest.arrays} == rows
+    assert ckptkit.digest(destination) == ckptkit.digest(saved(source))
     assert not ckptkit.verify(destination)
+
+
+@pytest.mark.parametrize(
+    ("to", "name", "dim"),
+    [
+        ("fsdp:3", "model/embed", 0),
+        ("fsdp:8", "optimizer/layers.1.up/exp_avg", 0),
+        ("zero3:4", "model/layers.0.down", 0),
+        ("tp:2", "model/layers.2.up", 0),
+        ("tp:4", "optimizer/layers.0.down/exp_avg_sq", 1),
+        ("tp:4", "model/embed", 0),
+    ],
+)
+def test_parts_are_the_slices_that_numpy_makes(to: str, name: str, dim: int) -> None:
+    destination = MemoryStore()
+    reshard(saved("pp:2,tp:2"), destination, to)
+    ranks, whole = int(to.partition(":")[2]), np.moveaxis(toy()[name].values, dim, 0)
+    rows = -(-len(whole) // ranks)
+    with ckptkit.open(destination) as checkpoint:
+        for rank in range(ranks):
+            expected = np.moveaxis(whole[rank * rows : (rank + 1) * rows], 0, dim)
+            boxes = checkpoint[name].part(rank).boxes
+            assert len(boxes) == (expected.size > 0)
+            for box in boxes:
+                assert same(checkpoint.read(name, box), np.ascontiguousarray(expected))
 
 
 def test_the_source_is_only_read() -> None:
