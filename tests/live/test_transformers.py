@@ -42,7 +42,8 @@ def llama(seed: int) -> Any:
         from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
         torch.manual_seed(seed)
-        return LlamaForCausalLM(LlamaConfig(**CONFIG)).eval()
+        model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG))
+        return model.eval()
 
 
 def save_whole(location: str) -> torch.Tensor:
