@@ -25,7 +25,7 @@ def axes_of(strategy: str) -> dict[str, int]:
     """The axes of a strategy; one without a size gets the ranks that are left."""
     said = {n: int(size or 0) for n, _, size in (a.partition(":") for a in strategy.split(","))}
     left = dist.get_world_size() // math.prod(size or 1 for size in said.values())
-    return {name: said[name] or left for name in ("ddp", "fsdp", "tp") if name in said}
+    return {name: said[name] or left for name in sorted(said, key=["ddp", "fsdp", "tp"].index)}
 
 
 def spread(model: Transformer, axes: dict[str, int]) -> torch.nn.Module:
