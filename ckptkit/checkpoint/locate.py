@@ -13,7 +13,7 @@ def read_manifest(store: Store, prefix: str) -> Manifest:
     """The manifest of a step; NotCommittedError or NotFoundError where there is none."""
     key = under(prefix, MANIFEST)
     try:
-        data = _read_bounded(store, key)
+        data = store.read_whole(key, MAX_DOCUMENT_BYTES)
     except NotFoundError as error:
         raise _not_committed(store, prefix) from error
     if not data:
@@ -27,19 +27,6 @@ def read_manifest(store: Store, prefix: str) -> Manifest:
             hint="the folder was renamed; give it its own name again",
         )
     return manifest
-
-
-def _read_bounded(store: Store, key: str) -> bytes:
-    with store.open(key) as source:
-        if source.size > MAX_DOCUMENT_BYTES:
-            raise FormatError(
-                f"a manifest has at most {MAX_DOCUMENT_BYTES} bytes",
-                where=described(store, key),
-                value=source.size,
-            )
-        data = bytearray(source.size)
-        source.read_into(0, memoryview(data))
-    return bytes(data)
 
 
 def manifest_at(store: Store) -> tuple[str, Manifest]:

@@ -9,20 +9,28 @@ import secrets
 from typing import TypeAlias
 
 from ckptkit.errors import UsageError
-from ckptkit.storage import Location, Store, open_store
+from ckptkit.storage import NO_OPTIONS, Address, Location, Options, Store, open_store
 
 MANIFEST = "manifest.msgpack"
 DATA = "data"
 MAX_STEP = (1 << 63) - 1
 
-Place: TypeAlias = str | os.PathLike[str] | Location | Store
+Place: TypeAlias = str | os.PathLike[str] | Location | Address | Store
 
 _STEP = re.compile(r"step-([0-9]{10,19})")
 
 
-def store_at(place: Place) -> Store:
-    """The store of a path, a URL, or the store itself."""
-    return place if isinstance(place, Store) else open_store(place)
+def store_at(place: Place, options: Options | None = None) -> Store:
+    """The store of a path or a URL, reached with these options, or the store itself."""
+    if not isinstance(place, Store):
+        return open_store(place, options or NO_OPTIONS)
+    if options:
+        raise UsageError(
+            "this store is open already, with options of its own",
+            where=str(place.location),
+            hint="pass its location, or leave storage_options out",
+        )
+    return place
 
 
 def step_name(step: int) -> str:

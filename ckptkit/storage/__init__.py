@@ -9,10 +9,13 @@ from ckptkit.storage.failing import FailingStore
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.location import Location
 from ckptkit.storage.memory import MemoryStore
+from ckptkit.storage.options import NO_OPTIONS, Address, Options
 from ckptkit.storage.store import Abilities, Entry, Sink, Source, Store
 
 __all__ = [
+    "NO_OPTIONS",
     "Abilities",
+    "Address",
     "AlignedBuffer",
     "BufferPool",
     "CountingStore",
@@ -21,6 +24,7 @@ __all__ = [
     "LocalStore",
     "Location",
     "MemoryStore",
+    "Options",
     "Sink",
     "Source",
     "Store",

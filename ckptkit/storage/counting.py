@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from ckptkit.storage.closing import Closing
 from ckptkit.storage.location import Location
+from ckptkit.storage.options import Address
 from ckptkit.storage.store import Abilities, Entries, Names, Sink, Source, Store
 
 
@@ -45,6 +46,11 @@ class CountingStore:
         return self._store.location
 
     @property
+    def address(self) -> Address:
+        """What opens the store behind."""
+        return self._store.address
+
+    @property
     def abilities(self) -> Abilities:
         """What the counted store does well."""
         return self._store.abilities
@@ -73,15 +79,21 @@ class CountingStore:
         self.count("read", read=len(data))
         return data
 
-    def open(self, key: str) -> Source:
+    def read_whole(self, key: str, most: int) -> bytes:
+        """Counted as `read_whole`, with its bytes."""
+        data = self._store.read_whole(key, most)
+        self.count("read_whole", read=len(data))
+        return data
+
+    def open(self, key: str, size: int | None = None) -> Source:
         """Counted as `open`; each read of the source as `read_into`."""
-        source = _CountingSource(self, self._store.open(key))
+        source = _CountingSource(self, self._store.open(key, size))
         self.count("open")
         return source
 
-    def create(self, key: str, extents: Sequence[int]) -> Sink:
+    def create(self, key: str, extents: Sequence[int], *, memory: int | None = None) -> Sink:
         """Counted as `create`; the sink's calls as `write`, `finish` and `abort`."""
-        sink = _CountingSink(self, self._store.create(key, extents))
+        sink = _CountingSink(self, self._store.create(key, extents, memory=memory))
         self.count("create")
         return sink
 

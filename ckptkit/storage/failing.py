@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 from ckptkit.errors import StorageError, UsageError
 from ckptkit.storage.closing import Closing
 from ckptkit.storage.location import Location
+from ckptkit.storage.options import Address
 from ckptkit.storage.store import Abilities, Entries, Names, Sink, Source, Store
 
 T = TypeVar("T")
@@ -70,6 +71,11 @@ class FailingStore:
         return self._store.location
 
     @property
+    def address(self) -> Address:
+        """What opens the store behind."""
+        return self._store.address
+
+    @property
     def abilities(self) -> Abilities:
         """What the store behind does well."""
         return self._store.abilities
@@ -90,13 +96,17 @@ class FailingStore:
         """One operation."""
         return self.attempt("read", lambda: self._store.read(key, start, length))
 
-    def open(self, key: str) -> Source:
-        """One operation, and one for each `read_into`."""
-        return _FailingSource(self, self.attempt("open", lambda: self._store.open(key)))
+    def read_whole(self, key: str, most: int) -> bytes:
+        """One operation."""
+        return self.attempt("read_whole", lambda: self._store.read_whole(key, most))
 
-    def create(self, key: str, extents: Sequence[int]) -> Sink:
+    def open(self, key: str, size: int | None = None) -> Source:
+        """One operation, and one for each `read_into`."""
+        return _FailingSource(self, self.attempt("open", lambda: self._store.open(key, size)))
+
+    def create(self, key: str, extents: Sequence[int], *, memory: int | None = None) -> Sink:
         """One operation, and one for each `write` and `finish`."""
-        sink = self.attempt("create", lambda: self._store.create(key, extents))
+        sink = self.attempt("create", lambda: self._store.create(key, extents, memory=memory))
         return _FailingSink(self, sink)
 
     def put(

@@ -32,7 +32,8 @@ from ckptkit.storage.keys import (
 from ckptkit.storage.local_sink import LocalSink
 from ckptkit.storage.local_source import LocalSource
 from ckptkit.storage.location import Location
-from ckptkit.storage.ranges import as_bytes
+from ckptkit.storage.options import Address
+from ckptkit.storage.ranges import as_bytes, checked_size
 from ckptkit.storage.refusals import refusals
 from ckptkit.storage.store import Abilities, Entries, Entry, Names
 
@@ -55,6 +56,11 @@ class LocalStore:
         if self.location.scheme != "file":
             raise UsageError("not a local path", where=str(self.location), hint="use open_store")
         self._root = Path(self.location.path)
+
+    @property
+    def address(self) -> Address:
+        """The folder."""
+        return Address(self.location)
 
     @property
     def abilities(self) -> Abilities:
@@ -90,7 +96,12 @@ class LocalStore:
         with self.open(key) as source:
             return source.read(start, length)
 
-    def open(self, key: str) -> LocalSource:
+    def read_whole(self, key: str, most: int) -> bytes:
+        """A small file."""
+        with self.open(key) as source:
+            return source.read(0, checked_size(str(self._path(key)), source.size, most))
+
+    def open(self, key: str, size: int | None = None) -> LocalSource:  # noqa: ARG002 — is asked
         """Open a file for reading; it stays readable when its name is deleted or replaced."""
         path = self._path(key)
         with refusals(str(path)):
@@ -99,8 +110,14 @@ class LocalStore:
             except _ABSENT as error:
                 raise _absent(path) from error
 
-    def create(self, key: str, extents: Sequence[int]) -> LocalSink:
-        """Begin a new file, visible but incomplete until it is finished."""
+    def create(
+        self,
+        key: str,
+        extents: Sequence[int],
+        *,
+        memory: int | None = None,  # noqa: ARG002
+    ) -> LocalSink:
+        """Begin a new file, visible but incomplete until it is finished; it keeps nothing."""
         return LocalSink(self._root, self._path(key), extents)
 
     def put(

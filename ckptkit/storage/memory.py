@@ -13,8 +13,9 @@ from ckptkit.errors import AlreadyExistsError, NotFoundError, StorageError, Usag
 from ckptkit.storage.closing import Closing
 from ckptkit.storage.keys import checked_key, deletable_key, folder_of
 from ckptkit.storage.location import Location
+from ckptkit.storage.options import Address
 from ckptkit.storage.parts import Parts
-from ckptkit.storage.ranges import as_bytes, checked_range
+from ckptkit.storage.ranges import as_bytes, checked_range, checked_size
 from ckptkit.storage.store import Abilities, Entries, Entry, Names
 
 _ABILITIES = Abilities(exclusive_create=True, alignment=1, part_size=1 << 20, modified_times=True)
@@ -76,6 +77,11 @@ class MemoryStore:
             self._shelf = _shelf(name, private=private)
 
     @property
+    def address(self) -> Address:
+        """The name; only this process knows what is behind it."""
+        return Address(self.location)
+
+    @property
     def abilities(self) -> Abilities:
         """Racing creators are told apart; buffers need no alignment."""
         return _ABILITIES
@@ -113,11 +119,23 @@ class MemoryStore:
         """No telling."""
         return None
 
-    def open(self, key: str) -> MemorySource:
+    def read_whole(self, key: str, most: int) -> bytes:
+        """A small object."""
+        data = self._get(key).data
+        checked_size(self._where(key), len(data), most)
+        return bytes(data)
+
+    def open(self, key: str, size: int | None = None) -> MemorySource:  # noqa: ARG002 — is known
         """Open an object for reading; it stays readable when its name is deleted or replaced."""
         return MemorySource(self._where(key), self._get(key).data)
 
-    def create(self, key: str, extents: Sequence[int]) -> MemorySink:
+    def create(
+        self,
+        key: str,
+        extents: Sequence[int],
+        *,
+        memory: int | None = None,  # noqa: ARG002
+    ) -> MemorySink:
         """Begin a new object, invisible until it is finished."""
         path, where = self._path(key), self._where(key)
         parts = Parts(where, extents)

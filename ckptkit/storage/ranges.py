@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptkit.errors import CorruptionError, UsageError
+from ckptkit.errors import CorruptionError, FormatError, UsageError
 
 
 def checked_range(where: str, size: int, start: int, length: int | None) -> int:
@@ -22,6 +22,17 @@ def checked_range(where: str, size: int, start: int, length: int | None) -> int:
             hint="it was cut short, or what points into it is wrong; restore it from a copy",
         )
     return count
+
+
+def checked_size(where: str, size: int, most: int) -> int:
+    """The size of an object that is read whole, once it is known to be bounded."""
+    if size > most:
+        raise FormatError(
+            f"the object has {size} bytes, at most {most} can be right",
+            where=where,
+            hint="it is not what its name says; restore it from a copy",
+        )
+    return size
 
 
 def as_bytes(where: str, data: object) -> memoryview:

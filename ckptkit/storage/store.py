@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 from ckptkit.storage.location import Location
+from ckptkit.storage.options import Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,16 @@ class Abilities:
     """The number of bytes per part that the store likes best."""
     modified_times: bool
     """`Entry.modified` means something."""
+    is_file_system: bool = True
+    """A name is an object or a folder, `create` claims its name at once, and an open source
+    outlives the name it was opened by. Elsewhere none of that is so, and of two sinks of one name
+    the last to finish wins."""
+    request_bytes: int = 2 << 20
+    """Reads of about this many bytes at a time are fast."""
+    gap_bytes: int = 4 << 10
+    """So many bytes that nobody needs are read sooner than another request is made."""
+    concurrency: int = 0
+    """How many requests at a time are fast; 0: as many as the processor has cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,10 @@ class Store(Protocol):
         """Where the keys begin."""
 
     @property
+    def address(self) -> Address:
+        """What opens the same store in another process; it may hold credentials."""
+
+    @property
     def abilities(self) -> Abilities:
         """What this store does well."""
 
@@ -109,14 +124,24 @@ class Store(Protocol):
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         """Exactly `length` bytes (None: to the end); CorruptionError where they are not there."""
 
-    def open(self, key: str) -> Source:
-        """Open an object for reading; NotFoundError where there is none."""
+    def read_whole(self, key: str, most: int) -> bytes:
+        """A small object in one request; FormatError, before any of it is in memory, where it has
+        more than `most` bytes.
+        """
 
-    def create(self, key: str, extents: Sequence[int]) -> Sink:
+    def open(self, key: str, size: int | None = None) -> Source:
+        """Open an object for reading; NotFoundError where there is none.
+
+        A store that would have to ask for the size takes the caller's word for it: then an object
+        that is missing or shorter is found by the reads.
+        """
+
+    def create(self, key: str, extents: Sequence[int], *, memory: int | None = None) -> Sink:
         """Begin a new object: the concatenation of parts of these lengths.
 
         Until `finish` the object is invisible, or (in a local folder) visible but incomplete.
-        What is there already is never touched: AlreadyExistsError.
+        What is there already is never touched: AlreadyExistsError. A sink that keeps what it was
+        given keeps at most about `memory` bytes, if its parts come about in order.
         """
 
     def put(
@@ -144,8 +169,8 @@ class Store(Protocol):
         """
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects or leftovers in the order given, also across a crash; missing ones are
-        fine.
+        """Delete objects or leftovers, the first before any other, also across a crash; missing
+        ones are fine.
 
         Folders left empty, those of missing keys included, go too where the store has folders.
         """
