@@ -1,0 +1,35 @@
+"""Activations between forward and backward: kept, recomputed, moved, or shared by ranks."""
+
+from __future__ import annotations
+
+from ckptkit.activation.applied import Checkpointed, Undo
+from ckptkit.activation.checkpointing import checkpoint_activations
+from ckptkit.activation.distributed import DistributedActivationStore
+from ckptkit.activation.meter import ActivationMeter, kept_bytes, peak_bytes
+from ckptkit.activation.pipeline import PipelineActivations
+from ckptkit.activation.policy import Policy
+from ckptkit.activation.solver import BlockCost
+from ckptkit.activation.stats import GroupMemoryStats, MemoryStats
+from ckptkit.activation.store import ActivationStore
+from ckptkit.activation.tensor_parallel import PartitionedActivations, TensorParallelPolicy
+from ckptkit.activation.transport import ThreadTransport, Transport
+
+__all__ = [
+    "ActivationMeter",
+    "ActivationStore",
+    "BlockCost",
+    "Checkpointed",
+    "DistributedActivationStore",
+    "GroupMemoryStats",
+    "MemoryStats",
+    "PartitionedActivations",
+    "PipelineActivations",
+    "Policy",
+    "TensorParallelPolicy",
+    "ThreadTransport",
+    "Transport",
+    "Undo",
+    "checkpoint_activations",
+    "kept_bytes",
+    "peak_bytes",
+]

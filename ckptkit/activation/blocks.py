@@ -1,0 +1,77 @@
+"""The repeated blocks of a model: what is kept, recomputed or moved as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ckptkit.errors import UsageError
+from ckptkit.live.canonical import canonical_names
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+Wanted = type[nn.Module] | Sequence[type[nn.Module] | str]
+
+
+def blocks_of(model: nn.Module, wanted: Wanted | None = None) -> dict[str, nn.Module]:
+    """The blocks of a model by name, in their order.
+
+    They are what lies in its outermost lists; or the outermost modules of a class, or whose names
+    match a pattern.
+    """
+    found = dict(_listed(model, "") if wanted is None else _matching(model, wanted))
+    canonical = canonical_names(model)
+    blocks = {canonical(name): _unsharded(block) for name, block in found.items()}
+    wrapped = [name for name, block in blocks.items() if _is_checkpointed(block)]
+    if wrapped:
+        raise UsageError(
+            "a block is checkpointed already", where=wrapped[0], hint="undo that, or leave it so"
+        )
+    return blocks
+
+
+def _listed(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    is_list = isinstance(module, _CONTAINERS)
+    for name, child in module.named_children():
+        where = f"{prefix}{name}"
+        if is_list and not isinstance(child, _CONTAINERS):
+            if next(child.children(), None) is not None:
+                yield where, child
+        else:
+            yield from _listed(child, f"{where}.")
+
+
+def _matching(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, nn.Module]]:
+    each = (wanted,) if isinstance(wanted, (type, str)) else tuple(wanted)
+    kinds = tuple(kind for kind in each if isinstance(kind, type))
+    patterns = [pattern for pattern in each if isinstance(pattern, str)]
+    canonical = canonical_names(model)
+    taken: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in taken) or not name:
+            continue
+        plain = canonical(name)
+        if isinstance(module, kinds) or any(_matches(plain, pattern) for pattern in patterns):
+            taken.append(name)
+            yield name, module
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a name has the parts of a pattern; a star stands within one part."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _unsharded(block: nn.Module) -> nn.Module:
+    # What is recomputed lies within FSDP1, whose own hooks are to run once.
+    while isinstance(block, FullyShardedDataParallel):
+        block = block.module
+    return block
+
+
+def _is_checkpointed(block: nn.Module) -> bool:
+    forward = vars(block).get("forward")
+    return isinstance(block, CheckpointWrapper) or hasattr(forward, "plain_forward")

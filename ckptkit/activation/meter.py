@@ -1,0 +1,117 @@
+"""Measures the bytes of activations: every storage that a step makes and still holds."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+_PAUSED = threading.local()
+
+
+@contextmanager
+def unmetered() -> Iterator[None]:
+    """What is made in here is no activation: host memory that they are moved to."""
+    before = getattr(_PAUSED, "now", False)
+    _PAUSED.now = True
+    try:
+        yield
+    finally:
+        _PAUSED.now = before
+
+
+class ActivationMeter(TorchDispatchMode):
+    """Counts what is made within, by storage, as long as anything holds it: `current`, `peak`.
+
+    So it sees all ways of keeping alike: what autograd saves, what selective checkpointing
+    caches, and what lies there for a moment. Gradients, which backward makes, are not counted;
+    what backward recomputes is. Parameters and what came from outside are not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current = 0
+        self.peak = 0
+        self.marked_peak = 0
+        self._known: set[int] = set()
+        self._lock = threading.RLock()  # the end of a storage may come while it is held
+
+    def mark(self) -> int:
+        """Begin `marked_peak` anew; the bytes of now."""
+        self.marked_peak = self.current
+        return self.current
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        for storage in _storages((args, kwargs)):
+            self._watch(storage, 0)
+        result = func(*args, **(kwargs or {}))
+        counts = self._counts()
+        for storage in _storages(result):
+            self._watch(storage, storage.nbytes() if counts else 0)
+        return result
+
+    def _counts(self) -> bool:
+        in_backward = torch._C._current_graph_task_id() != -1
+        return not getattr(_PAUSED, "now", False) and (not in_backward or torch.is_grad_enabled())
+
+    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        weakref.finalize(storage, self._forget, key, size).atexit = False
+        with self._lock:
+            self.current += size
+            self.peak = max(self.peak, self.current)
+            self.marked_peak = max(self.marked_peak, self.current)
+
+    def _forget(self, key: int, size: int) -> None:
+        with self._lock:
+            self._known.discard(key)
+            self.current -= size
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """The most bytes of activations at one moment of a step: a forward and a backward."""
+    with ActivationMeter() as meter:
+        step()
+    return int(meter.peak)
+
+
+def kept_bytes(forward: Callable[[], object]) -> int:
+    """The bytes of activations that a forward leaves behind, with its result."""
+    with ActivationMeter() as meter:
+        result = forward()
+        kept = int(meter.current)
+        del result
+    return kept
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The memory of a tensor: that of its local parts, for one that is made of others."""
+    whole: Any = tensor
+    if is_traceable_wrapper_subclass(whole):
+        inner = [getattr(whole, name) for name in whole.__tensor_flatten__()[0]]
+        for each in inner:  # a DTensor has a mesh among them
+            if isinstance(each, torch.Tensor):
+                yield from storages_of(each)
+    elif tensor.layout is torch.strided and tensor.device.type != "meta":
+        yield tensor.untyped_storage()
+
+
+def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield from storages_of(leaf)

@@ -1,0 +1,202 @@
+"""What the micro-batches in flight of a pipeline's stages keep."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ckptkit.activation.meter import storages_of
+from ckptkit.activation.stats import MemoryStats
+from ckptkit.activation.store import ActivationStore
+from ckptkit.errors import UsageError
+from ckptkit.live.models import Model
+
+_BOUNDARY = "boundary"
+
+
+class PipelineActivations:
+    """Activations by stage and micro-batch, held from its forward to the end of its backward.
+
+    `attach` lets the stages of `torch.distributed.pipelining` tell it of their micro-batches: what
+    a stage hands on is its boundary.
+    """
+
+    def __init__(self, store: ActivationStore | None = None) -> None:
+        self._store = ActivationStore() if store is None else store
+        self._names: defaultdict[tuple[int, int], dict[str, str]] = defaultdict(dict)
+        self._peaks: defaultdict[int, int] = defaultdict(int)
+
+    def register(
+        self,
+        stage: int,
+        microbatch: int,
+        tensor: torch.Tensor,
+        *,
+        name: str = "output",
+        is_boundary: bool = False,
+    ) -> None:
+        """Keep an activation of a micro-batch; a boundary is what the next stage gets."""
+        self._begin(stage, microbatch)
+        key = f"{stage}/{microbatch}/{name}"
+        self._store.register(key, tensor)
+        self._names[stage, microbatch][name] = _BOUNDARY if is_boundary else ""
+
+    def get(self, stage: int, microbatch: int) -> dict[str, torch.Tensor]:
+        """What is kept of a micro-batch in a stage, by name; nothing for one not in flight."""
+        names = self._names.get((stage, microbatch), {})
+        return {name: self._store.retrieve(f"{stage}/{microbatch}/{name}") for name in names}
+
+    def boundaries(self, stage: int) -> dict[int, tuple[torch.Tensor, ...]]:
+        """What the stage after this one gets, by micro-batch in flight."""
+        found = {}
+        for microbatch in self.in_flight(stage):
+            marks = self._names[stage, microbatch]
+            names = [name for name, mark in marks.items() if mark == _BOUNDARY]
+            if names:
+                found[microbatch] = tuple(
+                    self._store.retrieve(f"{stage}/{microbatch}/{name}") for name in names
+                )
+        return found
+
+    def in_flight(self, stage: int) -> list[int]:
+        """The micro-batches whose backward has not ended."""
+        return sorted(microbatch for at, microbatch in self._names if at == stage)
+
+    def most_in_flight(self, stage: int) -> int:
+        """How many there were at once, at most."""
+        return self._peaks[stage]
+
+    def clear(self, microbatch: int | None = None, *, stage: int | None = None) -> None:
+        """Forget a micro-batch, of one stage or of all; or everything."""
+        for at, number in list(self._names):
+            if microbatch in (None, number) and stage in (None, at):
+                for name in self._names.pop((at, number)):
+                    self._store.clear(f"{at}/{number}/{name}")
+
+    def memory_stats(self) -> MemoryStats:
+        """Of all that is kept."""
+        return self._store.memory_stats()
+
+    def attach(self, stages: Any, *, keep_saved: bool = False) -> Callable[[], None]:
+        """Follow a stage, a schedule, or a list of stages; gives what ends that.
+
+        `keep_saved` also puts all that autograd saves into the store, which may offload it.
+        """
+        if keep_saved and self._store.has_budget:
+            raise UsageError(
+                "what autograd saves cannot be evicted",
+                hint="use a store without a budget, and checkpoint_activations to recompute",
+            )
+        found = Model(stages)._stages
+        if not found:
+            raise UsageError("no stage of a pipeline", value=type(stages).__name__)
+        undo = ExitStack()
+        for stage in found:
+            follower = _Follower(self, stage, keep_saved=keep_saved)
+            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+                setattr(stage, name, getattr(follower, name))
+                undo.callback(vars(stage).pop, name, None)
+        return undo.close
+
+    def _begin(self, stage: int, microbatch: int) -> None:
+        self._names[stage, microbatch]
+        self._peaks[stage] = max(self._peaks[stage], len(self.in_flight(stage)))
+
+
+class _Follower:
+    """Stands before the methods of a stage that schedules call."""
+
+    def __init__(self, kept: PipelineActivations, stage: Any, *, keep_saved: bool) -> None:
+        self._kept = kept
+        self._stage = stage
+        self._number: int = stage.stage_index
+        self._keep_saved = keep_saved
+        self._forward = stage.forward_one_chunk
+        self._backward = stage.backward_one_chunk
+        self._weights = stage.backward_weight_one_chunk
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Keep what it hands on."""
+        if not self._stage.has_backward or not torch.is_grad_enabled():
+            return self._forward(fwd_chunk_id, *args, **kwargs)
+        with self._clean():
+            self._kept._begin(self._number, fwd_chunk_id)
+            with self._saving(fwd_chunk_id):
+                output = self._forward(fwd_chunk_id, *args, **kwargs)
+            if not self._stage.is_last:
+                for place, tensor in enumerate(_tensors(output)):
+                    self._kept.register(
+                        self._number, fwd_chunk_id, tensor, name=f"output.{place}", is_boundary=True
+                    )
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Forget the micro-batch, unless its weights come later."""
+        with self._clean():
+            result = self._backward(bwd_chunk_id, *args, **kwargs)
+        is_full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
+        if is_full:
+            self._kept.clear(bwd_chunk_id, stage=self._number)
+        return result
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Forget the micro-batch."""
+        with self._clean():
+            result = self._weights(bwd_chunk_id, *args, **kwargs)
+        self._kept.clear(bwd_chunk_id, stage=self._number)
+        return result
+
+    @contextmanager
+    def _clean(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._kept.clear(stage=self._number)
+            raise
+
+    def _saving(self, microbatch: int) -> AbstractContextManager[Any]:
+        if not self._keep_saved:
+            return nullcontext()
+        stays = {
+            storage._cdata
+            for tensor in (*self._stage.submod.parameters(), *self._stage.submod.buffers())
+            for storage in storages_of(tensor)
+        }
+        return _Saving(self._kept, self._number, microbatch, stays).hooks()
+
+
+class _Saving:
+    """Hooks that keep what one forward saves."""
+
+    def __init__(
+        self, kept: PipelineActivations, stage: int, microbatch: int, stays: set[int]
+    ) -> None:
+        self._kept = kept
+        self._place = stage, microbatch
+        self._stays = stays
+        self._count = 0
+
+    def hooks(self) -> saved_tensors_hooks:
+        """For the forward."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | str:
+        if any(storage._cdata in self._stays for storage in storages_of(tensor)):
+            return tensor
+        name = f"saved.{self._count}"
+        self._count += 1
+        self._kept.register(*self._place, tensor, name=name)
+        return f"{self._place[0]}/{self._place[1]}/{name}"
+
+    def _unpack(self, packed: torch.Tensor | str) -> torch.Tensor:
+        return self._kept._store.retrieve(packed) if isinstance(packed, str) else packed
+
+
+def _tensors(output: Any) -> Sequence[torch.Tensor]:
+    each = output if isinstance(output, (tuple, list)) else (output,)
+    return [tensor for tensor in each if isinstance(tensor, torch.Tensor)]

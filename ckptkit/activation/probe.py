@@ -1,0 +1,170 @@
+"""One step that leaves no trace, in which every block is measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptkit.activation.applied import Undo
+from ckptkit.activation.buffers import restored
+from ckptkit.activation.meter import ActivationMeter, peak_bytes
+from ckptkit.activation.recompute import Recomputed
+from ckptkit.activation.solver import Around, BlockCost
+from ckptkit.live.rng import rng_state, set_rng_state
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a step was found to need."""
+
+    blocks: tuple[BlockCost, ...]
+    around: Around
+
+    def by_name(self) -> dict[str, BlockCost]:
+        """The blocks."""
+        return {cost.name: cost for cost in self.blocks}
+
+
+def measure(modules: Sequence[nn.Module], blocks: Mapping[str, nn.Module], step: Step) -> Costs:
+    """Run the step with every block recomputed, and each once more to see what it would keep:
+    so there is never more than one block's activations at a time.
+    """
+    bytes_of, timed = _Probes(ActivationMeter()), _Probes(None)
+    for probes in (bytes_of, timed):
+        with traceless(modules), _probing(blocks, probes), probes.meter or nullcontext():
+            step()
+    costs = tuple(
+        BlockCost(name, *_sizes(bytes_of, name), min(timed.found[name].seconds))
+        for name in blocks
+        if name in bytes_of.found
+    )
+    return Costs(costs, Around(bytes_of.before, bytes_of.after))
+
+
+def measured_peak(modules: Sequence[nn.Module], step: Step) -> int:
+    """The most bytes of activations in a step, as the model is now."""
+    with traceless(modules):
+        return peak_bytes(step)
+
+
+@contextmanager
+def traceless(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Gradients, buffers and random numbers are afterwards what they were."""
+    parameters = [each for module in modules for each in module.parameters()]
+    gradients = [each.grad for each in parameters]
+    random = rng_state()
+    with ExitStack() as stack:
+        stack.enter_context(restored([b for module in modules for b in module.buffers()]))
+        for each in parameters:
+            each.grad = None
+        try:
+            yield
+        finally:
+            set_rng_state(random)
+            for each, gradient in zip(parameters, gradients, strict=True):
+                each.grad = gradient
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the runs of one block gave."""
+
+    kept: int = 0
+    recomputed: int = 0
+    peak: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+
+class _Probes:
+    """What the blocks of one step tell."""
+
+    def __init__(self, meter: ActivationMeter | None) -> None:
+        self.meter = meter
+        self.found: dict[str, _Found] = {}
+        self.before = 0
+        self.after = 0
+        self._is_backward = False
+
+    def run(self, name: str, run: Callable[[], Any], onwards: Callable[[], Any]) -> Any:
+        """Run a block to measure it, and then as the step does."""
+        found = self.found.setdefault(name, _Found())
+        start = self._now()
+        if len(self.found) == 1 and not found.seconds:
+            self.before = start
+        with torch.random.fork_rng():
+            began = _clock()
+            result = run()
+            found.seconds.append(_clock() - began)
+        if self.meter is not None:
+            found.kept = max(found.kept, self.meter.current - start)
+            found.peak = max(found.peak, self.meter.marked_peak - start)
+        del result
+        start = self._now()
+        result = onwards()
+        found.recomputed = max(found.recomputed, self._now() - start)
+        return result
+
+    def begin_backward(self) -> None:
+        """A block is computed again: the first that is tells what lay after the last one."""
+        if self.meter is not None and not self._is_backward:
+            self._is_backward = True
+            held = self.before + sum(found.recomputed for found in self.found.values())
+            self.after = max(0, self.meter.marked_peak - held)
+
+    def _now(self) -> int:
+        return 0 if self.meter is None else self.meter.mark()
+
+
+class _Probed:
+    """The forward of a block while it is measured."""
+
+    def __init__(
+        self, name: str, block: nn.Module, plain: Callable[..., Any], probes: _Probes
+    ) -> None:
+        self.plain_forward = plain
+        self._name = name
+        self._probes = probes
+        self._recomputed = Recomputed(block, self._plainly)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.plain_forward(*args, **kwargs)
+        return self._probes.run(
+            self._name,
+            lambda: self.plain_forward(*args, **kwargs),
+            lambda: self._recomputed(*args, **kwargs),
+        )
+
+    def _plainly(self, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() != -1:
+            self._probes.begin_backward()
+        return self.plain_forward(*args, **kwargs)
+
+
+@contextmanager
+def _probing(blocks: Mapping[str, nn.Module], probes: _Probes) -> Iterator[None]:
+    undo = Undo()
+    undo.put(blocks, lambda name, block, plain: _Probed(name, block, plain, probes))
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _sizes(probes: _Probes, name: str) -> tuple[int, int, int]:
+    found = probes.found[name]
+    return found.kept, found.recomputed, found.peak
+
+
+def _clock() -> float:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,214 @@
+"""The activations that one rank keeps, by layer."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from ckptkit.activation.host import HostBuffers
+from ckptkit.activation.meter import storages_of
+from ckptkit.activation.moved import Lane, Moved
+from ckptkit.activation.stats import MemoryStats
+from ckptkit.errors import NotFoundError, UnsupportedTypeError, UsageError
+from ckptkit.model.quantity import parse_size
+
+LayerId = str | int
+
+
+@dataclass(slots=True)
+class _Kept:
+    """One activation, on its device or in host memory."""
+
+    tensor: torch.Tensor | None
+    moved: Moved | None
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+    storages: tuple[tuple[int, int], ...]
+    """The key and the bytes of each memory that it lies in."""
+
+
+class ActivationStore:
+    """Keeps activations until they are asked for, or says how to make them again.
+
+    What is kept is detached: it holds no graph. `offload` moves it to host memory; with a
+    `budget`, the oldest are dropped when there are more bytes than that, and recomputed when they
+    are retrieved. Leaving a `with` block, also by an exception, clears it. Safe to use from
+    several threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        offload: bool = False,
+        budget: int | str | None = None,
+        pin_memory: bool | None = None,
+    ) -> None:
+        self._budget = None if budget is None else parse_size(budget)
+        self._buffers = HostBuffers(pin=pin_memory) if offload else None
+        self._lane = Lane()
+        self._kept: dict[LayerId, _Kept] = {}
+        self._holders: Counter[int] = Counter()
+        self._sizes: dict[int, int] = {}
+        self._current = self._peak = self._evicted = 0
+        self._lock = threading.RLock()
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether it drops what it has no room for."""
+        return self._budget is not None
+
+    def register(self, layer_id: LayerId, tensor: torch.Tensor) -> None:
+        """Keep the activation of a layer, in the place of one that it may have had."""
+        _check(layer_id, tensor)
+        with self._lock:
+            self._drop(layer_id)
+            kept = self._made(tensor)
+            if self._has_room_after_evicting(kept):
+                self._add(layer_id, kept)
+
+    def retrieve(self, layer_id: LayerId) -> torch.Tensor:
+        """The activation of a layer."""
+        with self._lock:
+            kept = self._kept.get(layer_id)
+            if kept is None:
+                raise NotFoundError(
+                    "no activation of this layer is kept",
+                    value=layer_id,
+                    hint=f"there are {sorted(map(str, self._kept))[:8]}",
+                )
+            return _tensor_of(kept)
+
+    def retrieve_or_recompute(
+        self, layer_id: LayerId, fn: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """The activation of a layer, from `fn` where it is not kept; kept then if there is room."""
+        with self._lock:
+            if layer_id in self._kept:
+                return self.retrieve(layer_id)
+        made = fn()
+        with self._lock:
+            kept = self._made(made)
+            if layer_id not in self._kept and self._has_room(kept):
+                self._add(layer_id, kept)
+        return made
+
+    def has(self, layer_id: LayerId) -> bool:
+        """Whether the activation of a layer is kept."""
+        with self._lock:
+            return layer_id in self._kept
+
+    def keys(self) -> list[LayerId]:
+        """The layers whose activations are kept, the oldest first."""
+        with self._lock:
+            return list(self._kept)
+
+    def prefetch(self, layer_id: LayerId) -> None:
+        """Begin to bring back what has been moved; does nothing for what is not there."""
+        with self._lock:
+            kept = self._kept.get(layer_id)
+            if kept is not None and kept.moved is not None:
+                kept.moved.prefetch()
+
+    def clear(self, layer_id: LayerId | None = None) -> None:
+        """Forget one activation, or all."""
+        with self._lock:
+            for each in [layer_id] if layer_id is not None else list(self._kept):
+                self._drop(each)
+
+    def memory_stats(self) -> MemoryStats:
+        """What is kept now, and was at most."""
+        with self._lock:
+            moved = [kept for kept in self._kept.values() if kept.moved is not None]
+            on_host = sum(size for kept in moved for _, size in kept.storages)
+            return MemoryStats(self._current, self._peak, len(self._kept), on_host, self._evicted)
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __contains__(self, layer_id: LayerId) -> bool:
+        return self.has(layer_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.clear()
+        if self._buffers is not None:
+            self._buffers.release()
+
+    def _made(self, tensor: torch.Tensor) -> _Kept:
+        detached = tensor.detach()
+        if self._buffers is None:
+            storages = tuple((each._cdata, each.nbytes()) for each in storages_of(detached))
+            held = detached.requires_grad_(tensor.requires_grad)
+            return _Kept(held, None, tensor.shape, tensor.dtype, tensor.requires_grad, storages)
+        if type(detached) not in (torch.Tensor, torch.nn.Parameter):
+            raise UsageError(
+                "only plain tensors are moved to the host", value=type(detached).__name__
+            )
+        flat = detached.contiguous().reshape(-1).view(torch.uint8)
+        moved = Moved(flat, self._buffers, self._lane)
+        size = ((id(moved), flat.numel()),)
+        return _Kept(None, moved, tensor.shape, tensor.dtype, tensor.requires_grad, size)
+
+    def _add(self, layer_id: LayerId, kept: _Kept) -> None:
+        self._kept[layer_id] = kept
+        for key, size in kept.storages:
+            self._holders[key] += 1
+            if self._holders[key] == 1:
+                self._sizes[key] = size
+                self._current += size
+        self._peak = max(self._peak, self._current)
+
+    def _drop(self, layer_id: LayerId) -> None:
+        kept = self._kept.pop(layer_id, None)
+        for key, _ in () if kept is None else kept.storages:
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self._current -= self._sizes.pop(key)
+
+    def _has_room(self, kept: _Kept) -> bool:
+        return self._budget is None or self._current + self._added(kept) <= self._budget
+
+    def _has_room_after_evicting(self, kept: _Kept) -> bool:
+        if self._budget is not None and sum(size for _, size in kept.storages) > self._budget:
+            self._evicted += 1
+            return False
+        # Backward asks for the newest first: the oldest are recomputed last, if at all.
+        while not self._has_room(kept):
+            self._drop(next(iter(self._kept)))
+            self._evicted += 1
+        return True
+
+    def _added(self, kept: _Kept) -> int:
+        return sum(size for key, size in kept.storages if key not in self._sizes)
+
+
+def _check(layer_id: object, tensor: object) -> None:
+    if not isinstance(layer_id, (str, int)) or isinstance(layer_id, bool):
+        raise UnsupportedTypeError("a layer is a name or a number", value=layer_id)
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedTypeError(
+            "an activation is a tensor", where=str(layer_id), value=type(tensor).__name__
+        )
+
+
+def _tensor_of(kept: _Kept) -> torch.Tensor:
+    if kept.tensor is not None:
+        return kept.tensor
+    assert kept.moved is not None  # noqa: S101 — one of the two is there
+    tensor = kept.moved.fetch().view(kept.dtype).view(kept.shape)
+    return tensor.requires_grad_(kept.requires_grad)

@@ -1,0 +1,122 @@
+"""Requests and tensors on a socket: a short JSON document, and the bytes of a tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckptkit.errors import PeerError
+
+_LENGTH = struct.Struct("!I")
+_MOST = 1 << 20  # bytes of a document
+_DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+
+
+@dataclass(slots=True)
+class Deadline:
+    """The time until which all of something has to be done."""
+
+    at: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """So many seconds from now."""
+        return cls(time.monotonic() + seconds)
+
+    def limit(self, sock: socket.socket) -> None:
+        """Let the next operation end by then."""
+        sock.settimeout(self.left())
+
+    def left(self) -> float:
+        """The seconds until then."""
+        left = self.at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+
+def send_document(sock: socket.socket, document: dict[str, Any]) -> None:
+    """Send a document."""
+    data = json.dumps(document).encode()
+    sock.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_document(sock: socket.socket, deadline: Deadline | None = None) -> dict[str, Any]:
+    """Wait for a document."""
+    (length,) = _LENGTH.unpack(receive_exactly(sock, _LENGTH.size, deadline))
+    if length > _MOST:
+        raise PeerError("no document of this protocol", value=length)
+    document = json.loads(bytes(receive_exactly(sock, length, deadline)))
+    if not isinstance(document, dict):
+        raise PeerError("no document of this protocol", value=document)
+    return document
+
+
+def receive_exactly(
+    sock: socket.socket, length: int, deadline: Deadline | None = None
+) -> memoryview:
+    """So many bytes."""
+    buffer = memoryview(bytearray(length))
+    receive_into(sock, buffer, deadline)
+    return buffer
+
+
+def receive_into(sock: socket.socket, view: memoryview, deadline: Deadline | None = None) -> None:
+    """Fill memory; `EOFError` where the other side has ended."""
+    done = 0
+    while done < len(view):
+        if deadline is not None:
+            deadline.limit(sock)
+        count = sock.recv_into(view[done:])
+        if not count:
+            raise EOFError
+        done += count
+
+
+def send_tensor(sock: socket.socket, tensor: torch.Tensor) -> None:
+    """Send what a tensor is, and its bytes."""
+    flat = bytes_of(tensor)
+    send_document(
+        sock,
+        {
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype),
+            "device": tensor.device.type,
+            "requires_grad": tensor.requires_grad,
+        },
+    )
+    if flat.numel():
+        sock.sendall(_view(flat))
+
+
+def receive_tensor(
+    sock: socket.socket, said: dict[str, Any], deadline: Deadline | None = None
+) -> torch.Tensor:
+    """The tensor that a document announces, in new memory."""
+    shape, dtype = said.get("shape"), _DTYPES.get(str(said.get("dtype")))
+    if dtype is None or not isinstance(shape, list) or not all(type(n) is int for n in shape):
+        raise PeerError("no tensor of this protocol", value=said)
+    flat = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    if flat.numel():
+        receive_into(sock, _view(flat), deadline)
+    tensor = flat.view(dtype).view(shape)
+    if said.get("device") == "cuda":
+        tensor = tensor.to("cuda")
+    return tensor.requires_grad_(bool(said.get("requires_grad")))
+
+
+def _view(flat: torch.Tensor) -> memoryview:
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes in host memory, flat."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

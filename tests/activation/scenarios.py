@@ -1,0 +1,200 @@
+"""What ranks do with a distributed store, on threads and on processes alike."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from ckptkit.activation import DistributedActivationStore as Store
+from ckptkit.activation import GroupMemoryStats, ThreadTransport
+from ckptkit.errors import NotFoundError, PeerError, UsageError
+
+TENSORS = [
+    torch.arange(12.0).view(3, 4),
+    torch.randn(5, 2, generator=torch.Generator().manual_seed(1)).bfloat16(),
+    torch.tensor(3),
+    torch.empty(0, 4),
+    torch.arange(6.0).view(2, 3).t(),
+    torch.tensor([True, False, True]),
+]
+
+
+def fetches(store: Store) -> None:
+    """Everybody fetches what everybody has."""
+    for number, tensor in enumerate(TENSORS):
+        store.register(f"{store.rank}.{number}", tensor)
+    for rank in range(store.world_size):
+        for number, tensor in enumerate(TENSORS):
+            found = store.retrieve_or_fetch(f"{rank}.{number}", rank, wait=20.0)
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found, tensor)
+    assert store.keys() == [f"{store.rank}.{number}" for number in range(len(TENSORS))]
+
+
+def fetch_is_a_copy(store: Store) -> None:
+    """What was fetched shares no memory, and says whether it needs gradients."""
+    store.register(store.rank, torch.full((3,), float(store.rank)).requires_grad_())
+    other = (store.rank + 1) % store.world_size
+    found = store.retrieve_or_fetch(other, other, wait=20.0)
+    assert found.requires_grad
+    with torch.no_grad():
+        found.zero_()
+    store.memory_stats()  # all are through
+    assert torch.equal(store.retrieve(store.rank), torch.full((3,), float(store.rank)))
+
+
+def busy_owner(store: Store) -> bool:
+    """Rank 0 computes and calls nothing until the others have what they asked for."""
+    asked: list[object] = []
+    retrieve = store._store.retrieve
+
+    def spy(layer_id: str | int) -> torch.Tensor:
+        asked.append(layer_id)
+        return retrieve(layer_id)
+
+    store._store.retrieve = spy  # type: ignore[method-assign]
+    if store.rank:
+        return torch.equal(store.retrieve_or_fetch("a", 0, wait=20.0), torch.ones(1000))
+    store.register("a", torch.ones(1000))
+    factors, until = torch.rand(200, 200), time.monotonic() + 20.0
+    while len(asked) < store.world_size - 1 and time.monotonic() < until:
+        factors = (factors @ factors).clamp(-1, 1)
+    return len(asked) == store.world_size - 1
+
+
+def waits(store: Store) -> None:
+    """A fetch waits for what is registered later, as long as it says."""
+    store.memory_stats()
+    if store.rank == 0:
+        timer = threading.Timer(0.2, store.register, ("late", torch.ones(2)))
+        timer.start()
+        timer.join()
+    else:
+        assert torch.equal(store.retrieve_or_fetch("late", 0, wait=20.0), torch.ones(2))
+        with pytest.raises(NotFoundError, match="rank 0 keeps no activation") as caught:
+            store.retrieve_or_fetch("never", 0, wait=0.05)
+        assert "late" in caught.value.hint
+    store.memory_stats()
+
+
+def unknown(store: Store) -> None:
+    """Unknown layers and ranks are refused at once, and harm nothing."""
+    for rank in range(store.world_size):
+        with pytest.raises(NotFoundError, match=f"rank {rank} keeps no activation"):
+            store.retrieve_or_fetch("a", rank)
+    bad: Any
+    for bad in (-1, store.world_size, "0", True, 1.0, None):
+        with pytest.raises(UsageError, match="no rank"):
+            store.retrieve_or_fetch("a", bad)
+        with pytest.raises(UsageError, match="no rank"):
+            store.register_broadcast("a", torch.ones(1), source_rank=bad)
+    assert store.keys() == []
+    assert store.synchronize() == []
+
+
+def broadcasts(store: Store) -> None:
+    """Any rank may be the source; the others have nothing before."""
+    for source in range(store.world_size):
+        for number, tensor in enumerate(TENSORS):
+            mine = tensor if store.rank == source else None
+            found = store.register_broadcast(f"{source}.{number}", mine, source_rank=source)
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found, tensor)
+    assert len(store.synchronize()) == store.world_size * len(TENSORS)
+    with pytest.raises(UsageError, match="is the source"):
+        store.register_broadcast("none", None, source_rank=store.world_size - 1)
+    assert not store.has("none")
+
+
+def disagreement(store: Store) -> str:
+    """What `synchronize` says where ranks lack something."""
+    store.register("all", torch.ones(1))
+    if store.rank == 0:
+        store.register("mine", torch.ones(1))
+    try:
+        store.synchronize()
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def clears(store: Store) -> None:
+    """After `clear_everywhere` nobody has anything."""
+    for turn in range(3):
+        store.register(f"{store.rank}.{turn}", torch.ones(10))
+        store.clear_everywhere()
+        for rank in range(store.world_size):
+            with pytest.raises(NotFoundError):
+                store.retrieve_or_fetch(f"{rank}.{turn}", rank)
+        store.memory_stats()
+
+
+def counts(store: Store) -> GroupMemoryStats:
+    """Rank r keeps r + 1 tensors of 400 bytes."""
+    for number in range(store.rank + 1):
+        store.register(number, torch.zeros(100))
+    return store.memory_stats()
+
+
+def recomputes(store: Store) -> None:
+    """What this rank does not keep, it can make."""
+    made = store.retrieve_or_recompute("a", lambda: torch.ones(2))
+    assert torch.equal(made, store.retrieve("a"))
+    store.clear("a")
+    assert not store.has("a")
+
+
+def interleaved(store: Store, turns: int) -> int:
+    """Random registering, fetching and clearing; the number of fetches that found something."""
+    chance = random.Random(store.rank)
+    found = 0
+    for turn in range(turns):
+        act, layer = chance.random(), chance.randrange(8)
+        if act < 0.35:
+            store.register(layer, torch.full((100 * layer + 1,), float(layer)))
+        elif act < 0.45:
+            store.clear(layer if act < 0.43 else None)
+        else:
+            with suppress(NotFoundError):
+                tensor = store.retrieve_or_fetch(layer, chance.randrange(store.world_size))
+                assert torch.equal(tensor, torch.full((100 * layer + 1,), float(layer)))
+                found += 1
+        if turn % 100 == 99:
+            store.clear_everywhere()
+    store.memory_stats()
+    return found
+
+
+def on_threads(ranks: int, scenario: Any, *args: Any) -> list[Any]:
+    """What a scenario gives on each rank, which are threads."""
+    results: list[Any] = [None] * ranks
+    errors: list[BaseException] = []
+
+    def work(rank: int, transport: ThreadTransport) -> None:
+        try:
+            with Store(transport=transport) as store:
+                results[rank] = scenario(store, *args)
+        except BaseException as error:  # noqa: BLE001 — raised by the test
+            errors.append(error)
+
+    world = ThreadTransport.world(ranks, timeout=30.0)
+    threads = [threading.Thread(target=work, args=each) for each in enumerate(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def on_gloo(scenario: Any, *args: Any) -> Any:
+    """A job of the pool."""
+    with Store() as store:
+        return scenario(store, *args)

@@ -1,0 +1,162 @@
+"""A budget is kept, as measured, at the least recomputing."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.activation import checkpoint_activations, peak_bytes
+from ckptkit.activation.solver import Around, BlockCost, choose, peak_of
+from ckptkit.errors import UsageError
+from ckptkit.live import rng_state
+from tests.activation.network import batch, gpt, loss_of
+
+SIZES = st.integers(0, 60)
+COSTS = st.builds(
+    lambda n, recomputed, more, peak, seconds: BlockCost(
+        f"layers.{n}", recomputed + more, recomputed, recomputed + more + peak, seconds
+    ),
+    st.integers(0, 9),
+    SIZES,
+    SIZES,
+    SIZES,
+    st.integers(1, 9).map(float),
+)
+AROUND = st.builds(Around, SIZES, SIZES)
+
+
+def brute_force(costs: list[BlockCost], budget: int, around: Around) -> float | None:
+    """The least time of all choices that fit."""
+    numbers = range(len(costs))
+    every = chain.from_iterable(combinations(numbers, count) for count in range(len(costs) + 1))
+    return min(
+        (
+            sum(costs[number].seconds for number in chosen)
+            for chosen in every
+            if peak_of(costs, chosen, around) <= budget
+        ),
+        default=None,
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(COSTS, max_size=8), st.integers(0, 500), AROUND)
+def test_the_choice_is_the_best_of_all(costs: list[BlockCost], budget: int, around: Around) -> None:
+    chosen = choose(costs, budget, around)
+    best = brute_force(costs, budget, around)
+    if chosen is None:
+        assert best is None
+        return
+    assert peak_of(costs, chosen, around) <= budget
+    assert sum(costs[number].seconds for number in chosen) == best
+
+
+def test_many_blocks_of_odd_sizes_are_solved_soon_and_fit() -> None:
+    costs = [
+        BlockCost(f"{n}", 10**9 + 7919 * n * n, 10**7 + n, 2 * 10**9, 0.01 + 1e-5 * (n * 37 % 101))
+        for n in range(200)
+    ]
+    budget = 60 * 10**9
+    chosen = choose(costs, budget)
+    assert chosen is not None
+    assert peak_of(costs, chosen, Around()) <= budget
+    # Not one more of those that are recomputed could be kept.
+    spare = budget - peak_of(costs, chosen, Around())
+    assert spare < 2 * 10**9
+
+
+@pytest.mark.parametrize("share", [0.85, 0.7, 0.5, 0.4, 0.3])
+def test_a_step_stays_within_the_budget_and_uses_it(share: float) -> None:
+    model = gpt(8)
+    inputs, targets = batch(16, 32)
+
+    def step() -> None:
+        loss_of(model(inputs), targets).backward()
+
+    budget = int(share * peak_bytes(step))
+    one_block = (peak_bytes(step) - budget) / len(model.layers)
+    _, undo = checkpoint_activations(model, f"budget:{budget}", step=step)
+    assert budget - 2 * one_block - peak_bytes(step) / 4 < peak_bytes(step) <= budget
+    assert 0 < len(undo.blocks) <= 8
+
+
+def test_no_more_is_recomputed_than_by_the_best_every_n_that_fits() -> None:
+    model = gpt(8)
+    inputs, targets = batch(16, 32)
+
+    def step() -> None:
+        loss_of(model(inputs), targets).backward()
+
+    whole = peak_bytes(step)
+    for share in (0.8, 0.6, 0.45):
+        budget = int(share * whole)
+        fitting = []
+        for every in range(1, 9):
+            _, undo = checkpoint_activations(model, f"every:{every}")
+            if peak_bytes(step) <= budget:
+                fitting.append(len(undo.blocks))
+            undo()
+        _, undo = checkpoint_activations(model, f"budget:{budget}", step=step)
+        assert len(undo.blocks) <= min(fitting)
+        undo()
+
+
+def test_nothing_is_recomputed_where_all_fits() -> None:
+    model = gpt()
+    inputs, targets = batch()
+    step = lambda: loss_of(model(inputs), targets).backward()  # noqa: E731
+    assert checkpoint_activations(model, "budget:1GiB", step=step).undo.blocks == ()
+
+
+def test_measuring_leaves_no_trace() -> None:
+    model = gpt()
+    inputs, targets = batch()
+
+    def step() -> None:
+        loss_of(model(inputs), targets).backward()
+
+    step()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    random = rng_state()["torch"]
+    checkpoint_activations(model, "budget:600kB", step=step)
+    assert all(
+        p.grad is not None and torch.equal(p.grad, g)
+        for p, g in zip(model.parameters(), gradients, strict=True)
+    )
+    assert all(map(torch.equal, model.buffers(), buffers))
+    assert (rng_state()["torch"] == random).all()
+
+
+def test_what_cannot_fit_is_refused_and_leaves_the_model_as_it_was() -> None:
+    model = gpt()
+    inputs, targets = batch()
+    step = lambda: loss_of(model(inputs), targets).backward()  # noqa: E731
+    with pytest.raises(UsageError, match="do not fit"):
+        checkpoint_activations(model, "budget:10kB", step=step)
+    assert not [block for block in model.layers.values() if "forward" in vars(block)]
+
+
+def test_a_step_that_fails_leaves_the_model_as_it_was() -> None:
+    model = gpt()
+
+    def step() -> None:
+        model(batch()[0])
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        checkpoint_activations(model, "budget:1MB", step=step)
+    assert not [block for block in model.modules() if "forward" in vars(block)]
+
+
+def test_costly_blocks_are_kept_and_cheap_ones_recomputed() -> None:
+    costs = [BlockCost(name, 100, 10, 100, seconds) for name, seconds in (("a", 1), ("b", 5))]
+    assert choose(costs, 200) == frozenset()
+    assert choose(costs, 150) == frozenset({0})
+    # Recomputing the last one would need it beside the first one: 210.
+    assert choose(costs[::-1], 150) == frozenset({0})
+    assert choose(costs, 105) is None

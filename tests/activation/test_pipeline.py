@@ -1,0 +1,141 @@
+"""Pipelines keep what the micro-batches in flight need, and no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+from ckptkit.activation import (
+    ActivationStore,
+    PipelineActivations,
+    checkpoint_activations,
+)
+from ckptkit.errors import UsageError
+from tests.activation.network import batch, gpt, gradients, pipeline, same
+from tests.live.pool import Pool
+
+STAGES, MICROBATCHES = 4, 8
+
+
+def followed(kind: Any, keep_saved: bool, policy: str | None, offload: bool) -> dict[str, Any]:
+    """Three steps with and without it; what was in flight, and what was left."""
+    stage, _, step = pipeline(kind, MICROBATCHES, layers=4)
+    step()
+    wanted = [gradients([stage.submod], step) for _ in range(3)]
+    stage, schedule, step = pipeline(kind, MICROBATCHES, layers=4)
+    step()
+    if policy:
+        checkpoint_activations(schedule, policy)
+    kept = PipelineActivations(ActivationStore(offload=offload))
+    undo = kept.attach(schedule, keep_saved=keep_saved)
+    equal = all(same(gradients([stage.submod], step), each) for each in wanted)
+    left = kept.memory_stats()
+    undo()
+    return {
+        "equal": equal and "forward_one_chunk" not in vars(stage),
+        "most": kept.most_in_flight(stage.stage_index),
+        "left": (left.current, left.count, kept.in_flight(stage.stage_index)),
+        "peak": left.peak,
+    }
+
+
+@pytest.mark.parametrize("keep_saved", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [(ScheduleGPipe, [8, 8, 8, 8]), (Schedule1F1B, [4, 3, 2, 1])],
+    ids=["GPipe", "1F1B"],
+)
+def test_a_stage_holds_only_micro_batches_in_flight(
+    gloo: Pool, kind: Any, most: list[int], keep_saved: bool
+) -> None:
+    found = gloo.run(STAGES, followed, kind, keep_saved, None, False)
+    assert all(each["equal"] for each in found)
+    assert [each["most"] for each in found] == most
+    assert [each["left"] for each in found] == [(0, 0, [])] * STAGES
+    output = batch()[0].shape[1] * 32 * 4  # of one passage, which a micro-batch is
+    if not keep_saved:
+        assert [each["peak"] for each in found] == [n * output for n in most[:3]] + [0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "offload"), [("full", False), ("selective", True), (None, True)]
+)
+def test_it_goes_with_recomputing_and_offloading(
+    gloo: Pool, policy: str | None, offload: bool
+) -> None:
+    found = gloo.run(STAGES, followed, Schedule1F1B, True, policy, offload)
+    assert all(each["equal"] for each in found)
+    assert [each["left"] for each in found] == [(0, 0, [])] * STAGES
+
+
+def failing() -> tuple[int, int]:
+    """A stage whose forward fails in the fifth micro-batch."""
+    stage, schedule, step = pipeline(ScheduleGPipe, MICROBATCHES, layers=1)
+    step()
+    kept = PipelineActivations()
+    kept.attach(schedule)
+    forward, calls = stage.submod.forward, []
+
+    def fails(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            raise ZeroDivisionError
+        return forward(*args)
+
+    stage.submod.forward = fails
+    with pytest.raises(RuntimeError):
+        step()
+    return kept.most_in_flight(0), kept.memory_stats().current + len(kept.in_flight(0))
+
+
+def test_an_exception_leaves_it_clean(gloo: Pool) -> None:
+    assert gloo.run(1, failing) == [(5, 0)]
+
+
+def evaluates() -> int:
+    """Without backward nothing is kept."""
+    stage, schedule, step = pipeline(ScheduleGPipe, MICROBATCHES)
+    step()
+    kept = PipelineActivations()
+    kept.attach(stage)
+    inputs, targets = batch()
+    if stage.is_first:
+        schedule.eval(inputs)
+    else:
+        schedule.eval(target=targets)
+    return kept.most_in_flight(stage.stage_index)
+
+
+def test_nothing_is_kept_without_backward(gloo: Pool) -> None:
+    assert gloo.run(2, evaluates) == [0, 0]
+
+
+def test_micro_batches_are_kept_by_hand() -> None:
+    kept = PipelineActivations()
+    for microbatch in range(3):
+        for stage in range(2):
+            kept.register(stage, microbatch, torch.full((2,), float(microbatch)), is_boundary=True)
+            kept.register(stage, microbatch, torch.zeros(3), name="hidden")
+    assert kept.in_flight(0) == [0, 1, 2]
+    assert list(kept.get(1, 2)) == ["output", "hidden"]
+    assert torch.equal(kept.boundaries(0)[2][0], torch.full((2,), 2.0))
+    assert kept.memory_stats().count == 12
+    kept.clear(1)
+    assert kept.in_flight(0) == kept.in_flight(1) == [0, 2]
+    assert kept.get(0, 1) == {}
+    kept.clear(0, stage=1)
+    assert (kept.in_flight(0), kept.in_flight(1)) == ([0, 2], [2])
+    kept.clear()
+    assert kept.boundaries(0) == {}
+    assert kept.memory_stats().current == 0
+    assert kept.most_in_flight(0) == 3
+
+
+def test_what_is_no_stage_is_refused() -> None:
+    with pytest.raises(UsageError, match="no stage"):
+        PipelineActivations().attach(gpt(1))
+    with pytest.raises(UsageError, match="cannot be evicted"):
+        PipelineActivations(ActivationStore(budget=10)).attach(gpt(1), keep_saved=True)

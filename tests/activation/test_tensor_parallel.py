@@ -1,0 +1,115 @@
+"""What the ranks of a tensor-parallel group keep of what they hold alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ckptkit import activation
+from ckptkit.activation import (
+    DistributedActivationStore,
+    PartitionedActivations,
+    TensorParallelPolicy,
+)
+from ckptkit.errors import NotFoundError, UsageError
+from tests.activation.scenarios import on_gloo, on_threads
+from tests.live.pool import Pool
+
+
+def policies(ranks: int, **given: Any) -> list[TensorParallelPolicy]:
+    return [TensorParallelPolicy(rank, ranks, **given) for rank in range(ranks)]
+
+
+def test_each_replicated_layer_is_kept_by_one_rank_that_all_agree_on() -> None:
+    ranks = policies(4)
+    for layer in [*range(40), *(f"layers.{n}" for n in range(40))]:
+        owners = {policy.owner(layer) for policy in ranks}
+        assert len(owners) == 1
+        assert sum(policy.keeps(layer) for policy in ranks) == 1
+    held = [sum(policy.keeps(f"layers.{n}") for n in range(200)) for policy in ranks]
+    assert min(held) > 20
+
+
+def test_a_layer_goes_to_the_rank_that_it_is_registered_for() -> None:
+    for policy in policies(3, replicated="cut"):
+        policy.register("a", 2)
+        policy.register("b", is_sharded=True)
+        policy.register("c")
+        assert policy.owner("a") == 2
+        assert policy.keeps("a") == (policy.rank == 2)
+        assert (policy.owner("b"), policy.keeps("b"), policy.kind("b")) == (None, True, "each")
+        assert (policy.owner("c"), policy.keeps("c"), policy.kind("c")) == (None, True, "cut")
+
+
+def test_ranks_and_ways_that_do_not_exist_are_refused() -> None:
+    bad: Any
+    for bad in (-1, 2, True, "0"):
+        with pytest.raises(UsageError):
+            TensorParallelPolicy(bad, 2)
+        with pytest.raises(UsageError):
+            TensorParallelPolicy(0, 2).register("a", bad)
+    bad = "twice"
+    with pytest.raises(UsageError):
+        TensorParallelPolicy(0, 2, bad)
+
+
+def kept(store: DistributedActivationStore, replicated: Any) -> int:
+    """The bytes of this rank, after all could get back all that they kept."""
+    policy = TensorParallelPolicy(store.rank, store.world_size, replicated)
+    policy.register("mine", is_sharded=True)
+    policy.register("last", store.world_size - 1)
+    whole = torch.arange(101.0).view(101, 1)
+    for layer in (*range(8), "last"):
+        policy.keep(store, layer, whole.clone())
+    policy.keep(store, "mine", whole + store.rank)
+    for layer in (*range(8), "last"):
+        assert torch.equal(policy.get(store, layer), whole)
+    assert torch.equal(policy.get(store, "mine"), whole + store.rank)
+    with pytest.raises(NotFoundError):
+        policy.get(store, "other")
+    return store.memory_stats().total
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("replicated", ["once", "cut"])
+def test_all_ranks_get_back_what_is_kept_once(gloo: Pool, ranks: int, replicated: str) -> None:
+    whole = 404
+    for totals in (
+        on_threads(ranks, kept, replicated),
+        gloo.run(ranks, on_gloo, kept, replicated),
+    ):
+        assert totals == [(9 + ranks) * whole] * ranks
+
+
+def pieces() -> tuple[int, bool]:
+    """The bytes of this rank's pieces, and whether they make the whole again."""
+    group = dist.group.WORLD
+    assert group is not None
+    store = activation.ActivationStore()
+    partitioned = PartitionedActivations(group, store)
+    tensors = [torch.arange(1000.0), torch.arange(7.0).view(7, 1), torch.tensor(1.5)]
+    for layer, tensor in enumerate(tensors):
+        partitioned.register(layer, tensor.requires_grad_())
+    held = store.memory_stats().current
+    found = [partitioned.retrieve(layer) for layer in range(len(tensors))]
+    partitioned.clear()
+    with pytest.raises(NotFoundError):
+        partitioned.retrieve(0)
+    return held, all(map(torch.equal, found, tensors)) and all(t.requires_grad for t in found)
+
+
+@pytest.mark.parametrize(("ranks", "held"), [(1, 4032), (2, 2020), (4, 1012)])
+def test_pieces_make_the_whole_again(gloo: Pool, ranks: int, held: int) -> None:
+    assert gloo.run(ranks, pieces) == [(held, True)] * ranks
+
+
+def test_all_is_what_there_is() -> None:
+    public = {
+        name
+        for name, value in vars(activation).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith("ckptkit.")
+    }
+    assert public == set(activation.__all__)
