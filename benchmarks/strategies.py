@@ -1,0 +1,204 @@
+"""Training steps under strategies in one line, and the same engines of torch set up by hand."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import FileStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.by_hand import BY_HAND, Step, layer_by_layer
+from benchmarks.networks import Layered, Llama, loss_of, words
+from benchmarks.table import Bar, Section
+from ckptkit.parallel import as_distributed
+
+_SPAWN = mp.get_context("spawn")
+_STEPS = 3
+_MIB = 2**20
+_SPECS = ("ddp", "zero1", "zero2", "zero3", "ddp:2,fsdp", "tp", "tp:2,fsdp", "pp", "pp:2,fsdp")
+_NOTE = (
+    "Gloo on one machine, one thread to a rank: what is sent costs little more than memory. Sizes "
+    "are MiB of the fullest rank after a step."
+)
+
+Make = Callable[[], Step]
+
+
+def benches(repeat: int) -> Iterator[Callable[[], Section]]:
+    """All measurements."""
+    yield partial(_what_each_takes, repeat)
+    yield partial(_overhead, repeat)
+    yield partial(_grouping, repeat)
+
+
+class _Counting(TorchDispatchMode):
+    """Counts collectives and messages; torch's own counter hooks into each module besides."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _what_each_takes(repeat: int) -> Section:
+    rows = []
+    for spec in _SPECS:
+        found = _on_ranks(4, _taken, spec, repeat)
+        sizes = [f"{max(r['mib'][kind] for r in found):.1f}" for kind in range(3)]
+        sent = f"{max(r['collectives'] for r in found)}"
+        seconds = max(median(r["seconds"]) for r in found)
+        rows.append([spec, *sizes, sent, f"{seconds * 1e3:.0f}"])
+    columns = ["4 ranks", "parameters", "gradients", "optimizer", "collectives", "ms a step"]
+    return Section("Strategies: what each takes, llama-like", columns, rows, notes=[_NOTE])
+
+
+def _overhead(repeat: int) -> Section:
+    rows, bars, samples = [], [], dict[str, list[float]]()
+    for spec in BY_HAND:
+        makers = {"in one line": partial(_ours, spec), "by hand": partial(_theirs, spec)}
+        found = _slowest(_on_ranks(2, _in_turns, makers, repeat))
+        samples |= {f"{spec}, {name}": seconds for name, seconds in found.items()}
+        ratio = _ratio(found, "in one line", "by hand")
+        rows.append([spec, *(f"{median(s) * 1e3:.1f}" for s in found.values()), f"{ratio:.3f}"])
+        bars.append(Bar(f"as_distributed {spec}: step / by hand", ratio, 1.03, at_least=False))
+    columns = ["2 ranks", "in one line, ms", "by hand, ms", "ratio"]
+    return Section("Strategies: a step against torch by hand", columns, rows, bars, [], samples)
+
+
+def _grouping(repeat: int) -> Section:
+    makers = {"grouped": _grouped, "layer by layer": layer_by_layer}
+    found = _slowest(_on_ranks(2, _in_turns, makers, repeat))
+    faster = _ratio(found, "layer by layer", "grouped")
+    counts = {n: max(_on_ranks(2, _collectives_of, make)) for n, make in makers.items()}
+    fewer = counts["layer by layer"] / counts["grouped"]
+    rows = [[n, f"{counts[n]}", f"{median(s) * 1e3:.1f}"] for n, s in found.items()]
+    bars = [
+        Bar("1,000 layers of 64x64: collectives, layer by layer / grouped", fewer, 10),
+        Bar("1,000 layers of 64x64: step, layer by layer / grouped", faster, 2),
+    ]
+    columns = ["fsdp:2", "collectives", "ms a step"]
+    return Section("Strategies: tiny layers", columns, rows, bars, [], found)
+
+
+def _ours(spec: str) -> Step:
+    torch.manual_seed(0)
+    made = as_distributed(Llama(), spec, optimizer=torch.optim.AdamW)
+    batch = made.share(words())
+    return lambda: float(made.step(loss_of, batch))
+
+
+def _theirs(spec: str) -> Step:
+    torch.manual_seed(0)
+    return BY_HAND[spec](Llama(), words())
+
+
+def _grouped() -> Step:
+    made = as_distributed(Layered(), "fsdp", optimizer=torch.optim.SGD)
+    batch = torch.randn(8, 64), torch.randn(8, 64)
+    return lambda: float(made.step(nn.functional.mse_loss, batch))
+
+
+def _taken(spec: str, repeat: int) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if "pp" in spec:
+        options = {"example": words()[0][:1], "microbatches": 4}
+    made = as_distributed(Llama(), spec, optimizer=torch.optim.AdamW, **options)
+    batch = made.share(words())
+    made.step(loss_of, batch)
+    seconds = _timed(lambda: float(made.step(loss_of, batch)), repeat)
+    memory = made.memory()
+    kinds = (memory.parameters, memory.gradients, memory.optimizer)
+    found: dict[str, Any] = {"mib": [kind.here / _MIB for kind in kinds], "seconds": seconds}
+    with _Counting() as counting:
+        made.backward(loss_of, batch)
+    return found | {"collectives": counting.found}
+
+
+def _collectives_of(make: Make) -> int:
+    step = make()
+    step()
+    with _Counting() as counting:
+        step()
+    return int(counting.found)
+
+
+def _in_turns(makers: dict[str, Make], repeat: int) -> dict[str, list[float]]:
+    steps = {name: make() for name, make in makers.items()}
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    for turn in range(repeat):
+        order = list(steps.items())
+        for name, step in order if turn % 2 else order[::-1]:
+            found[name] += _timed(step, 1)
+    return found
+
+
+def _timed(step: Step, repeat: int) -> list[float]:
+    found = []
+    for _ in range(repeat):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(_STEPS):
+            step()
+        found.append((time.perf_counter() - start) / _STEPS)
+    return found
+
+
+def _slowest(ranks: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    return {n: [max(each) for each in zip(*(r[n] for r in ranks), strict=True)] for n in ranks[0]}
+
+
+def _ratio(found: dict[str, list[float]], above: str, below: str) -> float:
+    """The median of pairs that were measured one after the other."""
+    return median(a / b for a, b in zip(found[above], found[below], strict=True))
+
+
+def _on_ranks(ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+    """What a function returns on each rank of a job of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        answers = _SPAWN.Queue()
+        processes = [
+            _SPAWN.Process(target=_rank, args=(store, rank, ranks, answers, job, args), daemon=True)
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        found = dict(answers.get() for _ in processes)
+        for process in processes:
+            process.join()
+    for error in found.values():
+        if isinstance(error, Exception):
+            raise error
+    return [found[rank] for rank in range(ranks)]
+
+
+def _rank(
+    store: str, rank: int, ranks: int, answers: Any, job: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # counting collectives warns of hooks, FSDP of views
+    dist.init_process_group("gloo", store=FileStore(store, ranks), rank=rank, world_size=ranks)
+    try:
+        answers.put((rank, job(*args)))
+        dist.barrier()
+    except Exception as error:
+        answers.put((rank, RuntimeError(repr(error))))
+        raise
+    finally:
+        dist.destroy_process_group()

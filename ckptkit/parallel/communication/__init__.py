@@ -1,0 +1,3 @@
+"""One interface to the ranks of a job, and what carries its messages."""
+
+from __future__ import annotations

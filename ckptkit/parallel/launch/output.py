@@ -1,0 +1,127 @@
+"""What the ranks print, with their numbers before it, and the first failure before its noise."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ckptkit.parallel.launch.job import said
+
+Show = Callable[[str, str], None]
+"""Called with "stdout" or "stderr", and a line."""
+
+PATIENCE = 1.0
+"""Seconds after which a traceback is shown that its rank has outlived."""
+
+_TRACEBACK = "Traceback (most recent call last):"
+_OF_TORCH = re.compile(r"^\[rank\d+\]: ?")  # torch's own prefix, once it knows the rank
+
+
+@dataclass(slots=True)
+class _Held:
+    """A traceback of a rank that may be about to fail."""
+
+    lines: list[str] = field(default_factory=list)
+    last: float = 0.0
+
+
+class Output:
+    """Shows lines as they come, but keeps tracebacks until it is known who failed first.
+
+    One failure makes the other ranks fail too, and their tracebacks, in any order, hide the one
+    that matters. A traceback of a rank that goes on is shown a little later.
+    """
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._lock = threading.Lock()
+        self._held: dict[int, _Held] = {}
+        self._ended: dict[int, tuple[float, int]] = {}
+        self._since: dict[int, float] = {}
+        self._told = False
+
+    def line(self, rank: int, stream: str, text: str) -> None:
+        """A line of a rank."""
+        with self._lock:
+            if stream == "stderr":
+                text = _OF_TORCH.sub("", text)
+                if rank not in self._held and _TRACEBACK in text:
+                    self._held[rank] = _Held()
+                    self._since[rank] = time.monotonic()
+                if rank in self._held:
+                    self._held[rank].lines.append(text)
+                    self._held[rank].last = time.monotonic()
+                    return
+            if rank not in self._held:
+                self._since.pop(rank, None)  # it was shown, and the rank goes on
+            self._show(stream, f"[rank {rank}] {text}")
+
+    def ended(self, rank: int, code: int) -> None:
+        """A rank has ended so."""
+        with self._lock:
+            self._ended.setdefault(rank, (time.monotonic(), code))
+            if code == 0:
+                self._release(rank)
+                self._since.pop(rank, None)
+
+    def has_failure(self) -> bool:
+        """Whether a rank has failed."""
+        with self._lock:
+            return any(code for _, code in self._ended.values())
+
+    def tick(self) -> None:
+        """Show tracebacks that their ranks have outlived."""
+        with self._lock:
+            late = time.monotonic() - PATIENCE
+            for rank in [r for r, held in self._held.items() if held.last < late]:
+                if rank not in self._ended:
+                    self._release(rank)
+
+    def first_failure(self) -> tuple[int, int | None] | None:
+        """The rank that failed first, and how: by its traceback if there is one, else its end."""
+        with self._lock:
+            times = {rank: at for rank, (at, code) in self._ended.items() if code}
+            if not times:
+                return None
+            times |= self._since
+            rank = min(times, key=lambda r: (times[r], r))
+            return rank, self._ended.get(rank, (0.0, None))[1]
+
+    def tell(self) -> None:
+        """Show the first failure, once; the tracebacks of the others come with `finish`."""
+        first = self.first_failure()
+        with self._lock:
+            if first is None or self._told:
+                return
+            self._told = True
+            self._show("stderr", f"{said(*first)}, before any other rank failed:")
+            self._release(first[0])
+
+    def finish(self, *, interrupted: bool = False) -> None:
+        """Show what is left; what an interruption made the ranks say is of no interest."""
+        with self._lock:
+            for rank in sorted(self._held, key=self._since.__getitem__):
+                if not (interrupted and self._held[rank].lines[-1].startswith("KeyboardInterrupt")):
+                    self._release(rank)
+            self._held.clear()
+
+    def note(self, text: str) -> None:
+        """A line of no rank."""
+        with self._lock:
+            self._show("stderr", text)
+
+    def start_again(self) -> None:
+        """Forget how the ranks ended: they are started anew."""
+        self.finish()
+        with self._lock:
+            self._ended.clear()
+            self._since.clear()
+            self._told = False
+
+    def _release(self, rank: int) -> None:
+        held = self._held.pop(rank, None)
+        for text in held.lines if held else []:
+            self._show("stderr", f"[rank {rank}] {text}")

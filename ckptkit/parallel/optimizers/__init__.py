@@ -1,0 +1,3 @@
+"""What torch's optimizers lack: compressed gradients, asynchronous SGD, elastic training."""
+
+from __future__ import annotations

@@ -1,0 +1,247 @@
+"""A model that ranks train together, whatever the strategy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ckptkit.errors import UsageError
+from ckptkit.live import Restored, ShardedOptimizerState, load, save
+from ckptkit.model import Strategy
+from ckptkit.parallel.strategies.batches import microbatches, opened, share
+from ckptkit.parallel.strategies.local_state import load_local_state, local_state
+from ckptkit.parallel.strategies.memory import Memory, measured
+from ckptkit.parallel.strategies.pipeline import Pipeline
+from ckptkit.parallel.strategies.residuals import RESIDUALS, Residuals, has_residuals
+
+LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]
+
+_REPLICAS = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+
+
+class Distributed:
+    """One rank's part of a model that is spread over a job; what `as_distributed` returns.
+
+    Every rank makes the same calls. `step` runs under every strategy; without a pipeline, `model`
+    is a module to call, and a loop of one's own is as good.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        modules: Sequence[nn.Module],
+        *,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        optimizer: Optimizer | None = None,
+        pipeline: Pipeline | None = None,
+        accumulate: int = 1,
+        compression: Any = None,
+    ) -> None:
+        self._strategy = strategy
+        self._modules = tuple(modules)
+        self._mesh = mesh
+        self._device = device
+        self._optimizer = optimizer
+        self._pipeline = pipeline
+        self._accumulate = accumulate
+        self._compression = compression
+
+    @property
+    def model(self) -> Any:
+        """What to call, and to pass to a Checkpointer: the wrapped module; the schedule of a
+        pipeline, which only `step` runs.
+        """
+        return self._modules[0] if self._pipeline is None else self._pipeline.schedule
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules of this rank: one, or its stages of a pipeline."""
+        return self._modules
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer of what this rank has: an ordinary one of torch, for schedulers too."""
+        if self._optimizer is None:
+            raise UsageError(
+                "there is no optimizer", hint="as_distributed(…, optimizer=torch.optim.AdamW)"
+            )
+        return self._optimizer
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy, with all sizes."""
+        return self._strategy
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of its axes; None for one rank alone."""
+        return self._mesh
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._device
+
+    @property
+    def compression(self) -> Any:
+        """What compresses gradients, if anything does; it counts the bytes sent."""
+        return self._compression
+
+    @property
+    def replicas(self) -> int:
+        """How many shares every batch is cut into; ranks of one share compute together."""
+        sizes = [axis.size for axis in self._strategy.mesh.axes if axis.kind in _REPLICAS]
+        found = 1
+        for size in sizes:
+            found *= size
+        return found
+
+    @property
+    def replica(self) -> int:
+        """Which of the shares is this rank's."""
+        mesh = self._strategy.mesh
+        number = 0
+        for axis, at in zip(mesh.axes, mesh.coords(self._rank), strict=True):
+            if axis.kind in _REPLICAS:
+                number = number * axis.size + at
+        return number
+
+    def share(self, batch: Any) -> Any:
+        """The rank's share of a batch of the whole job: of every tensor, along the first dim."""
+        return share(batch, self.replica, self.replicas)
+
+    def step(self, loss_fn: LossFunction, batch: Any) -> torch.Tensor:
+        """Forward, backward and a step of the optimizer over this rank's share of a batch, a pair
+        of inputs and targets; returns the mean loss of all shares, on every rank.
+
+        `loss_fn(outputs, targets)` is a mean over the batch.
+        """
+        self.zero_grad()
+        losses = self.backward(loss_fn, batch)
+        self.optimizer.step()
+        return self._mean(losses)
+
+    def backward(self, loss_fn: LossFunction, batch: Any) -> list[torch.Tensor]:
+        """Forward and backward only, for a loop that clips or inspects gradients; the losses of
+        this rank's micro-batches (of the last stage, in a pipeline).
+        """
+        batch = self._placed(batch)
+        if self._pipeline is not None:
+            inputs, named, targets = opened(batch)
+            if named:
+                raise UsageError("a pipeline takes positional inputs", value=list(named))
+            return self._pipeline.run(loss_fn, inputs, targets)
+        return [
+            self._one(loss_fn, piece, is_last=number == self._accumulate - 1)
+            for number, piece in enumerate(microbatches(batch, self._accumulate))
+        ]
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all parameters, trained or not."""
+        for module in self._modules:
+            module.zero_grad()
+
+    def optimizer_state(self) -> ShardedOptimizerState:
+        """What the optimizer keeps on this rank, parameter by parameter: the same interface for
+        every strategy, and nothing is gathered.
+        """
+        return ShardedOptimizerState(self.model, self.optimizer, mesh=self._mesh)
+
+    def memory(self) -> Memory:
+        """The bytes of parameters, gradients and optimizer state, of this rank and in all; ranks
+        that have different ones are asked, so every rank calls it.
+        """
+        groups: dict[str, list[dist.ProcessGroup]] = {"pp": [], "zero1": []}
+        for axis in self._strategy.mesh.axes:
+            if axis.kind in groups and axis.size > 1 and self._mesh is not None:
+                groups[axis.kind].append(self._mesh.get_group(axis.name))
+        return measured(
+            self._modules,
+            self._optimizer,
+            parts=groups["pp"],
+            owners=groups["zero1"],
+            device=self._device,
+        )
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint has to hold, as a Checkpointer takes it: `save(step, **state)`."""
+        found = {"model": self.model, "optimizer": self._optimizer}
+        return found if self._compression is None else found | {"state": self._unsent()}
+
+    def save(
+        self,
+        location: str | os.PathLike[str],
+        step: int,
+        *,
+        extra: Mapping[str, object] | None = None,
+        **options: Any,
+    ) -> None:
+        """Save a step of the run at `location`, with the options of `ckptkit.live.save`."""
+        save(location, step=step, extra=extra, mesh=self._mesh, **self.state, **options)
+
+    def load(self, location: str | os.PathLike[str], **options: Any) -> Restored:
+        """Load a step, or the newest of a run, that any strategy saved, with the options of
+        `ckptkit.live.load`. What was left unsent is kept by the same compression only.
+        """
+        state = self.state
+        if self._compression is not None and not has_residuals(location, options):
+            del state["state"]
+        return load(location, mesh=self._mesh, **state, **options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank holds of model and optimizer, in their own memory; nothing is gathered."""
+        return local_state(self.model, self._optimizer, self._mesh)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave on this rank of a job of the same strategy."""
+        load_local_state(state, self.model, self._optimizer, self._mesh)
+
+    def _unsent(self) -> dict[str, Any]:
+        return {RESIDUALS: Residuals(self._compression)}
+
+    def _one(self, loss_fn: LossFunction, batch: Any, *, is_last: bool) -> torch.Tensor:
+        inputs, named, targets = opened(batch)
+        with nullcontext() if is_last else self._unsynchronised():
+            loss = loss_fn(self._modules[0](*inputs, **named), targets)
+            (loss / self._accumulate if self._accumulate > 1 else loss).backward()
+        return loss.detach()
+
+    def _unsynchronised(self) -> AbstractContextManager[Any]:
+        """Add gradients up without sending them, where that costs no memory."""
+        module = self._modules[0]
+        if isinstance(module, DistributedDataParallel):
+            return module.no_sync()
+        return nullcontext()
+
+    def _mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros(2, dtype=torch.float32, device=self._device)
+        for loss in losses:
+            total += torch.stack([loss.detach().float(), torch.ones_like(total[1])])
+        if self._strategy.world_size > 1:
+            dist.all_reduce(total)
+        return total[0] / total[1]
+
+    def _placed(self, batch: Any) -> Any:
+        """The tensors of a batch on this rank's device."""
+        if torch.is_tensor(batch):
+            return batch.to(self._device, non_blocking=True)
+        if isinstance(batch, Mapping):
+            return {key: self._placed(value) for key, value in batch.items()}
+        if isinstance(batch, (tuple, list)):
+            return type(batch)(self._placed(value) for value in batch)
+        return batch
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,41 @@
+"""`DistributedDataParallel`, with buckets that suit the size of the model."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptkit.parallel.strategies.grouping import nbytes_of
+
+_MIB = 2**20
+_LEAST, _MOST = 1.0, 64.0
+_BUCKETS = 8
+
+
+def wrap(
+    model: nn.Module, group: dist.ProcessGroup, device: torch.device, *, is_stage: bool = False
+) -> nn.Module:
+    """The model in `DistributedDataParallel`; as it is where nothing is trained."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=None if device.type == "cpu" else [device],
+        process_group=group,
+        bucket_cap_mb=bucket_mib(nbytes_of(trained)),
+        # Otherwise gradients would lie in memory twice.
+        gradient_as_bucket_view=True,
+        # A pipeline's first step runs a stage once more to see its shapes, which buckets that are
+        # made anew after the first backward pass do not survive; with this they stay as they are.
+        find_unused_parameters=is_stage,
+    )
+
+
+def bucket_mib(nbytes: int) -> float:
+    """The size of a bucket in MiB: about eight of them, so that sending overlaps with computing,
+    each large enough to be worth a collective.
+    """
+    return min(_MOST, max(_LEAST, nbytes / _MIB / _BUCKETS))

@@ -1,0 +1,45 @@
+"""`fully_shard` and `replicate` over the units of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from ckptkit.parallel.strategies.grouping import units_of
+from ckptkit.parallel.strategies.options import Options
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, options: Options, *, keep_gathered: bool) -> None:
+    """Cut the parameters of a model over the last axis of a mesh, repeated over the one before.
+
+    With `keep_gathered` they stay whole from the forward pass to the backward pass (ZeRO-2).
+    """
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": _precision(options)}
+    if options.offload:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    # None lets torch keep the outermost unit gathered, which the backward pass begins with.
+    again = False if keep_gathered else None
+    for unit in units_of(model, options.group_below):
+        fully_shard(list(unit.modules), reshard_after_forward=again, **settings)
+    fully_shard(model, reshard_after_forward=again, **settings)
+
+
+def repeat(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
+    """Keep what tensor parallelism has cut alike over a mesh, which DDP cannot."""
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": _precision(options)}
+    for unit in units_of(model, options.group_below):
+        replicate(list(unit.modules), **settings)
+    replicate(model, **settings)
+
+
+def _precision(options: Options) -> MixedPrecisionPolicy:
+    wanted = options.precision
+    if isinstance(wanted, torch.dtype):
+        # Sums over many ranks lose too much in 16 bits.
+        return MixedPrecisionPolicy(param_dtype=wanted, reduce_dtype=torch.float32)
+    return wanted or MixedPrecisionPolicy()

@@ -1,0 +1,220 @@
+"""A model cut into the stages of a pipeline, each of which runs the model's own `forward`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckptkit.errors import LayoutError, UsageError
+from ckptkit.parallel.strategies.options import Options
+from ckptkit.parallel.strategies.parts import (
+    Part,
+    loose_parameters,
+    parts_as_run,
+    parts_of,
+    run,
+)
+from ckptkit.plan.staging import balanced
+
+_HOW = "pass split=, a function of the model and the names of a stage's parts that returns the rest"
+
+
+class PassedOn(nn.Module):
+    """Stands where another stage has the part: what comes in goes on."""
+
+    def __init__(self, outputs: int = 0) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The first input; nothing to be added, for positions and other whole numbers."""
+        hidden = next(v for v in (*args, *kwargs.values()) if torch.is_tensor(v))
+        if not hidden.is_floating_point():
+            hidden = torch.zeros((), device=hidden.device)
+        return (hidden, *[None] * (self._outputs - 1)) if self._outputs else hidden
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a stage goes without what others have."""
+
+    drops: bool
+    """Whether modules outside of lists are set to None rather than passed by."""
+    loose: int
+    """The stage that has parameters which no part has: the first or the last."""
+
+
+def stages_of(
+    model: nn.Module, count: int, mine: Sequence[int], options: Options
+) -> list[nn.Module]:
+    """Stages of a model by their numbers, of `count` in all, with the names of the whole model.
+
+    The model given is left with what the stages have.
+    """
+    inputs, output = _example(model, options.example), list[Any]()
+    if inputs is not None and options.split is None:
+        parts = parts_as_run(model, inputs, output)
+    else:
+        parts = parts_of(model)
+    split = _split(parts, count, options)
+    _check_tied(model, split)
+    if options.split is not None:
+        return _by_hand(model, split, mine, options)
+    if isinstance(model, nn.Sequential):
+        way = _Way(drops=False, loose=0)
+    else:
+        way = _found_way(model, parts, split, inputs, output)
+    made = [_stage(model, parts, split, number, way) for number in mine]
+    _forget(model, [part for n, stage in enumerate(split) if n not in mine for part in stage])
+    return made
+
+
+def _example(model: nn.Module, example: Any) -> tuple[Any, ...] | None:
+    if example is None:
+        return None
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    inputs = example if isinstance(example, (tuple, list)) else (example,)
+    return tuple(value.to(device) if torch.is_tensor(value) else value for value in inputs)
+
+
+def _split(parts: Sequence[Part], count: int, options: Options) -> list[list[Part]]:
+    """The parts of each stage."""
+    if len(parts) < count:
+        raise LayoutError(
+            f"the model has {len(parts)} parts, too few for {count} stages",
+            value=[part.name for part in parts][:20],
+        )
+    weights = [part.nbytes for part in parts]
+    if options.balance == "time":
+        if options.example is None:
+            raise UsageError('balance="time" takes an example to measure', hint="pass example=")
+        weights = [round(part.seconds * 1e9) for part in parts]
+    if dist.is_initialized():
+        # Clocks differ from rank to rank.
+        agreed: list[Any] = [weights]
+        dist.broadcast_object_list(agreed)
+        weights = agreed[0]
+    stages: list[list[Part]] = [[] for _ in range(count)]
+    for part, stage in zip(parts, balanced(weights, count), strict=True):
+        stages[stage].append(part)
+    return stages
+
+
+def _check_tied(model: nn.Module, split: Sequence[Sequence[Part]]) -> None:
+    """Refuse weights that two stages would have: nobody would keep them alike."""
+    places: dict[int, tuple[int, str]] = {}
+    for number, stage in enumerate(split):
+        for part in stage:
+            for name, parameter in model.get_submodule(part.name).named_parameters(part.name):
+                known, other = places.setdefault(id(parameter), (number, name))
+                if known != number:
+                    raise LayoutError(
+                        "tied weights on two stages, which torch's pipelines do not keep alike",
+                        value=(other, name),
+                        hint="untie them, or use fsdp",
+                    )
+
+
+def _found_way(
+    model: nn.Module,
+    parts: Sequence[Part],
+    split: Sequence[Sequence[Part]],
+    inputs: tuple[Any, ...] | None,
+    output: Sequence[Any],
+) -> _Way:
+    """The way in which the stages, one after another, give what the whole model gives."""
+    if inputs is None:
+        raise UsageError(
+            "a pipeline of a model that is no nn.Sequential is tried out before it is used",
+            hint=f"pass example=, the inputs of a small batch; or {_HOW}",
+        )
+    if not torch.is_tensor(output[0]):
+        raise UsageError(
+            "the model of a pipeline returns one tensor",
+            value=type(output[0]).__name__,
+            hint="wrap it in a module that returns, say, the logits",
+        )
+    ways = [_Way(drops=True, loose=len(split) - 1), _Way(drops=True, loose=0)]
+    if not loose_parameters(model, parts):
+        ways = [_Way(drops=False, loose=0), ways[0]]
+    problem: Exception | None = None
+    for way in ways:
+        try:
+            given: Any = inputs
+            for number in range(len(split)):
+                given = (run(_stage(model, parts, split, number, way), given),)
+            if given[0].shape == output[0].shape and torch.allclose(given[0], output[0], 1e-4):
+                return way
+        except Exception as error:  # noqa: BLE001 — the model's own, of any kind
+            problem = error
+    raise LayoutError(
+        "the stages, one after another, do not give what the whole model gives",
+        value=[[part.name for part in stage] for stage in split],
+        hint=f"the model may do more to its hidden state than run its parts; {_HOW}",
+    ) from problem
+
+
+def _by_hand(
+    model: nn.Module, split: Sequence[Sequence[Part]], mine: Sequence[int], options: Options
+) -> list[nn.Module]:
+    assert options.split is not None  # noqa: S101 — the caller has looked
+    models = [model, *(copy.deepcopy(model) for _ in mine[1:])]
+    return [
+        options.split(each, tuple(part.name for part in split[number]))
+        for each, number in zip(models, mine, strict=True)
+    ]
+
+
+def _stage(
+    model: nn.Module,
+    parts: Sequence[Part],
+    split: Sequence[Sequence[Part]],
+    number: int,
+    way: _Way,
+) -> nn.Module:
+    """A copy of the model's frame around the very modules that the stage has."""
+    kept = {part.name for part in split[number]}
+    missing = {part.name: part for part in parts if part.name not in kept}
+    frame = _frame(model, "", {part.name for part in parts})
+    for part in missing.values():
+        _replace(frame, part, drops=way.drops)
+    if way.loose != number:
+        for name in loose_parameters(model, parts):
+            path, _, own = name.rpartition(".")
+            setattr(frame.get_submodule(path), own, None)
+    return frame
+
+
+def _frame(module: nn.Module, path: str, parts: set[str]) -> nn.Module:
+    """A copy of a module down to its parts, which are shared with it."""
+    if path in parts:
+        return module
+    clone = copy.copy(module)
+    # Its tensors, modules and hooks, of which the copy has others from now on.
+    own = {key: copy.copy(value) for key, value in vars(module).items() if isinstance(value, dict)}
+    vars(clone).update(own)
+    for name, child in module._modules.items():
+        if child is not None:
+            below = f"{path}.{name}" if path else name
+            if any(part == below or part.startswith(f"{below}.") for part in parts):
+                clone._modules[name] = _frame(child, below, parts)
+    return clone
+
+
+def _replace(frame: nn.Module, part: Part, *, drops: bool) -> None:
+    path, _, own = part.name.rpartition(".")
+    parent = frame.get_submodule(path)
+    is_listed = isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    parent._modules[own] = None if drops and not is_listed else PassedOn(part.outputs)
+
+
+def _forget(model: nn.Module, parts: Sequence[Part]) -> None:
+    """Free what other stages have."""
+    for part in parts:
+        _replace(model, part, drops=False)

@@ -1,0 +1,91 @@
+"""The optimizer of a spread model: made for what this rank has, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ckptkit.errors import UsageError
+from ckptkit.model import Strategy
+from ckptkit.parallel.strategies.spec import sharder_of, size_of
+
+Parameters: TypeAlias = Sequence[nn.Parameter]
+MakeOptimizer: TypeAlias = Callable[..., Optimizer]
+"""A class of optimizer, or a function of parameters."""
+
+_HINT = "pass the class and optimizer_options=, or a function of parameters"
+
+
+def check_optimizer(
+    model: nn.Module, optimizer: object, options: Mapping[str, Any], strategy: Strategy
+) -> None:
+    """Refuse an optimizer that could not step the spread model, before anything is spread."""
+    if optimizer is None or (callable(optimizer) and not isinstance(optimizer, Optimizer)):
+        if optimizer is None and options:
+            raise UsageError("optimizer_options without an optimizer", value=dict(options))
+        return
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError("no optimizer", value=optimizer, hint=_HINT)
+    if options:
+        raise UsageError("optimizer_options are for a class", value=dict(options))
+    known = set(model.parameters())
+    if any(p not in known for group in optimizer.param_groups for p in group["params"]):
+        raise UsageError(
+            "the optimizer has parameters that are not the model's",
+            value=type(optimizer).__name__,
+            hint=f"make it for this model; or {_HINT}",
+        )
+    kinds = {axis.kind for axis in strategy.mesh.axes}
+    replaces = bool(sharder_of(strategy)) or "zero1" in kinds
+    if replaces or size_of(strategy, "tp") > 1 or size_of(strategy, "pp") > 1:
+        raise UsageError(
+            "the optimizer was made before the model was spread, which changes its parameters",
+            value=f"{type(optimizer).__name__}, {strategy}",
+            hint=_HINT,
+        )
+
+
+def made_for(
+    parameters: Iterable[nn.Parameter],
+    optimizer: Optimizer | MakeOptimizer,
+    options: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
+) -> Optimizer:
+    """The optimizer of these parameters; with a group, its state is shared out there (ZeRO-1)."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    trained = [p for p in parameters if p.requires_grad]
+    if group is not None:
+        # There, because it takes a while to import, and warns.
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415
+
+        return ZeroRedundancyOptimizer(
+            trained, cast("Any", optimizer), process_group=group, **options
+        )
+    made = optimizer(trained, **options)
+    if not isinstance(made, Optimizer):
+        raise UsageError("not an optimizer", where="optimizer()", value=type(made).__name__)
+    if len({_mesh(p) for p in trained}) > 1:
+        made.register_step_pre_hook(_one_by_one)
+    return made
+
+
+def _mesh(parameter: torch.Tensor) -> object:
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+
+def _one_by_one(optimizer: Optimizer, *_: Any) -> None:
+    """Parameters of different meshes cannot go through one operation; in each step, because a load
+    brings the options of the strategy that saved.
+    """
+    for group in optimizer.param_groups:
+        if "foreach" in group:
+            group["foreach"] = False
+        if group.get("fused"):
+            group["fused"] = False

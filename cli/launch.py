@@ -1,0 +1,137 @@
+"""`ckpt launch`: the ranks of a training, started, watched and ended together."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+
+import click
+from ckptkit.cli.command import command
+from ckptkit.cli.exits import OK, PEER
+from ckptkit.cli.output import emit_json
+
+from ckptkit.errors import PeerError, UsageError
+
+
+@command(
+    "ckpt launch --nproc-per-node 4 train.py --lr 3e-4",
+    "ckpt launch --nproc-per-node 4 --backend mpi -m recipes.train",
+    "ckpt launch --nnodes 1:4 --rdzv-endpoint n0:29400 --max-restarts 3 train.py",
+    exits={OK: "all ranks ended well", PEER: "a rank failed"},
+    codes=[PEER],
+)
+@click.argument("program", metavar="[--] PROGRAM [ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for python -m.")
+@click.option(
+    "--nproc-per-node",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Ranks on this machine.",
+)
+@click.option(
+    "--nnodes",
+    "nodes",
+    metavar="N[:M]",
+    default="1",
+    show_default=True,
+    help="Machines: how many, or from N to M.",
+)
+@click.option("--rdzv-endpoint", "endpoint", metavar="HOST:PORT", help="Where machines meet.")
+@click.option("--rdzv-id", "run_id", metavar="ID", help="Tells jobs with one endpoint apart.")
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "gloo", "nccl", "mpi"]),
+    default="auto",
+    show_default=True,
+    help="What ckptkit.parallel.init() takes; mpi starts the ranks by mpirun.",
+)
+@click.option(
+    "--max-restarts",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="How often all ranks start again after a failure.",
+)
+def launch(  # noqa: PLR0913 - one for each option
+    program: tuple[str, ...],
+    nodes: str,
+    endpoint: str | None,
+    run_id: str | None,
+    *,
+    is_module: bool,
+    nproc_per_node: int,
+    backend: str,
+    max_restarts: int,
+    as_json: bool,
+) -> int:
+    """Run a training as the ranks of a job.
+
+    Each line that a rank prints has its number before it, [rank 3], and stays on its stream. When
+    a rank fails, the others are ended, and what the first one to fail said last is shown before
+    what the others say about that. Ctrl-C ends all ranks and what they have started.
+
+    The ranks find each other by the environment, as torchrun sets it; ckptkit.parallel.init() reads
+    it. With --nnodes the same command runs on every machine, and machines may come and go between
+    N and M. With --json all lines of the ranks go to stderr.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("launching needs torch", hint="pip install 'ckptkit[torch]'")
+    from ckptkit.parallel.launch import Job  # noqa: PLC0415 - torch takes seconds to import
+    from ckptkit.parallel.launch import launch as run  # noqa: PLC0415
+
+    job = Job(
+        ("-m", *program) if is_module else program,
+        nproc_per_node=nproc_per_node,
+        nodes=nodes,
+        backend=backend,
+        max_restarts=max_restarts,
+        endpoint=endpoint or "",
+        run_id=run_id or "",
+    )
+    printer = _Printer(all_to_stderr=as_json)
+    try:
+        outcome = run(job, printer)
+    except KeyboardInterrupt:
+        if printer.is_broken:
+            raise BrokenPipeError from None
+        raise
+    if as_json:
+        emit_json(
+            {
+                "ok": outcome.ok,
+                "restarts": outcome.restarts,
+                "failed_rank": outcome.failed_rank,
+                "exit_code": outcome.exit_code,
+            }
+        )
+    elif not outcome.ok:
+        raise PeerError(outcome.reason, where=" ".join(program[:1]))
+    return OK if outcome.ok else PEER
+
+
+# What follows the program is the program's, also where it looks like an option of this command.
+launch.allow_interspersed_args = False
+
+
+class _Printer:
+    """Passes lines on, as they are: they are the user's own."""
+
+    def __init__(self, *, all_to_stderr: bool) -> None:
+        self.is_broken = False
+        self._all_to_stderr = all_to_stderr
+
+    def __call__(self, stream: str, line: str) -> None:
+        """Print a line."""
+        to = sys.stderr if self._all_to_stderr or stream == "stderr" else sys.stdout
+        try:
+            to.write(f"{line}\n")
+            to.flush()
+        except BrokenPipeError:
+            if not self.is_broken:
+                self.is_broken = True
+                os.kill(os.getpid(), signal.SIGINT)

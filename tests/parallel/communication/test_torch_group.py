@@ -1,0 +1,97 @@
+"""The contract over gloo, and what only processes can do to each other."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ckptkit.errors import PeerError, UsageError
+from ckptkit.parallel.communication.communicator import Communicator
+from ckptkit.parallel.communication.current import current_communicator
+from ckptkit.parallel.communication.starting import init
+from ckptkit.parallel.communication.torch_group import TorchTransport
+from tests.live.pool import Died, Pool
+from tests.parallel.communication.contract import CONTRACT
+
+
+def keep(checks: list[str]) -> None:
+    comm = Communicator(TorchTransport(timeout=30))
+    for check in checks:
+        CONTRACT[check](comm)
+
+
+def keep_in_a_subgroup() -> None:
+    group = Communicator(TorchTransport(timeout=30)).subgroup([1, 2])
+    if group is not None:
+        for check in CONTRACT.values():
+            check(group)
+        group.close()
+
+
+@pytest.mark.parametrize("check", CONTRACT)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gloo_keeps_the_contract(gloo: Pool, ranks: int, check: str) -> None:
+    gloo.run(ranks, keep, [check])
+
+
+def test_one_rank_keeps_the_contract(gloo: Pool) -> None:
+    gloo.run(1, keep, list(CONTRACT))
+
+
+def test_a_subgroup_keeps_the_contract(gloo: Pool) -> None:
+    gloo.run(3, keep_in_a_subgroup)
+
+
+def wait_in_vain() -> str:
+    comm = Communicator(TorchTransport(timeout=0.5))
+    if comm.rank == 1:
+        time.sleep(1.5)
+        return "late"
+    with pytest.raises(PeerError, match=r"barrier: not all ranks came within 0\.5 s"):
+        comm.barrier()
+    with pytest.raises(PeerError, match="ended in an earlier call: not all ranks came"):
+        comm.barrier()
+    return "waited"
+
+
+def test_a_late_rank_is_a_clear_error_and_ends_the_communicator(gloo: Pool) -> None:
+    assert gloo.run(2, wait_in_vain) == ["waited", "late"]
+
+
+def lose_rank_1() -> str:
+    comm = Communicator(TorchTransport(timeout=20))
+    comm.barrier()
+    if comm.rank == 1:
+        os._exit(3)
+    with pytest.raises(PeerError, match="a rank is gone") as caught:
+        comm.all_gather(torch.zeros(3))
+    return f"{caught.value}"
+
+
+def test_a_lost_rank_is_a_clear_error(gloo: Pool) -> None:
+    told = [str(result) for result in gloo.run(2, lose_rank_1, may_die=[1])]
+    assert told[1] == str(Died(3))
+    assert "look at the logs of the other ranks" in told[0]
+
+
+def join_what_is_there() -> bool:
+    comm = init()
+    with pytest.raises(UsageError, match="this rank communicates by gloo already"):
+        init("mpi")
+    same = init() is comm and init("gloo") is comm and current_communicator() is comm
+    comm.close()
+    with pytest.raises(UsageError, match="no communicator yet"):
+        current_communicator()
+    # What others made is not taken down.
+    again = init()
+    comm_of_all = again.all_gather_object(dist.is_initialized())
+    again.close()
+    return same and all(comm_of_all)
+
+
+def test_init_joins_the_group_that_is_there_and_leaves_it_there(gloo: Pool) -> None:
+    assert gloo.run(2, join_what_is_there) == [True, True]

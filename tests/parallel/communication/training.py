@@ -1,0 +1,91 @@
+"""Small trainings by torch's engines, which come to the same over every backend."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+Numbers = list[float]
+
+
+def model() -> nn.Sequential:
+    """The same on every rank; uneven for 4 ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def train(net: nn.Module, rank: int, *, alike: bool = False) -> Numbers:
+    """Three steps; what the parameters are then."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for step in range(3):
+        torch.manual_seed(100 * step + (0 if alike else rank))
+        inputs = torch.randn(4, 6)
+        optimizer.zero_grad()
+        net(inputs).square().mean().backward()
+        optimizer.step()
+    found: Numbers = []
+    for value in net.state_dict().values():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found += whole.flatten().tolist()
+    return found
+
+
+def ddp() -> Numbers:
+    """Gradients are all-reduced in two buckets."""
+    net = nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.0001)
+    return train(net, dist.get_rank())
+
+
+def fsdp() -> Numbers:
+    """Parameters are gathered and gradients reduce-scattered."""
+    net = model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (net[0], net[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return train(net, dist.get_rank())
+
+
+def tp() -> Numbers:
+    """A DTensor for every weight, on a mesh of two dims."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    net = model()
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(net, mesh["tp"], plan)
+    return train(net, dist.get_rank(), alike=True)
+
+
+def half_sums() -> Numbers:
+    """Sums as the engines ask for them."""
+    rank = dist.get_rank()
+    found: Numbers = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64):
+        tensor = torch.arange(5).to(dtype) + rank
+        dist.all_reduce(tensor)
+        found += tensor.double().tolist()
+    largest = torch.tensor([rank, 3, -rank], dtype=torch.uint8)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    rows = [torch.zeros(2) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, torch.full((2,), float(rank)))
+    total = torch.arange(3.0) * rank
+    dist.reduce(total, 0)
+    whole = [*largest.tolist(), *torch.cat(rows).tolist()]
+    return found + whole + (total.tolist() if rank == 0 else [])
+
+
+TRAININGS = {"ddp": ddp, "fsdp": fsdp, "tp": tp, "sums": half_sums}
+
+
+def all_trainings() -> dict[str, Numbers]:
+    """What each of them comes to on this rank."""
+    return {name: training() for name, training in TRAININGS.items()}

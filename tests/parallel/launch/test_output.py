@@ -1,0 +1,125 @@
+"""What is shown of many ranks at once, and in which order."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ckptkit.parallel.launch import output
+from ckptkit.parallel.launch.output import Output
+from ckptkit.parallel.launch.streams import Streams
+
+HEADER = "Traceback (most recent call last):"
+
+
+class Shown:
+    """Collects lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, stream: str, line: str) -> None:
+        """Take one."""
+        self.lines.append(f"{stream}: {line}")
+
+
+@pytest.fixture
+def shown() -> Shown:
+    return Shown()
+
+
+def fail(out: Output, rank: int, problem: str) -> None:
+    for line in (HEADER, "  File ...", problem):
+        out.line(rank, "stderr", line)
+
+
+def test_a_line_has_its_rank_and_stays_on_its_stream(shown: Shown) -> None:
+    out = Output(shown)
+    out.line(3, "stdout", "loss 1.0")
+    out.line(0, "stderr", "a warning")
+    assert shown.lines == ["stdout: [rank 3] loss 1.0", "stderr: [rank 0] a warning"]
+
+
+def test_the_first_traceback_is_shown_first_whoever_ends_first(shown: Shown) -> None:
+    out = Output(shown)
+    fail(out, 2, "ValueError: the reason")
+    fail(out, 0, "RuntimeError: connection closed")
+    out.ended(0, 1)
+    out.ended(2, 3)
+    out.tell()
+    out.line(1, "stdout", "still here")
+    out.finish()
+    assert out.first_failure() == (2, 3)
+    assert shown.lines == [
+        "stderr: rank 2 ended with exit code 3, before any other rank failed:",
+        f"stderr: [rank 2] {HEADER}",
+        "stderr: [rank 2]   File ...",
+        "stderr: [rank 2] ValueError: the reason",
+        "stdout: [rank 1] still here",
+        f"stderr: [rank 0] {HEADER}",
+        "stderr: [rank 0]   File ...",
+        "stderr: [rank 0] RuntimeError: connection closed",
+    ]
+
+
+def test_a_rank_that_was_killed_says_nothing_but_is_the_first(shown: Shown) -> None:
+    out = Output(shown)
+    out.ended(1, -9)
+    fail(out, 0, "RuntimeError: connection closed")
+    out.ended(0, 1)
+    out.tell()
+    assert out.first_failure() == (1, -9)
+    said = "stderr: rank 1 was ended by signal 9 (SIGKILL), before any other rank failed:"
+    assert shown.lines == [said]
+
+
+def test_a_traceback_that_a_rank_outlives_is_shown(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = Output(shown)
+    fail(out, 0, "KeyError: caught and logged")
+    out.tick()
+    assert shown.lines == []
+    monkeypatch.setattr(output, "PATIENCE", 0.0)
+    out.tick()
+    assert shown.lines[-1] == "stderr: [rank 0] KeyError: caught and logged"
+    out.line(0, "stderr", "going on")
+    assert shown.lines[-1] == "stderr: [rank 0] going on"
+
+
+def test_a_rank_that_ends_well_has_its_traceback_shown(shown: Shown) -> None:
+    out = Output(shown)
+    fail(out, 0, "KeyError: caught and logged")
+    out.ended(0, 0)
+    assert len(shown.lines) == 3
+    assert out.first_failure() is None
+
+
+def test_torchs_own_prefix_is_not_shown_twice(shown: Shown) -> None:
+    out = Output(shown)
+    out.line(1, "stderr", "[rank1]: Warning: x")
+    assert shown.lines == ["stderr: [rank 1] Warning: x"]
+
+
+def test_an_interruption_hides_what_it_caused(shown: Shown) -> None:
+    out = Output(shown)
+    fail(out, 0, "KeyboardInterrupt")
+    fail(out, 1, "ValueError: a real one")
+    out.finish(interrupted=True)
+    assert shown.lines[-1] == "stderr: [rank 1] ValueError: a real one"
+    assert not any("rank 0" in line for line in shown.lines)
+
+
+def test_streams_hand_over_whole_lines_and_the_rest_at_the_end() -> None:
+    found: list[str] = []
+    streams = Streams()
+    reading, writing = os.pipe()
+    streams.add(reading, found.append)
+    os.write(writing, b"one\ntw")
+    streams.drain()
+    assert found == ["one"]
+    os.write(writing, "o é\r\n10%\r100%\n\nlast".encode())
+    os.close(writing)
+    streams.close()
+    assert found == ["one", "two é", "100%", "", "last"]

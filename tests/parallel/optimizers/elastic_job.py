@@ -1,0 +1,68 @@
+"""What each worker of an elastic job runs; it writes down what it does, for the test to read."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptkit.live import Checkpointer
+from ckptkit.parallel.optimizers.elastic import ElasticTraining, GlobalSampler
+from tests.parallel.optimizers.problem import network
+
+SIZE, BATCH, STEPS = 50, 12, 40
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    """All samples."""
+    inputs = torch.randn(SIZE, 24, generator=torch.Generator().manual_seed(0))
+    return inputs, torch.sin(inputs[:, :4].sum(1, keepdim=True))
+
+
+def main(folder: Path, replicas: str) -> None:
+    """Train, write a line for each step that was done, and stop at the one that `limit` says."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    began = torch.tensor(time.time(), dtype=torch.float64)
+    dist.broadcast(began, 0)
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    inputs, targets = data()
+    with (
+        Checkpointer(folder / "run", asynchronous=True, timeout=30) as checkpointer,
+        ElasticTraining(
+            checkpointer,
+            model=model,
+            optimizer=optimizer,
+            sampler=GlobalSampler(SIZE),
+            batch=BATCH,
+            save_every=15,
+            replicas=replicas or None,
+            timeout=30,
+        ) as training,
+        (folder / f"{os.getpid()}.jsonl").open("w", buffering=1) as log,
+    ):
+        head = {"ranks": ranks, "began": began.item()}
+        print(json.dumps(head | {"from": training.step}), file=log)
+        for step in training.steps(STEPS):
+            model.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(inputs[step.samples]), targets[step.samples])
+            (loss * step.weight).backward()
+            optimizer.step()
+            said = {"step": step.number, "rank": rank, "samples": step.samples}
+            said |= {"loss": loss.item() * len(step.samples) / BATCH}
+            print(json.dumps(head | said), file=log)
+            while step.number >= int((folder / "limit").read_text()):
+                time.sleep(0.02)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,281 @@
+"""Workers that wait for nobody, or not for long: they learn, go on after a save, and never hang."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.errors import PeerError, UsageError
+from ckptkit.live import Checkpointer
+from ckptkit.parallel.optimizers.asynchronous import AsynchronousSGD
+from ckptkit.parallel.optimizers.asynchronous.clocks import Clocks
+from ckptkit.parallel.optimizers.asynchronous.messages import Kind, send
+from ckptkit.parallel.optimizers.asynchronous.server import Server
+from ckptkit.parallel.optimizers.asynchronous.shard import Shard, shares
+from tests.live.pool import Died, Pool
+from tests.parallel.optimizers.problem import flat, loss_of, loss_unseen, network
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+MOMENTUM = partial(torch.optim.SGD, lr=0.02, momentum=0.5)
+STRAGGLER = 1
+
+
+def one_step(model: torch.nn.Module, sgd: AsynchronousSGD, step: int) -> None:
+    sgd.zero_grad()
+    loss_of(model, step, dist.get_rank() if dist.is_initialized() else 0).backward()
+    sgd.step()
+
+
+def learn(servers: list[int] | None) -> tuple[float, dict[int, int], torch.Tensor]:
+    """Train until the straggler has done 40 steps: the loss, the steps of all, the parameters."""
+    model, late = network(), dist.get_rank() == STRAGGLER
+    with AsynchronousSGD(model, SGD, servers=servers, timeout=30) as sgd:
+        for step in range(40) if late else count():
+            while late and min(sgd.steps[0], sgd.steps[2]) < 2 * (step + 1):
+                time.sleep(0.001)
+            one_step(model, sgd, step)
+            if not late and sgd.steps[STRAGGLER] == 40:
+                break
+        sgd.meet()
+        return loss_unseen(model), sgd.steps, flat(model)
+
+
+@pytest.mark.parametrize("servers", [None, [0], [1, 2]])
+def test_all_learn_and_the_straggler_holds_up_nobody(gloo: Pool, servers: list[int] | None) -> None:
+    found = gloo.run(3, learn, servers)
+    for loss, steps, parameters in found:
+        assert loss < 0.3
+        assert steps[STRAGGLER] == 40
+        assert min(steps[0], steps[2]) >= 80
+        assert torch.equal(parameters, found[0][2])
+
+
+def bounded(staleness: int) -> tuple[int, int]:
+    """How far the fast worker was ahead at most, and how many steps it did."""
+    model, late = network(), dist.get_rank() == STRAGGLER
+    with AsynchronousSGD(model, SGD, servers=[0], staleness=staleness, timeout=30) as sgd:
+        ahead = 0
+        for step in range(12):
+            if late:
+                time.sleep(0.01)
+            one_step(model, sgd, step)
+            counts = sgd.steps
+            ahead = max(ahead, counts[0] - counts[STRAGGLER])
+        return ahead, sgd.steps[0]
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_nobody_begins_a_step_too_far_ahead_of_the_last(gloo: Pool, staleness: int) -> None:
+    for ahead, _ in gloo.run(2, bounded, staleness):
+        # The gradient of the step under way may have come already.
+        assert ahead <= staleness + 1
+
+
+def alone(location: str | None, first: int, last: int) -> torch.Tensor:
+    model = network(seed=first)
+    with AsynchronousSGD(model, MOMENTUM) as sgd:
+        if location and first:
+            with Checkpointer(location) as checkpointer:
+                assert checkpointer.restore(model=model, state={"asynchronous": sgd})
+        for step in range(first, last):
+            one_step(model, sgd, step)
+        if location and not first:
+            sgd.meet()
+            with Checkpointer(location) as checkpointer:
+                checkpointer.save(last, model=model, state={"asynchronous": sgd})
+        assert sgd.steps == {0: last}
+    return flat(model)
+
+
+def test_one_worker_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    expected = alone(None, 0, 9)
+    alone(str(tmp_path), 0, 5)
+    assert torch.equal(alone(str(tmp_path), 5, 9), expected)
+
+
+def saved(location: str) -> dict[str, Any]:
+    model = network()
+    with AsynchronousSGD(model, MOMENTUM, timeout=30) as sgd:
+        for step in range(3 + dist.get_rank()):
+            one_step(model, sgd, step)
+        sgd.set_options(lr=0.015)
+        sgd.meet()
+        with Checkpointer(location, timeout=30) as checkpointer:
+            checkpointer.save(1, model=model, state={"asynchronous": sgd})
+        return {"parameters": flat(model), **sgd.state_dict()}
+
+
+def restored(location: str) -> dict[str, Any]:
+    model = network(seed=1)
+    with AsynchronousSGD(model, MOMENTUM, timeout=30) as sgd:
+        with Checkpointer(location, timeout=30) as checkpointer:
+            assert checkpointer.restore(model=model, state={"asynchronous": sgd})
+        sgd.meet()
+        found = {"parameters": flat(model), **sgd.state_dict()}
+        one_step(model, sgd, 9)
+        return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_the_servers_kept_goes_to_any_number_of_servers(
+    gloo: Pool, tmp_path: Path, ranks: int
+) -> None:
+    before = gloo.run(3, saved, str(tmp_path))[0]
+    assert before["steps"] == {0: 3, 1: 4, 2: 5}
+    for after in gloo.run(ranks, restored, str(tmp_path)):
+        assert torch.equal(after["parameters"], before["parameters"])
+        assert after["options"] == before["options"]
+        assert after["options"]["lr"] == 0.015
+        for name, state in before["state"].items():
+            assert torch.equal(after["state"][name]["momentum_buffer"], state["momentum_buffer"])
+        assert after["steps"] == (before["steps"] if ranks == 3 else {0: 6, 1: 6})
+
+
+def with_a_death(on_loss: str) -> str | int:
+    """Worker 1, which serves nothing, dies after 3 steps; what becomes of the others."""
+    model, rank = network(), dist.get_rank()
+    sgd = AsynchronousSGD(model, SGD, servers=[0], staleness=2, timeout=20, on_loss=on_loss)
+    try:
+        with sgd:
+            for step in range(12):
+                if rank == 1 and step == 3:
+                    os._exit(3)
+                one_step(model, sgd, step)
+            return sgd.steps[rank]
+    except PeerError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("on_loss", ["fail", "continue"])
+def test_a_worker_that_dies_holds_up_nobody(gloo: Pool, on_loss: str) -> None:
+    results: list[Any] = gloo.run(3, with_a_death, on_loss, may_die=[1])
+    first, died, last = results
+    assert isinstance(died, Died)
+    if on_loss == "continue":
+        assert (first, last) == (12, 12)
+    else:
+        assert "worker 1 is gone" in str(first)
+        assert "is gone" in str(last)
+
+
+def with_a_dead_server() -> str:
+    model = network()
+
+    def train() -> None:
+        with AsynchronousSGD(model, SGD, timeout=5, on_loss="continue") as sgd:
+            for step in range(50):
+                if dist.get_rank() == 1 and step == 3:
+                    os._exit(3)
+                one_step(model, sgd, step)
+
+    with pytest.raises(PeerError, match="go on from the last checkpoint") as caught:
+        train()
+    return str(caught.value)
+
+
+def test_a_server_that_dies_is_an_error_with_what_to_do(gloo: Pool) -> None:
+    said, _ = gloo.run(2, with_a_dead_server, may_die=[1])
+    assert str(said).startswith("server 1")
+
+
+def test_a_worker_that_does_not_come_is_an_error_or_left_behind() -> None:
+    clocks = Clocks([0, 1], 0, 0.05, goes_on=False)
+    with pytest.raises(PeerError, match=r"worker 1 did not come within 0\.05 s"):
+        clocks.tick(0)
+    with pytest.raises(PeerError, match="worker 1 did not come"):
+        clocks.tick(1)
+    patient = Clocks([0, 1], 0, 0.05, goes_on=True)
+    patient.tick(0)
+    patient.tick(0)
+    patient.tick(1)  # it is back, and nobody waits for what it has missed
+    assert patient.steps == {0: 2, 1: 3}
+
+
+def test_one_who_has_left_is_not_waited_for() -> None:
+    clocks = Clocks([0, 1, 2], 0, 5, goes_on=False)
+    clocks.leave(1)
+    waiting = threading.Thread(target=clocks.tick, args=(0,))
+    waiting.start()
+    clocks.tick(2)
+    waiting.join()
+    assert clocks.steps == {0: 1, 1: 0, 2: 1}
+    clocks.leave(0)
+    clocks.leave(2)
+    clocks.wait_until_empty()
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(0, 100)), st.integers(1, 5))
+def test_every_parameter_has_one_server_and_their_loads_are_alike(
+    sizes: dict[str, int], servers: int
+) -> None:
+    found = shares(sizes, range(servers))
+    assert sorted(name for names in found.values() for name in names) == sorted(sizes)
+    loads = [sum(sizes[name] for name in names) for names in found.values()]
+    assert max(loads) - min(loads) <= max(sizes.values(), default=0)
+
+
+@pytest.fixture
+def server() -> Any:
+    shard = Shard({"w": torch.zeros(3, dtype=torch.bfloat16)}, SGD)
+    found = Server(shard, Clocks([0], None, 5, goes_on=False), "127.0.0.1", b"t" * 16)
+    yield found
+    found.close()
+
+
+def test_who_does_not_know_the_token_gets_no_answer(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 5) as pipe:
+        send(pipe, Kind.HELLO, 0, [memoryview(b"x" * 16)])
+        assert pipe.recv(1) == b""
+
+
+@pytest.mark.parametrize("nonsense", [b"\xff" * 13, b"\x01\x00\x00\x00\x00" + b"\xff" * 8])
+def test_nonsense_ends_the_connection_and_counts_as_a_lost_worker(
+    server: Server, nonsense: bytes
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 5) as pipe:
+        send(pipe, Kind.HELLO, 0, [memoryview(b"t" * 16)])
+        pipe.sendall(nonsense)
+        assert pipe.recv(1) == b""
+    server.clocks.wait_until_empty()
+    with pytest.raises(PeerError, match="worker 0 is gone"):
+        server.clocks.check()
+
+
+def test_a_gradient_of_another_shape_is_refused_and_changes_nothing(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 5) as pipe:
+        send(pipe, Kind.HELLO, 0, [memoryview(b"t" * 16)])
+        send(pipe, Kind.PUSH, 0, [memoryview(b"\x01" + b"\x40" * 4)])
+        assert pipe.recv(1) == bytes([Kind.FAILED])
+    assert torch.equal(server.shard.pull()[0], torch.zeros(3, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"servers": []}, {"workers": [1]}, {"staleness": -1}, {"on_loss": "ignore"}]
+)
+def test_what_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        AsynchronousSGD(network(), SGD, **wrong)
+
+
+def test_a_state_is_saved_only_when_all_have_met() -> None:
+    model = network()
+    with AsynchronousSGD(model, torch.optim.SGD) as sgd:
+        one_step(model, sgd, 0)
+        with pytest.raises(UsageError, match="meet"):
+            sgd.state_dict()
+        sgd.meet()
+        assert sgd.state_dict()["steps"] == {0: 1}
+    with pytest.raises(UsageError, match="closed"):
+        sgd.step()

@@ -1,0 +1,239 @@
+"""Compressed gradients: they train as whole ones do, and what they leave unsent is never lost."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptkit.errors import UsageError
+from ckptkit.live import Checkpointer
+from ckptkit.parallel.optimizers.compression import compression_of, wire
+from tests.live.pool import Pool
+from tests.parallel.optimizers.problem import flat, loss_of, loss_unseen, many_buckets, network
+
+SPECS = ["fp16", "bf16", "int8", "topk:0.1", "powersgd:2"]
+WITH_RESIDUALS = ["topk:0.1", "powersgd:2"]
+
+
+class Job:
+    """A model whose gradients are compressed, and its optimizer."""
+
+    def __init__(
+        self, spec: str, *, buckets: bool = True, seed: int = 0, plain_sgd: bool = False
+    ) -> None:
+        plain = network(seed)
+        self.model = many_buckets(plain) if buckets else DistributedDataParallel(plain)
+        self.compression = compression_of(spec) if spec else None
+        if self.compression:
+            self.compression.attach(self.model)
+        rate, momentum = (0.1, 0.0) if plain_sgd else (0.05, 0.9)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), rate, momentum)
+
+    def train(self, steps: range) -> Job:
+        for step in steps:
+            self.optimizer.zero_grad()
+            loss_of(self.model, step, dist.get_rank()).backward()
+            self.optimizer.step()
+        return self
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "state": {"compression": self.compression},
+        }
+
+
+def learn(spec: str) -> tuple[float, int, int]:
+    job = Job(spec, plain_sgd=True).train(range(200))
+    found = job.compression
+    counts = (found.bytes_sent, found.bytes_uncompressed) if found else (0, 0)
+    return loss_unseen(job.model), *counts
+
+
+@pytest.fixture(scope="module")
+def uncompressed(gloo: Pool) -> float:
+    return gloo.run(2, learn, "")[0][0]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_compressed_gradients_train_as_whole_ones_do(
+    gloo: Pool, uncompressed: float, spec: str
+) -> None:
+    (loss, sent, whole), other = gloo.run(2, learn, spec)
+    assert loss == other[0]  # the replicas stay the same
+    assert loss < 1.1 * uncompressed
+    assert 0 < sent < 0.75 * whole
+
+
+def train(spec: str, location: str, buckets: bool) -> torch.Tensor:
+    job = Job(spec, buckets=buckets).train(range(5))
+    with Checkpointer(location, timeout=30) as checkpointer:
+        checkpointer.save(5, **job.state)
+    return flat(job.train(range(5, 9)).model)
+
+
+def resume(spec: str, location: str, buckets: bool, allocated: bool) -> torch.Tensor:
+    job = Job(spec, buckets=buckets, seed=1)
+    if allocated and job.compression:
+        job.compression.allocate()
+    with Checkpointer(location, timeout=30) as checkpointer:
+        assert checkpointer.restore(**job.state)
+    return flat(job.train(range(5, 9)).model)
+
+
+@pytest.mark.parametrize(("ranks", "buckets"), [(2, True), (4, True)])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_resumed_job_goes_on_bit_for_bit(
+    gloo: Pool, tmp_path: Path, spec: str, ranks: int, buckets: bool
+) -> None:
+    expected = gloo.run(ranks, train, spec, str(tmp_path), buckets)
+    for allocated in {False, spec in WITH_RESIDUALS}:
+        found = gloo.run(ranks, resume, spec, str(tmp_path), buckets, allocated)
+        assert all(torch.equal(mine, expected[0]) for mine in found)
+
+
+def residuals(spec: str, location: str, restore: bool) -> dict[str, torch.Tensor]:
+    job = Job(spec)
+    with Checkpointer(location, timeout=30) as checkpointer:
+        if restore:
+            assert checkpointer.restore(**job.state)
+        else:
+            checkpointer.save(5, **job.train(range(5)).state)
+    found = job.compression
+    result: dict[str, torch.Tensor] = {k: v.clone() for k, v in found._residuals.items()}  # type: ignore[union-attr]
+    job.train(range(5, 7))
+    return result
+
+
+@pytest.mark.parametrize("spec", WITH_RESIDUALS)
+def test_what_four_ranks_left_unsent_is_shared_out_among_two(
+    gloo: Pool, tmp_path: Path, spec: str
+) -> None:
+    before = gloo.run(4, residuals, spec, str(tmp_path), False)
+    after = gloo.run(2, residuals, spec, str(tmp_path), True)
+    assert any(not torch.equal(before[0][name], before[1][name]) for name in before[0])
+    for name in before[0]:
+        mean = torch.stack([each[name] for each in before]).mean(0)
+        for each in after:
+            torch.testing.assert_close(each[name], mean, rtol=1e-6, atol=1e-9)
+
+
+def parameters(spec: str, buckets: bool) -> torch.Tensor:
+    return flat(Job(spec, buckets=buckets).train(range(6)).model)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_how_gradients_are_put_into_buckets_makes_no_difference(gloo: Pool, spec: str) -> None:
+    one = gloo.run(4, parameters, spec, False)[0]
+    several = gloo.run(4, parameters, spec, True)[0]
+    assert torch.equal(one, several)
+
+
+def layer_bytes(spec: str) -> tuple[float, float]:
+    """Bytes sent per byte of gradients as the compression says, and as torch is asked to."""
+    model = DistributedDataParallel(nn.Linear(1024, 1024, bias=False))
+    compression = compression_of(spec, after=0)
+    compression.attach(model)
+    seen, size = [0.0], dist.get_world_size()
+    share = {"all_reduce": 2 * (size - 1) / size, "all_to_all_single": (size - 1) / size}
+
+    def count(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        seen[0] += share.get(name, size - 1.0) * args[0 if name == "all_reduce" else 1].nbytes
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in share:
+            patch.setattr(dist, name, partial(count, name, getattr(dist, name)))
+        patch.setattr(wire, "_all_gather", partial(count, "", wire._all_gather))
+        model(torch.ones(2, 1024)).sum().backward()
+    whole = 2 * (size - 1) / size * 4 * 2**20
+    assert compression.bytes_uncompressed == whole
+    return compression.bytes_sent / whole, seen[0] / whole
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("spec", "limit"),
+    [("fp16", 0.5), ("bf16", 0.5), ("int8", 0.27), ("powersgd:4", 0.1), ("topk:0.01", 0.041)],
+)
+def test_what_is_said_to_be_sent_is_what_torch_sends(
+    gloo: Pool, spec: str, limit: float, ranks: int
+) -> None:
+    for said, seen in gloo.run(ranks, layer_bytes, spec):
+        assert said <= limit
+        assert said == pytest.approx(seen, rel=0.01)
+
+
+def overflow(spec: str) -> bool:
+    """A step whose gradients are infinite on one rank, and which the training skips."""
+    job = Job(spec).train(range(4))
+    assert job.compression
+    before = {k: v.clone() for k, v in job.compression._residuals.items()}  # type: ignore[attr-defined]
+    job.optimizer.zero_grad()
+    factor = float("inf") if dist.get_rank() == 1 else 1.0
+    (factor * loss_of(job.model, 4, dist.get_rank())).backward()
+    assert all(not p.grad.isfinite().all() for p in job.model.parameters() if p.grad is not None)
+    after = job.compression._residuals  # type: ignore[attr-defined]
+    kept = [torch.equal(before[name], after[name]) for name in before]
+    job.train(range(5, 7))
+    # What one rank has found to be infinite, the others may keep as what they have left unsent.
+    return bool(flat(job.model).isfinite().all()) and (dist.get_rank() == 0 or all(kept))
+
+
+@pytest.mark.parametrize("spec", WITH_RESIDUALS)
+def test_an_overflow_is_seen_and_leaves_nothing_behind(gloo: Pool, spec: str) -> None:
+    assert gloo.run(2, overflow, spec) == [True, True]
+
+
+def with_zero1(spec: str) -> float:
+    model = many_buckets(network())
+    compression_of(spec).attach(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for step in range(200):
+        optimizer.zero_grad()
+        loss_of(model, step, dist.get_rank()).backward()
+        optimizer.step()
+    return loss_unseen(model)
+
+
+def test_gradients_are_compressed_for_a_sharded_optimizer_too(
+    gloo: Pool, uncompressed: float
+) -> None:
+    losses = gloo.run(2, with_zero1, "int8")
+    assert losses[0] == losses[1] < 1.1 * uncompressed
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "int4", "int8:2", "topk", "topk:0", "topk:1.5", "powersgd:0", "powersgd:x"]
+)
+def test_what_is_no_compression_is_refused_with_those_there_are(spec: str) -> None:
+    with pytest.raises(UsageError, match="powersgd:4"):
+        compression_of(spec)
+
+
+def test_only_models_of_ddp_send_gradients() -> None:
+    with pytest.raises(UsageError, match="DistributedDataParallel"):
+        compression_of("int8").attach(network())  # type: ignore[arg-type]
+
+
+def twice() -> None:
+    compression = compression_of("int8")
+    compression.attach(DistributedDataParallel(network()))
+    with pytest.raises(UsageError, match="attached already"):
+        compression.attach(DistributedDataParallel(network()))
+    with pytest.raises(UsageError, match="another compression"):
+        compression.load_state_dict(compression_of("fp16").state_dict())
+
+
+def test_what_cannot_be_attached_or_loaded_is_refused(gloo: Pool) -> None:
+    gloo.run(2, twice)

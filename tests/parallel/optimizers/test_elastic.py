@@ -1,0 +1,228 @@
+"""Workers come and go, and the training goes on: the same samples, the same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptkit import Run
+from ckptkit.parallel.optimizers.elastic import GlobalSampler
+from tests.parallel.optimizers.elastic_job import BATCH, SIZE, STEPS, data
+from tests.parallel.optimizers.network_ports import free_port, until_listening
+from tests.parallel.optimizers.problem import network
+from tests.test_examples import FOLDER, TORCHRUN, losses, output_of
+
+ROOT = Path(__file__).resolve().parents[3]
+JOB = Path(__file__).with_name("elastic_job.py")
+# Else torch 2.13 lets restarted workers meet in the store of those before, whose addresses they
+# find there and cannot reach.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+RENDEZVOUS = "last_call_timeout=12,join_timeout=120,keep_alive_interval=2,keep_alive_max_attempt=4"
+
+
+def uninterrupted() -> dict[int, float]:
+    """The losses of one process that takes all samples."""
+    model, sampler, (inputs, targets) = network(), GlobalSampler(SIZE), data()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    losses = {}
+    for step in range(1, STEPS + 1):
+        samples = sampler.share(BATCH)
+        sampler.advance(BATCH)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs[samples]), targets[samples])
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.item()
+    return losses
+
+
+class Watched:
+    """What the workers of a job have written down so far."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def lines(self) -> list[dict[str, Any]]:
+        texts = [p.read_text() for p in self.folder.glob("*.jsonl")]
+        whole = [line for text in texts for line in text.split("\n")[:-1]]
+        return [json.loads(line) for line in whole]
+
+    def starts(self) -> list[dict[str, Any]]:
+        return sorted((x for x in self.lines() if "from" in x), key=lambda x: x["began"])
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines() if "step" in line]
+
+    def let_go_on_to(self, step: int) -> None:
+        """Until they have done that step, they do not stop."""
+        new = self.folder / "limit.new"
+        new.write_text(str(step))
+        new.rename(self.folder / "limit")
+
+    def wait_until(self, process: subprocess.Popen[bytes], come_true: Callable[[], bool]) -> None:
+        """Look again and again."""
+        deadline = time.monotonic() + 150
+        while not come_true():
+            assert process.poll() is None, self.logs()
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.05)
+
+    def wait_for_step(self, process: subprocess.Popen[bytes], step: int) -> None:
+        """Until all ranks of the job as it is now have done a step."""
+
+        def done() -> bool:
+            now = self.starts()[-1:]
+            found = [x for x in self.steps() if now and x["began"] == now[0]["began"]]
+            ranks = {x["rank"] for x in found if x["step"] == step}
+            return bool(now) and len(ranks) == now[0]["ranks"]
+
+        self.wait_until(process, done)
+
+    def wait_for_ranks(self, process: subprocess.Popen[bytes], ranks: int) -> None:
+        """Until the job has begun with so many ranks."""
+
+        def begun() -> bool:
+            now = self.starts()
+            alike = [x for x in now if x["began"] == now[-1]["began"]]
+            return len(alike) == ranks == (now[-1]["ranks"] if now else 0)
+
+        self.wait_until(process, begun)
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in self.folder.glob("*.log"))
+
+    def history(self) -> dict[int, list[dict[str, Any]]]:
+        """By step, what each rank did when it was done for the last time."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        for line in self.steps():
+            known = found.get(line["step"], [])
+            if not known or line["began"] > known[0]["began"]:
+                found[line["step"]] = [line]
+            elif line["began"] == known[0]["began"]:
+                known.append(line)
+        return found
+
+
+@contextmanager
+def agent(*arguments: object, folder: Path, replicas: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A torchrun of workers; it and they are gone at the end, whatever happens."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1"]
+    command += [*map(str, arguments), str(JOB), str(folder), replicas]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with (folder / f"agent-{time.time_ns()}.log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+        )
+        try:
+            yield process
+        finally:
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Kill a torchrun with its workers, as a machine that fails does."""
+    for pid in (*children(process.pid), process.pid):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait()
+
+
+def children(pid: int) -> list[int]:
+    """The workers of a torchrun."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except FileNotFoundError:
+        return []
+    return [int(each) for each in text.split()]
+
+
+def check(watched: Watched) -> None:
+    """Every sample was taken as often as without interruptions, and the losses are the same."""
+    expected, history = uninterrupted(), watched.history()
+    assert sorted(history) == list(range(1, STEPS + 1))
+    taken: list[int] = []
+    for step, lines in sorted(history.items()):
+        ranks = lines[0]["ranks"]
+        assert sorted(line["rank"] for line in lines) == list(range(ranks))
+        taken += [at for line in sorted(lines, key=lambda x: x["rank"]) for at in line["samples"]]
+        assert sum(line["loss"] for line in lines) == pytest.approx(expected[step], abs=1e-4)
+    for epoch in range(len(taken) // SIZE):
+        assert sorted(taken[epoch * SIZE : (epoch + 1) * SIZE]) == list(range(SIZE))
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_killed_worker_comes_back_and_the_losses_go_on(tmp_path: Path, memory: bool) -> None:
+    watched, replicas = Watched(tmp_path), str(tmp_path / "replicas") if memory else ""
+    at = random.randrange(20, 28)
+    watched.let_go_on_to(at)
+    arguments = ("--standalone", "--nproc-per-node", 4, "--max-restarts", 2)
+    with agent(*arguments, folder=tmp_path, replicas=replicas) as process:
+        watched.wait_for_step(process, at)
+        watched.wait_until(process, lambda: 15 in Run(tmp_path / "run").steps())
+        if memory:
+            watched.wait_until(process, lambda: (Run(replicas).latest() or 0) > 15)
+        os.kill(random.choice(children(process.pid)), signal.SIGKILL)
+        watched.let_go_on_to(STEPS + 1)
+        assert process.wait(150) == 0, watched.logs()
+    starts = [line["from"] for line in watched.starts()]
+    assert starts[:4] == [0] * 4
+    assert len(starts) == 8
+    # What is in memory is newer than the checkpoint.
+    assert 15 < starts[-1] < at if memory else starts[-1] == 15
+    check(watched)
+    assert not (tmp_path / "replicas").exists()
+
+
+def test_a_job_shrinks_and_grows_with_its_machines(tmp_path: Path) -> None:
+    watched, port = Watched(tmp_path), free_port()
+    arguments: tuple[object, ...] = ("--nnodes", "1:4", "--nproc-per-node", 1, "--max-restarts", 9)
+    arguments += ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    arguments += ("--rdzv-id", tmp_path.name, "--rdzv-conf", RENDEZVOUS)
+
+    def machine() -> AbstractContextManager[subprocess.Popen[bytes]]:
+        return agent(*arguments, folder=tmp_path, replicas=str(tmp_path / "replicas"))
+
+    watched.let_go_on_to(3)
+    with machine() as first:
+        until_listening(port)  # whoever is first holds what the others meet by
+        with machine(), machine(), machine() as last:
+            watched.wait_for_ranks(first, 4)
+            watched.let_go_on_to(12)
+            watched.wait_for_step(first, 12)
+            stop(last)
+            watched.let_go_on_to(24)  # that one is gone is noticed in a step only
+            watched.wait_for_ranks(first, 3)
+            watched.wait_for_step(first, 24)
+            with machine():
+                watched.wait_for_ranks(first, 4)
+                watched.let_go_on_to(STEPS + 1)
+                assert first.wait(150) == 0, watched.logs()
+    assert {line["ranks"] for line in watched.steps()} >= {3, 4}
+    check(watched)
+
+
+def test_the_example_goes_on_where_it_was(tmp_path: Path) -> None:
+    for steps, start in ((20, 0), (30, 20)):
+        job = (FOLDER / "elastic.py", "--dir", tmp_path / "run", "--steps", steps)
+        out = output_of(*TORCHRUN, "--nproc-per-node", 2, *job)
+        assert out.count(f"from step {start}\n") == 2
+        assert list(losses(out)) == list(range(start + 10, steps + 1, 10))
+    assert not [path for path in Path("/dev/shm").glob("ckptkit-*") if tmp_path.name in path.name]

@@ -1,0 +1,122 @@
+"""What one strategy has trained and saved, any other goes on with."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from ckptkit.live import Checkpointer
+from tests.live.pool import Pool
+from tests.parallel.strategies.test_losses import ranks_of
+from tests.parallel.strategies.training import STEPS, farthest, reference, spread, train, values
+
+SPECS = (
+    "single",
+    "ddp:2",
+    "zero1:2",
+    "zero2:2",
+    "fsdp:3",
+    "ddp:2,fsdp:2",
+    "tp:2",
+    "tp:2,fsdp:2",
+    "ddp:2,tp:2",
+    "pp:2",
+    "pp:2,ddp:2",
+    "pp:2,zero1:2",
+    "pp:2,fsdp:2",
+    "pp:2,tp:2",
+)
+HALF = STEPS // 2
+
+Saved = Callable[[str], str]
+
+
+def save(spec: str, location: str) -> None:
+    """Train half of the steps, and save."""
+    dist = spread(spec)
+    train(dist, range(HALF))
+    dist.save(location, HALF, timeout=30)
+
+
+def go_on(spec: str, locations: Mapping[str, str]) -> dict[str, str]:
+    """Load what each strategy saved, and train the other half; what is wrong with each."""
+    dist = spread(spec, seed=9)
+    train(dist, [7])
+    losses, parameters = reference()
+    problems = {}
+    for source, location in locations.items():
+        try:
+            restored = dist.load(location, timeout=30)
+            assert (restored.step, restored.report.is_exact) == (HALF, True)
+            found = train(dist, range(HALF, STEPS))
+            apart = max(abs(a - b) for a, b in zip(found, losses[HALF:], strict=True))
+            apart = max(apart, farthest(values(dist), parameters))
+            problems[source] = "" if apart < 1e-5 else f"apart by {apart:g}"
+        except Exception:  # noqa: BLE001 — told to the test
+            problems[source] = traceback.format_exc()
+    return problems
+
+
+@pytest.fixture(scope="module")
+def saved(gloo: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Where a strategy has saved."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    @functools.cache
+    def found(spec: str) -> str:
+        location = str(folder / spec.replace(":", "").replace(",", "-"))
+        gloo.run(ranks_of(spec), save, spec, location)
+        return location
+
+    return found
+
+
+@pytest.mark.parametrize("target", SPECS)
+def test_training_goes_on_as_if_it_had_been_one_process_all_along(
+    gloo: Pool, saved: Saved, target: str
+) -> None:
+    locations = {source: saved(source) for source in SPECS}
+    for rank, problems in enumerate(gloo.run(ranks_of(target), go_on, target, locations)):
+        assert not {k: v for k, v in problems.items() if v}, f"rank {rank}"
+
+
+def with_checkpointer(spec: str, location: str, steps: list[int]) -> tuple[int, list[float]]:
+    """Train on from the newest step of a run, and save in the background."""
+    dist = spread(spec)
+    with Checkpointer(location, asynchronous=True, timeout=30) as checkpointer:
+        restored = checkpointer.restore(model=dist.model, optimizer=dist.optimizer)
+        losses = train(dist, steps)
+        checkpointer.save(steps[-1], model=dist.model, optimizer=dist.optimizer)
+    return restored.step if restored else 0, losses
+
+
+def test_a_run_changes_its_strategy_by_changing_a_text(gloo: Pool, tmp_path: Path) -> None:
+    location = str(tmp_path / "run")
+    losses: list[float] = []
+    for number, spec in enumerate(("fsdp:4", "tp:2,fsdp:2", "pp:2,ddp:2", "ddp:2,tp:2")):
+        found = gloo.run(ranks_of(spec), with_checkpointer, spec, location, [number])
+        losses += found[0][1]
+    assert losses == pytest.approx(reference()[0], abs=1e-5)
+
+
+def twice(spec: str, location: str) -> tuple[bool, str]:
+    """Whether stopping and going on gives the very bits of a run without a stop."""
+    whole, half = spread(spec), spread(spec)
+    train(whole, range(STEPS))
+    train(half, range(HALF))
+    half.save(location, HALF, timeout=30)
+    again = spread(spec, seed=9)
+    again.load(location, timeout=30)
+    train(again, range(HALF, STEPS))
+    mine, theirs = values(again), values(whole)
+    return all(mine[name].equal(theirs[name]) for name in theirs), str(again.strategy)
+
+
+@pytest.mark.parametrize("spec", ["ddp:2", "zero1:2", "zero2:2", "fsdp:2", "tp:2", "pp:2"])
+def test_resumed_training_is_the_same_to_the_bit(gloo: Pool, tmp_path: Path, spec: str) -> None:
+    for same, _ in gloo.run(2, twice, spec, str(tmp_path)):
+        assert same

@@ -1,0 +1,89 @@
+"""Every strategy trains as one process alone does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.live.pool import Pool
+from tests.parallel.strategies.training import STEPS, farthest, reference, spread, train, values
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "single": {},
+    "ddp:1": {},
+    "fsdp:1": {},
+    "ddp:2": {},
+    "zero1:2": {},
+    "zero2:2": {},
+    "zero3:2": {},
+    "fsdp:3": {},
+    "fsdp:4": {},
+    "ddp:2,fsdp:2": {},
+    "ddp:2,zero2:2": {},
+    "tp:2": {},
+    "fsdp:2,tp:2": {},
+    "tp:2,fsdp:2": {},
+    "zero2:2,tp:2": {},
+    "ddp:2,tp:2": {},
+    "pp:2": {},
+    "pp:4": {},
+    "pp:2,ddp:2": {},
+    "pp:2,zero1:2": {},
+    "pp:2,fsdp:2": {},
+    "pp:2,tp:2": {},
+    "pp:2,tp:2,fsdp:1": {},
+}
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("pp:2", {"schedule": "gpipe"}),
+    ("pp:2", {"schedule": "interleaved"}),
+    ("pp:2", {"balance": "time"}),
+    ("pp:2,fsdp:2", {"schedule": "interleaved"}),
+    ("fsdp:2", {"offload": True}),
+    ("fsdp:2", {"group_below": 0}),
+    ("fsdp:2", {"group_below": "1GiB"}),
+    ("fsdp:2", {"microbatches": 3}),
+    ("ddp:2", {"microbatches": 3}),
+]
+
+
+def ranks_of(spec: str) -> int:
+    """How many ranks a strategy has that says all its sizes."""
+    found = 1
+    for axis in spec.split(","):
+        found *= int(axis.partition(":")[2] or 1)
+    return found
+
+
+def differences(spec: str, options: dict[str, Any]) -> tuple[str, float, float]:
+    """How far losses and parameters are from those of one process."""
+    dist = spread(spec, **options)
+    losses, wanted = train(dist, range(STEPS)), reference()
+    apart = max(abs(a - b) for a, b in zip(losses, wanted[0], strict=True))
+    return str(dist.strategy), apart, farthest(values(dist), wanted[1])
+
+
+@pytest.mark.parametrize(("spec", "options"), [*STRATEGIES.items(), *OTHERS], ids=str)
+def test_losses_and_parameters_are_those_of_one_process(
+    gloo: Pool, spec: str, options: dict[str, Any]
+) -> None:
+    for written, losses, parameters in gloo.run(ranks_of(spec), differences, spec, options):
+        assert written == spec
+        assert losses < 1e-5
+        assert parameters < 1e-5
+
+
+@pytest.mark.parametrize("spec", ["ddp:2", "fsdp:2", "tp:2", "pp:2"])
+def test_half_precision_stays_near(gloo: Pool, spec: str) -> None:
+    options = {"mixed_precision": "bf16"}
+    for _, losses, parameters in gloo.run(ranks_of(spec), differences, spec, options):
+        assert 0 < losses < 0.1
+        assert 0 < parameters < 0.1
+
+
+@pytest.mark.parametrize("spec", ["ddp", "fsdp", "zero1", "ddp:2,fsdp", "tp:2,fsdp", "pp:2,ddp"])
+def test_the_axis_without_a_size_gets_the_other_ranks(gloo: Pool, spec: str) -> None:
+    options = {"pp": {"microbatches": 2}}.get(spec[:2], {})
+    (written, *_), *_ = gloo.run(4, differences, spec, options)
+    left = 2 if ":" in spec else 4
+    assert written == f"{spec}:{left}"

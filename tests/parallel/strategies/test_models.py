@@ -1,0 +1,282 @@
+"""Models that are not simple: tied, frozen, uneven, of Hugging Face, or different on each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from ckptkit.errors import LayoutError
+from ckptkit.live.canonical import canonical_names
+from ckptkit.live.tensors import local_of
+from ckptkit.parallel import Distributed, as_distributed
+from tests.live.network import batch, loss_of, network
+from tests.live.pool import Pool
+from tests.parallel.strategies.test_losses import ranks_of
+from tests.parallel.strategies.training import STEPS, Layered, spread, train, values
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "intermediate_size": 48,
+    "vocab_size": 41,
+    "max_position_embeddings": 16,
+    "use_cache": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+
+
+class Logits(nn.Module):
+    """A model of Hugging Face that returns one tensor."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        config = transformers.LlamaConfig(**LLAMA, tie_word_embeddings=tied)
+        config._attn_implementation = "eager"
+        torch.manual_seed(0)
+        self.lm = transformers.LlamaForCausalLM(config)
+        self.config = config
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The scores of the next tokens."""
+        logits: torch.Tensor = self.lm(tokens).logits
+        return logits
+
+
+def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean over all tokens."""
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def words() -> tuple[torch.Tensor, torch.Tensor]:
+    """Passages and their next tokens."""
+    tokens = torch.randint(0, 41, (8, 12), generator=torch.Generator().manual_seed(3))
+    return tokens, tokens.roll(-1, 1)
+
+
+def llama(spec: str, tied: bool) -> tuple[float, float]:
+    """How far three steps take losses and parameters from those of one process."""
+    alone = Logits(tied=tied)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
+    wanted = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        wanted.append(loss(alone(words()[0]), words()[1]))
+        wanted[-1].backward()
+        optimizer.step()
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "optimizer_options": {"lr": 0.5}}
+    if "pp" in spec:
+        options |= {"example": words()[0][:1], "microbatches": 4 if "pp:3" in spec else 2}
+    made = as_distributed(Logits(tied=tied), spec, group_below=4096, **options)
+    losses = [float(made.step(loss, made.share(words()))) for _ in range(3)]
+    known = dict(alone.named_parameters(remove_duplicate=False))
+    mine = values(made)
+    apart = max(abs(a - float(b.detach())) for a, b in zip(losses, wanted, strict=True))
+    return apart, max(float((mine[n] - known[n]).detach().abs().max()) for n in mine)
+
+
+@pytest.mark.parametrize(
+    ("spec", "tied"),
+    [
+        ("tp:2", False),
+        ("tp:4", False),
+        ("tp:2", True),
+        ("fsdp:2", True),
+        ("tp:2,fsdp:2", True),
+        ("ddp:2,tp:2", False),
+        ("pp:3", False),
+        ("pp:2,tp:2", False),
+    ],
+)
+def test_a_llama_is_cut_by_the_preset_that_its_names_call_for(
+    gloo: Pool, spec: str, tied: bool
+) -> None:
+    for losses, parameters in gloo.run(ranks_of(spec), llama, spec, tied):
+        assert losses < 1e-5
+        assert parameters < 1e-5
+
+
+def too_many() -> str:
+    """How heads that cannot be cut are refused."""
+    try:
+        as_distributed(Logits(), "tp:3")
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+def test_heads_are_never_cut(gloo: Pool) -> None:
+    (said, *_) = gloo.run(3, too_many)
+    assert "8 heads cannot be cut evenly over 3 ranks" in said
+    assert "self_attn.q_proj.weight" in said
+
+
+def frozen(spec: str) -> dict[str, bool]:
+    """Which parameters a step has changed, where embeddings are frozen."""
+    model = network(0)
+    assert model.embed is not None
+    model.embed.requires_grad_(requires_grad=False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    options: dict[str, Any] = {"microbatches": 2, "example": batch(0)[0]} if "pp" in spec else {}
+    made = as_distributed(model, spec, optimizer=torch.optim.AdamW, group_below=300, **options)
+    made.step(loss_of, made.share(batch(0)))
+    return {name: not value.equal(before[name]) for name, value in values(made).items()}
+
+
+@pytest.mark.parametrize("spec", ["ddp:2", "zero1:2", "zero2:2", "fsdp:2", "pp:2"])
+def test_what_is_frozen_stays(gloo: Pool, spec: str) -> None:
+    for changed in gloo.run(2, frozen, spec):
+        assert changed.pop("embed.weight", False) is False
+        assert all(changed.values())
+
+
+def uneven() -> list[tuple[int, ...]]:
+    """What a rank has of layers that three ranks cannot share evenly."""
+    made = as_distributed(Layered(4, 5), "fsdp", group_below=200, optimizer=torch.optim.SGD)
+    made.step(nn.functional.mse_loss, (torch.ones(3, 5), torch.zeros(3, 5)))
+    return [tuple(local_of(p).shape) for p in made.modules[0].parameters()]
+
+
+def test_ranks_may_have_less_than_others(gloo: Pool) -> None:
+    found = gloo.run(3, uneven)
+    assert [shapes[0] for shapes in found] == [(2, 5), (2, 5), (1, 5)]
+
+
+def differently(spec: str) -> dict[str, torch.Tensor]:
+    """The values of a model that each rank has begun with values of its own."""
+    return values(spread(spec, seed=dist.get_rank()))
+
+
+@pytest.mark.parametrize("spec", ["ddp:2", "fsdp:2", "tp:2", "zero1:2"])
+def test_all_ranks_begin_with_what_rank_0_has(gloo: Pool, spec: str) -> None:
+    wanted = dict(network(0).named_parameters())
+    for found in gloo.run(2, differently, spec):
+        assert all(tensor.equal(wanted[name]) for name, tensor in found.items())
+
+
+def unit_of_two() -> bool:
+    """Whether a unit of modules that do not follow each other trains as they do alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 256), nn.Linear(256, 10))
+    inputs, targets = torch.randn(4, 16), torch.randn(4, 10)
+    found = []
+    for below in (14_000, 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 256), nn.Linear(256, 10))
+        made = as_distributed(model, "fsdp", group_below=below, optimizer=torch.optim.SGD)
+        found.append([float(made.step(nn.functional.mse_loss, (inputs, targets))) for _ in "abc"])
+    return found[0] == found[1]
+
+
+def test_units_around_others_train_as_they_should(gloo: Pool) -> None:
+    assert all(gloo.run(2, unit_of_two))
+
+
+class Choosing(nn.Module):
+    """A model that does not run all of its layers in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.skipped = 3
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Through all but one."""
+        for number, layer in enumerate(self.layers):
+            hidden = hidden if number == self.skipped else layer(hidden)
+        return hidden
+
+
+def skipping() -> list[float]:
+    """The losses of steps that leave out one layer or another."""
+    torch.manual_seed(0)
+    made = as_distributed(Choosing(), "fsdp", group_below=600, optimizer=torch.optim.SGD)
+    found = []
+    for skipped in (3, 1, 5):
+        made.model.skipped = skipped
+        pair = torch.ones(2, 8), torch.zeros(2, 8)
+        found.append(float(made.step(nn.functional.mse_loss, pair)))
+    return found
+
+
+def test_layers_of_a_unit_may_be_left_out(gloo: Pool) -> None:
+    torch.manual_seed(0)
+    model = Choosing()
+    optimizer = torch.optim.SGD(model.parameters())
+    wanted = []
+    for skipped in (3, 1, 5):
+        model.skipped = skipped
+        optimizer.zero_grad()
+        found = nn.functional.mse_loss(model(torch.ones(2, 8)), torch.zeros(2, 8))
+        found.backward()
+        optimizer.step()
+        wanted.append(float(found.detach()))
+    for losses in gloo.run(2, skipping):
+        assert losses == pytest.approx(wanted, abs=1e-6)
+
+
+def named_inputs() -> float:
+    """The loss of a model of Hugging Face as it is."""
+    made = as_distributed(Logits().lm, "fsdp", optimizer=torch.optim.SGD)
+    tokens, targets = made.share(words())
+    return float(made.step(lambda out, t: loss(out.logits, t), ({"input_ids": tokens}, targets)))
+
+
+def test_inputs_may_have_names(gloo: Pool) -> None:
+    with torch.no_grad():
+        wanted = float(loss(Logits()(words()[0]), words()[1]))
+    assert gloo.run(2, named_inputs) == pytest.approx([wanted] * 2, abs=1e-5)
+
+
+def kept_here(spec: str) -> bool:
+    """Whether a rank's own state, put aside, brings a job back to the bit."""
+    made = spread(spec)
+    train(made, range(2))
+    aside = copied(made.state_dict())
+    first = train(made, range(2, STEPS))
+    other = spread(spec, seed=7)
+    other.load_state_dict(aside)
+    made.load_state_dict(aside)
+    return first == train(made, range(2, STEPS)) == train(other, range(2, STEPS))
+
+
+def copied(tree: Any) -> Any:
+    """A tree of values in memory of its own."""
+    if isinstance(tree, dict):
+        return {key: copied(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [copied(value) for value in tree]
+    return tree.clone() if torch.is_tensor(tree) else tree
+
+
+@pytest.mark.parametrize("spec", ["ddp:2", "zero1:2", "zero2:2", "fsdp:2", "tp:2", "pp:2"])
+def test_a_rank_can_put_its_own_state_aside(gloo: Pool, spec: str) -> None:
+    assert all(gloo.run(2, kept_here, spec))
+
+
+def by_hand() -> list[str]:
+    """The parameters of stages that the caller has made."""
+    made: Distributed = spread("pp:2", split=lambda model, parts: model.keep(_grouped(parts)))
+    train(made, range(2))
+    canonical = canonical_names(made.modules[0])
+    return [canonical(name) for name, _ in made.modules[0].named_parameters()]
+
+
+def _grouped(parts: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple("head" if part == "norm" else part for part in parts)
+
+
+def test_stages_may_be_made_by_hand(gloo: Pool) -> None:
+    first, last = gloo.run(2, by_hand)
+    assert "embed.weight" in first
+    assert {"norm.weight", "head.weight", "scale"} <= set(last)
+    assert not set(first) & set(last)
