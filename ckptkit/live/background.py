@@ -1,4 +1,4 @@
-"""One thing at a time, done in a background thread, whose failure is never lost."""
+"""Work that is done in a background thread, and whose failure is never lost."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import logging
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
 from weakref import WeakSet
 
 log = logging.getLogger("ckptkit.live")
@@ -16,7 +19,12 @@ log = logging.getLogger("ckptkit.live")
 # Enough for the training to win where both want the processor, not enough to starve the save.
 _NICER = 5
 
-_unsettled: WeakSet[Background] = WeakSet()
+
+class _Settling(Protocol):
+    def settle(self) -> None: ...
+
+
+_unsettled: WeakSet[_Settling] = WeakSet()
 
 
 def _settle_all() -> None:
@@ -71,6 +79,103 @@ class Background:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+class Rounds:
+    """Runs pieces of work in a thread, in the order in which their turns were taken, however many
+    wait; the error of each is kept by its number, counted from 1, until somebody takes it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._turns: deque[_Turn] = deque()
+        self._is_running = False
+        self._taken = self._done = 0
+        self._errors: dict[int, BaseException] = {}
+
+    def turn(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Take the next turn; what is returned, and has to be called some time from any thread,
+        lets the work begin, which what comes after waits for.
+        """
+        turn = _Turn(work)
+        with self._changed:
+            self._taken += 1
+            self._turns.append(turn)
+        _unsettled.add(self)
+
+        def begin() -> None:
+            with self._changed:
+                turn.may_begin = True
+                self._go_on()
+
+        return begin
+
+    def settle(self) -> None:
+        """Return when all is done; errors are still there to be taken."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done == self._taken)
+
+    def newest_failure(self) -> tuple[int, BaseException] | None:
+        """The number and the error of the last piece of work that failed, as far as it is known."""
+        with self._changed:
+            number = max(self._errors, default=0)
+            return (number, self._errors[number]) if number else None
+
+    def take(self, number: int | None = None) -> BaseException | None:
+        """Wait until this many are done, or all; the last error among these, all of which are
+        forgotten.
+        """
+        with self._changed:
+            wanted = self._taken if number is None else number
+            self._changed.wait_for(lambda: self._done >= wanted)
+            taken = [self._errors.pop(each) for each in sorted(self._errors) if each <= wanted]
+            return taken[-1] if taken else None
+
+    def give_up(self) -> None:
+        """Begin nothing more, and let nobody wait for what runs."""
+        with self._changed:
+            self._turns.clear()
+            self._errors.clear()
+            self._done = self._taken
+            self._changed.notify_all()
+        _unsettled.discard(self)
+
+    def _go_on(self) -> None:
+        if self._is_running or not (self._turns and self._turns[0].may_begin):
+            return
+        self._is_running = True
+        # A daemon, which `give_up` can leave behind; otherwise the end of the process waits for it.
+        threading.Thread(target=self._run, name=f"ckptkit {self._name}", daemon=True).start()
+
+    def _run(self) -> None:
+        _give_way()
+        while True:
+            with self._changed:
+                if not (self._turns and self._turns[0].may_begin):
+                    self._is_running = False
+                    return
+                turn = self._turns[0]
+            error: BaseException | None = None
+            try:
+                turn.work()
+            except BaseException as problem:  # noqa: BLE001 — handed to whoever takes it
+                error = problem
+            with self._changed:
+                if not self._turns:
+                    self._is_running = False
+                    return  # given up meanwhile
+                self._turns.popleft()
+                self._done += 1
+                if error is not None:
+                    self._errors[self._done] = error
+                self._changed.notify_all()
+
+
+@dataclass(slots=True)
+class _Turn:
+    work: Callable[[], None]
+    may_begin: bool = False
 
 
 def _give_way() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -14,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
 from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.mirror import Retention
+from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.run import Run
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
@@ -21,14 +22,18 @@ from ckptkit.live.arena import Arena
 from ckptkit.live.background import Background
 from ckptkit.live.loading import Loading, LoadOptions, Restored
 from ckptkit.live.meeting import StoreBarrier, barrier_of, leaving, next_name
+from ckptkit.live.opening import open_together
 from ckptkit.live.preemption import Preemption
 from ckptkit.live.rules import HandCuts, RulesLike
 from ckptkit.live.saving import PreparedSave, SaveOptions
 from ckptkit.live.snapshot import Sources
+from ckptkit.live.tiers import tiers_of
 from ckptkit.live.world import current_world
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
+from ckptkit.storage import Options, Store
 
 _NOT_LOADED = "the step was not loaded"
+_PATIENCE = 10
 
 log = logging.getLogger("ckptkit.live")
 
@@ -40,11 +45,23 @@ class Checkpointer:
     thread writes it; what goes wrong there is raised by the next call, by `wait` and at the end of
     the `with` block. A save that begins while another is being written waits for it, or with
     `when_busy="skip"` does nothing and returns False.
+
+    With `local`, a folder that all ranks see (on the disk of a single machine, or in a shared file
+    system), steps are saved there and copied to `location` in the background. A local step stays
+    until it has been copied, or until the newer ones that `keep_last` keeps have been; a job that
+    ends before that leaves the rest to the next one with the same two places. What goes wrong with
+    copying harms no local step: the next `save` saves, begins to copy again, and then raises it.
+    `wait` and the end of the `with` block wait for copies too, and raise what went wrong. Retention
+    is for both places; `local_keep_last` is how many steps that have been copied stay local.
+
+    With `on_sigterm="finish"` a save under way is finished before the process ends, in the local
+    folder where there is one: copying is left to the next job. `storage_options` say how to reach
+    an object store (see `ckptkit.open`).
     """
 
     def __init__(  # noqa: PLR0913 — one keyword for each decision, all with defaults
         self,
-        location: str | os.PathLike[str],
+        location: Place,
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -58,13 +75,22 @@ class Checkpointer:
         timeout: float = DEFAULT_TIMEOUT,
         threads: int | None = None,
         progress: Progress | None = None,
+        storage_options: Options | None = None,
+        local: Place | None = None,
+        local_keep_last: int | None = None,
     ) -> None:
         if when_busy not in ("wait", "skip"):
             raise UsageError('when_busy is "wait" or "skip"', value=when_busy)
         self._world = current_world()
-        self._run = Run(location)
-        self._location = os.fspath(location)
-        self._keep_last, self._keep_every = keep_last, keep_every
+        self._store = store_at(location, storage_options)
+        self._run = Run(self._store)
+        self._tiers = tiers_of(
+            self._store,
+            local,
+            Retention(keep_last, keep_every, local_keep_last),
+            overwrite=overwrite,
+            is_first=self._world.rank == 0,
+        )
         self._asynchronous = asynchronous
         self._skips = when_busy == "skip"
         self._mesh = mesh
@@ -87,12 +113,12 @@ class Checkpointer:
         self._preemption = None
         if on_sigterm is not None:
             name = f"{self._name}/sigterm"
-            self._preemption = Preemption(self._world, name, on_sigterm, self._background.settle)
+            self._preemption = Preemption(self._world, name, on_sigterm, self._leave)
 
     @property
     def location(self) -> str:
         """Where the run is."""
-        return self._location
+        return str(self._store.location)
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -101,7 +127,7 @@ class Checkpointer:
 
     @property
     def run(self) -> Run:
-        """The run, with all its steps."""
+        """The run, with all its steps; with a local folder those that have been copied."""
         return self._run
 
     def save(
@@ -127,29 +153,34 @@ class Checkpointer:
     ) -> bool:
         # First of all, so that what goes wrong on one rank from here on reaches the others.
         barrier = self._barrier("save")
-        with leaving(barrier):
-            found = sources()
-            if self._asynchronous and self._skips and self._is_busy(barrier):
-                return False
-            self._background.wait()
-            save = PreparedSave(
-                self._location,
-                step,
-                self._world,
-                barrier,
-                found,
-                extra=extra,
-                mesh=self._mesh,
-                rules=self._rules,
-                options=self._options,
-                arena=self._arena,
-                stage=self._asynchronous,
-            )
-        self._forget_before(barrier)
-        if self._asynchronous:
-            self._background.run(lambda: self._finish(save), f"step {step}")
-        else:
-            self._finish(save)
+        with ExitStack() as after:
+            # Whatever becomes of the save: all ranks go through the same rounds.
+            after.callback(self._tiers.turn(self._copying(), step))
+            with leaving(barrier):
+                found = sources()
+                failed = self._tiers.meet(barrier)
+                if self._asynchronous and self._skips and self._is_busy(barrier):
+                    return False
+                self._background.wait()
+                save = PreparedSave(
+                    self._tiers.target,
+                    step,
+                    self._world,
+                    barrier,
+                    found,
+                    extra=extra,
+                    mesh=self._mesh,
+                    rules=self._rules,
+                    options=self._options,
+                    arena=self._arena,
+                    stage=self._asynchronous,
+                )
+            self._forget_before(barrier)
+            if self._asynchronous:
+                self._background.run(partial(self._end, save, after.pop_all()), f"step {step}")
+            else:
+                self._finish(save)
+        self._tiers.raise_failed(failed)
         return True
 
     def restore(  # noqa: PLR0913 — everything that a step may hold, and how much may differ
@@ -166,44 +197,35 @@ class Checkpointer:
         cast: bool = False,
         verify: bool = True,
         fallback: bool = False,
+        read_once: bool = False,
     ) -> Restored | None:
         """Load the newest committed step, or the one asked for, into the objects; None when there
         is none. With `fallback`, a step that turns out to be damaged is reported in the log, and
-        the one before it is loaded.
+        the one before it is loaded. With `read_once`, what several ranks need alike is read by one
+        of them, and reaches the others through the job's own network.
         """
         self._check_open()
         options = LoadOptions(
             partial=partial,
             cast=cast,
             verify=verify,
+            read_once=read_once,
             threads=self._options.threads,
             timeout=self._timeout,
             progress=self._progress,
         )
         barrier = self._barrier("steps", _NOT_LOADED)
-        with leaving(barrier):
-            self._background.wait()
-            sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state)
-            steps = self._steps_of_first(barrier, step)
-            # What a rank passes may be wrong: nobody goes on alone.
-            barrier.wait()
-        for number in steps:
-            loading = Loading(
-                self._opener(number),
-                self._world,
-                self._barrier("load", _NOT_LOADED),
-                sources,
-                mesh=self._mesh,
-                rules=self._rules,
-                options=options,
-            )
-            try:
-                return loading.run()
-            except Exception as error:
-                if not fallback or number == steps[-1] or not self._is_damage(error):
-                    raise
-                log.error("step %d is damaged, going back to the one before: %s", number, error)
-        return None
+        with ExitStack() as after:
+            # What an earlier job left is copied now.
+            after.callback(self._tiers.turn(self._copying(), None))
+            with leaving(barrier):
+                self._background.wait()
+                sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state)
+                self._tiers.meet(barrier)
+                candidates = self._candidates(barrier, step, fallback=fallback)
+                # What a rank passes may be wrong: nobody goes on alone.
+                barrier.wait()
+            return self._first_whole(candidates, sources, options, fallback=fallback)
 
     def should_stop(self, step: int) -> bool:
         """Whether SIGTERM came and this is the step, the same on all ranks, to save and leave
@@ -214,11 +236,12 @@ class Checkpointer:
         return self._preemption.should_stop(step)
 
     def wait(self) -> None:
-        """Return when nothing is being written any more; raises what went wrong."""
+        """Return when nothing is being written or copied any more; raises what went wrong."""
         self._background.wait()
+        self._tiers.wait()
 
     def close(self) -> None:
-        """Wait for what is being written, and free the memory that saves use."""
+        """Wait for what is being written or copied, and free the memory that saves use."""
         if self._closed:
             return
         self._closed = True
@@ -228,6 +251,7 @@ class Checkpointer:
             self._background.wait()
         finally:
             self._arena.close()
+            self._tiers.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -246,22 +270,23 @@ class Checkpointer:
             # The error that ends the block says more; this one must not be lost.
             log.error("the last save failed: %s", problem)
 
+    def _end(self, save: PreparedSave, after: ExitStack) -> None:
+        with after:
+            self._finish(save)
+
     def _finish(self, save: PreparedSave) -> None:
         save.commit()
-        if self._world.rank == 0 and (self._keep_last or self._keep_every):
-            try:
-                # What lies above is of a future that was given up, and may be damaged.
-                self._run.prune(
-                    keep_last=self._keep_last, keep_every=self._keep_every, up_to=save.step
-                )
-            except CkptkitError as error:
-                error.what = (
-                    f"the step was saved, but older ones could not be deleted: {error.what}"
-                )
-                raise
+        self._tiers.saved(save.step, is_first=self._world.rank == 0)
 
-    def _steps_of_first(self, barrier: Barrier, step: int | None) -> list[int]:
-        """The steps to try, newest first: rank 0's view, as a listing may differ from rank to
+    def _leave(self) -> None:
+        """End what has to be whole when the process ends, and nothing else."""
+        self._background.settle()
+        self._tiers.give_up()
+
+    def _candidates(
+        self, barrier: Barrier, step: int | None, *, fallback: bool
+    ) -> list[tuple[int, str]]:
+        """The steps to try, and from where: rank 0's view, as a listing may differ from rank to
         rank.
         """
         mine = "newest" if step is None else str(step)
@@ -270,13 +295,45 @@ class Checkpointer:
             raise UsageError(
                 f"rank 0 restores step {asked}, rank {self._world.rank} another one", value=mine
             )
-        if step is not None:
-            return [step]
-        found = " ".join(map(str, self._run.steps())) if self._world.rank == 0 else ""
-        return [int(each) for each in reversed(barrier.share(found).split())]
+        found: list[tuple[int, str]] = []
+        if self._world.rank == 0:
+            found = self._tiers.candidates(step, fallback=fallback)
+        told = barrier.share(" ".join(f"{number}:{place}" for number, place in found))
+        pairs = (each.partition(":") for each in told.split())
+        return [(int(number), place) for number, _, place in pairs]
 
-    def _opener(self, step: int) -> Callable[[Barrier], Checkpoint]:
-        return lambda _: self._run.open(step)
+    def _first_whole(
+        self,
+        candidates: Sequence[tuple[int, str]],
+        sources: Sources,
+        options: LoadOptions,
+        *,
+        fallback: bool,
+    ) -> Restored | None:
+        """Load the first step, or with `fallback` the first that is not damaged."""
+        for number, place in candidates:
+            store = self._tiers.at(place)
+            loading = Loading(
+                self._opener(store, number),
+                self._world,
+                self._barrier("load", _NOT_LOADED),
+                sources,
+                mesh=self._mesh,
+                rules=self._rules,
+                options=options,
+            )
+            try:
+                return loading.run()
+            except Exception as error:
+                is_last = (number, place) == candidates[-1]
+                if not fallback or is_last or not self._is_damage(error):
+                    raise
+                where = store.location
+                log.error("step %d is damaged in %s, trying the next: %s", number, where, error)
+        return None
+
+    def _opener(self, store: Store, step: int) -> Callable[[Barrier], Checkpoint]:
+        return lambda barrier: open_together(barrier, store, lambda: Run(store).open(step))
 
     def _forget_before(self, barrier: Barrier) -> None:
         """Remove what the last save but one left in the store: all ranks have begun the one after
@@ -307,10 +364,15 @@ class Checkpointer:
     def _barrier(self, what: str, failure: str = "there is no new step") -> Barrier:
         return barrier_of(self._world, self._next(what), self._timeout, failure)
 
+    def _copying(self) -> Barrier:
+        """Where ranks meet to copy: those with little to send wait long for the others."""
+        name = self._next("copy")
+        return barrier_of(self._world, name, _PATIENCE * self._timeout, "steps were not copied")
+
     def _next(self, what: str) -> str:
         self._calls += 1
         return f"{self._name}/{self._calls}-{what}"
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UsageError("this Checkpointer is closed", where=self._location)
+            raise UsageError("this Checkpointer is closed", where=self.location)

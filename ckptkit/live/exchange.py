@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ckptkit.live.held import Held
 from ckptkit.live.report import StateMismatchError
 from ckptkit.live.topology import Topology
+from ckptkit.live.wire import wire
 from ckptkit.live.world import World
 from ckptkit.model import Box, Layout, Part, Placement, Replicate, Stage
 
@@ -160,12 +161,12 @@ class Exchange:
         """Let rank 0 have the part of a holder."""
         if whole is None:
             if holder == self._world.rank and held is not None:
-                dist.send(_bytes(held.local.to(_wire())), 0)
+                dist.send(_bytes(held.local.to(wire())), 0)
             return
         if held is not None and holder == 0:
             values = held.local
         else:
-            values = torch.empty(part.shape, dtype=whole.dtype, device=_wire())
+            values = torch.empty(part.shape, dtype=whole.dtype, device=wire())
             dist.recv(_bytes(values), holder)
         for box, place in zip(part.boxes, part.places, strict=True):
             inside = values[place.within(Box.whole(part.shape))]
@@ -178,14 +179,14 @@ class Exchange:
             inside = whole[box.within(Box.whole(tuple(whole.shape)))]
             values[place.within(Box.whole(part.shape))] = inside.to("cpu")
         if rank != 0:
-            dist.send(_bytes(values.to(_wire())), rank)
+            dist.send(_bytes(values.to(wire())), rank)
         elif held is not None:
             with torch.no_grad():
                 held.local.copy_(values)
 
     def _take(self, held: Held, part: Part) -> None:
         """Fill what this rank holds with what rank 0 gives."""
-        values = torch.empty(part.shape, dtype=held.local.dtype, device=_wire())
+        values = torch.empty(part.shape, dtype=held.local.dtype, device=wire())
         dist.recv(_bytes(values), 0)
         with torch.no_grad():
             held.local.copy_(values)
@@ -241,11 +242,3 @@ def _told(problems: Mapping[str, Sequence[int]], size: int) -> str:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as bytes, which every backend carries; the same memory where it is dense."""
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _wire() -> torch.device:
-    """Where the backend of the default group wants tensors to be."""
-    if "cpu:" in dist.get_backend_config():
-        return torch.device("cpu")
-    found = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if found is None else found

@@ -20,6 +20,8 @@ from ckptkit.model import Box
 _BATCH_BYTES = 256 << 20
 
 Wanted = tuple[str, Box, npt.NDArray[Any]]
+Inside = tuple[Any, ...]
+"""An index: slices, and an ellipsis, so that it also gives a view of what has no dims."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,50 +32,60 @@ class Target:
     name: str
 
 
-def fill(
-    checkpoint: Checkpoint,
-    topology: Topology,
-    targets: Sequence[Target],
-    *,
-    verify: bool = True,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> int:
-    """Fill all targets, those in host memory directly; returns the number of bytes."""
-    direct: list[Target] = []
-    others: list[Target] = []
-    for target in targets:
-        (direct if _is_direct(checkpoint, target) else others).append(target)
-    wanted = [w for target in direct for w in _wanted(topology, target, _bits(target.held))]
-    checkpoint.read_many(wanted, verify=verify, threads=threads, progress=progress)
-    for batch in _batches(others):
-        staged = [(target, _staged(checkpoint, target)) for target in batch]
-        wanted = [w for t, memory in staged for w in _wanted(topology, t, as_bits(t.name, memory))]
-        checkpoint.read_many(wanted, verify=verify, threads=threads, progress=progress)
-        for target, memory in staged:
-            with torch.no_grad():
-                target.held.local.copy_(memory)
-    return sum(target.held.local.nbytes for target in targets)
+@dataclass(frozen=True, slots=True, eq=False)
+class Filling:
+    """Where tensors are filled from, and how."""
 
+    checkpoint: Checkpoint
+    topology: Topology
+    verify: bool = True
+    threads: int | None = None
+    progress: Progress | None = None
 
-def _wanted(topology: Topology, target: Target, memory: npt.NDArray[Any]) -> list[Wanted]:
-    held = target.held
-    part = topology.part(held.name, held.shape, held.placements)
-    if not part.boxes and not memory.size:
-        return []  # torch's empty parts have lost their other dims
-    if part.shape != memory.shape:
-        raise LayoutError(
-            f"this rank should hold {part.shape} of {held.shape}, "
-            f"but the tensor here has {memory.shape}",
-            where=held.name,
-            hint="if it was cut by hand, say how with rules={…}",
+    def fill(self, targets: Sequence[Target]) -> None:
+        """Fill all targets, those in host memory directly."""
+        checkpoint = self.checkpoint
+        direct: list[Target] = []
+        others: list[Target] = []
+        for target in targets:
+            (direct if _is_direct(checkpoint, target) else others).append(target)
+        self.read([w for target in direct for w in self._wanted(target, _bits(target.held))])
+        for batch in _batches(others):
+            staged = [(target, _staged(checkpoint, target)) for target in batch]
+            self.read([w for t, memory in staged for w in self._wanted(t, as_bits(t.name, memory))])
+            for target, memory in staged:
+                with torch.no_grad():
+                    target.held.local.copy_(memory)
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Read boxes into memory."""
+        self.checkpoint.read_many(
+            wanted, verify=self.verify, threads=self.threads, progress=self.progress
         )
-    found: list[Wanted] = []
-    for box, place in zip(part.boxes, part.places, strict=True):
-        ends = zip(place.offset, place.shape, strict=True)
-        inside: Any = (*(slice(start, start + extent) for start, extent in ends), ...)
-        found.append((target.name, box, memory[inside]))
-    return found
+
+    def boxes(self, target: Target, shape: Sequence[int]) -> list[tuple[Box, Inside]]:
+        """The boxes of a target that this rank holds, and where each is in memory of a shape."""
+        held = target.held
+        part = self.topology.part(held.name, held.shape, held.placements)
+        if not part.boxes and 0 in shape:
+            return []  # torch's empty parts have lost their other dims
+        if part.shape != tuple(shape):
+            raise LayoutError(
+                f"this rank should hold {part.shape} of {held.shape}, "
+                f"but the tensor here has {tuple(shape)}",
+                where=held.name,
+                hint="if it was cut by hand, say how with rules={…}",
+            )
+        found: list[tuple[Box, Inside]] = []
+        for box, place in zip(part.boxes, part.places, strict=True):
+            ends = zip(place.offset, place.shape, strict=True)
+            found.append((box, (*(slice(start, start + n) for start, n in ends), ...)))
+        return found
+
+    def _wanted(self, target: Target, memory: npt.NDArray[Any]) -> list[Wanted]:
+        return [
+            (target.name, box, memory[inside]) for box, inside in self.boxes(target, memory.shape)
+        ]
 
 
 def _is_direct(checkpoint: Checkpoint, target: Target) -> bool:

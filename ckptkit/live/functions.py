@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -10,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT
 from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.loading import Loading, LoadOptions, Restored
 from ckptkit.live.mapping import mapped
@@ -21,10 +21,11 @@ from ckptkit.live.tensors import as_bits, torch_dtype
 from ckptkit.live.world import current_world
 from ckptkit.model import Box
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
+from ckptkit.storage import Options
 
 
 def save(  # noqa: PLR0913 — everything that a step may hold
-    location: str | os.PathLike[str],
+    location: Place,
     *,
     step: int,
     model: object = None,
@@ -39,8 +40,12 @@ def save(  # noqa: PLR0913 — everything that a step may hold
     overwrite: bool = False,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     timeout: float = DEFAULT_TIMEOUT,
+    storage_options: Options | None = None,
 ) -> None:
-    """Save a step of the run at `location`; every rank calls it alike."""
+    """Save a step of the run at `location`; every rank calls it alike.
+
+    `storage_options` say how to reach an object store (see `ckptkit.open`).
+    """
     with Checkpointer(
         location,
         mesh=mesh,
@@ -48,6 +53,7 @@ def save(  # noqa: PLR0913 — everything that a step may hold
         overwrite=overwrite,
         chunk_bytes=chunk_bytes,
         timeout=timeout,
+        storage_options=storage_options,
     ) as checkpointer:
         checkpointer.save(
             step,
@@ -62,7 +68,7 @@ def save(  # noqa: PLR0913 — everything that a step may hold
 
 
 def load(  # noqa: PLR0913 — everything that a step may hold, and how much may differ
-    location: str | os.PathLike[str],
+    location: Place,
     *,
     model: object = None,
     optimizer: object = None,
@@ -75,18 +81,26 @@ def load(  # noqa: PLR0913 — everything that a step may hold, and how much may
     partial: bool = False,
     cast: bool = False,
     verify: bool = True,
+    read_once: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
+    storage_options: Options | None = None,
 ) -> Restored:
     """Load a step, or the newest committed step of a run, into live objects; every rank calls it
-    alike.
+    alike, and rank 0 reads the manifest for all.
+
+    With `read_once`, what several ranks need alike is read by one of them, and reaches the others
+    through the job's own network.
     """
     world = current_world()
     barrier = barrier_of(world, next_name(world, "load"), timeout, "the step was not loaded")
     with leaving(barrier):
         sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state)
-    options = LoadOptions(partial=partial, cast=cast, verify=verify, timeout=timeout)
+        store = store_at(location, storage_options)
+    options = LoadOptions(
+        partial=partial, cast=cast, verify=verify, read_once=read_once, timeout=timeout
+    )
     return Loading(
-        lambda barrier: open_together(barrier, location),
+        lambda barrier: open_together(barrier, store, lambda: open_checkpoint(store)),
         world,
         barrier,
         sources,
@@ -97,12 +111,13 @@ def load(  # noqa: PLR0913 — everything that a step may hold, and how much may
 
 
 def load_state(
-    location: str | os.PathLike[str],
+    location: Place,
     *,
     names: Iterable[str] | None = None,
     device: torch.device | str = "cpu",
     mmap: bool = False,
     verify: bool = True,
+    storage_options: Options | None = None,
 ) -> dict[str, torch.Tensor]:
     """Whole tensors of a step by name, without any job; all by default.
 
@@ -110,7 +125,7 @@ def load_state(
     read nor checked before it is used, and whose changes never reach the file. At the usual chunk
     size these are the small ones (see `mapped`); others are read as always.
     """
-    with open_checkpoint(location) as checkpoint:
+    with open_checkpoint(location, storage_options=storage_options) as checkpoint:
         wanted = list(checkpoint.arrays if names is None else names)
         found = mapped(checkpoint, wanted) if mmap else {}
         rest = {n: _empty_like(checkpoint, n) for n in wanted if n not in found}

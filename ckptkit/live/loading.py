@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.threads import Progress
-from ckptkit.errors import FormatError, UsageError
+from ckptkit.errors import FormatError
 from ckptkit.format.names import join, split
 from ckptkit.live.agree import Agreement, Documents, agree
 from ckptkit.live.extra import Extra
-from ckptkit.live.filling import Target, fill
+from ckptkit.live.filling import Filling, Target
 from ckptkit.live.handover import hand_over
 from ckptkit.live.held import Held
-from ckptkit.live.meeting import leaving
+from ckptkit.live.meeting import StoreBarrier, leaving
+from ckptkit.live.reading_once import fill_once
 from ckptkit.live.report import Report, StateMismatchError, compare, refuse
 from ckptkit.live.resuming import Resumed, Twins, resume, trained_by
 from ckptkit.live.rules import HandCuts
@@ -44,6 +45,7 @@ class LoadOptions:
     partial: bool = False
     cast: bool = False
     verify: bool = True
+    read_once: bool = False
     threads: int | None = None
     timeout: float = DEFAULT_TIMEOUT
     progress: Progress | None = None
@@ -85,7 +87,6 @@ class Loading:
         """Load; returns when every rank has, and raises on all when one cannot."""
         started = time.perf_counter()
         with leaving(self._barrier), self._opened(self._barrier) as self._checkpoint:
-            self._check_same_save()
             self._objects = {item.name: item for item in self._checkpoint.manifest.objects}
             nbytes = self._load()
         self._barrier.wait()
@@ -110,28 +111,26 @@ class Loading:
             optimizer.prepare(names, resumed.of_kind(optimizer.kind))
         snapshot, options = self._look(self._sources), self._options
         targets, fresh = self._targets(snapshot, resumed)
-        nbytes = fill(
+        threads = options.threads
+        if threads is None and self._checkpoint.store.abilities.is_file_system:
+            # Elsewhere they wait rather than copy: as many as the store likes.
+            threads = copying_threads(self._world)
+        filling = Filling(
             self._checkpoint,
             snapshot.topology,
-            targets,
             verify=options.verify,
-            threads=options.threads or copying_threads(self._world),
+            threads=threads,
             progress=options.progress,
         )
+        rest: Sequence[Target] = targets
+        if options.read_once and isinstance(self._barrier, StoreBarrier):
+            rest = fill_once(filling, targets, self._barrier)
+        filling.fill(rest)
+        nbytes = sum(target.held.local.nbytes for target in targets)
         # Some wrappers take over in a collective, which one that failed would not come to.
         self._barrier.wait()
         self._hand_over(snapshot, resumed, fresh)
         return nbytes
-
-    def _check_same_save(self) -> None:
-        """A step may be overwritten between two ranks' looking at it."""
-        mine = self._checkpoint.save_id
-        if self._barrier.share(mine) != mine:
-            raise UsageError(
-                "rank 0 has opened another save of this step, or another step",
-                where=self._checkpoint.location,
-                hint="load again",
-            )
 
     def _look(self, sources: Sources) -> Snapshot:
         return take_snapshot(self._world, sources, mesh=self._mesh, rules=self._rules)

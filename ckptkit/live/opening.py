@@ -1,24 +1,35 @@
-"""All ranks open the same step, even while others are being saved."""
+"""All ranks open the same step, even while others are being saved: rank 0 reads the manifest, and
+the others have it from there.
+"""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 
 from ckptkit.checkpoint.barrier import Barrier
-from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.places import described
+from ckptkit.format.manifest import Manifest
+from ckptkit.live.wire import bytes_of_first
+from ckptkit.storage import Store
 
 
-def open_together(barrier: Barrier, location: str | os.PathLike[str]) -> Checkpoint:
-    """Open the step that rank 0 finds at a location, which may be a run."""
+def open_together(barrier: Barrier, store: Store, find: Callable[[], Checkpoint]) -> Checkpoint:
+    """Open what rank 0 finds in the store: a collective call, in the thread that trains.
+
+    An error of rank 0 reaches the others before anyone begins to wait for bytes.
+    """
+    if barrier.world_size == 1:
+        return find()
     if barrier.rank == 0:
-        checkpoint = open_checkpoint(location)
-        barrier.share(_step_in_run(checkpoint))
-        return checkpoint
-    step = barrier.share("")
-    return Run(location).open(int(step)) if step else open_checkpoint(location)
-
-
-def _step_in_run(checkpoint: Checkpoint) -> str:
-    """The number of the step where the location was a run; nothing where it was the step."""
-    return str(checkpoint.step) if checkpoint.prefix else ""
+        found = find()
+        data = found.manifest.to_bytes()
+        barrier.share(f"{len(data)} {found.prefix}")
+        barrier.wait()
+        bytes_of_first(data, len(data))
+        return found
+    size, _, prefix = barrier.share("").partition(" ")
+    # A rank that has left would be missing in the collective: nobody begins it without all.
+    barrier.wait()
+    data = bytes_of_first(None, int(size))
+    return Checkpoint(store, prefix, Manifest.from_bytes(data, described(store, prefix)))

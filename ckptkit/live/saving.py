@@ -7,13 +7,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from isal import isal_zlib
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
-from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.checkpoint.writer import Writer
 from ckptkit.errors import UsageError
@@ -28,6 +28,7 @@ from ckptkit.live.tensors import as_bits, dtype_of
 from ckptkit.live.trees import without_tensors
 from ckptkit.live.world import World, copying_threads
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
+from ckptkit.storage import Store
 
 log = logging.getLogger("ckptkit.live")
 
@@ -48,7 +49,7 @@ class PreparedSave:
 
     def __init__(  # noqa: PLR0913 — everything that a save is about
         self,
-        location: Place,
+        store: Store,
         step: int,
         world: World,
         barrier: Barrier,
@@ -63,7 +64,7 @@ class PreparedSave:
     ) -> None:
         self._started = time.perf_counter()
         self._world = world
-        self._location = location
+        self._store = store
         self.step = step
         self._barrier = barrier
         self._options = options
@@ -87,7 +88,7 @@ class PreparedSave:
             log.info(
                 "saved step %d to %s: %s in %.2f s, %.2f GB/s",
                 self.step,
-                self._location,
+                self._store.location,
                 readable(self._nbytes),
                 seconds,
                 self._nbytes / seconds / 1e9,
@@ -115,9 +116,9 @@ class PreparedSave:
             raise UsageError(
                 f"rank 0 saves step {step}, rank {self._world.rank} another one", value=self.step
             )
-        threads = {} if options.threads is None else {"threads": options.threads}
+        threads: dict[str, Any] = {} if options.threads is None else {"threads": options.threads}
         writer = Writer(
-            store_at(self._location),
+            self._store,
             step=self.step,
             strategy=topology.strategy,
             rank=self._world.rank,

@@ -207,6 +207,35 @@ def coalesce(
     return runs
 
 
+def join_runs(
+    runs: Sequence[tuple[int, int]],
+    pack: npt.NDArray[np.uint32],
+    start: I64,
+    stop: I64,
+    *,
+    gap: int,
+    limit: int,
+) -> list[tuple[int, int]]:
+    """Join runs of `coalesce` further, for stores where a request costs more than some bytes.
+
+    At most `gap` bytes are read for nothing at a place, and in a request as large a share of its
+    bytes as `gap` is of `limit`.
+    """
+    found: list[tuple[int, int]] = []
+    begin = reach = waste = 0
+    for first, last in runs:
+        low, high = int(start[first]), int(stop[first:last].max())
+        if found and pack[found[-1][0]] == pack[first]:
+            apart, size = max(0, low - reach), max(reach, high) - begin
+            if apart <= gap and size <= limit and (waste + apart) * limit <= gap * size:
+                found[-1] = (found[-1][0], last)
+                reach, waste = max(reach, high), waste + apart
+                continue
+        found.append((first, last))
+        begin, reach, waste = low, high, 0
+    return found
+
+
 def _within(
     reach: I64,
     start: I64,

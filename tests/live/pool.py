@@ -27,6 +27,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 T = TypeVar("T")
 
+# Torch keeps the threads of groups that are gone, and each wakes up a hundred times a second.
+_MOST_THREADS = 32
 _GRACE = 2.0  # a rank that fails leaves the others in a collective that never ends
 _PRELOADED = [
     "pytest",
@@ -53,6 +55,7 @@ class Died:
 class _Worker:
     process: ForkServerProcess
     pipe: Connection
+    is_worn: bool = False
 
     def end(self) -> None:
         self.pipe.close()
@@ -133,6 +136,9 @@ class Pool:
 
     def _worker(self, rank: int) -> _Worker:
         worker = self._workers.get(rank)
+        if worker is not None and worker.is_worn:
+            self._end([rank])
+            worker = None
         if worker is None or not worker.process.is_alive():
             mine, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -149,7 +155,7 @@ class Pool:
 
 def _hear(worker: _Worker, rank: int, found: _Job, may_die: Sequence[int]) -> None:
     try:
-        went_well, result = worker.pipe.recv()
+        went_well, result, worker.is_worn = worker.pipe.recv()
     except (EOFError, OSError):
         worker.process.join(_GRACE)
         code = worker.process.exitcode
@@ -177,7 +183,8 @@ def _serve(pipe: Connection) -> None:
                 answer = True, _run(job, args, rank, ranks, store)
             except BaseException:  # noqa: BLE001 — told to the test
                 answer = False, traceback.format_exc()
-            pipe.send(answer)
+            threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 — counted, not read
+            pipe.send((*answer, threads > _MOST_THREADS))
 
 
 def _run(job: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, path: str) -> Any:

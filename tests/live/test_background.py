@@ -1,3 +1,5 @@
+"""Work in the background: it gives way, keeps its order, and loses no error."""
+
 from __future__ import annotations
 
 import os
@@ -6,13 +8,12 @@ import threading
 
 import pytest
 
-from ckptkit.live.background import Background
+from ckptkit.live.background import Background, Rounds
 
-pytestmark = pytest.mark.skipif(
+
+@pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere priorities are those of whole processes"
 )
-
-
 def test_what_runs_in_the_background_gives_way_and_so_do_its_threads() -> None:
     found: dict[str, int] = {}
 
@@ -32,3 +33,48 @@ def test_what_runs_in_the_background_gives_way_and_so_do_its_threads() -> None:
     look("after")
     assert found["before"] == found["after"]
     assert found["work"] == found["its thread"] == min(19, found["before"] + 5)
+
+
+def failing(number: int) -> None:
+    raise ArithmeticError(number)
+
+
+def test_rounds_keep_the_order_of_their_turns_and_the_errors_of_each() -> None:
+    done: list[int] = []
+    rounds = Rounds("test")
+    first, second, third = (
+        rounds.turn(lambda: done.append(1)),
+        rounds.turn(lambda: failing(2)),
+        rounds.turn(lambda: done.append(3)),
+    )
+    third()
+    second()
+    assert (done, rounds.newest_failure()) == ([], None)
+    first()
+    rounds.settle()
+    assert done == [1, 3]
+    failure = rounds.newest_failure()
+    assert failure is not None
+    assert failure[0] == 2
+    assert rounds.take(1) is None
+    assert str(rounds.take(2)) == "2"
+    assert rounds.take() is None
+
+
+def test_rounds_that_are_given_up_are_not_begun_or_waited_for() -> None:
+    go, begun, done = threading.Event(), threading.Event(), list[int]()
+    rounds = Rounds("test")
+
+    def long() -> None:
+        begun.set()
+        assert go.wait(30)
+        failing(1)
+
+    rounds.turn(long)()
+    rounds.turn(lambda: done.append(2))()
+    assert begun.wait(30)
+    rounds.give_up()
+    rounds.settle()
+    assert rounds.take() is None
+    go.set()
+    assert not done

@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 import ckptkit
 from ckptkit.errors import CkptkitError
 from ckptkit.live import Checkpointer, load, load_state, save
-from ckptkit.live.filling import fill
+from ckptkit.live.filling import Filling
 from ckptkit.live.report import StateMismatchError
 from tests.live.fsdp1_ways import WAYS, Way, as_job, ddp, make_adamw, restore, store
 from tests.live.network import PARTS, Block, network
@@ -168,7 +168,7 @@ def load_where_rank_1_fails(location: str) -> str:
     job = WAYS["full"].job(0)
     store(job, location)
     broken = mock.Mock(side_effect=OSError("a broken disk"))
-    with mock.patch("ckptkit.live.loading.fill", broken if dist.get_rank() else fill):
+    with mock.patch.object(Filling, "fill", broken if dist.get_rank() else Filling.fill):
         return problem_of(job, location)
 
 

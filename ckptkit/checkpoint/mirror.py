@@ -1,0 +1,279 @@
+"""A run in two places: steps are saved to a folder nearby, and copied to where they are kept.
+
+What is safe at each point where a job can end: a step that is committed nearby is whole and stays
+until it is in the other place too, or until retention has given it up because newer steps are.
+What is in the other place is found by looking, so the next job goes on where this one ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ckptkit.checkpoint.barrier import Barrier
+from ckptkit.checkpoint.locate import read_manifest
+from ckptkit.checkpoint.places import step_name
+from ckptkit.checkpoint.prune import Removal, kept_steps, remove
+from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.transfer import CopyOptions, copy_step
+from ckptkit.errors import (
+    AlreadyExistsError,
+    CkptkitError,
+    FormatError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
+from ckptkit.format.record import SaveInfo
+from ckptkit.storage import Store
+
+log = logging.getLogger("ckptkit.checkpoint")
+
+_OWNER = "uploads-to.txt"
+_LONGEST_LOCATION = 1 << 16
+
+LOCAL, REMOTE = "local", "remote"
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which steps stay; all where nothing is said."""
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    local_keep_last: int | None = None
+    """How many of those that have been copied stay nearby; as in the other place without it."""
+
+    def __post_init__(self) -> None:
+        self.kept([])
+        kept_steps([], keep_last=self.local_keep_last)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether all steps stay in the other place."""
+        return self.keep_last is None and self.keep_every is None
+
+    def kept(self, steps: list[int], up_to: int | None = None) -> set[int]:
+        """The steps that stay; those above `up_to` are left alone, and do not count."""
+        above = {step for step in steps if up_to is not None and step > up_to}
+        older = [step for step in steps if step not in above]
+        return above | kept_steps(older, keep_last=self.keep_last, keep_every=self.keep_every)
+
+
+class Mirror:
+    """The two places of a run, as one rank of a job sees them."""
+
+    def __init__(
+        self, local: Store, remote: Store, retention: Retention, options: CopyOptions | None = None
+    ) -> None:
+        if str(local.location) == str(remote.location):
+            raise UsageError("the local folder is the run itself", value=str(local.location))
+        self.local, self.remote = local, remote
+        self._retention = retention
+        self._options = options or CopyOptions()
+        self._memory = _Memory()
+
+    def look(self, barrier: Barrier) -> None:
+        """Make sure that all ranks see one local folder, and that it is this run's; every rank
+        calls it before the first save or load.
+        """
+        if barrier.rank == 0:
+            self._claim()
+        mark = barrier.share(f"seen-by-all-{secrets.token_hex(8)}.txt")
+        try:
+            if barrier.rank == 0 and barrier.world_size > 1:
+                self.local.put(mark, b"for a moment")
+            barrier.share("written")
+            if barrier.rank > 0:
+                self._check_seen(mark, barrier.rank)
+            barrier.wait()
+        finally:
+            if barrier.rank == 0:
+                with suppress(CkptkitError):
+                    self.local.delete([mark])
+
+    def candidates(self, step: int | None, *, fallback: bool) -> list[tuple[int, str]]:
+        """The steps to load from, best first, and in which place; more than one with `fallback`.
+
+        Where both places have the same save of a step the local one is nearer; of two saves the
+        later counts.
+        """
+        here = Run(self.local).steps()
+        there = self._listed(here, fallback=fallback)
+        numbers = sorted({*here, *there}, reverse=True) if step is None else [step]
+        found: list[tuple[int, str]] = []
+        for number in numbers:
+            sides = [REMOTE] if number in there or number not in here else []
+            if number in here:
+                sides = self._in_order(number) if sides else [LOCAL]
+            found += [(number, side) for side in sides]
+            if not fallback:
+                break
+        return found if fallback else found[:1]
+
+    def upload(self, barrier: Barrier, up_to: int | None = None) -> None:
+        """Copy all local steps that are not in the other place, and that retention keeps, oldest
+        first; then delete what retention does not keep, in both places, of the steps up to the one
+        that was saved just now. A call of all ranks.
+        """
+        try:
+            plan = ""
+            if barrier.rank == 0:
+                plan = " ".join(map(str, self._pending(up_to)))
+            for step in map(int, barrier.share(plan).split()):
+                self._copy(step, barrier)
+            barrier.wait()
+        except BaseException as error:
+            barrier.leave(f"{type(error).__name__}: {error}".replace("\n", "; "))
+            raise
+        if barrier.rank == 0 and up_to is not None:
+            try:
+                self._prune(up_to)
+            except CkptkitError as error:
+                error.what = f"steps were copied, but older ones not deleted: {error.what}"
+                raise
+
+    def _claim(self) -> None:
+        """Write down which run the folder belongs to; steps of two runs must never mix."""
+        mine = str(self.remote.location)
+        try:
+            self.local.put(_OWNER, mine.encode(), exclusive=True)
+        except AlreadyExistsError:
+            theirs = self.local.read_whole(_OWNER, _LONGEST_LOCATION).decode(errors="replace")
+            if theirs == mine:
+                return
+            raise UsageError(
+                f"the folder holds steps of the run {theirs}",
+                where=str(self.local.location),
+                hint="give every run a local folder of its own",
+            ) from None
+
+    def _check_seen(self, mark: str, rank: int) -> None:
+        try:
+            self.local.size(mark)
+        except NotFoundError as error:
+            raise UsageError(
+                f"rank {rank} does not see what rank 0 writes here",
+                where=str(self.local.location),
+                hint="`local` is one folder that all ranks see: the disk of a single machine, "
+                "or a shared file system",
+            ) from error
+
+    def _listed(self, here: list[int], *, fallback: bool) -> list[int]:
+        try:
+            return Run(self.remote).steps()
+        except StorageError as error:
+            if fallback and here:
+                log.error("looking for local steps only: %s", error)
+                return []
+            if here:
+                error.hint = f"{error.hint}; " if error.hint else ""
+                error.hint += "fallback=True loads the newest step that is local"
+            raise
+
+    def _in_order(self, step: int) -> list[str]:
+        """The places of a step that is in both."""
+        here, there = (_save_of(store, step) for store in (self.local, self.remote))
+        if here is None or there is None:
+            return [LOCAL, REMOTE]
+        if here.save_id == there.save_id:
+            self._memory.arrived.add((step, here.save_id))
+            return [LOCAL, REMOTE]
+        newer = LOCAL if here.time >= there.time else REMOTE
+        log.warning("step %d was saved twice: that in the %s place is newer", step, newer)
+        return [LOCAL, REMOTE] if newer == LOCAL else [REMOTE, LOCAL]
+
+    def _saved_here(self) -> dict[int, str]:
+        """The save ids of the local steps; what cannot be read is left out."""
+        found: dict[int, str] = {}
+        for step in Run(self.local).steps():
+            save = _save_of(self.local, step)
+            if save is None:
+                log.error("step %d of %s cannot be read", step, self.local.location)
+            else:
+                found[step] = save.save_id
+        return found
+
+    def _pending(self, up_to: int | None) -> list[int]:
+        here, memory = self._saved_here(), self._memory
+        if memory.arrived.issuperset(here.items()):
+            return []
+        there = set(Run(self.remote).steps())
+        kept = self._retention.kept(sorted({*here, *there}), up_to)
+        for step in there.intersection(here):
+            if self._is_settled(step, here[step]):
+                memory.arrived.add((step, here[step]))
+        waiting = [s for s, i in here.items() if s in kept and (s, i) not in memory.arrived]
+        # What has failed must not keep others from being copied.
+        return sorted(waiting, key=lambda step: (step in memory.failed, step))
+
+    def _is_settled(self, step: int, save_id: str) -> bool:
+        """Whether a local step that is in the other place too must not be copied there."""
+        there = _save_of(self.remote, step)
+        if there is None or there.save_id == save_id:
+            return there is not None
+        # Overwriting is for what was saved since: a later save there is not to be lost.
+        return self._options.overwrite and self._in_order(step)[0] == REMOTE
+
+    def _copy(self, step: int, barrier: Barrier) -> None:
+        started = time.perf_counter()
+        self._memory.failed.add(step)
+        sent = copy_step(self.local, self.remote, step, barrier, self._options)
+        self._memory.failed.discard(step)
+        if barrier.rank == 0:
+            save = _save_of(self.local, step)
+            if save is not None:
+                self._memory.arrived.add((step, save.save_id))
+            log.info(
+                "copied step %d to %s: %.3f GB by rank 0 in %.2f s",
+                step,
+                self.remote.location,
+                sent / 1e9,
+                time.perf_counter() - started,
+            )
+
+    def _prune(self, up_to: int) -> None:
+        rules = self._retention
+        if not rules.is_all:
+            Run(self.remote).prune(
+                keep_last=rules.keep_last, keep_every=rules.keep_every, up_to=up_to
+            )
+        fewer = rules.local_keep_last is not None
+        if rules.is_all and not fewer:
+            return
+        removals = Run(self.local).plan_prune(
+            keep_last=rules.local_keep_last if fewer else rules.keep_last,
+            keep_every=None if fewer else rules.keep_every,
+            up_to=up_to,
+        )
+        here = self._saved_here()
+        kept = rules.kept(sorted(here), up_to)
+        arrived = self._memory.arrived
+        safe = all((s, i) in arrived for s, i in here.items() if s in kept and s <= up_to)
+
+        def may_go(removal: Removal) -> bool:
+            if removal.kind != "step" or (removal.step, removal.save_id) in arrived:
+                return True
+            return safe and removal.step not in kept
+
+        remove(self.local, [removal for removal in removals if may_go(removal)])
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What rank 0 knows without asking again."""
+
+    arrived: set[tuple[int, str]] = field(default_factory=set)
+    """(step, save id) of what the other place has, or had until it was deleted there, or has a
+    later save of that overwrote it."""
+    failed: set[int] = field(default_factory=set)
+
+
+def _save_of(store: Store, step: int) -> SaveInfo | None:
+    try:
+        return read_manifest(store, step_name(step)).save
+    except (FormatError, NotFoundError):
+        return None
