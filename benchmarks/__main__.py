@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks import live, reshard, speed
+from benchmarks import activation, live, objects, optimizers, reshard, speed, strategies
 from benchmarks.machine import describe, in_words
 from benchmarks.manifest import manifest
 from benchmarks.memory import memory
@@ -27,6 +27,10 @@ _WHAT = {
     "load": "by 1 and 2 processes",
     "live": "in a training job: FSDP2, tensor parallelism, asynchronous saves",
     "reshard": "offline, against copying and the peer's converter",
+    "objects": "over an object store on this machine, against obstore itself and DCP",
+    "activation": "of a GPT under each policy, against torch's own checkpoint",
+    "optimizers": "bytes of compressed gradients, steps that wait for nobody",
+    "strategies": "in one line, against torch by hand; grouping; what each takes",
     "plan": "reshards of 405B parameters",
     "slice": "column slices",
     "scale": "many arrays, chunks and ranks",
@@ -67,6 +71,10 @@ def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
         "load": [partial(speed.load, folder, gib, repeat, count) for count in (1, 2)],
         "live": live.benches(folder, gib, repeat),
         "reshard": reshard.benches(folder, repeat),
+        "objects": objects.benches(folder, repeat),
+        "activation": activation.benches(repeat),
+        "strategies": strategies.benches(repeat),
+        "optimizers": optimizers.benches(),
         "plan": [planning],
         "slice": [partial(isolated, slices, folder, gib)],
         "scale": [partial(listing, folder, repeat), partial(manifest, folder), ranks],

@@ -170,6 +170,32 @@ def _with_torch(tensors: list[Tensor], rank: int, world_size: int, address: str)
     }
 
 
+def _bucket(tensors: list[Tensor], rank: int, world_size: int, address: str) -> _Hosted:  # noqa: ARG001
+    from benchmarks.bucket import Bucket  # noqa: PLC0415
+    from benchmarks.to_bucket import Raw, ToBucket  # noqa: PLC0415
+
+    part, bucket = Part(tensors, rank, world_size), Bucket.told()
+    raw = {
+        f"obstore {what}: {at_once} x {mib} MiB": Raw(part, bucket, at_once, mib)
+        for what, at_once, mib in (("put", 4, 16), ("put", 8, 16), ("get", 8, 8), ("get", 16, 8))
+    }
+    return part, {"ckptkit": ToBucket(part, bucket), **raw}
+
+
+def _bucket_with_torch(tensors: list[Tensor], rank: int, world_size: int, address: str) -> _Hosted:
+    from benchmarks import peers  # noqa: PLC0415
+    from benchmarks.bucket import Bucket  # noqa: PLC0415
+    from benchmarks.to_bucket_torch import DcpToBucket  # noqa: PLC0415
+
+    peers.join(rank, world_size, address)
+    part, bucket = Part(tensors, rank, world_size), Bucket.told()
+    sharded = peers.sharded_tensors(part)
+    return part, {
+        "DCP": DcpToBucket(sharded, bucket),
+        "DCP, thread_count=2": DcpToBucket(sharded, bucket, threads=2),
+    }
+
+
 def _training(
     strategy: str, tensors: list[Tensor], rank: int, world_size: int, address: str
 ) -> _Hosted:
@@ -207,6 +233,8 @@ def _floors(held: Memory, world_size: int) -> dict[str, Contender]:
 _HOSTS: dict[str, Callable[[list[Tensor], int, int, str], _Hosted]] = {
     "light": _without_torch,
     "torch": _with_torch,
+    "bucket": _bucket,
+    "bucket, torch": _bucket_with_torch,
     "fsdp": partial(_training, "fsdp"),
     "tp": partial(_training, "tp"),
 }

@@ -39,13 +39,13 @@ class Tensor:
         return math.prod(self.shape) * BITS[self.dtype].itemsize
 
 
-def llama(gib: float) -> list[Tensor]:
+def llama(gib: float, narrower: int = 1) -> list[Tensor]:
     """The tensors of at least so many GiB: a tied embedding, and as many layers as that takes.
 
-    One layer of that size is more than 3 GB; what is asked to be small has narrower ones, to try
-    a benchmark out.
+    One layer of that size is more than 3 GB, of one `narrower` by 4 a sixteenth of it; what is
+    asked to be small has narrow ones, to try a benchmark out.
     """
-    shrink = _TRIAL_SHRINK if gib < _TRIAL_GIB else 1
+    shrink = max(narrower, _TRIAL_SHRINK if gib < _TRIAL_GIB else 1)
     hidden, ffn, vocab = HIDDEN // shrink, FFN // shrink, VOCAB // shrink
     fixed = {"embed": (vocab, hidden), "norm": (hidden,)}
     layer = {

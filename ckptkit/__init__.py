@@ -23,6 +23,7 @@ from ckptkit.checkpoint.writer import Writer
 from ckptkit.errors import CkptkitError
 from ckptkit.format.zarr_dtypes import register as _register
 from ckptkit.model import PerRank, Replicated, Split, Strategy, Sum
+from ckptkit.storage import open_store
 from ckptkit.version import __version__
 
 _register()
@@ -55,6 +56,7 @@ __all__ = [
     "digest",
     "explain_rules",
     "open",
+    "open_store",
     "plan_reshard",
     "rebuild",
     "reshard",

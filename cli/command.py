@@ -50,4 +50,6 @@ def _folders(
     param: click.Parameter,  # noqa: ARG001
     incomplete: str,
 ) -> list[CompletionItem]:
+    if "://" in incomplete:
+        return []  # a shell knows folders only, and would take the URL for one
     return [CompletionItem(incomplete, type="dir")]

@@ -6,6 +6,7 @@ import click
 from ckptkit.cli.command import command, location
 from ckptkit.cli.exits import CORRUPT, OK
 from ckptkit.cli.output import counted, emit, emit_json
+from ckptkit.cli.storage import Options, storage
 
 import ckptkit
 
@@ -19,15 +20,24 @@ import ckptkit
 @click.option("--step", metavar="N", type=click.IntRange(min=0), help="Which step, of several.")
 @click.option("--save-id", metavar="ID", help="Which save, where there are packs of several.")
 @click.option("--overwrite", is_flag=True, help="Replace the step where it is committed already.")
+@storage
 def commit(
-    run: str, step: int | None, save_id: str | None, *, overwrite: bool, as_json: bool
+    run: str,
+    step: int | None,
+    save_id: str | None,
+    *,
+    overwrite: bool,
+    storage_options: Options | None,
+    as_json: bool,
 ) -> None:
     """Commit the step of RUN that `ckpt reshard --engine slice:i/n` has written.
 
     Every slice writes its share of the packs and no more; once all have, this makes the step. It is
     refused while packs are missing, and says which.
     """
-    manifest = ckptkit.commit_packs(run, step=step, save_id=save_id, overwrite=overwrite)
+    manifest = ckptkit.commit_packs(
+        run, step=step, save_id=save_id, overwrite=overwrite, storage_options=storage_options
+    )
     save = manifest.save
     packs = len(manifest.packs)
     doc = {

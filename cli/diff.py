@@ -9,6 +9,7 @@ from ckptkit.cli.differences import document_of, lines_of
 from ckptkit.cli.exits import CORRUPT, NO, OK
 from ckptkit.cli.output import emit, emit_json
 from ckptkit.cli.progress import Bar
+from ckptkit.cli.storage import Options, source_storage, storage
 
 import ckptkit
 
@@ -33,6 +34,8 @@ import ckptkit
     help="At most this is in use.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="How many read; a few by default.")
+@storage
+@source_storage("A")
 def diff(  # noqa: PLR0913 — an option each
     a: str,
     b: str,
@@ -43,6 +46,8 @@ def diff(  # noqa: PLR0913 — an option each
     rtol: float,
     memory: str,
     threads: int | None,
+    storage_options: Options | None,
+    source_options: Options | None,
     as_json: bool,
 ) -> int:
     """Compare the steps A and B: names, shapes, dtypes, values, objects.
@@ -52,7 +57,8 @@ def diff(  # noqa: PLR0913 — an option each
     PATTERN, with * and ?, picks by the whole name or by the one inside of the group. Every byte is
     checked on the way.
     """
-    with Bar("diff", sum(map(_stored_bytes, (a, b)))) as bar:
+    own = storage_options if source_options is None else source_options
+    with Bar("diff", _stored_bytes(a, own) + _stored_bytes(b, storage_options)) as bar:
         found = ckptkit.diff(
             a,
             b,
@@ -63,6 +69,8 @@ def diff(  # noqa: PLR0913 — an option each
             memory=memory,
             threads=threads,
             progress=bar,
+            storage_options=storage_options,
+            source_options=source_options,
         )
     if as_json:
         emit_json(document_of(found))
@@ -71,6 +79,6 @@ def diff(  # noqa: PLR0913 — an option each
     return OK if found.same else NO
 
 
-def _stored_bytes(location: str) -> int:
-    with ckptkit.open(location) as checkpoint:
+def _stored_bytes(location: str, storage_options: Options | None) -> int:
+    with ckptkit.open(location, storage_options=storage_options) as checkpoint:
         return stored_bytes(checkpoint)

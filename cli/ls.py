@@ -8,18 +8,20 @@ from ckptkit.cli.command import command, location
 from ckptkit.cli.output import aligned, emit, emit_json, moment
 from ckptkit.cli.quantity import size_text
 from ckptkit.cli.runs import open_run
+from ckptkit.cli.storage import Options, storage
 
 
 @command("ckpt ls runs/7b")
 @location("run")
-def ls(run: str, *, as_json: bool) -> None:
+@storage
+def ls(run: str, *, storage_options: Options | None, as_json: bool) -> None:
     """List the steps of RUN, lowest number first.
 
     Says of each when it was saved, its size, its strategy, and whether it is committed. A step that
     is not committed was never finished, or is being written; its size is what is there. The newest
     step is the last one: numbers count, not times.
     """
-    found = open_run(run)
+    found = open_run(run, storage_options)
     steps = [
         {
             "step": info.step,

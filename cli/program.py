@@ -24,6 +24,7 @@ COMMANDS = (
     "unpack",
     "prune",
     "rebuild",
+    "launch",
     "demo",
 )
 

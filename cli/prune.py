@@ -9,6 +9,9 @@ from ckptkit.cli.command import command, location
 from ckptkit.cli.output import aligned, counted, emit, emit_json
 from ckptkit.cli.quantity import seconds_of, size_text
 from ckptkit.cli.runs import open_run
+from ckptkit.cli.storage import Options, storage
+
+import ckptkit
 
 _KINDS = {
     "step": "step",
@@ -40,6 +43,7 @@ _KINDS = {
     help="Leave what no manifest names alone until this old: it may be a save under way.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@storage
 def prune(
     run: str,
     keep_last: int | None,
@@ -47,6 +51,7 @@ def prune(
     grace: float,
     *,
     dry_run: bool,
+    storage_options: Options | None,
     as_json: bool,
 ) -> None:
     """Delete old steps of RUN, and leftovers.
@@ -57,9 +62,11 @@ def prune(
     the highest step number, whenever it was saved. A step's manifest goes first, so that a crash
     leaves no half of one.
     """
-    found = open_run(run)
+    found = ckptkit.Run(run, storage_options=storage_options)
     work = found.plan_prune if dry_run else found.prune
     removals = work(keep_last=keep_last, keep_every=keep_every, grace=grace)
+    if not removals:
+        open_run(run, storage_options)  # which says what is wrong with a place that is no run
     gone = {removal.step for removal in removals if removal.kind == "step"}
     doc = {
         "run": found.location,

@@ -7,6 +7,7 @@ from ckptkit.cli.command import command, location
 from ckptkit.cli.description import stored_bytes
 from ckptkit.cli.exits import CORRUPT, OK
 from ckptkit.cli.output import counted, emit, emit_json
+from ckptkit.cli.storage import Options, storage
 
 import ckptkit
 from ckptkit.errors import NotFoundError, UsageError
@@ -20,7 +21,10 @@ from ckptkit.errors import NotFoundError, UsageError
 @click.option(
     "--save-id", metavar="ID", help="Which save, where the packs of several are complete."
 )
-def rebuild(step: str, save_id: str | None, *, as_json: bool) -> None:
+@storage
+def rebuild(
+    step: str, save_id: str | None, *, storage_options: Options | None, as_json: bool
+) -> None:
     """Make the lost manifest of STEP again.
 
     All it needs are the packs; a damaged manifest is replaced. STEP must be the folder of the step
@@ -28,11 +32,11 @@ def rebuild(step: str, save_id: str | None, *, as_json: bool) -> None:
     read exists, and where the packs are not complete.
     """
     try:
-        ckptkit.rebuild(step, save_id=save_id)
+        ckptkit.rebuild(step, save_id=save_id, storage_options=storage_options)
     except NotFoundError:
-        _refuse_run(step)
+        _refuse_run(step, storage_options)
         raise
-    with ckptkit.open(step) as checkpoint:
+    with ckptkit.open(step, storage_options=storage_options) as checkpoint:
         arrays, packs = len(checkpoint.arrays), len(checkpoint.manifest.packs)
         save_id = checkpoint.save_id
         doc = {
@@ -51,8 +55,9 @@ def rebuild(step: str, save_id: str | None, *, as_json: bool) -> None:
         emit([f"step {doc['step']} is committed again: {what}, saved as {save_id}"])
 
 
-def _refuse_run(location: str) -> None:
-    without = [str(info.step) for info in ckptkit.Run(location).listing() if not info.committed]
+def _refuse_run(location: str, storage_options: Options | None) -> None:
+    run = ckptkit.Run(location, storage_options=storage_options)
+    without = [str(info.step) for info in run.listing() if not info.committed]
     if without:
         raise UsageError(
             "a run, not a step",

@@ -12,6 +12,7 @@ from ckptkit.cli.planned import document_of, lines_of
 from ckptkit.cli.progress import Bar
 from ckptkit.cli.quantity import size_text
 from ckptkit.cli.sizes import sizes_from
+from ckptkit.cli.storage import source_storage, storage
 
 import ckptkit
 
@@ -61,6 +62,8 @@ import ckptkit
     is_flag=True,
     help="Only say what would be done; a little is read and written.",
 )
+@storage
+@source_storage("SRC")
 def reshard(src: str, dst: str, *, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Write the step SRC for another strategy into the run DST.
 

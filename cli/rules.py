@@ -9,6 +9,7 @@ from ckptkit.cli.command import command, location
 from ckptkit.cli.exits import CORRUPT, NO, OK
 from ckptkit.cli.output import aligned, counted, emit, emit_json, printable
 from ckptkit.cli.sizes import sizes_from
+from ckptkit.cli.storage import Options, storage
 
 import ckptkit
 
@@ -25,6 +26,7 @@ import ckptkit
 @click.option("--config", metavar="FILE", help="A config.json with the sizes that rules refer to.")
 @click.option("--set", "given", metavar="NAME=N", multiple=True, help="One such size.")
 @click.option("--replicate-unknown", is_flag=True, help="Replicate what no rule knows.")
+@storage
 def rules(
     src: str,
     *,
@@ -33,6 +35,7 @@ def rules(
     config: str | None,
     given: tuple[str, ...],
     replicate_unknown: bool,
+    storage_options: Options | None,
     as_json: bool,
 ) -> int:
     """Show how a strategy would cut each tensor of the step SRC.
@@ -43,7 +46,12 @@ def rules(
     """
     sizes = sizes_from(config, given)
     found = ckptkit.explain_rules(
-        src, to=to, rules=rules, sizes=sizes, replicate_unknown=replicate_unknown
+        src,
+        to=to,
+        rules=rules,
+        sizes=sizes,
+        replicate_unknown=replicate_unknown,
+        storage_options=storage_options,
     )
     unknown = [each.name for each in found if each.unknown]
     missing = sorted({size for each in found for size in each.unknown_sizes})

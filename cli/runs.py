@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from ckptkit.cli.storage import Options
+
 import ckptkit
 from ckptkit.errors import UsageError
 
 
-def open_run(location: str) -> ckptkit.Run:
+def open_run(location: str, storage_options: Options | None = None) -> ckptkit.Run:
     """A run that has at least one step, committed or not."""
-    run = ckptkit.Run(location)
-    if not run.steps() and not run.listing():
+    run = ckptkit.Run(location, storage_options=storage_options)
+    if run.latest() is None and not run.listing():
         # Raises what is right for an empty place, and for a step that is not committed.
-        ckptkit.open(location).close()
+        ckptkit.open(location, storage_options=storage_options).close()
         raise UsageError(
             "a step, not a run",
             where=run.location,

@@ -10,6 +10,7 @@ from ckptkit.cli.description import stored_bytes
 from ckptkit.cli.exits import CORRUPT, OK, STORAGE
 from ckptkit.cli.output import counted, emit, emit_json
 from ckptkit.cli.progress import Bar
+from ckptkit.cli.storage import Options, storage
 
 import ckptkit
 from ckptkit.errors import FormatError
@@ -23,7 +24,15 @@ from ckptkit.errors import FormatError
 @location("step")
 @click.option("--threads", type=click.IntRange(min=1), help="How many read; a few by default.")
 @click.option("--digest", is_flag=True, help="Also print the digest of the state.")
-def verify(step: str, threads: int | None, *, digest: bool, as_json: bool) -> int:
+@storage
+def verify(
+    step: str,
+    threads: int | None,
+    *,
+    digest: bool,
+    storage_options: Options | None,
+    as_json: bool,
+) -> int:
     """Compare every byte of STEP with checksums.
 
     Also checks that the packs, the manifest and the Zarr documents say the same. All that is wrong
@@ -31,13 +40,14 @@ def verify(step: str, threads: int | None, *, digest: bool, as_json: bool) -> in
     compared with the one that STEP has on record, if any. With --json it comes with those of all
     arrays and objects.
     """
-    location, total = _located(step)
+    location, total = _located(step, storage_options)
+    how: Any = {"threads": threads, "storage_options": storage_options}
     with Bar("verify", total * (2 if digest else 1)) as bar:
-        findings = ckptkit.verify(location, threads=threads, progress=bar)
+        findings = ckptkit.verify(location, progress=bar, **how)
         found = None
         if digest and not findings:  # what is damaged has none
-            found = ckptkit.digest(location, threads=threads, progress=bar)
-            with ckptkit.open(location) as checkpoint:
+            found = ckptkit.digest(location, progress=bar, **how)
+            with ckptkit.open(location, storage_options=storage_options) as checkpoint:
                 findings = found.findings(checkpoint)
     if as_json:
         document = {"location": location, "ok": not findings, "findings": _documents(findings)}
@@ -74,10 +84,10 @@ def _exit_code(findings: list[ckptkit.Finding]) -> int:
     return STORAGE if all(f.kind == "unreadable" for f in findings) else CORRUPT
 
 
-def _located(step: str) -> tuple[str, int]:
+def _located(step: str, storage_options: Options | None) -> tuple[str, int]:
     """The step itself, where a run was given, and its size; verify says what is wrong with them."""
     try:
-        with ckptkit.open(step) as checkpoint:
+        with ckptkit.open(step, storage_options=storage_options) as checkpoint:
             return checkpoint.location, stored_bytes(checkpoint)
     except FormatError:
         return step, 0

@@ -41,7 +41,7 @@ def losses(lines: str) -> dict[int, float]:
     }
 
 
-@pytest.mark.parametrize("name", ["plain_zarr", "reshard_offline", "sharded_save"])
+@pytest.mark.parametrize("name", ["plain_zarr", "reshard_offline", "save_to_s3", "sharded_save"])
 def test_an_example_runs_and_says_what_it_did(name: str) -> None:
     out = output_of("-W", "error", FOLDER / f"{name}.py")
     assert out.strip()
@@ -81,6 +81,19 @@ def test_a_pipeline_goes_on_in_one_process(tmp_path: Path) -> None:
     assert found[1][20] < found[2][10]
 
 
+def test_a_text_changes_the_strategy_of_a_run(tmp_path: Path) -> None:
+    found: dict[int, float] = {}
+    for steps, (ranks, strategy) in zip(
+        (10, 20, 30), ((1, "ddp"), (2, "zero1"), (2, "pp")), strict=True
+    ):
+        job = (FOLDER / "strategies.py", "--dir", tmp_path, "--strategy", strategy)
+        out = output_of(*TORCHRUN, "--nproc-per-node", ranks, *job, "--steps", steps)
+        assert f"{strategy}:{ranks}" in out
+        found |= losses(out)
+    assert list(found) == [10, 20, 30]
+    assert found[30] < found[10]
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_short(example: Path) -> None:
     assert len(example.read_text().splitlines()) < 80
@@ -118,3 +131,15 @@ def test_what_the_readme_shows_of_a_training_loop_runs(
     exec(calls, names)
     (weight,) = names["weights"].values()  # type: ignore[attr-defined]
     assert torch.equal(weight, model.embed.weight)
+
+
+def test_the_activations_of_each_policy_are_told_and_its_gradients_are_the_same(
+    tmp_path: Path,
+) -> None:
+    chart = tmp_path / "chart.png"
+    out = output_of("-W", "error", FOLDER / "activation_memory.py", "--chart", chart)
+    rows = re.findall(r"^(\S.*?) +([\d.]+) +([\d.]+) +[\d.]+  the same$", out, re.MULTILINE)
+    peaks = {name: float(peak) for name, _, peak in rows}
+    assert list(peaks) == ["none", "full", "every:2", "selective", "budget: half", "offload"]
+    assert peaks["budget: half"] <= peaks["none"] / 2 + 0.1
+    assert chart.exists() == ("no chart" not in out)

@@ -31,10 +31,13 @@ LAYERS: dict[str, tuple[set[str], str]] = {
     "cli": (set(), "a command calls the public API only, as a user's script would"),
 }
 PUBLIC = {"ckptkit", "ckptkit.errors", "ckptkit.schemas", *(f"ckptkit.{door}" for door in TORCH)}
+PUBLIC.add("ckptkit.parallel.launch")  # what `ckpt launch` is, without the rest of the door
 ONLY: dict[str, tuple[set[str], str]] = {
     "torch": (TORCH, "it costs seconds and 220 MB, which offline work must not pay"),
     "zarr": ({"format", "checkpoint"}, "zarr is a view for others, never the data path"),
-    **dict.fromkeys(("fsspec", "s3fs", "gcsfs", "obstore"), ({"storage"}, "it hides the stores")),
+    **dict.fromkeys(
+        ("fsspec", "s3fs", "gcsfs", "obstore", "botocore"), ({"storage"}, "it hides the stores")
+    ),
     **dict.fromkeys(("click", "rich"), ({"cli"}, "a library returns or raises, it never prints")),
 }
 BANNED = {"util", "utils", "helper", "helpers", "core", "common", "manager"}

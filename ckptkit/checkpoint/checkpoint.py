@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from ckptkit.checkpoint.array import Array
 from ckptkit.checkpoint.locate import manifest_at, read_manifest
+from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import Place, described, store_at
-from ckptkit.checkpoint.reading import Reader, Request, plan_job
+from ckptkit.checkpoint.reading import Reader, Request
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import FormatError, LayoutError, NotFoundError
@@ -21,22 +22,26 @@ from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import whole
 from ckptkit.model import Box, Strategy
-from ckptkit.storage import Store
+from ckptkit.storage import Address, Options, Store
 from ckptkit.storage.closing import Closing
 
 if TYPE_CHECKING:
     import zarr
 
 
-def open_checkpoint(location: Place) -> Checkpoint:
-    """Open a step, or the newest committed step of a run."""
-    store = store_at(location)
+def open_checkpoint(location: Place, *, storage_options: Options | None = None) -> Checkpoint:
+    """Open a step, or the newest committed step of a run.
+
+    `storage_options` say how to reach an object store: `endpoint`, `region`, `profile` and others;
+    what they leave out comes from the environment, as is usual there.
+    """
+    store = store_at(location, storage_options)
     prefix, manifest = manifest_at(store)
     return Checkpoint(store, prefix, manifest)
 
 
-def _reopened(location: str, prefix: str, save_id: str) -> Checkpoint:
-    store = store_at(location)
+def _reopened(address: Address, prefix: str, save_id: str) -> Checkpoint:
+    store = store_at(address)
     manifest = read_manifest(store, prefix)
     if manifest.save.save_id != save_id:
         raise FormatError(
@@ -145,22 +150,23 @@ class Checkpoint(Closing):
         verify: bool = True,
         threads: int | None = None,
         progress: Progress | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """Fill many arrays at once: (name, box, memory of the box's shape and the array's
         dtype).
 
         With `verify`, the default, chunks are read whole, and every byte that reaches the caller
         was compared with its checksum; without, only the bytes needed are read, unchecked. What
-        is in the memory after an error is undefined.
+        is in the memory after an error is undefined. `pace` says how much is asked of the store at
+        a time: without, what it likes best.
         """
         requests = [self._request(name, box, target) for name, box, target in wanted]
-        job = plan_job(self.manifest, requests, verify=verify)
-        reader = Reader(self.manifest, self._sources)
-        reader.run(job, verify=verify, threads=threads, progress=progress)
+        reader = Reader(self.manifest, self._sources, pace)
+        reader.read(requests, verify=verify, threads=threads, progress=progress)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Opened again where it arrives: handles do not travel.
-        return (_reopened, (str(self.store.location), self.prefix, self.save_id))
+        return (_reopened, (self.store.address, self.prefix, self.save_id))
 
     def close(self) -> None:
         """Close the packs; reading opens them again."""

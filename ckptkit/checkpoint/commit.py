@@ -13,33 +13,39 @@
    commit happened.
 5. When overwriting, the old data is freed. A crash before or in it leaves packs that no manifest
    names, as in 1.
+
+A manifest names packs by its own save id, so whichever manifest is there names one save whole:
+never a mixture. Where the store honours conditions (`Abilities.exclusive_create`), of two jobs that
+save the same step exactly one returns, and the other removes what it wrote, and nothing else. Where
+it ignores them, the store reads back what it put: then one that comes later is refused too, but of
+two that put their manifests in the same instant both may believe that they won. The last writer has
+replaced the other's step then; the data of that is an orphan which `prune` finds. The same is true
+everywhere of two jobs that overwrite one step.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from ckptkit.checkpoint.assemble import assemble, missing_groups
 from ckptkit.checkpoint.content import LocalContent
 from ckptkit.checkpoint.image import ImageWriting, PackImage, write_image
+from ckptkit.checkpoint.locate import manifest_bytes
+from ckptkit.checkpoint.pace import asked_in_threads, at_once
 from ckptkit.checkpoint.places import MANIFEST, data_prefix, described, under
 from ckptkit.checkpoint.tail import PackRecord, read_record
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
     FormatError,
-    NotFoundError,
     StepExistsError,
 )
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.envelope import MAX_DOCUMENT_BYTES
-from ckptkit.format.manifest import GROUPS_PACK, Manifest, PackInfo
+from ckptkit.format.manifest import GROUPS_PACK, Manifest, PackInfo, pack_name
 from ckptkit.format.pack import directory
 from ckptkit.format.zarr_documents import group_document, key_of
 from ckptkit.storage import Store
-
-_READERS = 8
 
 
 def refuse_committed(store: Store, prefix: str) -> None:
@@ -54,20 +60,25 @@ def gather(store: Store, prefix: str, save_id: str) -> Manifest:
     """
     folder = data_prefix(prefix, save_id)
     tables = ArrayTables()
+    sizes = {entry.key.rpartition("/")[2]: entry.size for entry in store.list(folder)}
 
     def read(rank: int) -> PackRecord:
-        return read_record(store, folder, rank, save_id, tables)
+        size = sizes.get(pack_name(rank))
+        return read_record(store, folder, rank, save_id, tables, size=size)
 
     first = read(0)
     # At most one more than there are packs, which is then missing: the world size is only a number
     # in a file.
-    count = min(first.record.save.world_size, len(store.children(folder)) + 1)
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="ckptkit") as executor:
-        found = [first, *executor.map(read, range(1, count))]
+    count = min(first.record.save.world_size, len(sizes) + 1)
+    readers = at_once(store.abilities)
+    found = [first, *asked_in_threads(read, range(1, count), readers)]
     records, packs = [item.record for item in found], [item.pack for item in found]
     groups = missing_groups(records)
     if groups:
-        packs.append(_ensure_groups(store, folder, groups))
+        if GROUPS_PACK in sizes:
+            # Left by a commit that did not finish, perhaps in the middle of it: nothing names it.
+            store.delete([f"{folder}/{GROUPS_PACK}"])
+        packs.append(_write_groups(store, folder, groups))
     return assemble(records, packs)
 
 
@@ -99,8 +110,10 @@ def publish(store: Store, prefix: str, manifest: Manifest, *, replace: bool) -> 
         there = committed_save_id(store, prefix)
         if there == manifest.save.save_id:
             # The answer was lost, or the step is there but perhaps not durable: once more, which
-            # changes nothing that can be seen.
-            store.put(key, data)
+            # changes nothing that can be seen. Elsewhere what is there is durable, and another save
+            # may be about to replace it.
+            if store.abilities.is_file_system:
+                store.put(key, data)
             return
         if there is not None and isinstance(error, AlreadyExistsError):
             raise _exists(store, prefix) from error
@@ -110,9 +123,11 @@ def publish(store: Store, prefix: str, manifest: Manifest, *, replace: bool) -> 
 def committed_save_id(store: Store, prefix: str) -> str | None:
     """The save id of the step's manifest as it is in the store now; None where there is none."""
     try:
-        data = store.read(under(prefix, MANIFEST))
+        data = manifest_bytes(store, prefix)
+        if data is None:
+            return None
         return Manifest.from_bytes(data, described(store, under(prefix, MANIFEST))).save.save_id
-    except (NotFoundError, FormatError):
+    except FormatError:
         return None
 
 
@@ -135,12 +150,9 @@ def groups_image(groups: list[str]) -> tuple[PackImage, bytes]:
     return image, directory(map(image.entry, range(len(groups))))
 
 
-def _ensure_groups(store: Store, folder: str, groups: list[str]) -> PackInfo:
+def _write_groups(store: Store, folder: str, groups: list[str]) -> PackInfo:
     image, closing = groups_image(groups)
     key = f"{folder}/{GROUPS_PACK}"
-    if GROUPS_PACK in store.children(folder):
-        # Left by a commit that did not finish, perhaps in the middle of it: nothing names it yet.
-        store.delete([key])
     segments = image.segments(store.abilities.part_size)
     writing = ImageWriting(store, key, image, segments, (len(closing), lambda: closing))
     write_image(writing)

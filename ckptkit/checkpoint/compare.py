@@ -15,13 +15,14 @@ from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.digest import object_digest, state_objects
 from ckptkit.checkpoint.nearness import Apart, Tolerance, apart, is_near
 from ckptkit.checkpoint.patterns import check_used, matches, pattern_list
-from ckptkit.checkpoint.places import Place
+from ckptkit.checkpoint.places import Place, stores_at
 from ckptkit.checkpoint.stored import StoredArray, StoredArrays
 from ckptkit.checkpoint.streaming import STREAM_MEMORY, Band, Limits, stream
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.format.names import inner_name
 from ckptkit.format.objects import ObjectInfo, whole
 from ckptkit.model.quantity import parse_size
+from ckptkit.storage import Options
 
 # What the numbers of a block are converted to, a few times over.
 _SPARE = 4 << 20
@@ -109,21 +110,28 @@ def diff(  # noqa: PLR0913 — one keyword for each decision, all with defaults
     memory: int | str = STREAM_MEMORY,
     threads: int | None = None,
     progress: Progress | None = None,
+    storage_options: Options | None = None,
+    source_options: Options | None = None,
 ) -> Diff:
     """What differs between two steps (of runs: their newest ones), whose strategies may differ.
 
     Elements are the same if their bits are, and with `atol` or `rtol` if they are at most `atol`
     plus `rtol` times the size of `b`'s apart; NaNs are all the same then. Patterns, with * and ?,
     pick arrays and objects by their whole name or the one inside of their group. Every chunk is
-    checked, and no more than `memory` is in use.
+    checked, and no more than `memory` is in use. `storage_options` reach both, unless
+    `source_options` are those of `a`.
     """
     patterns = pattern_list(include, "include"), pattern_list(exclude, "exclude")
     tolerance = Tolerance(atol, rtol)
-    limits = Limits.of(parse_size(memory), threads, sides=2, spare=_SPARE)
+    stores = stores_at(a, b, storage_options, source_options)
+    limits = Limits.of(parse_size(memory), threads, sides=2, spare=_SPARE, stores=stores)
     with ExitStack() as stack:
-        sides = [stack.enter_context(open_checkpoint(place)) for place in (a, b)]
+        sides = [stack.enter_context(open_checkpoint(store)) for store in stores]
         chosen = _chosen(sides, *patterns)
-        stored = [stack.enter_context(StoredArrays(c, limits.chunk_bytes)) for c in sides]
+        stored = [
+            stack.enter_context(StoredArrays(c, limits.chunk_bytes, limits.pace(c.store)))
+            for c in sides
+        ]
         names = sorted({name for side in stored for name in side if name in chosen})
         pairs = {name: _pair(name, stored) for name in names}
         values = _values(pairs.values(), tolerance, limits, progress)

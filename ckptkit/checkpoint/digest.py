@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from ckptkit.checkpoint.places import Place
+from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.stored import StoredArrays
 from ckptkit.checkpoint.streaming import STREAM_MEMORY, Band, Limits, Readable, stream
 from ckptkit.checkpoint.threads import Progress
@@ -21,6 +21,7 @@ from ckptkit.format.leaves import dumps
 from ckptkit.format.objects import ObjectInfo, whole
 from ckptkit.format.reserved import ALIKE, DIGEST_ALGORITHM
 from ckptkit.model.quantity import parse_size
+from ckptkit.storage import Options
 
 _ARRAY, _OBJECT, _STEP = b"ckptkit-array-1\0", b"ckptkit-object-1\0", b"ckptkit-step-1\0"
 
@@ -57,35 +58,30 @@ def digest(
     memory: int | str = STREAM_MEMORY,
     threads: int | None = None,
     progress: Progress | None = None,
+    storage_options: Options | None = None,
 ) -> Digest:
     """The digest of a step (of a run: its newest one), every chunk of which is checked."""
-    limits = Limits.of(parse_size(memory), threads)
+    store = store_at(location, storage_options)
+    limits = Limits.of(parse_size(memory), threads, stores=[store])
     with (
-        open_checkpoint(location) as checkpoint,
-        StoredArrays(checkpoint, limits.chunk_bytes) as stored,
+        open_checkpoint(store) as checkpoint,
+        StoredArrays(checkpoint, limits.chunk_bytes, limits.pace(store)) as stored,
     ):
-        return digest_of(
-            stored,
-            checkpoint.manifest.objects,
-            memory=parse_size(memory),
-            threads=threads,
-            progress=progress,
-        )
+        return digest_of(stored, checkpoint.manifest.objects, limits, progress=progress)
 
 
 def digest_of(
     arrays: Mapping[str, Readable],
     objects: Sequence[ObjectInfo],
+    limits: Limits,
     *,
-    memory: int = STREAM_MEMORY,
-    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Digest:
     """The digest of arrays by name, where two names may have one array, and of objects as a
     manifest has them.
     """
     distinct = list({id(array): array for array in arrays.values()}.values())
-    found = _digests(distinct, Limits.of(memory, threads), progress)
+    found = _digests(distinct, limits, progress)
     by_identity = {id(array): text for array, text in zip(distinct, found, strict=True)}
     of_arrays = {name: by_identity[id(arrays[name])] for name in sorted(arrays)}
     of_objects = {item.name: object_digest(item) for item in state_objects(objects, of_arrays)}

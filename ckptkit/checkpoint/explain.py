@@ -14,6 +14,7 @@ from ckptkit.checkpoint.rules_file import RulesLike, rules_between
 from ckptkit.model import Strategy, layout_of
 from ckptkit.plan.placing import Placed, decide
 from ckptkit.plan.subjects import Tensor
+from ckptkit.storage import Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ def explain_rules(
     rules: RulesLike | None = None,
     sizes: Mapping[str, Any] | None = None,
     replicate_unknown: bool = False,
+    storage_options: Options | None = None,
 ) -> list[Explained]:
     """How `reshard` with the same arguments would cut every tensor of the step at `src`.
 
@@ -47,7 +49,7 @@ def explain_rules(
     that was asked for, their `unknown` is not empty, and `reshard` would refuse them.
     """
     target = Strategy.of(to)
-    with open_checkpoint(src) as checkpoint:
+    with open_checkpoint(src, storage_options=storage_options) as checkpoint:
         source, outline = checkpoint.strategy, Outline.of(checkpoint.manifest)
     choice = choose(outline.arrays, outline.aliases, Selection())
     names = [chosen.inner for chosen in choice.arrays]

@@ -197,6 +197,7 @@ class ImageWriting:
         segments: Sequence[Segment],
         tail: tuple[int, Callable[[], bytes]],
         staged: AlignedBuffer | None = None,
+        memory: int | None = None,
     ) -> None:
         tail_length, self._make_tail = tail
         self.segments = segments
@@ -205,7 +206,7 @@ class ImageWriting:
         self._image = image
         self._staged = staged
         self._largest = max(extents)
-        self._sink = store.create(key, extents)
+        self._sink = store.create(key, extents, memory=memory)
 
     def write(self, number: int) -> int:
         """Fill and write one segment; returns its size."""

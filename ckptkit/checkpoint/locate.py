@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+from ckptkit.checkpoint.pace import ask_all
 from ckptkit.checkpoint.places import DATA, MANIFEST, described, step_number, under
 from ckptkit.errors import AlreadyExistsError, FormatError, NotCommittedError, NotFoundError
 from ckptkit.format.envelope import MAX_DOCUMENT_BYTES
@@ -11,19 +14,30 @@ from ckptkit.storage import Store
 
 def read_manifest(store: Store, prefix: str) -> Manifest:
     """The manifest of a step; NotCommittedError or NotFoundError where there is none."""
-    key = under(prefix, MANIFEST)
-    try:
-        data = store.read_whole(key, MAX_DOCUMENT_BYTES)
-    except NotFoundError as error:
-        raise _not_committed(store, prefix) from error
+    data = manifest_bytes(store, prefix)
     if not data:
-        raise _not_committed(store, prefix, is_begun=True)
-    manifest = Manifest.from_bytes(data, described(store, key))
+        raise _not_committed(store, prefix, store.children(prefix), is_begun=data is not None)
+    return _manifest(store, prefix, data)
+
+
+def manifest_bytes(store: Store, prefix: str) -> bytes | None:
+    """The manifest as it is stored, in one request; None where there is none, and nothing in one
+    that was only begun.
+    """
+    try:
+        return store.read_whole(under(prefix, MANIFEST), MAX_DOCUMENT_BYTES)
+    except NotFoundError:
+        return None
+
+
+def _manifest(store: Store, prefix: str, data: bytes) -> Manifest:
+    where = described(store, under(prefix, MANIFEST))
+    manifest = Manifest.from_bytes(data, where)
     number = step_number(prefix or store.location.name)
     if number is not None and number != manifest.save.step:
         raise FormatError(
             f"the manifest is of step {manifest.save.step}, the folder of step {number}",
-            where=described(store, key),
+            where=where,
             hint="the folder was renamed; give it its own name again",
         )
     return manifest
@@ -31,23 +45,26 @@ def read_manifest(store: Store, prefix: str) -> Manifest:
 
 def manifest_at(store: Store) -> tuple[str, Manifest]:
     """(prefix in the store, manifest) of the step at its location, or of the newest one of the
-    run there.
+    run there: one request for a step that has its own name, and two for a run.
     """
-    try:
+    if step_number(store.location.name) is not None and (data := manifest_bytes(store, "")):
+        return "", _manifest(store, "", data)
+    names = store.children("")
+    if MANIFEST in names or DATA in names:
         return "", read_manifest(store, "")
-    except NotCommittedError:
-        raise
-    except NotFoundError:
-        numbers = committed_steps(store)
-        if not numbers:
-            raise
-    prefix = numbers[max(numbers)]
-    return prefix, read_manifest(store, prefix)
+    for _, prefix in sorted(_numbered(names).items(), reverse=True):
+        if data := manifest_bytes(store, prefix):
+            return prefix, _manifest(store, prefix, data)
+    raise _not_committed(store, "", names)
 
 
 def step_folders(store: Store) -> dict[int, str]:
     """The folders of all steps of a run by number, committed or not."""
-    found = {step_number(name): name for name in store.children("")}
+    return _numbered(store.children(""))
+
+
+def _numbered(names: Iterable[str]) -> dict[int, str]:
+    found = {step_number(name): name for name in names}
     return {number: found[number] for number in sorted(n for n in found if n is not None)}
 
 
@@ -57,9 +74,17 @@ def committed_steps(store: Store) -> dict[int, str]:
     An empty manifest commits nothing: where a file system has no links it is what remains of a
     commit that was killed (`Store.put`).
     """
+    folders = step_folders(store)
+    sizes = ask_all(store, lambda name: _manifest_size(store, name), folders.values())
     return {
-        number: name for number, name in step_folders(store).items() if _manifest_size(store, name)
+        number: name for (number, name), size in zip(folders.items(), sizes, strict=True) if size
     }
+
+
+def newest_step(store: Store) -> int | None:
+    """The committed step of a run with the highest number, looked for from there."""
+    newest_first = sorted(step_folders(store).items(), reverse=True)
+    return next((number for number, name in newest_first if _manifest_size(store, name)), None)
 
 
 def refuse_begun(store: Store, prefix: str) -> None:
@@ -82,9 +107,10 @@ def _manifest_size(store: Store, prefix: str) -> int | None:
         return None
 
 
-def _not_committed(store: Store, prefix: str, *, is_begun: bool = False) -> NotFoundError:
+def _not_committed(
+    store: Store, prefix: str, names: Sequence[str], *, is_begun: bool = False
+) -> NotFoundError:
     where = described(store, prefix)
-    names = store.children(prefix)
     if is_begun or DATA in names:
         objects = len(store.list(under(prefix, DATA)))
         manifest = "an empty manifest" if is_begun else "no manifest"

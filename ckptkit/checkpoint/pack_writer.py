@@ -113,8 +113,11 @@ class Pack:
         segments: Sequence[Segment],
         *,
         refers: bool,
+        memory: int | None = None,
     ) -> ImageWriting:
-        """Begin to write the pack, for a caller with threads of its own."""
+        """Begin to write the pack, for a caller with threads of its own, who may say how much
+        memory the store's sink can have.
+        """
         name = record_name(self._rank)
         # Of no arrays the tables are the same for any strategies: these have to be compared then.
         refers = refers and len(self.table.arrays) > 0
@@ -128,6 +131,7 @@ class Pack:
                 lambda: self.image.tail(name, self._record(save, refers=refers))[0],
             ),
             self._staged,
+            memory,
         )
 
     def release(self) -> None:

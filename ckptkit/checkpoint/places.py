@@ -33,6 +33,20 @@ def store_at(place: Place, options: Options | None = None) -> Store:
     return place
 
 
+def stores_at(
+    source: Place, destination: Place, options: Options | None, source_options: Options | None
+) -> tuple[Store, Store]:
+    """The stores of two places: the same options reach both, unless the source has its own; a
+    store that is open already needs none.
+    """
+    own = options if source_options is None else source_options
+    is_shared = source_options is None
+    return (
+        store_at(source, None if is_shared and isinstance(source, Store) else own),
+        store_at(destination, None if isinstance(destination, Store) else options),
+    )
+
+
 def step_name(step: int) -> str:
     """The folder of a step."""
     if type(step) is not int or not 0 <= step <= MAX_STEP:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import secrets
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptkit.checkpoint.locate import read_manifest, step_folders
-from ckptkit.checkpoint.places import DATA, MANIFEST, data_prefix, under
+from ckptkit.checkpoint.pace import ask_all
+from ckptkit.checkpoint.places import DATA, MANIFEST, data_prefix, step_number, under
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Entry, Store
@@ -66,23 +68,22 @@ def plan_prune(
     keep_every: int | None,
     grace: float,
     up_to: int | None = None,
+    now: float | None = None,
 ) -> list[Removal]:
     """What to delete, oldest step first; of the committed steps none above `up_to`, and those do
     not count as newer ones.
 
     A step whose manifest cannot be read is left alone, and does not count among those that are
-    kept: it may be rebuilt, and what it names is unknown.
+    kept: it may be rebuilt, and what it names is unknown. `now` is the time by the store's clock.
     """
-    manifests: dict[int, Manifest | None] = {}
     folders = step_folders(store)
-    for step, folder in folders.items():
-        with suppress(FormatError):
-            manifests[step] = _manifest(store, folder)
+    manifests = _manifests(store, folders)
     readable = [step for step, manifest in manifests.items() if manifest is not None]
     above = {step for step in readable if up_to is not None and step > up_to}
     older = [step for step in readable if step not in above]
     kept = kept_steps(older, keep_last=keep_last, keep_every=keep_every) | above
-    before = time.time() - grace
+    # Without a grace all is old, whatever the clock says that things were stamped with.
+    before = (time.time() if now is None else now) - grace if grace > 0 else math.inf
     can_tell = grace <= 0 or store.abilities.modified_times  # whether a save is under way
     removals = []
     for step, manifest in manifests.items():
@@ -95,8 +96,14 @@ def plan_prune(
                 removals += _begun(store, step, folder, before)
             else:
                 removals += _orphans(store, step, folder, named, before)
-            removals += _leftovers(store, step, folder, before)
-    return removals
+            if store.abilities.is_file_system:
+                removals += _leftovers(store.leftovers(folder), before)
+    if can_tell and not store.abilities.is_file_system:
+        # Of uploads that nothing was visible of yet no listing knows the step.
+        unknown = folders.keys() - manifests.keys()
+        left = _leftovers(store.leftovers(), before)
+        removals += [removal for removal in left if removal.step not in unknown]
+    return sorted(removals, key=lambda removal: removal.step)
 
 
 def remove(store: Store, removals: Sequence[Removal]) -> None:
@@ -106,8 +113,23 @@ def remove(store: Store, removals: Sequence[Removal]) -> None:
     step saved anew.
     """
     for removal in removals:
-        if _still_holds(store, removal):
+        if removal.kind != "leftover" and _still_holds(store, removal):
             store.delete(removal.keys)
+    # Nothing is ever named as one of them again.
+    left = [key for removal in removals if removal.kind == "leftover" for key in removal.keys]
+    if left:
+        store.delete(left)
+
+
+def clock_of(store: Store) -> float:
+    """The time by the clock that a store stamps objects with, by a small one that is deleted."""
+    folder = f"clock-{secrets.token_hex(8)}"
+    key = f"{folder}/now"
+    store.put(key, b"now")
+    try:
+        return max((entry.modified for entry in store.list(folder)), default=time.time())
+    finally:
+        store.delete([key])
 
 
 def _step(store: Store, step: int, folder: str, save_id: str) -> Removal:
@@ -130,7 +152,8 @@ def _begun(store: Store, step: int, folder: str, before: float) -> list[Removal]
     # Young data may be of a save that is about to replace it.
     if claim and _old(entries, before):
         found.insert(0, Removal("orphan", step, folder, "", 0, (manifest,)))
-    if not claim and not store.children(under(folder, DATA)):
+    has_folders = store.abilities.is_file_system
+    if has_folders and not claim and not store.children(under(folder, DATA)):
         # Deleting a key in folders that are empty removes them.
         found.append(Removal("orphan", step, folder, "", 0, (data_prefix(folder, _NOTHING),)))
     return found
@@ -151,12 +174,14 @@ def _orphans(
     return found
 
 
-def _leftovers(store: Store, step: int, folder: str, before: float) -> list[Removal]:
-    return [
-        Removal("leftover", step, folder, "", entry.size, (entry.key,))
-        for entry in store.leftovers(folder)
-        if _old([entry], before)
-    ]
+def _leftovers(entries: Sequence[Entry], before: float) -> list[Removal]:
+    found = []
+    for entry in entries:
+        folder = entry.key.partition("/")[0]
+        step = step_number(folder)
+        if step is not None and _old([entry], before):
+            found.append(Removal("leftover", step, folder, "", entry.size, (entry.key,)))
+    return found
 
 
 def _old(entries: Sequence[Entry], before: float) -> bool:
@@ -164,8 +189,6 @@ def _old(entries: Sequence[Entry], before: float) -> bool:
 
 
 def _still_holds(store: Store, removal: Removal) -> bool:
-    if removal.kind == "leftover":
-        return True  # nothing is ever named so again
     try:
         manifest = _manifest(store, removal.folder)
     except FormatError:
@@ -177,6 +200,21 @@ def _still_holds(store: Store, removal: Removal) -> bool:
         return named == removal.save_id
     # Without a save id it was of a step that was not committed.
     return removal.save_id not in ("", named)
+
+
+def _manifests(store: Store, folders: Mapping[int, str]) -> dict[int, Manifest | None]:
+    """Those of all steps, None where there is none; steps whose manifest cannot be read are left
+    out.
+    """
+
+    def read(folder: str) -> tuple[bool, Manifest | None]:
+        try:
+            return True, _manifest(store, folder)
+        except FormatError:
+            return False, None
+
+    found = zip(folders, ask_all(store, read, folders.values()), strict=True)
+    return {step: manifest for step, (is_known, manifest) in found if is_known}
 
 
 def _manifest(store: Store, folder: str) -> Manifest | None:

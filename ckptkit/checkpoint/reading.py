@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
+from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.checkpoint.threads import Progress, cores, run_threads
 from ckptkit.errors import CorruptionError
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.zarr_documents import chunk_key
 from ckptkit.model import Box
-from ckptkit.plan.load import Piece, Pieces, coalesce, pieces_of, side_by_side
+from ckptkit.plan.load import Piece, Pieces, coalesce, join_runs, pieces_of, side_by_side
 from ckptkit.storage import Source, default_pool
 
-# One request at most this large goes through memory that stays in the processor's cache.
-REQUEST_BYTES = 2 << 20
+# So many bytes between two pieces are read along everywhere: headers are no longer.
 GAP_BYTES = 4 << 10
 BAND_BYTES = 4 << 20
 PAGE = 4096
@@ -72,7 +72,7 @@ def default_threads() -> int:
     return min(8, cores())
 
 
-def plan_job(manifest: Manifest, requests: Sequence[Request], *, verify: bool) -> Job:
+def plan_job(manifest: Manifest, requests: Sequence[Request], pace: Pace, *, verify: bool) -> Job:
     """Which bytes to read for the requests. With `verify` always whole chunks, so that each can be
     checked.
     """
@@ -94,8 +94,11 @@ def plan_job(manifest: Manifest, requests: Sequence[Request], *, verify: bool) -
     pack, start, stop = pack[order], start[order], stop[order]
     request = np.repeat(np.arange(len(requests)), counts)[order]
     place = _joined([np.arange(count) for count in counts])[order]
-    bands = side_by_side(pieces, request, place, pack)
-    runs = coalesce(pack, start, stop, gap=GAP_BYTES, limit=REQUEST_BYTES, together=bands)
+    bands = side_by_side(pieces, request, place, pack) if pace.by_rows else []
+    gap, limit = min(GAP_BYTES, pace.gap_bytes), pace.request_bytes
+    runs = coalesce(pack, start, stop, gap=gap, limit=limit, together=bands)
+    if not pace.by_rows:
+        runs = join_runs(runs, pack, start, stop, gap=pace.gap_bytes, limit=limit)
     return Job(
         requests,
         pieces,
@@ -115,11 +118,24 @@ def _joined(parts: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
 
 
 class Reader:
-    """Runs jobs over the packs of one step."""
+    """Runs jobs over the packs of one step, at the pace of their store or at another."""
 
-    def __init__(self, manifest: Manifest, sources: Sources) -> None:
+    def __init__(self, manifest: Manifest, sources: Sources, pace: Pace | None = None) -> None:
         self._manifest = manifest
         self._sources = sources
+        self._pace = pace or sources.pace
+
+    def read(
+        self,
+        requests: Sequence[Request],
+        *,
+        verify: bool,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Fill the targets of all requests."""
+        job = plan_job(self._manifest, requests, self._pace, verify=verify)
+        self.run(job, verify=verify, threads=threads, progress=progress)
 
     def run(
         self, job: Job, *, verify: bool, threads: int | None, progress: Progress | None = None
@@ -130,9 +146,11 @@ class Reader:
         pending = iter(job.runs)
         lock = threading.Lock()
         stopped = threading.Event()
+        # Always as much, so that loans find each other again.
+        size = BAND_BYTES + PAGE if self._pace.by_rows else self._pace.request_bytes
 
         def work() -> None:
-            with default_pool().take(BAND_BYTES + PAGE) as scratch:
+            with default_pool().take(size) as scratch:
                 while not stopped.is_set():
                     with lock:
                         run = next(pending, None)
@@ -142,7 +160,13 @@ class Reader:
                     if progress:
                         progress(int(job.stop[run[1] - 1] - job.start[run[0]]))
 
-        run_threads(work, min(threads or default_threads(), len(job.runs)), stopped)
+        run_threads(work, min(threads or self._pace.requests, len(job.runs)), stopped)
+
+    def _fetch(self, source: Source, start: int, memory: memoryview) -> None:
+        """Fill memory, by requests that are not too large where a copy of each is made."""
+        step = len(memory) if self._pace.by_rows else self._pace.request_bytes
+        for begin in range(0, len(memory), step):
+            source.read_into(start + begin, memory[begin : begin + step])
 
     def _read(self, job: Job, run: tuple[int, int], scratch: memoryview, *, verify: bool) -> None:
         first, last = run
@@ -155,7 +179,7 @@ class Reader:
         direct = _direct_target(job, run)
         with self._sources.use(int(job.pack[first])) as source:
             if direct is not None:
-                source.read_into(start, direct)
+                self._fetch(source, start, direct)
                 if verify:
                     self._check(job, first, direct)
             elif size <= len(scratch):
@@ -168,7 +192,7 @@ class Reader:
         self, job: Job, run: tuple[int, int], source: Source, memory: memoryview, *, verify: bool
     ) -> None:
         start = int(job.start[run[0]])
-        source.read_into(start, memory)
+        self._fetch(source, start, memory)
         for row in range(*run):
             at = int(job.start[row]) - start
             data = memory[at : at + int(job.stop[row] - job.start[row])]

@@ -25,12 +25,14 @@ from ckptkit.errors import (
     VersionError,
 )
 from ckptkit.format.manifest import Manifest
-from ckptkit.storage import Store
+from ckptkit.storage import Options, Store
 
 _NAMED = 8
 
 
-def rebuild(location: Place, *, save_id: str | None = None) -> Manifest:
+def rebuild(
+    location: Place, *, save_id: str | None = None, storage_options: Options | None = None
+) -> Manifest:
     """Make the manifest of a step from its packs and commit it; refused where a readable one
     exists.
 
@@ -39,7 +41,7 @@ def rebuild(location: Place, *, save_id: str | None = None) -> Manifest:
     With the packs of several complete saves in the step, `save_id` has to say which one is
     meant.
     """
-    store = store_at(location)
+    store = store_at(location, storage_options)
     damaged = _check_manifest(store)
     manifest = _choose(store, save_id)
     number = step_number(store.location.name)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.locate import committed_steps, read_manifest, step_folders
+from ckptkit.checkpoint.locate import committed_steps, newest_step, read_manifest, step_folders
+from ckptkit.checkpoint.pace import ask_all
 from ckptkit.checkpoint.places import DATA, MANIFEST, Place, described, step_name, store_at, under
-from ckptkit.checkpoint.prune import Removal, plan_prune, remove
+from ckptkit.checkpoint.prune import Removal, clock_of, plan_prune, remove
 from ckptkit.errors import FormatError, NotFoundError
+from ckptkit.storage import Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,8 @@ class StepInfo:
 class Run:
     """The steps of one training run."""
 
-    def __init__(self, location: Place) -> None:
-        self._store = store_at(location)
+    def __init__(self, location: Place, *, storage_options: Options | None = None) -> None:
+        self._store = store_at(location, storage_options)
 
     @property
     def location(self) -> str:
@@ -43,7 +46,7 @@ class Run:
         """The newest committed step, or None: the one with the highest number, whenever it was
         saved.
         """
-        return max(self.steps(), default=None)
+        return newest_step(self._store)
 
     def open(self, step: int | None = None) -> Checkpoint:
         """Open a step, the newest committed one by default."""
@@ -60,7 +63,8 @@ class Run:
 
     def listing(self) -> list[StepInfo]:
         """All steps, committed or not, ascending."""
-        return [self._info(step, name) for step, name in step_folders(self._store).items()]
+        folders = step_folders(self._store).items()
+        return list(ask_all(self._store, lambda folder: self._info(*folder), folders))
 
     def plan_prune(
         self,
@@ -92,7 +96,17 @@ class Run:
         up_to: int | None = None,
     ) -> list[Removal]:
         """Delete what `plan_prune` lists; returns it."""
-        plan = self.plan_prune(keep_last=keep_last, keep_every=keep_every, grace=grace, up_to=up_to)
+        wanted: dict[str, Any] = {
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            "grace": grace,
+            "up_to": up_to,
+        }
+        plan = plan_prune(self._store, **wanted)
+        by_age = grace > 0 and any(removal.kind != "step" for removal in plan)
+        if by_age and not self._store.abilities.is_file_system:
+            # By a clock that is late, a save under way would look old.
+            plan = plan_prune(self._store, **wanted, now=clock_of(self._store))
         remove(self._store, plan)
         return plan
 
@@ -103,6 +117,8 @@ class Run:
         for step in steps:
             prefix = step_name(step)
             keys = [entry.key for entry in self._store.list(prefix)]
+            if not self._store.abilities.is_file_system:
+                keys += [entry.key for entry in self._store.leftovers(prefix)]
             if not keys:
                 raise NotFoundError(
                     "no such step",

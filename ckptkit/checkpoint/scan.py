@@ -13,7 +13,7 @@ import numpy as np
 from isal import isal_zlib
 
 from ckptkit.checkpoint.commit import groups_image
-from ckptkit.checkpoint.reading import default_threads
+from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.tail import PackRecord
 from ckptkit.checkpoint.threads import Progress, run_threads
 from ckptkit.format.arrays import ArrayInfo
@@ -36,6 +36,17 @@ Fault = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
+class Scanned:
+    """A pack that is read from end to end, and by how many threads."""
+
+    store: Store
+    key: str
+    size: int
+    threads: int | None = None
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Expected:
     """An entry, and what is to be compared besides its CRC, as far as that is known."""
 
@@ -54,44 +65,29 @@ class _Expected:
         return self.entry.offset + self.entry.length
 
 
-def scan_pack(
-    store: Store,
-    key: str,
-    found: PackRecord,
-    *,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> list[Fault]:
+def scan_pack(scanned: Scanned, found: PackRecord) -> list[Fault]:
     """(offset, what) for everything in a pack that is not as its record says."""
     misplaced: list[Fault] = []
     # Gone through twice, so that there is no object for each chunk.
     closing = directory(item.entry for item in _placed(found, misplaced))
     if misplaced:
         return misplaced
-    faults = _scan(store, key, _placed(found, misplaced), threads, progress)
+    faults = _scan(scanned, _placed(found, misplaced))
     position = found.entry.offset + found.entry.length
     if found.pack.size != position + len(closing):
         return [*faults, (position, "the directory has another length than it should")]
-    actual = store.read(key, position, len(closing))
+    actual = scanned.store.read(scanned.key, position, len(closing))
     if actual != closing:
         faults.append((position + _first_difference(actual, closing), "the directory is damaged"))
     return sorted(faults)
 
 
-def scan_chunks(
-    store: Store,
-    key: str,
-    manifest: Manifest,
-    pack: int,
-    *,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> list[Fault]:
+def scan_chunks(scanned: Scanned, manifest: Manifest, pack: int) -> list[Fault]:
     """The chunks of a pack whose record cannot be read, by what the manifest says of them."""
     rows = np.flatnonzero(manifest.pack == pack)
     rows = rows[np.argsort(manifest.offset[rows])]
     expected = (_Expected(_chunk(manifest, int(row))) for row in rows)
-    return sorted(_scan(store, key, expected, threads, progress))
+    return sorted(_scan(scanned, expected))
 
 
 def scan_groups(
@@ -107,7 +103,7 @@ def scan_groups(
     expected += closing
     if store.size(key) != len(expected):
         return [(0, "not the group documents of the step")]
-    actual = store.read(key)
+    actual = store.read_whole(key, len(expected))
     if actual == expected:
         return []
     return [(_first_difference(actual, expected), "not the group documents of the step")]
@@ -152,19 +148,14 @@ def _document(array: ArrayInfo | None) -> bytes:
     return group_document() if array is None else array_document(array)
 
 
-def _scan(
-    store: Store,
-    key: str,
-    expected: Iterable[_Expected],
-    threads: int | None,
-    progress: Progress | None,
-) -> list[Fault]:
-    pending = iter(_windows(expected))
+def _scan(scanned: Scanned, expected: Iterable[_Expected]) -> list[Fault]:
+    pace = Pace.of(scanned.store)
+    pending = iter(_windows(expected, _WINDOW if pace.by_rows else pace.request_bytes))
     lock = threading.Lock()
     stopped = threading.Event()
     faults: list[Fault] = []
 
-    with store.open(key) as source:
+    with scanned.store.open(scanned.key, scanned.size) as source:
 
         def work() -> None:
             while not stopped.is_set():
@@ -178,17 +169,17 @@ def _scan(
                     source.read_into(start, memory)
                     for item in window:
                         faults.extend(_faults(item, memory, start))
-                if progress:
-                    progress(size)
+                if scanned.progress:
+                    scanned.progress(size)
 
-        run_threads(work, threads or default_threads(), stopped)
+        run_threads(work, scanned.threads or pace.requests, stopped)
     return faults
 
 
-def _windows(expected: Iterable[_Expected]) -> Iterator[list[_Expected]]:
+def _windows(expected: Iterable[_Expected], nbytes: int) -> Iterator[list[_Expected]]:
     window: list[_Expected] = []
     for item in expected:
-        if window and item.stop - window[0].start > _WINDOW:
+        if window and item.stop - window[0].start > nbytes:
             yield window
             window = []
         window.append(item)

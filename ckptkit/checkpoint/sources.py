@@ -6,10 +6,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import data_prefix, described
-from ckptkit.errors import CorruptionError, NotFoundError
+from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Source, Store
+from ckptkit.storage.closing import Closing
 
 # Processes may often open 1,024 files; what is beyond this is opened for each read.
 _KEPT_OPEN = 400
@@ -19,6 +21,7 @@ class Sources:
     """Open packs by number; safe to use from any thread, except `close`."""
 
     def __init__(self, store: Store, prefix: str, manifest: Manifest) -> None:
+        self.pace = Pace.of(store)
         self._store = store
         self._folder = data_prefix(prefix, manifest.save.save_id)
         self._packs = manifest.packs
@@ -53,22 +56,61 @@ class Sources:
             return self._open.get(pack)
 
     def _opened(self, pack: int) -> Source:
+        written = self._packs[pack].size
         try:
-            source = self._store.open(self._key(pack))
+            source = self._store.open(self._key(pack), written)
         except NotFoundError as error:
-            raise CorruptionError(
-                "a pack of the step is missing",
-                where=self.where(pack),
-                hint="`ckpt verify` lists all damage; `ckpt ls RUN` shows the other steps",
-            ) from error
-        if source.size != self._packs[pack].size:
+            raise self._missing(pack) from error
+        if source.size != written:
             source.close()
-            raise CorruptionError(
-                f"the pack has {source.size} bytes, written were {self._packs[pack].size}",
-                where=self.where(pack),
-                hint="`ckpt verify` lists all damage; `ckpt ls RUN` shows the other steps",
-            )
-        return source
+            raise self._of_size(pack, source.size)
+        return source if self._store.abilities.is_file_system else _Looked(self, pack, source)
+
+    def explained(self, pack: int, error: CkptkitError) -> CkptkitError:
+        """What a read said that found the pack missing or short, where opening it asks nothing."""
+        if isinstance(error, NotFoundError):
+            return self._missing(pack)
+        try:
+            size = self._store.size(self._key(pack))
+        except CkptkitError:
+            return error
+        return self._of_size(pack, size) if size != self._packs[pack].size else error
+
+    def _missing(self, pack: int) -> CorruptionError:
+        return self._damaged(pack, "a pack of the step is missing")
+
+    def _of_size(self, pack: int, size: int) -> CorruptionError:
+        written = self._packs[pack].size
+        return self._damaged(pack, f"the pack has {size} bytes, written were {written}")
+
+    def _damaged(self, pack: int, what: str) -> CorruptionError:
+        return CorruptionError(
+            what,
+            where=self.where(pack),
+            hint="`ckpt verify` lists all damage; `ckpt ls RUN` shows the other steps",
+        )
 
     def _key(self, pack: int) -> str:
         return f"{self._folder}/{self._packs[pack].name}"
+
+
+class _Looked(Closing):
+    """An open pack of a store that was not asked whether it is there, and whole."""
+
+    def __init__(self, sources: Sources, pack: int, source: Source) -> None:
+        self._sources = sources
+        self._pack = pack
+        self._source = source
+
+    @property
+    def size(self) -> int:
+        return self._source.size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        try:
+            self._source.read_into(offset, buffer)
+        except (NotFoundError, CorruptionError) as error:
+            raise self._sources.explained(self._pack, error) from error
+
+    def close(self) -> None:
+        self._source.close()

@@ -12,8 +12,10 @@ import numpy.typing as npt
 from isal import isal_zlib
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.reading import BAND_BYTES
 from ckptkit.checkpoint.sources import Sources
+from ckptkit.checkpoint.threads import cores
 from ckptkit.errors import CorruptionError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
@@ -30,9 +32,10 @@ _MOST_TIMES = 2
 class StoredArrays(Mapping[str, "StoredArray"], Closing):
     """The arrays of a step by name; chunks above `chunk_bytes` are never in memory whole."""
 
-    def __init__(self, checkpoint: Checkpoint, chunk_bytes: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, chunk_bytes: int, pace: Pace | None = None) -> None:
         self._checkpoint = checkpoint
         self._chunk_bytes = chunk_bytes
+        self._pace = pace or Pace.of(checkpoint.store).shared(cores())
         self._sources = Sources(checkpoint.store, checkpoint.prefix, checkpoint.manifest)
         numbers = enumerate(checkpoint.manifest.arrays)
         self._known = {array.name: self._array(array, number) for number, array in numbers}
@@ -54,7 +57,8 @@ class StoredArrays(Mapping[str, "StoredArray"], Closing):
 
     def _array(self, info: ArrayInfo, number: int) -> StoredArray:
         first = int(self._checkpoint.manifest.starts[number])
-        return StoredArray(self._checkpoint, info, first, self._sources, self._chunk_bytes)
+        means = self._sources, self._pace, self._chunk_bytes
+        return StoredArray(self._checkpoint, info, first, *means)
 
 
 class StoredArray:
@@ -66,12 +70,14 @@ class StoredArray:
         info: ArrayInfo,
         first_row: int,
         sources: Sources,
+        pace: Pace,
         chunk_bytes: int,
     ) -> None:
         self._checkpoint = checkpoint
         self._info = info
         self._first_row = first_row
         self._sources = sources
+        self._pace = pace
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
         self._checked: npt.NDArray[np.bool_] | None = None
@@ -117,7 +123,7 @@ class StoredArray:
             self._read(piece, out[inside], verify=False)
 
     def _read(self, box: Box, out: npt.NDArray[Any], *, verify: bool) -> None:
-        self._checkpoint.read_many([(self._info.name, box, out)], verify=verify, threads=1)
+        self._checkpoint.read_many([(self._info.name, box, out)], verify=verify, pace=self._pace)
 
     def _is_read_whole(self, box: Box) -> bool:
         itemsize, largest, touched = self.dtype.itemsize, 1, 1

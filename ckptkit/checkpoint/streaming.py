@@ -12,11 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.reading import BAND_BYTES, default_threads
 from ckptkit.checkpoint.threads import Progress, run_threads
 from ckptkit.errors import UsageError
 from ckptkit.model import Box, DType, Grid
-from ckptkit.storage import BufferPool, default_pool
+from ckptkit.storage import BufferPool, Store, default_pool
 
 STREAM_MEMORY = 256 << 20
 
@@ -59,24 +60,51 @@ class Limits:
     workers: int
     band_bytes: int
     chunk_bytes: int
+    wanted_bytes: int = _WANTED
+    """About how much of an array is read at a time, where its chunks allow it."""
+    in_flight: int = 0
+    """What may be on its way from stores that are asked over a network."""
 
     @classmethod
-    def of(cls, memory: int, threads: int | None, *, sides: int = 1, spare: int = _MIB) -> Limits:
+    def of(
+        cls,
+        memory: int,
+        threads: int | None,
+        *,
+        sides: int = 1,
+        spare: int = _MIB,
+        stores: Sequence[Store] = (),
+    ) -> Limits:
         """Those with which `memory` is not exceeded; a thread holds a band of each of the `sides`,
         and `spare` bytes besides.
         """
         if threads is not None and threads < 1:
             raise UsageError("at least one thread is needed", value=threads)
-        if memory < LEAST_MEMORY:
+        is_remote = any(not store.abilities.is_file_system for store in stores)
+        least = 2 * LEAST_MEMORY if is_remote else LEAST_MEMORY
+        if memory < least:
             raise UsageError(
-                f"that is too little memory: {LEAST_MEMORY // _MIB} MiB are needed at least",
+                f"that is too little memory: {least // _MIB} MiB are needed at least",
                 value=memory,
             )
+        in_flight = memory // 2 if is_remote else 0
+        memory -= in_flight
         workers = min(threads or default_threads(), max(1, memory // _SHARE))
         # A chunk, or a row of many, waits where it is checked while its band is filled.
         free = memory // workers - BAND_BYTES - spare - _MIB
         band = free // (sides + 1)
-        return cls(workers, band, max(BAND_BYTES, band * 7 // 8))
+        # Over a network some requests for each band are under way at a time.
+        wanted = min(band, max(_WANTED, in_flight // workers // 2)) if is_remote else _WANTED
+        return cls(workers, band, max(BAND_BYTES, band * 7 // 8), wanted, in_flight)
+
+    def pace(self, store: Store) -> Pace:
+        """How each of the threads reads a store."""
+        return Pace.of(store, self.in_flight).shared(self.workers)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What buffers that are used again may take."""
+        return self.workers * (self.chunk_bytes + BAND_BYTES) + self.in_flight // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +156,7 @@ def stream(
                 turns.done(band)
                 if progress:
                     progress(sum(array.nbytes for array in arrays))
-                _forget(limits.workers * (limits.chunk_bytes + BAND_BYTES))
+                _forget(limits.kept_bytes)
         except BaseException:
             turns.stop()
             raise
@@ -171,7 +199,9 @@ def _all_bands(items: Sequence[Sequence[Readable]], limits: Limits) -> Iterator[
         itemsize = max(readable.dtype.itemsize for readable in readables)
         most = max(1, limits.band_bytes // itemsize)
         start = 0
-        for number, box in enumerate(bands(grids, min(most, _WANTED // itemsize), most)):
+        for number, box in enumerate(
+            bands(grids, min(most, limits.wanted_bytes // itemsize), most)
+        ):
             yield Band(item, number, start, box)
             start += box.size
 

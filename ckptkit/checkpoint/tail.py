@@ -28,29 +28,45 @@ class PackRecord:
 
 
 def read_record(
-    store: Store, folder: str, rank: int, save_id: str, tables: ArrayTables
+    store: Store,
+    folder: str,
+    rank: int,
+    save_id: str,
+    tables: ArrayTables,
+    *,
+    size: int | None = None,
 ) -> PackRecord:
     """The record of a rank's pack, checked; CorruptionError where the pack is not the one of this
     rank and save: copied, or renamed. Rank 0's has to be read before the others.
+
+    Who knows the size of the pack saves asking for it.
     """
     name = pack_name(rank)
     key = f"{folder}/{name}"
     where = described(store, key)
     try:
-        size = store.size(key)
+        size = store.size(key) if size is None else size
+        length = min(size, _tail_bytes(store))
+        tail = store.read(key, size - length, length)
     except NotFoundError as error:
         raise CorruptionError(
             "the pack is missing", where=where, hint="a file of the step was moved or deleted"
         ) from error
-    length = min(size, _TAIL)
-    entry = find_record(store.read(key, size - length, length), size, where)
-    data = _checked(store, key, entry, where)
+    entry = find_record(tail[-_TAIL:], size, where)
+    begin = entry.offset - (size - length)
+    data = tail[begin : begin + entry.length] if begin >= 0 else None
+    data = _checked(entry, where, data or store.read(key, entry.offset, entry.length))
     record = Record.from_bytes(data, where, tables, (rank, save_id))
     return PackRecord(record, PackInfo(name, size, (entry.offset, entry.length)), entry)
 
 
-def _checked(store: Store, key: str, entry: Entry, where: str) -> bytes:
-    data = store.read(key, entry.offset, entry.length)
+def _tail_bytes(store: Store) -> int:
+    """How much of the end is read at first: where requests are dear, what most records fit into."""
+    abilities = store.abilities
+    return _TAIL if abilities.is_file_system else max(_TAIL, abilities.gap_bytes)
+
+
+def _checked(entry: Entry, where: str, data: bytes) -> bytes:
     actual = int(isal_zlib.crc32(data))
     if actual != entry.crc:
         raise CorruptionError(

@@ -11,14 +11,17 @@ from itertools import chain, islice
 from pathlib import Path
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.pace import at_once
 from ckptkit.checkpoint.streaming import STREAM_MEMORY
 from ckptkit.checkpoint.threads import Progress, run_threads
 from ckptkit.checkpoint.zarr_view import ZarrView, presented_grid
-from ckptkit.errors import AlreadyExistsError
+from ckptkit.errors import AlreadyExistsError, UsageError
 from ckptkit.model.quantity import parse_size
+from ckptkit.storage import Location
 from ckptkit.storage.folders import sync_folder
 from ckptkit.storage.refusals import refusals
 
+_WRITING = 4
 # More than there are cores: the file system then writes its journal once for several files.
 _SYNCING = 8
 
@@ -37,6 +40,12 @@ def unpack(
     chunk at least.
     """
     limit = parse_size(memory)
+    if Location.parse(folder).scheme != "file":
+        raise UsageError(
+            "only a local folder can hold a plain Zarr directory",
+            value=str(folder),
+            hint="unpack into a folder, and copy that; `Checkpoint.zarr` reads without unpacking",
+        )
     target = Path(os.path.abspath(folder))  # noqa: PTH100 — resolve() would follow a link
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise AlreadyExistsError(
@@ -75,7 +84,9 @@ def _threads(checkpoint: Checkpoint, memory: int) -> int:
         ),
         default=1,
     )
-    return max(1, min(4, memory // (3 * max(1, largest))))
+    can = checkpoint.store.abilities
+    most = _WRITING if can.is_file_system else max(_WRITING, at_once(can))
+    return max(1, min(most, memory // (3 * max(1, largest))))
 
 
 def _write(view: ZarrView, root: Path, threads: int, progress: Progress | None) -> int:

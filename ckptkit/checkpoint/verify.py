@@ -6,20 +6,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from ckptkit.checkpoint.assemble import assemble
 from ckptkit.checkpoint.locate import manifest_at
+from ckptkit.checkpoint.pace import Pace, ask_all
 from ckptkit.checkpoint.places import Place, data_prefix, described, store_at
-from ckptkit.checkpoint.scan import Fault, scan_chunks, scan_groups, scan_pack
-from ckptkit.checkpoint.tail import read_record
+from ckptkit.checkpoint.scan import Fault, Scanned, scan_chunks, scan_groups, scan_pack
+from ckptkit.checkpoint.tail import PackRecord, read_record
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import CkptkitError, FormatError, NotFoundError, StorageError
 from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.record import Record
-from ckptkit.storage import Store
+from ckptkit.storage import Options, Store
+
+# So many packs at a time, where they are read over a network.
+_PACKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +42,18 @@ class Finding:
 
 
 def verify(
-    location: Place, *, threads: int | None = None, progress: Progress | None = None
+    location: Place,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    storage_options: Options | None = None,
 ) -> list[Finding]:
     """Everything that is wrong with a step (of a run: its newest one); an empty list says that
     every byte is as it was written.
 
     What is no committed step at all is a NotFoundError.
     """
-    store = store_at(location)
+    store = store_at(location, storage_options)
     try:
         prefix, manifest = manifest_at(store)
     except FormatError as error:
@@ -56,66 +65,97 @@ def _findings(
     store: Store, prefix: str, manifest: Manifest, threads: int | None, progress: Progress | None
 ) -> Iterator[Finding]:
     folder = data_prefix(prefix, manifest.save.save_id)
-    tables = ArrayTables()
-    # Where rank 0 knew all arrays its table is the manifest's, and can be had without its record.
-    known = ArrayTable.of(manifest.arrays, manifest.aliases)
-    tables.add(known, len(manifest.save.strategy.mesh.axes))
     wrong_size = set()
     for finding, name in _files(store, folder, manifest):
         wrong_size.add(name)
         yield finding
+    there = [n for n, pack in enumerate(manifest.packs) if pack.name not in wrong_size]
+    ranks = [number for number in there if manifest.packs[number].record is not None]
+    at_once = 1 if store.abilities.is_file_system else max(1, min(_PACKS, len(ranks)))
+    each = max(1, (threads or Pace.of(store).requests) // at_once)
+    look = _Look(store, folder, manifest, each, progress)
+    # The records of other ranks may refer to rank 0's.
+    looked = chain(map(look.at, ranks[:1]), ask_all(store, look.at, ranks[1:], at_once))
     records: list[Record] = []
-    for number, pack in enumerate(manifest.packs):
-        if pack.name in wrong_size:
-            continue
-        key = f"{folder}/{pack.name}"
-        where = described(store, key)
-        try:
-            faults = _scan(store, folder, manifest, number, records, tables, threads, progress)
-        except (FormatError, NotFoundError) as error:
-            yield _as_finding(error, where)
-            faults = _scan_without_record(store, key, manifest, number, threads)
-        except StorageError as error:
-            yield _as_finding(error, where)
-            continue
-        for at, what in faults:
-            yield Finding("corrupt", f"{where} at byte {at}", what)
+    for findings, record in looked:
+        yield from findings
+        records += [] if record is None else [record]
     if len(records) == manifest.save.world_size:
+        for number in set(there).difference(ranks):
+            yield from look.at_groups(number, records)
         yield from _compare(store, prefix, manifest, records)
 
 
-def _scan(
-    store: Store,
-    folder: str,
-    manifest: Manifest,
-    number: int,
-    records: list[Record],
-    tables: ArrayTables,
-    threads: int | None,
-    progress: Progress | None,
-) -> list[Fault]:
-    """The faults of one pack; its record, where it has one, is added to the records."""
-    pack = manifest.packs[number]
-    key = f"{folder}/{pack.name}"
-    if pack.record is None:
-        # Which documents belong in it follows from what the records say is elsewhere.
-        complete = len(records) == manifest.save.world_size
-        return scan_groups(store, key, manifest, records) if complete else []
-    found = read_record(store, folder, number, manifest.save.save_id, tables)
-    records.append(found.record)
-    faults = scan_pack(store, key, found, threads=threads, progress=progress)
-    if found.pack != pack:
-        faults.append((found.entry.offset, "the record is not where the manifest says"))
-    return faults
+class _Look:
+    """Looks at the packs of a step, one by one."""
 
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        manifest: Manifest,
+        threads: int,
+        progress: Progress | None,
+    ) -> None:
+        self._store = store
+        self._folder = folder
+        self._manifest = manifest
+        self._threads = threads
+        self._progress = progress
+        self._tables = ArrayTables()
+        # Where rank 0 knew all arrays its table is the manifest's, and can be had without its
+        # record.
+        known = ArrayTable.of(manifest.arrays, manifest.aliases)
+        self._tables.add(known, len(manifest.save.strategy.mesh.axes))
 
-def _scan_without_record(
-    store: Store, key: str, manifest: Manifest, number: int, threads: int | None
-) -> list[Fault]:
-    try:
-        return scan_chunks(store, key, manifest, number, threads=threads)
-    except CkptkitError:
-        return []  # it has been said that the pack cannot be read as it was written
+    def at(self, number: int) -> tuple[list[Finding], Record | None]:
+        """What is wrong with a rank's pack, and its record where that can be read."""
+        findings: list[Finding] = []
+        record: Record | None = None
+        try:
+            found = self._record(number)
+            record = found.record
+            faults = scan_pack(self._scanned(number), found)
+            if found.pack != self._manifest.packs[number]:
+                faults.append((found.entry.offset, "the record is not where the manifest says"))
+        except (FormatError, NotFoundError) as error:
+            findings.append(_as_finding(error, self._where(number)))
+            faults = self._chunk_faults(number)
+        except StorageError as error:
+            return [_as_finding(error, self._where(number))], record
+        return [*findings, *self._told(number, faults)], record
+
+    def at_groups(self, number: int, records: list[Record]) -> list[Finding]:
+        """What is wrong with the pack of documents that no rank wrote: which belong in it follows
+        from what the records say is elsewhere.
+        """
+        key = f"{self._folder}/{self._manifest.packs[number].name}"
+        try:
+            return self._told(number, scan_groups(self._store, key, self._manifest, records))
+        except CkptkitError as error:
+            return [_as_finding(error, self._where(number))]
+
+    def _record(self, number: int) -> PackRecord:
+        save_id, size = self._manifest.save.save_id, self._manifest.packs[number].size
+        return read_record(self._store, self._folder, number, save_id, self._tables, size=size)
+
+    def _chunk_faults(self, number: int) -> list[Fault]:
+        try:
+            return scan_chunks(self._scanned(number), self._manifest, number)
+        except CkptkitError:
+            return []  # it has been said that the pack cannot be read as it was written
+
+    def _scanned(self, number: int) -> Scanned:
+        pack = self._manifest.packs[number]
+        key = f"{self._folder}/{pack.name}"
+        return Scanned(self._store, key, pack.size, self._threads, self._progress)
+
+    def _told(self, number: int, faults: list[Fault]) -> list[Finding]:
+        where = self._where(number)
+        return [Finding("corrupt", f"{where} at byte {at}", what) for at, what in faults]
+
+    def _where(self, number: int) -> str:
+        return described(self._store, f"{self._folder}/{self._manifest.packs[number].name}")
 
 
 def _files(store: Store, folder: str, manifest: Manifest) -> Iterator[tuple[Finding, str]]:

@@ -42,7 +42,7 @@ from ckptkit.model import (
     parse_placement,
 )
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid
-from ckptkit.storage import BufferPool, default_pool
+from ckptkit.storage import BufferPool, Options, default_pool
 
 
 class Writer:
@@ -66,6 +66,7 @@ class Writer:
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         threads: int = DEFAULT_THREADS,
         progress: Progress | None = None,
+        storage_options: Options | None = None,
     ) -> None:
         self.strategy = Strategy.of(strategy)
         self.step = step
@@ -73,7 +74,7 @@ class Writer:
         self._prefix = step_name(step)
         self._barrier = _checked_barrier(barrier, rank, self.strategy)
         self._details = unpack(dumps(dict(details or {}), "details"), "details")
-        self._store = store_at(location)
+        self._store = store_at(location, storage_options)
         self._overwrite = overwrite
         self._chunk_bytes = chunk_bytes
         self._threads = threads

@@ -110,7 +110,7 @@ class ZarrView(Store):
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
         """Several values or ranges."""
-        return [await self.get(key, prototype, part) for key, part in key_ranges]
+        return await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges))
 
     async def exists(self, key: str) -> bool:
         """Whether a step has the key."""

@@ -10,23 +10,33 @@ from urllib.parse import unquote
 
 from ckptkit.errors import UsageError
 
-SCHEMES = ("file", "memory")
+BUCKETS = ("s3", "gs", "az")
+SCHEMES = ("file", "memory", *BUCKETS)
 
+_ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "azure": "az"}
+# fsspec can read these, but nobody can list or write there.
+_NO_STORES = ("http", "https", "data", "reference", "cached", "blockcache", "filecache")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_CHAINED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::.*://", re.DOTALL)
 # What pathlib makes of a URL; a drive letter has one letter.
 _COLLAPSED_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
-_USER = re.compile(r"^[^/@]*@")
+_BUCKET = re.compile(r"[A-Za-z0-9._:-]+")
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+_USER = re.compile(r"[^/]*@")
+_USER_AND_SECRET = re.compile(r"[^/@]*:[^/]*@")
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A place that can hold checkpoints: an absolute path, or a name in this process' memory."""
+    """A place that can hold checkpoints: an absolute path, a name in this process' memory, a
+    folder of a bucket, or whatever else fsspec knows.
+    """
 
     scheme: str
     path: str
 
     def __post_init__(self) -> None:
-        if self.scheme not in SCHEMES:
+        if self.scheme not in SCHEMES and not _fsspec_knows(self.scheme):
             raise _unknown_scheme(self.scheme)
         if not self.path or "\0" in self.path:
             raise UsageError("a location must be a non-empty path without NUL", value=self.path)
@@ -36,10 +46,12 @@ class Location:
                 value=self.path,
                 hint="Location.parse makes paths absolute",
             )
+        if self.scheme != "file":
+            _refuse_odd_names(self.scheme, self.path)
 
     @classmethod
     def parse(cls, text: str | os.PathLike[str] | Location) -> Location:
-        """Read a path (`~` expanded, made absolute), `file:///x` or `memory://name/x`."""
+        """Read a path (`~` expanded, made absolute) or a URL such as `s3://bucket/folder`."""
         if isinstance(text, Location):
             return text
         path = os.fspath(text)
@@ -54,6 +66,8 @@ class Location:
                 f"{match[1]}:/… is neither a URL nor a clear path",
                 hint="pass URLs as text, pathlib drops a slash; write ./ before a path like this",
             )
+        if _CHAINED_URL.match(path):
+            raise UsageError("chained URLs are not taken", hint="name one place, without `::`")
         return cls("file", _absolute(path))
 
     def __truediv__(self, name: str) -> Location:
@@ -74,7 +88,7 @@ class Location:
 
     @property
     def parent(self) -> Location:
-        """The location that holds this one; the topmost is its own parent."""
+        """The location that holds this one; the topmost, such as a bucket, is its own parent."""
         above = self.path.rpartition("/")[0]
         top = "/" if self.scheme == "file" else self.path
         return Location(self.scheme, above or top)
@@ -84,19 +98,55 @@ class Location:
 
 
 def _from_url(scheme: str, rest: str) -> Location:
-    if scheme not in SCHEMES:
+    scheme = _ALIASES.get(scheme, scheme)
+    if scheme not in SCHEMES and not _fsspec_knows(scheme):
         raise _unknown_scheme(scheme)
-    rest = _USER.sub("", rest)
+    _refuse_credentials(scheme, rest)
     if scheme == "file":
         return _from_file_url(unquote(rest))
-    names = rest.rstrip("/")
-    if not names or any(part in ("", ".", "..") for part in names.split("/")):
+    return Location(scheme, rest.rstrip("/") or "/")
+
+
+def _refuse_credentials(scheme: str, rest: str) -> None:
+    # Elsewhere a name before the host is no secret: sftp://me@host/folder.
+    secret = _USER_AND_SECRET if scheme not in SCHEMES else _USER
+    if scheme != "file" and secret.match(rest):
         raise UsageError(
-            "a memory location needs a plain name",
-            value=f"memory://{rest}",
-            hint="write memory://name or memory://name/folder",
+            "a location must not hold credentials",
+            where=f"{scheme}://…@…",
+            hint="pass them as storage options or in the environment, and only the name here",
         )
-    return Location("memory", names)
+
+
+def _refuse_odd_names(scheme: str, path: str) -> None:
+    # An absolute path behind some host-less scheme of fsspec keeps its slash.
+    names = path if scheme in SCHEMES else path.removeprefix("/")
+    if any(part in ("", ".", "..") for part in names.split("/")):
+        what = "a bucket" if scheme in BUCKETS else "a name"
+        raise UsageError(
+            f"a {scheme} location needs {what} and plain names below it",
+            value=f"{scheme}://{path}",
+            hint=f"write {scheme}://name or {scheme}://name/folder, no empty, `.` or `..` parts",
+        )
+    if scheme in BUCKETS:
+        _refuse_odd_characters(scheme, path)
+
+
+def _refuse_odd_characters(scheme: str, path: str) -> None:
+    # Engines fail at these, each in its own way, and not at once.
+    bucket = path.partition("/")[0]
+    if not _BUCKET.fullmatch(bucket):
+        raise UsageError(
+            "no bucket can have this name",
+            value=f"{scheme}://{bucket}",
+            hint="it has letters, digits, dots and dashes",
+        )
+    if _CONTROLS.search(path):
+        raise UsageError(
+            f"a {scheme} location must not hold control characters",
+            value=f"{scheme}://{path}",
+            hint="choose a name that can be printed",
+        )
 
 
 def _from_file_url(rest: str) -> Location:
@@ -123,9 +173,16 @@ def _absolute(path: str) -> str:
     return "/" + os.path.normpath(whole).lstrip("/")
 
 
+def _fsspec_knows(scheme: str) -> bool:
+    if scheme in _NO_STORES:
+        return False
+    from fsspec.registry import known_implementations, registry  # noqa: PLC0415 — costs time
+
+    return scheme in registry or scheme in known_implementations
+
+
 def _unknown_scheme(scheme: str) -> UsageError:
-    return UsageError(
-        "no store for this kind of URL",
-        value=f"{scheme}://",
-        hint="accepted are plain paths, file:///path and memory://name",
-    )
+    hint = "accepted are plain paths, file:///path, memory://name, s3://, gs:// and az://bucket"
+    if scheme in ("http", "https"):
+        hint = "for a server that speaks S3 write s3://bucket/folder, with the option endpoint"
+    return UsageError("no store for this kind of URL", value=f"{scheme}://", hint=hint)

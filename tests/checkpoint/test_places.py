@@ -104,7 +104,7 @@ def test_a_run_without_steps_has_none(tmp_path: Path, make: Callable[[Path], Pat
         run.delete([3])
 
 
-@pytest.mark.parametrize("place", ["", "a\0b", "ftp://host/run", "memory://", 3, None])
+@pytest.mark.parametrize("place", ["", "a\0b", "nowhere://host/run", "memory://", 3, None])
 def test_what_is_no_location_is_refused(place: object) -> None:
     with pytest.raises((UsageError, TypeError)):
         ckptkit.open(place)  # type: ignore[arg-type]

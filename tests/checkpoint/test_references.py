@@ -16,7 +16,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, Writer
-from ckptkit.checkpoint import attempt, commit
+from ckptkit.checkpoint import attempt, commit, pace
 from ckptkit.checkpoint.pack_writer import Holdings, Pack
 from ckptkit.errors import CkptkitError, FormatError, PeerError
 from ckptkit.format import array_table
@@ -138,7 +138,7 @@ def test_equal_arrays_are_read_once_however_many_ranks_know_them(
         return arrays_from_docs(*given)
 
     monkeypatch.setattr(array_table, "arrays_from_docs", counted)
-    monkeypatch.setattr(commit, "_READERS", 1)
+    monkeypatch.setattr(pace, "_FEW", 1)
     (save_id,) = store.children("step-0000000001/data")
     commit.gather(store, "step-0000000001", save_id)
     assert len(calls) == tables

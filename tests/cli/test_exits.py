@@ -51,7 +51,7 @@ def test_no_error_of_the_library_is_a_bug_of_it() -> None:
 def test_an_error_is_a_line_and_a_hint_on_stderr(
     option: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: str) -> None:
+    def fail(_: str, **options: object) -> None:
         raise errors.CorruptionError(
             "it is\x1b[2J bad", where="run/x", value=3, hint="throw it away"
         )
@@ -63,7 +63,7 @@ def test_an_error_is_a_line_and_a_hint_on_stderr(
 
 
 def test_a_bug_is_one_line_and_where_to_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ckptkit, "open", lambda _: 1 / 0)
+    monkeypatch.setattr(ckptkit, "open", lambda _, **options: 1 / 0)
     result = ckpt("show", "x")
     assert result.exit_code == 70
     assert result.stderr.startswith(
@@ -85,7 +85,7 @@ def test_wrong_usage_looks_as_all_errors_do() -> None:
 
 
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_: str) -> None:
+    def interrupt(_: str, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ckptkit, "open", interrupt)

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckptkit.model import Box, Grid
-from ckptkit.plan.load import coalesce, pieces_of, pieces_within
+from ckptkit.plan.load import coalesce, join_runs, pieces_of, pieces_within
 
 
 @st.composite
@@ -185,3 +185,32 @@ def test_extents_that_overlap_are_in_requests_that_hold_them_all(
 
 def test_nothing_to_read_is_no_request() -> None:
     assert coalesce(*columns([]), gap=1, limit=1) == []
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), max_size=30),
+    st.integers(0, 20),
+    st.integers(1, 200),
+)
+def test_runs_are_joined_while_little_is_read_for_nothing(
+    pieces: list[tuple[int, int]], gap: int, limit: int
+) -> None:
+    start, stop, at = list[int](), list[int](), 0
+    for apart, size in pieces:
+        start.append(at + apart)
+        at += apart + size
+        stop.append(at)
+    pack = np.array([number // 7 for number in range(len(pieces))], np.uint32)
+    starts, stops = np.array(start, np.int64), np.array(stop, np.int64)
+    runs = coalesce(pack, starts, stops, gap=0, limit=limit)
+    found = join_runs(runs, pack, starts, stops, gap=gap, limit=limit)
+    assert [row for first, last in found for row in range(first, last)] == list(range(len(pieces)))
+    assert len(found) <= len(runs)
+    for first, last in found:
+        size = stop[last - 1] - start[first]
+        needed = sum(stop[row] - start[row] for row in range(first, last))
+        assert len(set(pack[first:last].tolist())) == 1
+        if (first, last) not in runs:
+            assert size <= limit
+            assert (size - needed) * limit <= gap * size

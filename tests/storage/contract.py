@@ -146,7 +146,9 @@ class StoreContract:
         assert store.read("a/b") == b"first"
 
     def test_of_racing_exclusive_creators_one_wins(self, store: Store) -> None:
-        assert store.abilities.exclusive_create
+        store.put("first", b"x", exclusive=True)
+        if not store.abilities.exclusive_create:
+            pytest.skip("this store cannot tell racing creators apart, and says so")
         for attempt in range(5):
             start = threading.Barrier(16)
 
@@ -235,8 +237,9 @@ class StoreContract:
         with pytest.raises(AlreadyExistsError):
             store.create("a", [3])
         sink = store.create("b", [3])
-        with pytest.raises(AlreadyExistsError):
-            store.create("b", [3])
+        if store.abilities.is_file_system:
+            with pytest.raises(AlreadyExistsError):
+                store.create("b", [3])
         sink.write(0, memoryview(b"abc"))
         sink.finish()
         assert store.read("a") == b"precious"
@@ -290,6 +293,8 @@ class StoreContract:
         source.close()
 
     def test_a_source_outlives_its_name(self, store: Store) -> None:
+        if not store.abilities.is_file_system:
+            pytest.skip("every read asks for the name again")
         store.put("a", b"old")
         with store.open("a") as source:
             store.put("a", b"new")
@@ -344,6 +349,8 @@ class StoreContract:
         assert keys(store) == ["a/b"]
 
     def test_a_name_is_an_object_or_a_folder(self, store: Store) -> None:
+        if not store.abilities.is_file_system:
+            pytest.skip("there are no folders")
         store.put("object", b"x")
         store.put("folder/object", b"x")
         calls: list[Callable[[], object]] = [

@@ -23,7 +23,12 @@ from ckptkit.storage import LocalStore, Location, MemoryStore, open_store
         ("/odd/a:b@c%20d", "file", "/odd/a:b@c%20d", "/odd/a:b@c%20d"),
         ("memory://name", "memory", "name", "memory://name"),
         ("memory://name/x/y/", "memory", "name/x/y", "memory://name/x/y"),
-        ("memory://me:secret@name/x", "memory", "name/x", "memory://name/x"),
+        ("s3://bucket", "s3", "bucket", "s3://bucket"),
+        ("s3://bucket/run/a b%20~/", "s3", "bucket/run/a b%20~", "s3://bucket/run/a b%20~"),
+        ("S3A://bucket/x", "s3", "bucket/x", "s3://bucket/x"),
+        ("gcs://bucket/x", "gs", "bucket/x", "gs://bucket/x"),
+        ("abfs://container/x", "az", "container/x", "az://container/x"),
+        ("sftp://me@host/x", "sftp", "me@host/x", "sftp://me@host/x"),
     ],
 )
 def test_paths_and_urls_are_parsed(text: str, scheme: str, path: str, shown: str) -> None:
@@ -57,6 +62,12 @@ def test_relative_paths_and_home_become_absolute(
         "memory://a//b",
         "memory://a/../b",
         "http://x/y",
+        "nonsense://x/y",
+        "s3://",
+        "s3:///x",
+        "s3://bucket//x",
+        "gs://bucket/../x",
+        "simplecache::s3://bucket/x",
         "~no-such-user-here/x",
         Path("memory://name/x"),
         Path("s3://bucket/x"),
@@ -68,15 +79,28 @@ def test_what_is_no_location_is_refused_with_a_hint(text: str | Path) -> None:
     assert caught.value.hint or not str(text) or "\0" in str(text) or "%00" in str(text)
 
 
-def test_an_unknown_url_names_what_is_accepted_and_shows_no_secret() -> None:
+def test_an_unknown_url_names_what_is_accepted() -> None:
     with pytest.raises(UsageError) as caught:
-        Location.parse("s3://key:secret@bucket/run?token=secret")
-    assert "memory://" in caught.value.hint
-    assert "s3://" in str(caught.value)
+        Location.parse("nonsense://x")
+    assert "s3://" in caught.value.hint
+    with pytest.raises(UsageError) as caught:
+        Location.parse("http://127.0.0.1:9000/bucket")
+    assert "endpoint" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["s3://key:secret@bucket/x", "memory://me:secret@name", "sftp://me:secret@host/x", "s3://k@b"],
+)
+def test_credentials_in_a_url_are_refused_without_being_shown(text: str) -> None:
+    with pytest.raises(UsageError, match="credentials") as caught:
+        Location.parse(text)
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("scheme", "path"), [("ftp", "/x"), ("file", "x"), ("file", "")])
+@pytest.mark.parametrize(
+    ("scheme", "path"), [("nonsense", "/x"), ("s3", "a//b"), ("file", "x"), ("file", "")]
+)
 def test_a_location_made_by_hand_is_checked_too(scheme: str, path: str) -> None:
     with pytest.raises(UsageError):
         Location(scheme, path)
@@ -91,6 +115,10 @@ def test_locations_have_names_below_and_parents_above() -> None:
     name = Location.parse("memory://name")
     assert str(name / "x") == "memory://name/x"
     assert (name / "x").parent == name == name.parent
+    bucket = Location.parse("s3://bucket/run").parent
+    assert str(bucket) == "s3://bucket"
+    assert bucket.parent == bucket
+    assert str(bucket / "step/manifest") == "s3://bucket/step/manifest"
 
 
 @pytest.mark.parametrize("name", ["", "..", ".", "a/../b", "/a", "a/", "a//b", "a\0b"])
@@ -114,3 +142,16 @@ def test_a_store_refuses_a_location_that_is_not_its_own() -> None:
         LocalStore("memory://name")
     with pytest.raises(UsageError):
         MemoryStore(Location.parse("/tmp"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("s3://two words/run", "s3://what?/run", "gs://hash#tag", "s3://bücket"),
+        *("s3://bucket/a\tb", "s3://bucket/a\nb", "az://container/\x7f", "s3://bucket/\udcff"),
+    ],
+)
+def test_what_no_engine_can_ask_for_is_refused_at_once(text: str) -> None:
+    with pytest.raises(UsageError, match=r"no bucket can|control characters") as caught:
+        Location.parse(text)
+    assert str(caught.value).replace("\n", "").isprintable()

@@ -15,7 +15,7 @@ from ckptkit.checkpoint.places import data_prefix, described
 from ckptkit.checkpoint.reshard.copying import Route
 from ckptkit.checkpoint.reshard.engines import Slice
 from ckptkit.checkpoint.reshard.target import Target
-from ckptkit.checkpoint.scan import scan_pack
+from ckptkit.checkpoint.scan import Scanned, scan_pack
 from ckptkit.checkpoint.stored import check_chunk
 from ckptkit.checkpoint.tail import PackRecord, read_record
 from ckptkit.checkpoint.threads import Progress, run_threads
@@ -73,15 +73,19 @@ def finished_packs(
             continue
         key = f"{folder}/{pack_name(rank)}"
         if not _is_finished(target, store, folder, rank, progress):
-            _wait_until_quiet(store, key)
+            # Elsewhere than in a file system nobody is still writing what can be seen.
+            waited = store.abilities.is_file_system
+            if waited:
+                _wait_until_quiet(store, key)
             # Another run may have finished it meanwhile, or even have made the step.
-            if not _is_finished(target, store, folder, rank, progress):
+            if not (waited and _is_finished(target, store, folder, rank, progress)):
                 if committed_save_id(store, prefix) == target.save.save_id:
                     raise _at_work(described(store, key))
                 store.delete([key])
                 continue
-        # Its writer may have died between the last byte and making it durable.
-        store.sync([key])
+        if store.abilities.is_file_system:
+            # Its writer may have died between the last byte and making it durable.
+            store.sync([key])
         finished.add(rank)
     return finished
 
@@ -91,7 +95,9 @@ def _is_finished(
 ) -> bool:
     found = _record(target, store, folder, rank)
     key = f"{folder}/{pack_name(rank)}"
-    return found is not None and not scan_pack(store, key, found, progress=progress)
+    if found is None:
+        return False
+    return not scan_pack(Scanned(store, key, found.pack.size, progress=progress), found)
 
 
 def _record(target: Target, store: Store, folder: str, rank: int) -> PackRecord | None:
@@ -119,12 +125,12 @@ def _wait_until_quiet(store: Store, key: str) -> None:
     if not store.abilities.modified_times:
         return
     last = _modified(store, key)
-    while last is not None and (age := time.time() - last) < QUIET_SECONDS:
+    age = QUIET_SECONDS if last is None else time.time() - last
+    if age < QUIET_SECONDS:
+        # Whatever the server's clock says: what has not changed since then is quiet.
         time.sleep(min(QUIET_SECONDS, QUIET_SECONDS - age))
-        now = _modified(store, key)
-        if now not in (last, None):
+        if _modified(store, key) not in (last, None):
             raise _at_work(described(store, key))
-        last = now
 
 
 def _modified(store: Store, key: str) -> float | None:

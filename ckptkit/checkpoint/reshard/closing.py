@@ -9,13 +9,18 @@ from ckptkit.checkpoint.tail import read_record
 from ckptkit.errors import CkptkitError, NotCommittedError, NotFoundError, UsageError
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import Manifest, pack_name
-from ckptkit.storage import Store
+from ckptkit.storage import Options, Store
 
 _NAMED = 8
 
 
 def commit_packs(
-    location: Place, *, step: int | None = None, save_id: str | None = None, overwrite: bool = False
+    location: Place,
+    *,
+    step: int | None = None,
+    save_id: str | None = None,
+    overwrite: bool = False,
+    storage_options: Options | None = None,
 ) -> Manifest:
     """Commit the step of a run whose packs slices have written: the only one that is not committed,
     unless `step` names it.
@@ -23,7 +28,7 @@ def commit_packs(
     `save_id` says whose packs are meant, where those of several reshards are in the step;
     `overwrite` lets the step replace one that is committed.
     """
-    store = store_at(location)
+    store = store_at(location, storage_options)
     prefix = _chosen(store, step, overwrite=overwrite)
     found = _save(store, prefix, save_id)
     _check_complete(store, prefix, found)

@@ -13,7 +13,7 @@ from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.content import PackContent, PackedArray
 from ckptkit.checkpoint.image import ImageWriting
 from ckptkit.checkpoint.pack_writer import Pack, documents_of
-from ckptkit.checkpoint.reading import Reader, Request, plan_job
+from ckptkit.checkpoint.reading import Reader, Request
 from ckptkit.checkpoint.reshard.budget import Budget
 from ckptkit.checkpoint.reshard.casting import cast
 from ckptkit.checkpoint.reshard.objects import objects_of
@@ -52,7 +52,14 @@ def begin_pack(target: Target, rank: int, route: Route) -> ImageWriting:
     pack = Pack(content, target.table, rank, objects)
     segments = pack.image.segments_at(_lasts(content, [array for array, _ in mine], route.budget))
     try:
-        return pack.begin(route.store, route.prefix, target.save, segments, refers=rank > 0)
+        return pack.begin(
+            route.store,
+            route.prefix,
+            target.save,
+            segments,
+            refers=rank > 0,
+            memory=route.budget.ends.sink_bytes,
+        )
     except AlreadyExistsError as error:
         raise PeerError(
             "another reshard of the same step has begun this pack",
@@ -72,8 +79,7 @@ class CopiedContent(PackContent):
     ) -> None:
         super().__init__(documents, [PackedArray(a.info, chunks) for a, chunks in arrays])
         self._origins = [array for array, _ in arrays]
-        self._manifest = route.checkpoint.manifest
-        self._reader = Reader(self._manifest, route.sources)
+        self._reader = Reader(route.checkpoint.manifest, route.sources, route.budget.pace)
         self._budget = route.budget
 
     def filled_chunks(self, targets: Mapping[int, memoryview]) -> Iterator[int]:
@@ -104,8 +110,7 @@ class CopiedContent(PackContent):
 
     def _read(self, requests: list[Request], *, verify: bool) -> None:
         if requests:
-            job = plan_job(self._manifest, requests, verify=verify)
-            self._reader.run(job, verify=verify, threads=1)
+            self._reader.read(requests, verify=verify)
 
 
 def _lasts(content: PackContent, origins: Sequence[TargetArray], budget: Budget) -> list[int]:

@@ -23,6 +23,7 @@ from ckptkit.checkpoint.reshard.target import Outline, Recipe, Target, target_of
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
+from ckptkit.storage import Address
 
 ENGINES = "threads, processes, dask://host:port, ray, ray://host:port or slice:i/n"
 
@@ -31,10 +32,10 @@ ENGINES = "threads, processes, dask://host:port, ray, ray://host:port or slice:i
 class Task:
     """One pack to be copied, for a worker that knows nothing else."""
 
-    source: str
+    source: Address
     source_prefix: str
     source_save_id: str
-    destination: str
+    destination: Address
     prefix: str
     save_id: str
     recipe: Recipe
@@ -90,7 +91,7 @@ def copy_pack(task: Task) -> int:
 # Seconds between looks at whether the parent still lives.
 _LOOKS = 0.5
 
-_Key: TypeAlias = tuple[str, str, str, str]
+_Key: TypeAlias = tuple[Address, str, str, str]
 
 _known: dict[_Key, tuple[Target, Checkpoint]] = {}
 _lock = threading.Lock()

@@ -11,6 +11,7 @@ import numpy as np
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.places import data_prefix
+from ckptkit.checkpoint.reshard.budget import Budget
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.format.manifest import pack_name
 from ckptkit.storage import Store, default_pool
@@ -20,14 +21,15 @@ _PARTS, _CHUNKS = 16, 64
 
 
 def seconds_for(
-    checkpoint: Checkpoint, place: tuple[Store, str], workers: int, nbytes: tuple[int, int]
+    checkpoint: Checkpoint, place: tuple[Store, str], budget: Budget, nbytes: tuple[int, int]
 ) -> float:
-    """About how long it takes so many workers to read and to write so many bytes, beside each
-    other; the place is a store and the folder of a step in it.
+    """About how long it takes to read and to write so many bytes, beside each other; the place is a
+    store and the folder of a step in it.
     """
+    workers = budget.workers
     read, written = nbytes
-    reading = read / _reading_speed(checkpoint, workers) if read else 0.0
-    writing = written / _writing_speed(*place, workers, written) if written else 0.0
+    reading = read / _reading_speed(checkpoint, workers * budget.pace.requests) if read else 0.0
+    writing = written / _writing_speed(*place, budget, written) if written else 0.0
     return max(reading, writing)
 
 
@@ -51,14 +53,15 @@ def _reading_speed(checkpoint: Checkpoint, workers: int) -> float:
         sources.close()
 
 
-def _writing_speed(store: Store, prefix: str, workers: int, most: int) -> float:
+def _writing_speed(store: Store, prefix: str, budget: Budget, most: int) -> float:
     """Of at most so many bytes, by a pack that is given up before anyone can take it for one; where
     even that is cut off, `prune` finds it.
     """
     folder = data_prefix(prefix, f"probe-{secrets.token_hex(8)}")
     size = min(_PART, most)
     parts = min(_PARTS, most // size)
-    sink = store.create(f"{folder}/{pack_name(0)}", [size] * parts)
+    key, is_kept = f"{folder}/{pack_name(0)}", not store.abilities.is_file_system
+    sink = store.create(key, [size] * parts, memory=budget.ends.sink_bytes)
 
     def write(part: int) -> int:
         with default_pool().take(size) as memory:
@@ -67,14 +70,24 @@ def _writing_speed(store: Store, prefix: str, workers: int, most: int) -> float:
         return size
 
     try:
-        return _speed(write, range(parts), workers)
+        # What a sink keeps is on its way only, and there when it is finished.
+        return _speed(write, range(parts), budget.workers, sink.finish if is_kept else None)
     finally:
         sink.abort()
+        if is_kept:
+            store.delete([key])
 
 
-def _speed(work: Callable[[int], int], items: Sequence[int], workers: int) -> float:
+def _speed(
+    work: Callable[[int], int],
+    items: Sequence[int],
+    workers: int,
+    end: Callable[[], None] | None = None,
+) -> float:
     """Bytes per second."""
     with ThreadPoolExecutor(workers) as executor:
         began = time.perf_counter()
         done = sum(executor.map(work, items))
+        if end is not None:
+            end()
         return max(1, done) / max(1e-9, time.perf_counter() - began)

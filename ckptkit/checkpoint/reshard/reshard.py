@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from ckptkit.checkpoint.places import Place, store_at
+from ckptkit.checkpoint.places import Place, stores_at
 from ckptkit.checkpoint.reshard.budget import DEFAULT_MEMORY, resident_bytes
 from ckptkit.checkpoint.reshard.planning import ReshardPlan
 from ckptkit.checkpoint.reshard.selection import Selection, choose
@@ -21,6 +21,7 @@ from ckptkit.errors import UsageError
 from ckptkit.model import Strategy
 from ckptkit.model.quantity import parse_size
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
+from ckptkit.storage import Options, Store
 
 
 def plan_reshard(  # noqa: PLR0913 — one keyword for each decision, all but one with defaults
@@ -40,6 +41,8 @@ def plan_reshard(  # noqa: PLR0913 — one keyword for each decision, all but on
     digest: bool = False,
     overwrite: bool = False,
     probe: bool = False,
+    storage_options: Options | None = None,
+    source_options: Options | None = None,
 ) -> ReshardPlan:
     """What `reshard` with the same arguments would do, and the errors that it would raise before it
     writes anything.
@@ -49,7 +52,8 @@ def plan_reshard(  # noqa: PLR0913 — one keyword for each decision, all but on
     """
     asked = _Asked(to, expect, rules, sizes, replicate_unknown, selection, chunk_bytes)
     means = Means(parse_size(memory), _workers(workers), engine, digest, overwrite)
-    with _begun(src, dst, asked, means) as (_, work):
+    stores = stores_at(src, dst, storage_options, source_options)
+    with _begun(*stores, asked, means) as (_, work):
         return work.plan(probe=probe)
 
 
@@ -70,6 +74,8 @@ def reshard(  # noqa: PLR0913 — one keyword for each decision, all but one wit
     digest: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
+    storage_options: Options | None = None,
+    source_options: Options | None = None,
 ) -> Resharded:
     """Make the step at `src` (of a run: its newest) one of strategy `to`, in the run `dst`.
 
@@ -82,10 +88,12 @@ def reshard(  # noqa: PLR0913 — one keyword for each decision, all but one wit
     `chunk_bytes` about how large chunks are that cannot go over as they are. `engine` is threads,
     processes, dask://…, ray, ray://…, slice:i/n (see `commit_packs`) or any executor; `digest`
     records that of the state, which does not depend on the strategy, for which `src` is read twice.
+    `storage_options` reach both places, unless `source_options` are those of `src`.
     """
     asked = _Asked(to, expect, rules, sizes, replicate_unknown, selection, chunk_bytes)
     means = Means(parse_size(memory), _workers(workers), engine, digest, overwrite, progress)
-    with _begun(src, dst, asked, means) as (checkpoint, work):
+    stores = stores_at(src, dst, storage_options, source_options)
+    with _begun(*stores, asked, means) as (checkpoint, work):
         if not digest:
             return work.run()
         work.check_way(digest_to_come=True)
@@ -108,7 +116,7 @@ class _Asked:
 
 @contextmanager
 def _begun(
-    src: Place, dst: Place, asked: _Asked, means: Means
+    source: Store, destination: Store, asked: _Asked, means: Means
 ) -> Iterator[tuple[Checkpoint, Work]]:
     resident = resident_bytes()
     recipe = Recipe(
@@ -118,10 +126,10 @@ def _begun(
         asked.selection or Selection(),
         parse_size(asked.chunk_bytes),
     )
-    with open_checkpoint(src) as checkpoint:
+    with open_checkpoint(source) as checkpoint:
         _check_strategy(checkpoint, asked.expect)
         target = _target(checkpoint, recipe, asked)
-        yield checkpoint, Work(checkpoint, target, store_at(dst), means, resident)
+        yield checkpoint, Work(checkpoint, target, destination, means, resident)
 
 
 def _target(checkpoint: Checkpoint, recipe: Recipe, asked: _Asked) -> Target:

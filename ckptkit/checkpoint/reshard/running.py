@@ -16,7 +16,7 @@ from ckptkit.errors import CkptkitError
 
 # Writers of one file wait for each other, where it is not written past the page cache; of many, few
 # would be complete when a run is cut off.
-_AT_ONCE = 2
+PACKS_AT_ONCE = 2
 
 
 class Packs:
@@ -60,7 +60,7 @@ class Packs:
         ranks = iter(self._ranks)
         begun: deque[Iterator[tuple[ImageWriting, int]]] = deque()
         while True:
-            for rank in islice(ranks, _AT_ONCE - len(begun)):
+            for rank in islice(ranks, self._route.budget.ends.packs - len(begun)):
                 begun.append(self._segments_of(rank))
             if not begun:
                 return

@@ -25,7 +25,8 @@ def digest_of(checkpoint: Checkpoint, target: Target, memory: int) -> str:
     casts = [a for a in target.arrays if a.chosen.is_cast]
     ratios = [a.chosen.source.dtype.itemsize / a.chosen.dtype.itemsize for a in casts]
     share = max(LEAST_MEMORY, int(memory / (1 + max(ratios, default=0))))
-    with StoredArrays(checkpoint, Limits.of(share, None).chunk_bytes) as stored:
+    limits = Limits.of(share, None, stores=[checkpoint.store])
+    with StoredArrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store)) as stored:
         arrays: dict[str, Readable] = {}
         for array in target.arrays:
             source = stored[array.chosen.source.name]
@@ -35,7 +36,7 @@ def digest_of(checkpoint: Checkpoint, target: Target, memory: int) -> str:
             )
         for alias in target.choice.aliases:
             arrays[alias.name] = arrays[alias.alias_of]
-        return digest.digest_of(arrays, target.objects, memory=share).step
+        return digest.digest_of(arrays, target.objects, limits).step
 
 
 class CastArray:

@@ -16,13 +16,13 @@ from ckptkit.checkpoint.places import (
     step_name,
     step_number,
 )
-from ckptkit.checkpoint.reshard.budget import Budget, resident_bytes
+from ckptkit.checkpoint.reshard.budget import Budget, Ends, resident_bytes
 from ckptkit.checkpoint.reshard.checking import check_chunks, finished_packs, huge_chunks
 from ckptkit.checkpoint.reshard.copying import Route
 from ckptkit.checkpoint.reshard.engines import Slice, Task, check_engine, executor_of, run_tasks
 from ckptkit.checkpoint.reshard.planning import Cost, ReshardPlan, cost_of, plan_of
 from ckptkit.checkpoint.reshard.probe import seconds_for
-from ckptkit.checkpoint.reshard.running import Packs
+from ckptkit.checkpoint.reshard.running import PACKS_AT_ONCE, Packs
 from ckptkit.checkpoint.reshard.target import SAVE_ID_PREFIX, Target
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.checkpoint.threads import Progress
@@ -133,7 +133,7 @@ class Work:
         if probe:
             nbytes = cost.bytes_read, cost.bytes_written
             place = self.store, self._prefix
-            seconds = seconds_for(self._checkpoint, place, budget.workers, nbytes)
+            seconds = seconds_for(self._checkpoint, place, budget, nbytes)
         return plan_of(
             target,
             (self._checkpoint.location, self.location),
@@ -194,15 +194,15 @@ class Work:
     def _task(self, rank: int) -> Task:
         checkpoint = self._checkpoint
         return Task(
-            source=str(checkpoint.store.location),
+            source=checkpoint.store.address,
             source_prefix=checkpoint.prefix,
             source_save_id=checkpoint.save_id,
-            destination=str(self.store.location),
+            destination=self.store.address,
             prefix=self._prefix,
             save_id=self.target.save.save_id,
             recipe=self.target.recipe,
             rank=rank,
-            budget=Budget(1, self._budget.batch_bytes, self._budget.chunk_bytes),
+            budget=self._budget.alone(),
         )
 
     def _check_reachable(self) -> None:
@@ -230,7 +230,14 @@ class Work:
         largest = max((a.info.grid.chunk_elements * a.itemsize for a in stored), default=0)
         fixed = max(0, resident_bytes() - self.resident)
         each = 0 if means.is_here else _PROCESS_BYTES
-        return Budget.of(means.memory, means.workers, largest, fixed, each)
+        packs = PACKS_AT_ONCE if means.is_here else means.workers
+        # Twice the mean: packs need not be alike.
+        pack_bytes = 2 * sum(a.info.nbytes for a in target.arrays) // target.world_size
+        stores = self._checkpoint.store, self.store
+        ends = Ends.of(*stores, means.memory, packs, pack_bytes)
+        # Who works alone writes one pack at a time.
+        workers = means.workers if means.is_here else ends.packs
+        return Budget.of(means.memory, workers, largest, ends, fixed, each)
 
 
 def _check_run(store: Store) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ckptkit
+from tests.checkpoint.saving import Tensor, random_values, save
+from tests.servers.s3_server import Bucket
 
 _MEASURED = """
-import os, sys, threading, time
+import json, os, sys, threading, time
 from pathlib import Path
 import ckptkit
-source, destination, to, memory, engine = sys.argv[1:]
+source, destination, to, memory, engine, options = sys.argv[1:]
+options = json.loads(options)
 
 def resident():
     total, own = 0, os.getpid()
@@ -41,11 +46,31 @@ if __name__ == "__main__":
     watcher = threading.Thread(target=watch)
     watcher.start()
     rules = {"rules": [{"match": "*", "tp": "shard(1)"}]}
-    ckptkit.reshard(source, destination, to=to, rules=rules, memory=memory, engine=engine)
+    how = {"memory": memory, "engine": engine, "storage_options": options}
+    ckptkit.reshard(source, destination, to=to, rules=rules, **how)
     done.set()
     watcher.join()
     print(peak - before)
 """
+
+
+def measured(
+    folder: Path,
+    places: tuple[object, object],
+    memory: str,
+    engine: str,
+    options: Mapping[str, object],
+) -> int:
+    """By how many bytes a process and its children grow while they reshard."""
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("the system does not tell what is resident")
+    script = folder / "measured.py"
+    script.write_text(_MEASURED)
+    command = [sys.executable, str(script), *map(str, places), "tp:4", memory, engine]
+    command.append(json.dumps(dict(options)))
+    done = subprocess.run(command, capture_output=True, check=False, text=True)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -60,20 +85,31 @@ if __name__ == "__main__":
 def test_a_process_and_its_children_grow_by_less_than_the_cap(
     tmp_path: Path, memory: str, engine: str, chunk_bytes: int
 ) -> None:
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("the system does not tell what is resident")
     values = np.random.default_rng(0).integers(0, 1 << 30, (12, 2048, 2048), np.int32)
     with ckptkit.Writer(tmp_path / "a", step=1, chunk_bytes=chunk_bytes) as writer:
         for number, value in enumerate(values):
             writer.add(f"model/w{number}", value)
         writer.add("model/large", values.reshape(24576, 2048))
-    script = tmp_path / "measured.py"
-    script.write_text(_MEASURED)
-    command = [sys.executable, str(script), str(tmp_path / "a"), str(tmp_path / "b")]
-    command += ["tp:4", memory, engine]
-    done = subprocess.run(command, capture_output=True, check=False, text=True)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) <= int(memory.removesuffix("MiB")) << 20
+    grown = measured(tmp_path, (tmp_path / "a", tmp_path / "b"), memory, engine, {})
+    assert grown <= int(memory.removesuffix("MiB")) << 20
     with ckptkit.open(tmp_path / "b") as checkpoint:
         assert np.array_equal(checkpoint.read("model/w7"), values[7])
         assert np.array_equal(checkpoint.read("model/large"), values.reshape(24576, 2048))
+
+
+@pytest.mark.parametrize(("memory", "engine"), [("160MiB", "threads")])
+def test_the_cap_holds_from_one_bucket_to_another(
+    tmp_path: Path, bucket: Bucket, memory: str, engine: str
+) -> None:
+    state = {
+        f"model/w{number}": Tensor(random_values((2048, 2048), seed=number), {"fsdp": "shard(0)"})
+        for number in range(12)
+    }
+    save(f"{bucket.url}/a", state, strategy="fsdp:16", storage_options=bucket.options)
+    places = f"{bucket.url}/a", f"{bucket.url}/b"
+    grown = measured(tmp_path, places, memory, engine, bucket.options)
+    assert grown <= int(memory.removesuffix("MiB")) << 20
+    with ckptkit.open(places[1], storage_options=bucket.options) as checkpoint:
+        assert np.array_equal(
+            checkpoint.read("model/w7").view("u4"), state["model/w7"].whole.view("u4")
+        )

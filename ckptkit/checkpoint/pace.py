@@ -1,0 +1,110 @@
+"""How much is asked of a store at a time: what it does well, within the memory there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TypeVar
+
+from ckptkit.checkpoint.threads import cores
+from ckptkit.storage import Abilities, Store
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# A request is in memory twice for a moment: as it came, and where it was asked for.
+_COPIES = 2
+_LEAST_REQUEST = 1 << 20
+_MOST_THREADS = 8
+# Of small questions, each of which a file system answers at once.
+_FEW = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a store is read: the size of requests, how many there are at a time, and what they may
+    take along that nobody needs.
+    """
+
+    requests: int
+    request_bytes: int
+    gap_bytes: int
+    by_rows: bool
+    """Whether many small reads cost little: then some rows of many chunks are read at a time."""
+
+    @classmethod
+    def of(cls, store: Store, memory: int | None = None) -> Pace:
+        """What a store likes best; elsewhere than in a file system never more than `memory` is on
+        its way.
+        """
+        can = store.abilities
+        if can.is_file_system:
+            # As many as copy at a time, since reading is copying there.
+            requests = min(_MOST_THREADS, can.concurrency or cores())
+            return cls(requests, can.request_bytes, can.gap_bytes, by_rows=True)
+        whole = cls(at_once(can), can.request_bytes, can.gap_bytes, by_rows=False)
+        return whole if memory is None else whole.within(memory)
+
+    @property
+    def nbytes(self) -> int:
+        """The most that is on its way, besides what the caller reads into."""
+        return 0 if self.by_rows else self.requests * self.request_bytes * _COPIES
+
+    def within(self, memory: int) -> Pace:
+        """The same in so much memory: fewer requests, smaller ones where even one is too much."""
+        if self.by_rows or self.nbytes <= memory:
+            return self
+        requests = max(1, memory // (self.request_bytes * _COPIES))
+        return self._sized(requests, memory // _COPIES // requests)
+
+    def shared(self, workers: int) -> Pace:
+        """What each of some workers gets of it; in a file system, where each does its own reading,
+        one request.
+        """
+        if self.by_rows:
+            return replace(self, requests=1)
+        requests = max(1, self.requests // workers)
+        return self._sized(requests, self.requests * self.request_bytes // (requests * workers))
+
+    def _sized(self, requests: int, size: int) -> Pace:
+        size = min(self.request_bytes, max(_LEAST_REQUEST, size))
+        gap = self.gap_bytes * size // self.request_bytes
+        return replace(self, requests=requests, request_bytes=size, gap_bytes=gap)
+
+
+def at_once(can: Abilities) -> int:
+    """How many small questions at a time a store answers fast."""
+    return can.concurrency or _FEW
+
+
+def ask_all(
+    store: Store, ask: Callable[[T], R], items: Iterable[T], most: int | None = None
+) -> Iterator[R]:
+    """Ask the same of many things, some at a time, never far ahead of who takes the answers; these
+    come in order.
+    """
+    if store.abilities.is_file_system:
+        yield from map(ask, items)
+        return
+    yield from asked_in_threads(ask, items, most or at_once(store.abilities))
+
+
+def asked_in_threads(ask: Callable[[T], R], items: Iterable[T], count: int) -> Iterator[R]:
+    """The same, by so many threads."""
+    left = iter(items)
+    with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
+        under_way = [executor.submit(ask, item) for item in islice(left, 2 * count)]
+        try:
+            while under_way:
+                answer = under_way.pop(0).result()
+                under_way += [executor.submit(ask, item) for item in islice(left, 1)]
+                yield answer
+        finally:
+            _cancel(under_way)
+
+
+def _cancel(futures: Iterable[Future[R]]) -> None:
+    for future in futures:
+        future.cancel()

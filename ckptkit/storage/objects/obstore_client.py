@@ -1,0 +1,216 @@
+"""Amazon S3 and what speaks like it, Google Cloud Storage and Azure by way of obstore."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import obstore
+from obstore.exceptions import AlreadyExistsError as ObstoreAlreadyExists
+from obstore.exceptions import BaseError, InvalidPathError
+
+from ckptkit.errors import CkptkitError, InvalidNameError, NotFoundError, StorageError
+from ckptkit.storage.location import Location
+from ckptkit.storage.objects import answers
+from ckptkit.storage.objects.answers import taken
+from ckptkit.storage.objects.client import (
+    Entries,
+    Names,
+    Stat,
+    Transient,
+    Upload,
+    Uploads,
+)
+from ckptkit.storage.objects.obstore_stores import AnyStore, built
+from ckptkit.storage.objects.settings import Settings
+from ckptkit.storage.objects.uploads import begun_uploads
+from ckptkit.storage.ranges import checked_size
+from ckptkit.storage.store import Entry
+
+_STATUS = re.compile(r"status code: ([0-9]{3})")
+_DEBUG = "Debug source:"
+_LONGEST = 300
+# Without an answer only the text tells what happened.
+_SIGNS: tuple[tuple[str, Callable[[str], CkptkitError | Transient]], ...] = (
+    ("169.254.169.254", answers.no_credentials),
+    ("metadata.google.internal", answers.no_credentials),
+    ("dns error", answers.unknown_host),
+    ("BadScheme", answers.unencrypted),
+    ("InvalidContentType", answers.no_https),
+    ("certificate", answers.untrusted),
+    ("redirect without LOCATION", answers.wrong_region),
+    ("non-partial response", answers.no_ranges),
+    ("Connection refused", answers.refused_connection),
+    ("TimedOut", lambda _: Transient("no answer in time")),
+    ("Timeout", lambda _: Transient("no answer in time")),
+)
+_NO_PATH = "Could not parse path"
+_BROKEN = ("HttpError", "reqwest::Error", "hyper", "body", "Io(", "HTTP error")
+
+
+class _Threads:
+    """Those of obstore, which run in the process that used it first."""
+
+    process: int | None = None
+
+
+class ObstoreClient:
+    """One bucket; its connections are made when they are first needed."""
+
+    exclusive = True
+    repeats = False
+
+    def __init__(self, top: Location, settings: Settings) -> None:
+        self._top = top
+        self._settings = settings
+        self._stores: dict[bool, AnyStore] = {}
+        self._building = threading.Lock()
+        self._uploads = begun_uploads(top, settings)
+
+    def get(self, key: str, start: int, length: int) -> bytes | memoryview:
+        """A range in one request."""
+        with self._answers(key):
+            try:
+                return memoryview(obstore.get_range(self._store(), key, start=start, length=length))
+            except BaseError as error:
+                if _answer(error).status != 416:
+                    raise
+                return b""
+
+    def get_whole(self, key: str, most: int) -> bytes:
+        """Size and body in one request."""
+        with self._answers(key):
+            result = obstore.get(self._store(), key)
+            size = checked_size(self._where(key), result.meta["size"], most)
+            data = bytes(result.bytes())
+        if len(data) != size:
+            raise Transient(f"{len(data)} of {size} bytes came")
+        return data
+
+    def head(self, key: str) -> Stat:
+        """One request."""
+        with self._answers(key):
+            found = obstore.head(self._store(), key)
+        return Stat(found["size"], found["e_tag"])
+
+    def put(self, key: str, data: memoryview, *, create: bool) -> str | None:
+        """One request, however large."""
+        mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
+        with self._answers(key):
+            # Copied, because obstore keeps what it is given, also beyond a time-out.
+            put = obstore.put(self._store(), key, bytes(data), mode=mode, use_multipart=False)
+        return put["e_tag"]
+
+    def upload(
+        self, key: str, pieces: Iterator[memoryview], piece_size: int, concurrency: int
+    ) -> str | None:
+        """Stream a multipart upload, whose parts obstore sends again by itself."""
+        with self._answers(key):
+            put = obstore.put(
+                self._store(retries=True),
+                key,
+                pieces,
+                chunk_size=piece_size,
+                max_concurrency=concurrency,
+            )
+        return put["e_tag"]
+
+    def list(self, folder: str) -> Entries:
+        """As many requests as there are thousands of objects."""
+        with self._answers(folder):
+            found = obstore.list(self._store(), folder or None).collect()
+        return [Entry(it["path"], it["size"], it["last_modified"].timestamp()) for it in found]
+
+    def children(self, folder: str) -> Names:
+        """The same with a delimiter."""
+        with self._answers(folder):
+            found = obstore.list_with_delimiter(self._store(), folder or None)
+        paths = [*found["common_prefixes"], *(it["path"] for it in found["objects"])]
+        start = len(folder) + 1 if folder else 0
+        return [path[start:] for path in paths]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """One request for a thousand keys on S3."""
+        try:
+            with self._answers(keys[0]):
+                obstore.delete(self._store(), list(keys))
+        except NotFoundError:
+            # Google and Azure give up at a missing one.
+            for key in keys if len(keys) > 1 else ():
+                self.delete([key])
+
+    def uploads(self, folder: str) -> Uploads:
+        """S3 alone can be asked, and through botocore alone."""
+        return self._uploads.under(folder)
+
+    def abort(self, uploads: Iterable[Upload]) -> None:
+        """Abort them one by one."""
+        for upload in uploads:
+            self._uploads.abort(upload)
+
+    def _store(self, *, retries: bool = False) -> AnyStore:
+        self._refuse_if_forked()
+        # Two, because a retry of a single request is ours and that of a part cannot be.
+        with self._building:
+            if retries not in self._stores:
+                self._stores[retries] = built(self._top, self._settings, retries=retries)
+            return self._stores[retries]
+
+    def _refuse_if_forked(self) -> None:
+        """Without its threads, which no fork takes along, obstore waits without end."""
+        if _Threads.process is None:
+            _Threads.process = os.getpid()
+        elif _Threads.process != os.getpid():
+            raise StorageError(
+                "obstore cannot be used in a process that was forked after it had been used",
+                where=str(self._top),
+                hint="start processes with spawn or forkserver, or pass the option engine=fsspec",
+            )
+
+    def _where(self, key: str) -> str:
+        return f"{self._top}/{key}" if key else str(self._top)
+
+    @contextmanager
+    def _answers(self, key: str) -> Iterator[None]:
+        # From None: their texts hold whole documents of the server, and dumps of its request.
+        where = self._where(key)
+        try:
+            yield
+        except ObstoreAlreadyExists as error:
+            again = _answer(error).code == "ConditionalRequestConflict"
+            raise (Transient("two creators at once") if again else taken(where)) from None
+        except (InvalidPathError, ValueError) as error:
+            if not isinstance(error, InvalidPathError) and _NO_PATH not in str(error):
+                raise
+            raise InvalidNameError("no key of this server", where=ascii(where)) from None
+        except (BaseError, FileNotFoundError) as error:
+            raise _translated(error, where, self._settings.secrets) from None
+
+
+def _answer(error: Exception) -> answers.Answer:
+    text = str(error)
+    status = _STATUS.search(text)
+    return answers.xml_answer(int(status[1]) if status else 0, text.partition(_DEBUG)[0])
+
+
+def _translated(error: Exception, where: str, secrets: Iterable[str]) -> CkptkitError | Transient:
+    answer = _answer(error)
+    if answer.status:
+        return answers.said(answer, where, secrets)
+    if isinstance(error, FileNotFoundError):
+        return answers.absent(where)
+    text = str(error)
+    for sign, what in _SIGNS:
+        if sign in text:
+            return what(where)
+    if any(sign in text for sign in _BROKEN):
+        return Transient("the connection broke")
+    return StorageError(
+        f"the request failed ({text.partition(_DEBUG)[0][:_LONGEST]})",
+        where=where,
+        hint="check the endpoint and the storage options",
+    )

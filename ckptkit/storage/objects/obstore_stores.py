@@ -1,0 +1,118 @@
+"""Stores of obstore, set up as the settings say."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeAlias
+from urllib.parse import urlsplit
+
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from ckptkit.errors import UsageError
+from ckptkit.storage.location import Location
+from ckptkit.storage.objects.credentials import s3_credentials
+from ckptkit.storage.objects.retrying import FIRST_PAUSE, LONGEST_PAUSE
+from ckptkit.storage.objects.settings import Settings
+
+if TYPE_CHECKING:
+    from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
+
+AnyStore: TypeAlias = S3Store | GCSStore | AzureStore
+
+_CONNECT_SECONDS = 5.0
+
+
+def built(top: Location, settings: Settings, *, retries: bool) -> AnyStore:
+    """The store of one bucket; with `retries` it repeats what fails, by itself and in silence."""
+    client, retry = _client_options(settings), _retry_config(settings, retries=retries)
+    if top.scheme == "s3":
+        return _s3(top.path, settings, client, retry)
+    make = _gs if top.scheme == "gs" else _az
+    return make(top.path, settings, client, retry)
+
+
+def _s3(bucket: str, settings: Settings, client: ClientConfig, retry: RetryConfig) -> S3Store:
+    found = s3_credentials(settings, f"s3://{bucket}")
+    virtual = settings.path_style is False or (
+        settings.path_style is None and settings.endpoint is None and "." not in bucket
+    )
+    config: S3Config = {
+        "region": settings.region or found.region or "us-east-1",
+        "virtual_hosted_style_request": virtual,
+        # The signature of a body costs a hash of all of it, and https protects it anyway.
+        "unsigned_payload": not _is_plain(settings),
+        "skip_signature": settings.anonymous,
+    }
+    if settings.endpoint:
+        config["endpoint"] = _with_bucket(settings.endpoint, bucket if virtual else "")
+    if settings.access_key and settings.secret_key:
+        config["access_key_id"] = settings.access_key
+        config["secret_access_key"] = settings.secret_key
+    if settings.session_token:
+        config["session_token"] = settings.session_token
+    return S3Store(
+        bucket,
+        config=config,
+        client_options=client,
+        retry_config=retry,
+        credential_provider=found.provider,
+    )
+
+
+def _gs(bucket: str, settings: Settings, client: ClientConfig, retry: RetryConfig) -> GCSStore:
+    config: GCSConfig = {"skip_signature": settings.anonymous}
+    if settings.endpoint:
+        config["base_url"] = settings.endpoint
+    return GCSStore(bucket, config=config, client_options=client, retry_config=retry)
+
+
+def _az(container: str, settings: Settings, client: ClientConfig, retry: RetryConfig) -> AzureStore:
+    """Here a key is the name of the account and its key, and a session token is a SAS."""
+    config: AzureConfig = {"skip_signature": settings.anonymous}
+    if settings.endpoint:
+        config["endpoint"] = settings.endpoint
+    if settings.access_key:
+        config["account_name"] = settings.access_key
+    if settings.secret_key:
+        config["account_key"] = settings.secret_key
+    if settings.session_token:
+        config["sas_key"] = settings.session_token
+    try:
+        return AzureStore(container, config=config, client_options=client, retry_config=retry)
+    except Exception as error:
+        raise UsageError(
+            "the Azure account is not named, or its key is no key",
+            where=f"az://{container}",
+            hint="set AZURE_STORAGE_ACCOUNT_NAME and its key, or access_key and secret_key",
+        ) from error
+
+
+def _client_options(settings: Settings) -> ClientConfig:
+    return {
+        "allow_http": _is_plain(settings),
+        "timeout": timedelta(seconds=min(settings.timeout, settings.deadline)),
+        "connect_timeout": timedelta(seconds=min(_CONNECT_SECONDS, settings.timeout)),
+    }
+
+
+def _retry_config(settings: Settings, *, retries: bool) -> RetryConfig:
+    return {
+        "max_retries": 1000 if retries else 0,
+        "retry_timeout": timedelta(seconds=settings.deadline),
+        "backoff": {
+            "init_backoff": timedelta(seconds=FIRST_PAUSE),
+            "max_backoff": timedelta(seconds=LONGEST_PAUSE),
+            "base": 2,
+        },
+    }
+
+
+def _is_plain(settings: Settings) -> bool:
+    return settings.http or (settings.endpoint or "").startswith("http://")
+
+
+def _with_bucket(endpoint: str, bucket: str) -> str:
+    if not bucket:
+        return endpoint
+    parts = urlsplit(endpoint)
+    return parts._replace(netloc=f"{bucket}.{parts.netloc}").geturl()

@@ -1,0 +1,149 @@
+"""An object being written: streamed to the server in pieces while its parts come in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from copy import copy
+
+from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError, StorageError
+from ckptkit.storage.objects.client import Transient
+from ckptkit.storage.objects.digest import Digest
+from ckptkit.storage.objects.server import Server
+from ckptkit.storage.objects.window import Stopped, Window
+from ckptkit.storage.parts import Parts
+
+# S3 takes 10,000 parts.
+_MOST_PIECES = 9_000
+_PIECE_STEP = 1 << 20
+
+
+def piece_size(total: int, preferred: int) -> int:
+    """The bytes per part of an upload: as preferred, or as many as few enough parts need."""
+    needed = -(-total // _MOST_PIECES)
+    return max(preferred, -(-needed // _PIECE_STEP) * _PIECE_STEP)
+
+
+class ObjectSink:
+    """A new object, invisible until it is finished; one of a single piece is sent whole."""
+
+    def __init__(
+        self, server: Server, key: str, extents: Sequence[int], memory: int | None
+    ) -> None:
+        self._server = server
+        self._key = key
+        self._where = server.where(key)
+        self._parts = Parts(self._where, extents)
+        preferred, many = server.settings.part_size, server.settings.concurrency
+        self._size = piece_size(self._parts.total, preferred)
+        most = max(2, many + 2 if memory is None else memory // self._size)
+        self._concurrency = min(many, most)
+        self._digest = server.new_digest()
+        seen = self._digest.add if self._digest else None
+        self._window = Window(self._parts.total, self._size, most, seen)
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._etag: str | None = None
+        self._error: BaseException | None = None
+        self._ended = False
+
+    def write(self, part: int, data: memoryview) -> None:
+        """Copy one part to its pieces; those that are whole are on their way."""
+        with self._parts.writing(part, data) as (offset, view):
+            try:
+                whole = self._window.write(offset, view)
+            except Stopped:
+                raise self._refusal() from self._error
+            if whole and self._window.count > 1:
+                self._start()
+
+    def finish(self) -> None:
+        """Make the object visible, once the server has every piece of it."""
+        self._parts.complete()
+        self._window.seal()
+        if self._window.count > 1:
+            self._start()
+            self._join()
+            self._settle()
+        else:
+            piece = next(self._window.pieces(), None)
+            self._server.put(self._key, memoryview(b"") if piece is None else piece)
+        self._ended = True
+        self._window.close()
+
+    def abort(self) -> None:
+        """Abort the upload on the server, too."""
+        self._parts.close()
+        if self._ended:
+            return
+        self._ended = True
+        self._window.stop()
+        self._join()
+        self._window.close()
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                # A daemon: a program that forgot to end a sink must be able to end.
+                self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            pieces = self._window.pieces()
+            self._etag = self._server.client.upload(
+                self._key, pieces, self._size, self._concurrency
+            )
+        except BaseException as error:  # noqa: BLE001 — whoever writes or finishes raises it
+            self._error = error
+            self._window.stop()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _settle(self) -> None:
+        """Whether the object is there, whatever became of the last answer."""
+        if self._error is not None and not self._is_there():
+            raise self._refusal() from self._error
+        if self._digest is not None and self._digest.differs(self._etag):
+            self._read_back(self._digest)
+
+    def _is_there(self) -> bool:
+        """Whether the upload was completed, though the answer was lost.
+
+        Then asking again finds no such upload. `create` found no object of this name, and packs
+        are never written twice: one of this size is this one.
+        """
+        if not self._window.is_empty:
+            return False
+        try:
+            found = self._server.head(self._key)
+        except NotFoundError:
+            return False
+        self._etag = found.etag
+        return found.size == self._parts.total
+
+    def _read_back(self, digest: Digest) -> None:
+        """An ETag is wrong: either it is of another kind, or a piece was damaged on its way."""
+        for number in range(self._window.count):
+            start = number * self._size
+            length = min(self._size, self._parts.total - start)
+            if digest.piece_differs(number, self._server.read(self._key, start, length)):
+                self._server.delete([self._key])
+                raise CorruptionError(
+                    f"the server stored other bytes than were sent, from byte {start} on",
+                    where=self._where,
+                    hint="something between here and the server damages data; use https",
+                )
+        self._server.distrust_etags(self._key)
+
+    def _refusal(self) -> CkptkitError:
+        if isinstance(self._error, CkptkitError):
+            return copy(self._error)
+        reason = self._error.reason if isinstance(self._error, Transient) else "it broke off"
+        return StorageError(
+            f"the upload failed: {reason}",
+            where=self._where,
+            hint="check the endpoint and the network, then save again",
+        )

@@ -1,0 +1,103 @@
+"""A store like that of an object server, in memory: what it is asked is counted, an open source has
+asked nothing, and what cut-off writes have left can be made up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ckptkit.storage import Abilities, CountingStore, MemoryStore, Sink, Store
+from ckptkit.storage.closing import Closing
+from ckptkit.storage.store import Entries
+
+MIB = 1 << 20
+# A method named `list` hides the builtin.
+Keys = list[tuple[str, ...]]
+Sizes = list[int | None]
+
+
+class RemoteStore(CountingStore):
+    """Few large requests are fast, many at a time; only reads tell whether there is something."""
+
+    def __init__(self, store: Store | None = None, **abilities: object) -> None:
+        super().__init__(store or MemoryStore())
+        self.behind = self._store
+        self.at_once = 0
+        """The most reads that ran at the same time."""
+        self.pause = 0.0
+        self.late = 0.0
+        """By so many seconds the server's clock is behind."""
+        self.left: Entries = []
+        self.deleted: Keys = []
+        self.sinks: Sizes = []
+        self._running = 0
+        self._abilities = replace(
+            self._store.abilities,
+            is_file_system=False,
+            part_size=16 * MIB,
+            request_bytes=8 * MIB,
+            gap_bytes=256 << 10,
+            concurrency=16,
+            **abilities,  # type: ignore[arg-type]
+        )
+
+    @property
+    def abilities(self) -> Abilities:
+        return self._abilities
+
+    def open(self, key: str, size: int | None = None) -> Unasked:
+        """An open source that has not looked whether the object is there, if its size is known."""
+        return Unasked(self, key, self.size(key) if size is None else size)
+
+    def create(self, key: str, extents: Sequence[int], *, memory: int | None = None) -> Sink:
+        """Noted, with the memory that the sink may have."""
+        self.sinks.append(memory)
+        return super().create(key, extents, memory=memory)
+
+    def list(self, prefix: str = "") -> Entries:
+        """By the server's clock."""
+        return [replace(it, modified=it.modified - self.late) for it in super().list(prefix)]
+
+    def leftovers(self, prefix: str = "") -> Entries:
+        """What was made up."""
+        self.count("leftovers")
+        return [entry for entry in self.left if entry.key.startswith(prefix)]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Noted."""
+        keys = tuple(keys)
+        self.deleted.append(keys)
+        self.left = [entry for entry in self.left if entry.key not in keys]
+        super().delete(keys)
+
+    def fetch(self, key: str, offset: int, buffer: memoryview) -> None:
+        """One read."""
+        with self._lock:
+            self._running += 1
+            self.at_once = max(self.at_once, self._running)
+        try:
+            if self.pause:
+                time.sleep(self.pause)
+            with self._store.open(key) as source:
+                source.read_into(offset, buffer)
+            self.count("read_into", read=buffer.nbytes)
+        finally:
+            with self._lock:
+                self._running -= 1
+
+
+@dataclass(slots=True)
+class Unasked(Closing):
+    """A source of a `RemoteStore`."""
+
+    store: RemoteStore
+    key: str
+    size: int
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self.store.fetch(self.key, offset, buffer)
+
+    def close(self) -> None:
+        pass

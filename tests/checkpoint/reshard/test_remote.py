@@ -1,0 +1,161 @@
+"""Resharding where every request is a round trip."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+import ckptkit
+from ckptkit.checkpoint.places import stores_at
+from ckptkit.checkpoint.reshard import checking
+from ckptkit.checkpoint.reshard.budget import Budget, Ends
+from ckptkit.checkpoint.reshard.engines import Task
+from ckptkit.checkpoint.reshard.target import Recipe
+from ckptkit.model import Strategy
+from ckptkit.storage import Address, LocalStore, Location, MemoryStore
+from tests.checkpoint.remote import MIB, RemoteStore
+from tests.checkpoint.reshard.toy import assert_same_state, reshard, save_toy, saved
+from tests.checkpoint.saving import Tensor, contents, memory_with, random_values, save
+
+CUTS = {"rules": [{"match": "*", "tp": "shard(1)"}]}
+STATE = {f"model/w{n}": Tensor(random_values((1024, 2048), seed=n)) for n in range(8)}
+
+
+@pytest.fixture(scope="module")
+def large() -> RemoteStore:
+    """A step of 64 MiB in one pack."""
+    store = RemoteStore()
+    save(store, STATE, chunk_bytes=1 << 20)
+    return store
+
+
+@pytest.mark.parametrize("to", ["tp:4", "fsdp:3", "single"])
+def test_the_same_bytes_come_out_as_in_a_file_system(to: str) -> None:
+    source, destination, plain = RemoteStore(saved("fsdp:3")), RemoteStore(), MemoryStore()
+    reshard(saved("fsdp:3"), plain, to)
+    reshard(source, destination, to)
+    assert contents(destination.behind) == contents(plain)
+    with ckptkit.open(destination) as checkpoint:
+        assert_same_state(checkpoint)
+
+
+def test_each_byte_is_read_once_in_few_requests_many_at_a_time(large: RemoteStore) -> None:
+    source, destination = RemoteStore(large.behind), RemoteStore()
+    source.pause = 0.01
+    done = ckptkit.reshard(source, destination, to="tp:4", rules=CUTS)
+    total = sum(entry.size for entry in large.behind.list())
+    assert done.committed
+    assert source.bytes_read <= 1.05 * total
+    with ckptkit.open(large) as checkpoint:
+        assert source.operations["read_into"] <= len(checkpoint.manifest.pack)
+    assert source.at_once > 4
+    assert ckptkit.verify(destination) == []
+
+
+def test_sinks_are_told_what_they_may_keep(large: RemoteStore) -> None:
+    destination = RemoteStore()
+    plan = ckptkit.plan_reshard(large, destination, to="tp:4", rules=CUTS, memory="512MiB")
+    ckptkit.reshard(large, destination, to="tp:4", rules=CUTS, memory="512MiB")
+    packs = destination.sinks[:4]
+    assert packs == [64 * MIB] * 4
+    assert plan.memory <= 512 * MIB
+
+
+def budget(memory: int, workers: int = 4) -> Budget:
+    source, destination = RemoteStore(), RemoteStore()
+    ends = Ends.of(source, destination, memory, 2)
+    return Budget.of(memory, workers, 4 * MIB, ends, fixed=0)
+
+
+@pytest.mark.parametrize("memory", [192, 256, 512, 1024, 4096])
+def test_what_is_under_way_counts_as_memory(memory: int) -> None:
+    found = budget(memory * MIB)
+    batches = found.workers * 3 * found.batch_bytes
+    assert batches + found.ends.nbytes + 24 * MIB <= memory * MIB
+    assert found.ends.nbytes <= memory * MIB // 2
+    assert found.pace.nbytes * found.workers <= found.ends.pace.nbytes
+
+
+def test_with_little_memory_one_pack_is_written_at_a_time_and_less_asked_for_at_once() -> None:
+    little, much = budget(160 * MIB), budget(2048 * MIB)
+    assert little.ends.packs == 1
+    assert much.ends.packs == 2
+    assert little.ends.pace.nbytes < much.ends.pace.nbytes
+    with pytest.raises(ckptkit.CkptkitError, match="too little memory"):
+        budget(64 * MIB)
+
+
+def test_the_parts_of_very_large_packs_are_larger_and_count_so() -> None:
+    ends = Ends.of(RemoteStore(), RemoteStore(), 1 << 30, 2, pack_bytes=1 << 40)
+    assert ends.packs == 1
+    assert ends.sink_bytes is not None
+    assert ends.sink_bytes // 2 * 9000 >= 1 << 40
+
+
+def test_files_need_no_memory_besides(tmp_path: Path) -> None:
+    local = LocalStore(Location.parse(tmp_path))
+    assert Ends.of(local, local, 1 << 30, 2).nbytes == 0
+
+
+def test_an_unfinished_looking_pack_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(*_: object) -> None:
+        raise AssertionError("nobody can still be writing what can be seen")
+
+    monkeypatch.setattr(checking, "_wait_until_quiet", wait)
+    whole = RemoteStore()
+    reshard(saved("fsdp:3"), whole, "tp:4")
+    objects = contents(whole.behind)
+    del objects["step-0000000007/manifest.msgpack"]
+    packs = sorted(key for key in objects if key.endswith(".zip"))
+    objects[packs[1]] = objects[packs[1]][:-9]
+    again = RemoteStore(memory_with(objects))
+    done = reshard(saved("fsdp:3"), again, "tp:4")
+    assert done.finished == (0, 2, 3)
+    assert again.operations["sync"] == 0
+    assert contents(again.behind) == contents(whole.behind)
+
+
+def test_a_task_carries_credentials_and_shows_none(tmp_path: Path) -> None:
+    secret = Address(Location.parse(tmp_path), {"secret_key": "hush-hush"})
+    recipe = Recipe(Strategy.parse("tp:2"))
+    task = Task(secret, "", "a", secret, "s", "b", recipe, 0, budget(1 << 30).alone())
+    assert "hush" not in repr(task)
+    assert "hush" not in str(task)
+    again = pickle.loads(pickle.dumps(task))
+    assert again == task
+    assert again.source.options["secret_key"] == "hush-hush"
+
+
+def test_a_checkpoint_is_opened_again_with_the_options_it_was_opened_with(tmp_path: Path) -> None:
+    save_toy(LocalStore(tmp_path), "fsdp:3")
+    with ckptkit.open(tmp_path) as checkpoint, pickle.loads(pickle.dumps(checkpoint)) as again:
+        assert again.location == checkpoint.location
+
+
+def test_options_of_one_side_do_not_reach_the_other() -> None:
+    seen = []
+
+    def noted(place: object, options: object = None) -> object:
+        seen.append((place, options))
+        return RemoteStore()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptkit.checkpoint.places.open_store", noted)
+        stores_at("a", "b", {"region": "x"}, None)
+        stores_at("a", "b", {"region": "x"}, {"region": "y"})
+        stores_at(RemoteStore(), "b", {"region": "x"}, None)
+        stores_at("a", RemoteStore(), {"region": "x"}, None)
+    assert [options for _, options in seen] == [
+        {"region": value} for value in ("x", "x", "y", "x", "x", "x")
+    ]
+    with pytest.raises(ckptkit.CkptkitError, match="open already"):
+        stores_at(RemoteStore(), RemoteStore(), None, {"region": "y"})
+
+
+def test_small_steps_take_few_requests() -> None:
+    source, destination = RemoteStore(saved("fsdp:3")), RemoteStore()
+    reshard(source, destination, "single")
+    # The manifest, and each of three packs: small enough to be read at once.
+    assert source.operations["read_into"] <= 20

@@ -1,0 +1,309 @@
+"""A run in two places: what is copied when, what may go, and which step is loaded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import pytest
+
+import ckptkit
+from ckptkit import Run, ThreadBarrier
+from ckptkit.checkpoint.barrier import SoloBarrier
+from ckptkit.checkpoint.mirror import LOCAL, REMOTE, Mirror, Retention
+from ckptkit.checkpoint.transfer import CopyOptions
+from ckptkit.errors import (
+    CkptkitError,
+    CorruptionError,
+    StepExistsError,
+    StorageError,
+    UsageError,
+)
+from ckptkit.storage import Abilities, FailingStore, MemoryStore, Store
+from tests.checkpoint.saving import (
+    Tensor,
+    assert_holds,
+    contents,
+    flipped,
+    random_values,
+    save,
+)
+
+T = TypeVar("T")
+
+
+class Remote(MemoryStore):
+    """As an object store: what can be seen is complete."""
+
+    @property
+    def abilities(self) -> Abilities:
+        """No file system."""
+        return replace(super().abilities, is_file_system=False)
+
+
+class Unreachable(FailingStore):
+    """Fails at everything, as long as it is cut off."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store, fail_at=1)
+        self.is_cut_off = True
+
+    def attempt(self, operation: str, action: Callable[[], T]) -> T:
+        """Do it, or fail."""
+        if self.is_cut_off:
+            raise StorageError(f"no way to {operation}")
+        return action()
+
+
+def state(seed: int) -> dict[str, Tensor]:
+    return {"x": Tensor(random_values((5, 3), seed=seed))}
+
+
+@dataclass
+class Two:
+    """The two places of a run."""
+
+    local: Store = field(default_factory=MemoryStore)
+    remote: Store = field(default_factory=Remote)
+
+    def mirror(self, overwrite: bool = False, **retention: int) -> Mirror:
+        """What a job that begins now has."""
+        options = CopyOptions(overwrite=overwrite)
+        return Mirror(self.local, self.remote, Retention(**retention), options)
+
+    def save(self, *steps: int, mirror: Mirror | None = None, seed: int = 0) -> None:
+        """Save steps locally; with a mirror a round follows each."""
+        for step in steps:
+            save(self.local, state(step + seed), step=step, overwrite=True)
+            if mirror is not None:
+                mirror.upload(SoloBarrier(), up_to=step)
+
+    @property
+    def steps(self) -> tuple[list[int], list[int]]:
+        """The committed steps of both places."""
+        return Run(self.local).steps(), Run(self.remote).steps()
+
+
+def test_a_new_job_copies_what_an_earlier_one_left() -> None:
+    two = Two()
+    two.save(1, 2, 3)
+    two.mirror().upload(SoloBarrier())
+    assert two.steps == ([1, 2, 3], [1, 2, 3])
+    assert contents(two.local) == contents(two.remote)
+
+
+def test_retention_is_for_both_places_and_waits_for_the_copy() -> None:
+    two = Two()
+    mirror = two.mirror(keep_last=2)
+    two.save(1, 2, 3, 4, mirror=mirror)
+    assert two.steps == ([3, 4], [3, 4])
+    two.save(5, mirror=two.mirror(keep_last=2, keep_every=3))
+    assert two.steps == ([3, 4, 5], [3, 4, 5])
+
+
+def test_few_steps_may_stay_here_where_all_stay_there() -> None:
+    two = Two()
+    two.save(1, 2, 3, 4, mirror=two.mirror(local_keep_last=1))
+    assert two.steps == ([4], [1, 2, 3, 4])
+
+
+def cut_off(two: Two) -> Unreachable:
+    remote = two.remote = Unreachable(two.remote)
+    return remote
+
+
+def test_no_step_goes_before_it_has_been_copied_or_newer_ones_have() -> None:
+    two = Two()
+    mirror = two.mirror(keep_last=1)
+    two.save(1, mirror=mirror)
+    remote = cut_off(two)
+    mirror = two.mirror(keep_last=1)
+    for step in (2, 3, 4):
+        with pytest.raises(StorageError, match="no way to"):
+            two.save(step, mirror=mirror)
+    assert Run(two.local).steps() == [1, 2, 3, 4]
+    remote.is_cut_off = False
+    two.save(5, mirror=mirror)
+    assert two.steps == ([5], [5])
+
+
+def test_local_steps_that_could_not_be_copied_stay_while_others_go() -> None:
+    two = Two()
+    two.save(1, 2)
+    two.local = flipped(two.local, state(2)["x"].whole.tobytes()[:16])
+    mirror = two.mirror(local_keep_last=1)
+    for step in (3, 4):
+        with pytest.raises(CorruptionError, match="the step was not copied"):
+            two.save(step, mirror=mirror)
+    two.save(5, mirror=None)
+    # What has failed comes last, and does not keep the others from being copied.
+    with pytest.raises(CorruptionError):
+        mirror.upload(SoloBarrier(), up_to=5)
+    assert two.steps == ([1, 2, 3, 4, 5], [1, 3, 4, 5])
+    Run(two.local).delete([2])
+    two.save(6, mirror=mirror)
+    assert two.steps == ([6], [1, 3, 4, 5, 6])
+
+
+def test_what_the_run_no_longer_keeps_is_not_copied() -> None:
+    two = Two()
+    two.save(1, 2, 3)
+    two.mirror(keep_last=1).upload(SoloBarrier())
+    assert two.steps == ([1, 2, 3], [3])
+
+
+def test_steps_above_are_of_a_future_that_was_given_up_and_are_left_alone() -> None:
+    two = Two()
+    mirror = two.mirror(keep_last=1)
+    two.save(8, 9, mirror=two.mirror())
+    two.save(1, 2, mirror=mirror)
+    assert two.steps == ([2, 8, 9], [2, 8, 9])
+
+
+def test_a_step_that_was_deleted_there_is_not_copied_again() -> None:
+    two = Two()
+    mirror = two.mirror()
+    two.save(1, 2, mirror=mirror)
+    Run(two.remote).delete([1])
+    two.save(3, mirror=mirror)
+    assert two.steps == ([1, 2, 3], [2, 3])
+
+
+def test_a_step_saved_anew_replaces_its_copy_only_where_asked_for() -> None:
+    two = Two()
+    two.save(1, mirror=two.mirror())
+    two.save(1, seed=7)
+    with pytest.raises(StepExistsError, match="another save of this step"):
+        two.mirror().upload(SoloBarrier())
+    with ckptkit.open(two.remote) as step:
+        assert_holds(step, state(1))
+    two.mirror(overwrite=True).upload(SoloBarrier())
+    with ckptkit.open(two.remote) as step:
+        assert_holds(step, state(8))
+
+
+def test_overwriting_never_brings_back_an_older_save_over_a_later_one() -> None:
+    two = Two()
+    save(two.local, state(1), step=1)
+    save(two.remote, state(2), step=1)
+    save(two.local, state(3), step=2)
+    mirror = two.mirror(overwrite=True)
+    mirror.upload(SoloBarrier())
+    for step, seed in ((1, 2), (2, 3)):
+        with Run(two.remote).open(step) as found:
+            assert_holds(found, state(seed))
+    assert mirror.candidates(1, fallback=False) == [(1, REMOTE)]
+
+
+def test_a_job_that_dies_anywhere_in_a_round_leaves_all_it_had_and_the_next_one_finishes() -> None:
+    for number in range(1, 200):
+        two = Two()
+        two.save(1, mirror=two.mirror())
+        two.save(2)
+        whole = two.remote
+        failing = two.remote = FailingStore(whole, fail_at=number)
+        mirror = two.mirror(keep_last=1)
+        try:
+            mirror.upload(SoloBarrier(), up_to=2)
+        except StorageError:
+            pass
+        else:
+            assert number > 5
+            break
+        assert 2 in Run(two.local).steps()
+        assert two.steps[0] == [1, 2] or Run(whole).steps() == [2]
+        assert failing.operations >= number
+        two.remote = Remote()
+        for key, data in contents(whole).items():
+            two.remote.put(key, data)
+        two.mirror(keep_last=1).upload(SoloBarrier(), up_to=2)
+        assert two.steps == ([2], [2])
+        assert ckptkit.verify(two.remote) == []
+    else:
+        pytest.fail("a round never came to an end")
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "found"),
+    [
+        ([], [], []),
+        ([1, 2], [], [(2, LOCAL), (1, LOCAL)]),
+        ([], [1, 2], [(2, REMOTE), (1, REMOTE)]),
+        ([1, 2], [1, 2, 3], [(3, REMOTE), (2, LOCAL), (2, REMOTE), (1, LOCAL), (1, REMOTE)]),
+        ([2, 3], [1, 2], [(3, LOCAL), (2, LOCAL), (2, REMOTE), (1, REMOTE)]),
+    ],
+)
+def test_the_newest_step_of_either_place_comes_first(
+    here: Sequence[int], there: Sequence[int], found: list[tuple[int, str]]
+) -> None:
+    two = Two()
+    for number in {*here, *there}:
+        two.save(number)
+    two.mirror().upload(SoloBarrier())
+    Run(two.local).delete(set(there) - set(here))
+    Run(two.remote).delete(set(here) - set(there))
+    assert two.mirror().candidates(None, fallback=True) == found
+    assert two.mirror().candidates(None, fallback=False) == found[:1]
+
+
+def test_of_two_saves_of_a_step_the_later_comes_first() -> None:
+    two = Two()
+    two.save(1, mirror=two.mirror())
+    two.save(1, seed=7)
+    assert two.mirror().candidates(1, fallback=True) == [(1, LOCAL), (1, REMOTE)]
+    two.mirror(overwrite=True).upload(SoloBarrier())
+    save(two.remote, state(3), overwrite=True)
+    assert two.mirror().candidates(1, fallback=False) == [(1, REMOTE)]
+
+
+def test_where_the_newest_step_is_unknown_only_a_fallback_goes_on() -> None:
+    two = Two()
+    two.save(1, mirror=two.mirror())
+    cut_off(two)
+    with pytest.raises(StorageError, match="fallback=True loads the newest step that is local"):
+        two.mirror().candidates(None, fallback=False)
+    assert two.mirror().candidates(None, fallback=True) == [(1, LOCAL)]
+    two.local = MemoryStore()
+    with pytest.raises(StorageError, match="no way to"):
+        two.mirror().candidates(None, fallback=True)
+
+
+def looked(stores: Sequence[Store], remote: Store) -> list[str]:
+    """What each rank says of the local store that it sees."""
+    found = [""] * len(stores)
+
+    def look(barrier: ThreadBarrier) -> None:
+        try:
+            Mirror(stores[barrier.rank], remote, Retention()).look(barrier)
+        except CkptkitError as error:
+            barrier.leave(str(error))
+            found[barrier.rank] = str(error)
+
+    barriers = ThreadBarrier.group(len(stores), 20.0)
+    threads = [threading.Thread(target=look, args=(barrier,)) for barrier in barriers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_a_folder_that_not_all_ranks_see_is_refused_before_anything_is_saved() -> None:
+    local, other, remote = MemoryStore(), MemoryStore(), Remote()
+    assert looked([local, local], remote) == ["", ""]
+    first, second = looked([local, other], remote)
+    assert "rank 1 does not see what rank 0 writes here" in first
+    assert "`local` is one folder that all ranks see" in second
+    assert [entry.key for entry in local.list()] == ["uploads-to.txt"]
+
+
+def test_a_folder_serves_one_run_only() -> None:
+    local, remote = MemoryStore(), Remote()
+    for _ in range(2):
+        assert looked([local], remote) == [""]
+    (problem,) = looked([local], Remote())
+    assert f"the folder holds steps of the run {remote.location}" in problem
+    with pytest.raises(UsageError, match="the local folder is the run itself"):
+        Mirror(local, local, Retention())

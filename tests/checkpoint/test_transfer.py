@@ -1,0 +1,230 @@
+"""Copying a committed step to another store: whole or not at all, and never twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import ckptkit
+from ckptkit import Run, ThreadBarrier
+from ckptkit.checkpoint.barrier import SoloBarrier
+from ckptkit.checkpoint.transfer import CopyOptions, copy_step, segment_edges
+from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StepExistsError, StorageError
+from ckptkit.storage import Abilities, CountingStore, FailingStore, MemoryStore, Store
+from tests.checkpoint.saving import (
+    Tensor,
+    assert_holds,
+    contents,
+    flipped,
+    random_values,
+    save,
+    small_state,
+)
+from tests.checkpoint.watching import RecordingStore
+
+STATE, OTHER = small_state(1), small_state(2)
+
+
+class Remote(MemoryStore):
+    """As an object store: what can be seen is complete."""
+
+    @property
+    def abilities(self) -> Abilities:
+        """No file system."""
+        return replace(super().abilities, is_file_system=False)
+
+
+@pytest.fixture
+def local() -> MemoryStore:
+    """A run whose step 1 is committed."""
+    store = MemoryStore()
+    save(store, STATE, strategy="fsdp:2")
+    return store
+
+
+def copied_by(
+    ranks: Sequence[tuple[Store, Store]], step: int = 1, options: CopyOptions | None = None
+) -> list[int | BaseException]:
+    """What copying gave on each rank, or raised; a rank is the stores that it sees."""
+    found: list[int | BaseException] = [0] * len(ranks)
+
+    def run(barrier: ThreadBarrier) -> None:
+        try:
+            found[barrier.rank] = copy_step(*ranks[barrier.rank], step, barrier, options)
+        except BaseException as error:  # noqa: BLE001 — every way to fail is an outcome
+            found[barrier.rank] = error
+
+    barriers = ThreadBarrier.group(len(ranks), 20.0)
+    threads = [threading.Thread(target=run, args=(barrier,)) for barrier in barriers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_copy_is_the_same_byte_for_byte_and_its_manifest_comes_last(
+    local: MemoryStore, ranks: int
+) -> None:
+    remote = RecordingStore(MemoryStore())
+    sent = copied_by([(local, remote)] * ranks)
+    assert sum(n for n in sent if isinstance(n, int)) == sum(
+        entry.size for entry in local.list() if entry.key.endswith(".zip")
+    )
+    assert contents(remote) == contents(local)
+    assert "finish" not in remote.log[remote.log.index("put step-0000000001/manifest.msgpack") :]
+    with ckptkit.open(remote) as step:
+        assert_holds(step, STATE)
+
+
+def test_a_step_that_is_there_is_not_sent_again(local: MemoryStore) -> None:
+    remote = CountingStore(Remote())
+    copied_by([(local, remote)] * 2)
+    remote.reset()
+    assert copied_by([(local, remote)] * 2) == [0, 0]
+    assert remote.requests == 1  # the manifest
+
+
+def test_a_copy_that_was_cut_off_anywhere_goes_on_where_it_ended(local: MemoryStore) -> None:
+    """One operation after another fails, before or after it was done."""
+    packs = {entry.key: entry.size for entry in local.list() if entry.key.endswith(".zip")}
+    for after in (False, True):
+        for number in range(1, 100):
+            remote = Remote()
+            failing = FailingStore(remote, fail_at=number, after=after)
+            try:
+                copy_step(local, failing, 1, SoloBarrier())
+            except StorageError:
+                pass
+            else:
+                if failing.operations < number:
+                    break
+            committed = Run(remote).steps()
+            assert committed in ([], [1])
+            left = contents(remote)
+            remote = Remote()  # what another process sees
+            for key, data in left.items():
+                remote.put(key, data)
+            arrived = left.keys() & packs.keys()
+            sent = copy_step(local, remote, 1, SoloBarrier())
+            assert sent == sum(size for key, size in packs.items() if key not in arrived)
+            assert contents(remote) == contents(local)
+        else:
+            pytest.fail("copying never came to an end")
+
+
+def test_what_a_file_system_shows_may_be_incomplete_and_is_sent_again(local: MemoryStore) -> None:
+    remote = MemoryStore()
+    for entry in local.list():
+        if entry.key.endswith(".zip"):
+            remote.put(entry.key, bytes(entry.size))
+    copy_step(local, remote, 1, SoloBarrier())
+    assert contents(remote) == contents(local)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_where_one_rank_fails_all_raise_and_nothing_is_committed(
+    local: MemoryStore, failing: int
+) -> None:
+    remote = Remote()
+    broken = FailingStore(remote, fail_at=3 + failing)
+    found = copied_by([(local, broken if rank == failing else remote) for rank in range(2)])
+    assert isinstance(found[failing], StorageError)
+    assert isinstance(found[1 - failing], PeerError)
+    assert Run(remote).steps() == []
+    copied_by([(local, remote)] * 2)
+    assert contents(remote) == contents(local)
+
+
+def test_damage_is_not_passed_on() -> None:
+    local, values = MemoryStore(), random_values((64, 64))
+    save(local, {"x": Tensor(values)})
+    damaged = flipped(local, values.tobytes()[:64])
+    remote = Remote()
+    with pytest.raises(CorruptionError, match="the step was not copied"):
+        copy_step(damaged, remote, 1, SoloBarrier())
+    assert contents(remote) == {}
+
+
+def test_another_save_of_the_step_is_replaced_only_where_asked_for(local: MemoryStore) -> None:
+    remote = Remote()
+    save(remote, OTHER, strategy="fsdp:2")
+    before = contents(remote)
+    found = copied_by([(local, remote)] * 2)
+    assert isinstance(found[0], StepExistsError)
+    assert isinstance(found[1], PeerError)
+    assert contents(remote) == before
+    copied_by([(local, remote)] * 2, options=CopyOptions(overwrite=True))
+    assert contents(remote) == contents(local)
+
+
+def test_a_save_that_wins_the_step_meanwhile_is_left_alone(local: MemoryStore) -> None:
+    remote = Remote()
+
+    class Raced(RecordingStore):
+        def put(
+            self, key: str, data: bytes | bytearray | memoryview, *, exclusive: bool = False
+        ) -> None:
+            save(remote, OTHER, strategy="fsdp:2")
+            super().put(key, data, exclusive=exclusive)
+
+    with pytest.raises(StepExistsError):
+        copy_step(local, Raced(remote), 1, SoloBarrier())
+    with ckptkit.open(remote) as step:
+        assert_holds(step, OTHER)
+    assert len(remote.list()) == 3
+
+
+def test_ranks_that_see_different_saves_are_told(local: MemoryStore) -> None:
+    other, remote = MemoryStore(), Remote()
+    save(other, OTHER, strategy="fsdp:2")
+    found = copied_by([(local, remote), (other, remote)])
+    assert all(isinstance(each, CkptkitError) for each in found)
+    assert "another save of this step" in str(found[1])
+
+
+def test_progress_adds_up_and_can_stop_a_copy(local: MemoryStore) -> None:
+    done: list[int] = []
+    copy_step(local, Remote(), 1, SoloBarrier(), CopyOptions(progress=done.append))
+    assert sum(done) == sum(e.size for e in local.list() if e.key.endswith(".zip"))
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    remote = Remote()
+    with pytest.raises(KeyboardInterrupt):
+        copy_step(local, remote, 1, SoloBarrier(), CopyOptions(progress=stop))
+    assert contents(remote) == {}
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("chunks", "size"),
+    [
+        ([], 0),
+        ([], 20 * MIB),
+        ([(64, MIB)], MIB + 200),
+        ([(64, 30 * MIB), (31 * MIB, 40 * MIB)], 60 * MIB),
+        ([(number * MIB + 7, MIB - 7) for number in range(100)], 100 * MIB + 12345),
+    ],
+)
+def test_segments_cover_a_pack_and_hold_whole_chunks(
+    chunks: Sequence[tuple[int, int]], size: int
+) -> None:
+    starts = np.array([start for start, _ in chunks], dtype=np.int64)
+    stops = np.array([min(start + length, size) for start, length in chunks], dtype=np.int64)
+    edges = segment_edges(starts, stops, size)
+    assert edges == sorted(set(edges))
+    assert (edges[0], edges[-1]) == (0, size)
+    for start, stop in zip(starts, stops, strict=True):
+        assert not [edge for edge in edges if start < edge < stop]
+    largest = max([length for _, length in chunks], default=0)
+    assert all(b - a <= max(8 * MIB, largest + MIB) for a, b in pairwise(edges))

@@ -1,0 +1,189 @@
+"""`ckpt launch` as users run it, with programs that do without torch, to be quick."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from tests.cli.programs import COMMAND, ckpt, environment
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 150
+HAS_MPI = bool(
+    shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+)
+BACKENDS = [
+    "gloo",
+    pytest.param("mpi", marks=pytest.mark.skipif(not HAS_MPI, reason="there is no mpirun")),
+]
+
+HELLO = """
+import os, sys
+print("out", os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"],
+      os.environ["CKPTKIT_BACKEND"], sys.argv[1:])
+print("err", os.environ["RANK"], file=sys.stderr)
+"""
+FAIL = """
+import os, sys, time
+open(f"{sys.argv[1]}/{os.environ['RANK']}", "w").close()
+while len(os.listdir(sys.argv[1])) < 3:
+    time.sleep(0.01)
+if os.environ["RANK"] == "1":
+    raise ValueError("the reason")
+time.sleep(0.3)
+if os.environ["RANK"] == "0":
+    raise RuntimeError("connection closed by peer")
+time.sleep(100)
+"""
+AGAIN = """
+import os, sys
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    sys.exit(4)
+print("well", os.environ["RANK"])
+"""
+WAIT = """
+import os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "100"])
+print("pids", os.getpid(), child.pid)
+try:
+    time.sleep(100)
+except KeyboardInterrupt:
+    time.sleep(100)
+"""
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+def launch(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, "launch", *arguments],
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        cwd=cwd,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_line_has_its_rank_and_its_stream(backend: str, tmp_path: Path) -> None:
+    program = script(tmp_path, HELLO)
+    options = ("--nproc-per-node", "2", "--backend", backend, "--")
+    done = launch(*options, program, "--lr", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    told = [f"[rank {n}] out {n} 2 {n} {backend} ['--lr', '3', '--json']" for n in range(2)]
+    assert sorted(done.stdout.splitlines()) == told
+    assert sorted(done.stderr.splitlines()) == ["[rank 0] err 0", "[rank 1] err 1"]
+
+
+def test_a_module_runs_as_python_m_runs_it(tmp_path: Path) -> None:
+    script(tmp_path, HELLO)
+    done = launch("--backend", "gloo", "-m", "train", "x", cwd=tmp_path)
+    assert done.stdout == "[rank 0] out 0 1 0 gloo ['x']\n", done.stderr
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_first_failure_is_shown_first_and_ends_the_others(backend: str, tmp_path: Path) -> None:
+    program, meeting = script(tmp_path, FAIL), tmp_path / "meeting"
+    meeting.mkdir()
+    started = time.monotonic()
+    done = launch("--nproc-per-node", "3", "--backend", backend, program, str(meeting))
+    assert time.monotonic() - started < 90  # a rank sleeps longer
+    assert (done.returncode, done.stdout) == (6, "")
+    lines = done.stderr.splitlines()
+    assert lines[0] == "rank 1 ended with exit code 1, before any other rank failed:"
+    assert lines[1] == "[rank 1] Traceback (most recent call last):"
+    first = [line for line in lines if line.startswith("[rank")]
+    assert "[rank 1] ValueError: the reason" in first
+    of_others = [n for n, line in enumerate(first) if not line.startswith("[rank 1]")]
+    assert not of_others or min(of_others) > first.index("[rank 1] ValueError: the reason")
+    assert lines[-1] == f"error: {program}: rank 1 ended with exit code 1"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_ranks_start_again_as_often_as_they_may(backend: str, tmp_path: Path) -> None:
+    options = ("--nproc-per-node", "2", "--backend", backend, "--max-restarts", "1", "--json")
+    done = launch(*options, script(tmp_path, AGAIN))
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
+    schema = json.loads((ROOT / "schemas" / "cli" / "launch.schema.json").read_text())
+    Draft202012Validator(schema).validate(outcome)
+    assert outcome == {"ok": True, "restarts": 1, "failed_rank": None, "exit_code": None}
+    lines = done.stderr.splitlines()
+    assert "rank 1 ended with exit code 4, before any other rank failed:" in lines
+    assert {"[rank 0] well 0", "[rank 1] well 1"} <= set(lines)
+
+
+def test_a_failure_is_a_document_too(tmp_path: Path) -> None:
+    program = script(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    done = launch("--json", program)
+    outcome = {"ok": False, "restarts": 0, "failed_rank": 0, "exit_code": -9}
+    assert (done.returncode, json.loads(done.stdout)) == (6, outcome)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ctrl_c_ends_all_ranks_and_their_children(backend: str, tmp_path: Path) -> None:
+    command = [*COMMAND, "launch", "--nproc-per-node", "2", "--backend", backend]
+    process = subprocess.Popen(
+        [*command, script(tmp_path, WAIT)],
+        env=environment(PYTHONPATH=str(ROOT)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()[3:]]
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)  # the ranks would sleep longer
+    assert (process.returncode, stderr) == (130, "interrupted\n")
+    assert len(pids) == 4
+    for pid in pids:
+        assert _has_ended(pid)
+
+
+def _has_ended(pid: int) -> bool:
+    for _ in range(1000):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":  # of which nobody has taken notice yet
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((), "there is no program to launch"),
+        (("--nnodes", "2", "x.py"), "several machines need a place to meet"),
+        (("--nproc-per-node", "0", "x.py"), "0 is not in the range"),
+    ],
+)
+def test_what_cannot_be_launched_is_wrong_usage(arguments: tuple[str, ...], problem: str) -> None:
+    result = ckpt("launch", *arguments)
+    assert result.exit_code == 2
+    assert problem in result.stderr
+
+
+def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = ckpt("launch", "train.py")
+    assert result.exit_code == 2
+    assert result.stderr == ("error: launching needs torch\nhint: pip install 'ckptkit[torch]'\n")

@@ -1,0 +1,26 @@
+"""A proxy that breaks things, in front of moto."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.scene import ENGINES, Scene
+from tests.servers.moto import Moto
+from tests.servers.proxy import Proxy
+from tests.servers.s3_server import Bucket
+
+
+@pytest.fixture
+def proxy(moto: Moto) -> Iterator[Proxy]:
+    with Proxy(moto.endpoint) as running:
+        yield running
+
+
+@pytest.fixture(params=ENGINES)
+def scene(bucket: Bucket, proxy: Proxy, request: pytest.FixtureRequest) -> Scene:
+    """With step 1 committed."""
+    made = Scene(bucket, proxy, request.param)
+    made.begin()
+    return made

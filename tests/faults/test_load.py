@@ -1,0 +1,142 @@
+"""Whatever breaks while a step is loaded: what arrives is what was saved, or there is a clear
+error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptkit
+from ckptkit.errors import CkptkitError, CorruptionError
+from ckptkit.model import Box
+from ckptkit.storage import Store
+from tests.checkpoint.saving import Tensor, random_values, same, small_state
+from tests.faults.scene import HASTY, MIB, PATIENT, Scene, assert_clear, cases, finished, save
+from tests.faults.trouble import LIST, READ, READ_MANIFEST, Trouble
+from tests.servers.faults import (
+    Answer,
+    Delay,
+    FlipDownload,
+    ResetDownload,
+    ResetUpload,
+    Stall,
+    Truncate,
+)
+
+# Several requests for each of two packs.
+STATE = {
+    **small_state(5),
+    "model/wide": Tensor(random_values((2, MIB // 2), "float32", 6), {"fsdp": "shard(0)"}),
+}
+REQUESTS = {"request_bytes": MIB // 2, "gap_bytes": 0}
+
+PASSING = {
+    "a burst of 503": Trouble(Answer(503), times=4),
+    "429 now and then": Trouble(Answer(429), every=3, times=None),
+    "500 at a pack": Trouble(Answer(500), READ, times=3),
+    "resets in mid-body": Trouble(ResetDownload(1000), READ, times=3),
+    "resets before the body": Trouble(ResetDownload(), READ, times=3),
+    "resets of requests": Trouble(ResetUpload(), READ, times=3),
+    "a reset in the manifest": Trouble(ResetDownload(50), READ_MANIFEST, times=2),
+    "a reset in a listing": Trouble(ResetDownload(50), LIST, times=2),
+    "a stall at a pack": Trouble(Stall(), READ),
+    "a stall at the manifest": Trouble(Stall(), READ_MANIFEST),
+    "bodies cut short": Trouble(Truncate(1000), READ, times=2),
+    "bodies cut short without a word": Trouble(Truncate(1000, honest=True), READ, times=2),
+    "an empty body": Trouble(Truncate(0, honest=True), READ),
+    "the manifest cut short": Trouble(Truncate(100), READ_MANIFEST),
+    "latency": Trouble(Delay(0.03), times=None),
+}
+FAILING = {
+    "503 for ever": Trouble(Answer(503), READ, times=None),
+    "500 for ever, later on": Trouble(Answer(500), READ, times=None, skip=2),
+    "no answers": Trouble(Stall(), READ, times=None),
+    "resets for ever": Trouble(ResetDownload(1000), READ, times=None),
+    "403": Trouble(Answer(403), READ),
+    "bits flip for ever": Trouble(FlipDownload(1000), READ, times=None),
+    "bodies are short for ever": Trouble(Truncate(1000, honest=True), READ, times=None),
+    "the manifest is damaged": Trouble(FlipDownload(100), READ_MANIFEST, times=None),
+    "the manifest is short": Trouble(Truncate(100, honest=True), READ_MANIFEST, times=None),
+}
+
+
+def load(store: Store) -> dict[str, Any]:
+    """Every array of the newest step."""
+    with ckptkit.open(store) as checkpoint:
+        found = {name: np.empty(a.shape, a.dtype.numpy) for name, a in checkpoint.arrays.items()}
+        checkpoint.read_many([(n, Box.whole(out.shape), out) for n, out in found.items()])
+    return found
+
+
+def assert_loaded(found: Mapping[str, Any]) -> None:
+    assert sorted(found) == sorted(STATE)
+    for name, values in found.items():
+        assert same(values, STATE[name].whole), name
+
+
+@pytest.mark.parametrize(
+    ("scene", "name"),
+    cases(
+        PASSING,
+        "a burst of 503",
+        "resets in mid-body",
+        "a stall at a pack",
+        "bodies cut short",
+        "bodies cut short without a word",
+        "the manifest cut short",
+    ),
+    indirect=["scene"],
+)
+def test_a_step_is_loaded_all_the_same(scene: Scene, name: str) -> None:
+    assert save(scene.direct(), 2, STATE) == []
+    scene = replace(scene, pace={**PATIENT, **REQUESTS})
+    PASSING[name].make(scene.proxy)
+    assert_loaded(finished(lambda: load(scene.store())))
+    assert scene.proxy.met
+
+
+def test_a_load_that_cannot_succeed_fails_clearly(scene: Scene) -> None:
+    assert save(scene.direct(), 2, STATE) == []
+    scene = replace(scene, pace={**HASTY, **REQUESTS})
+    for name, trouble in FAILING.items():
+        scene.proxy.forgive()
+        trouble.make(scene.proxy)
+        error = error_of(scene)
+        assert error is not None, name
+        assert_clear(error)
+        # On a busy machine nothing may be in time, before it comes to the fault.
+        assert scene.proxy.met or "in time" in str(error), name
+
+
+def error_of(scene: Scene) -> CkptkitError | None:
+    try:
+        finished(lambda: load(scene.store()))
+    except CkptkitError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("at", [0, 1000, 200_000])
+def test_a_flipped_bit_is_never_loaded(scene: Scene, at: int) -> None:
+    assert save(scene.direct(), 2, STATE) == []
+    scene = replace(scene, pace={**PATIENT, **REQUESTS})
+    Trouble(FlipDownload(at), READ, times=None).make(scene.proxy)
+    with pytest.raises(CorruptionError) as caught:
+        finished(lambda: load(scene.store()))
+    assert_clear(caught.value)
+
+
+def test_after_an_outage_the_same_checkpoint_reads_on(scene: Scene) -> None:
+    assert save(scene.direct(), 2, STATE) == []
+    scene = replace(scene, pace={**PATIENT, "deadline": 3.0})
+    with ckptkit.open(scene.store()) as checkpoint:
+        Trouble(Answer(503), times=None).make(scene.proxy)
+        with pytest.raises(CkptkitError):
+            checkpoint.read("model/wide")
+        scene.proxy.forgive()
+        assert same(checkpoint.read("model/wide"), STATE["model/wide"].whole)

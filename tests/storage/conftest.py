@@ -1,0 +1,23 @@
+"""Stores on moto for the tests of what goes wrong on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.servers.proxy import Proxy
+from tests.servers.s3_server import Bucket
+
+
+@pytest.fixture
+def proxy(bucket: Bucket) -> Iterator[Proxy]:
+    """Stands before the server of `bucket`."""
+    with Proxy(str(bucket.options["endpoint"])) as between:
+        yield between
+
+
+@pytest.fixture(params=["obstore", "fsspec"])
+def engine(request: pytest.FixtureRequest) -> str:
+    """Both engines, one after the other."""
+    return str(request.param)

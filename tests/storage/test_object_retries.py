@@ -1,0 +1,174 @@
+"""What a server or a network does wrong for a while is tried again, and said."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+
+from ckptkit.errors import AccessError, AlreadyExistsError, CorruptionError, StorageError
+from ckptkit.storage import Store, open_store
+from tests.servers.faults import (
+    Answer,
+    Fault,
+    FlipUpload,
+    LoseAnswer,
+    ResetDownload,
+    ResetUpload,
+    Stall,
+    Truncate,
+    kind,
+)
+from tests.servers.proxy import Proxy
+from tests.servers.s3_server import Bucket
+
+PIECE = 5 << 20
+
+
+@pytest.fixture
+def store(bucket: Bucket, proxy: Proxy, engine: str) -> Store:
+    more = {"engine": engine, "timeout": 2, "deadline": 20, "part_size": PIECE}
+    return open_store(f"{bucket.url}/run", bucket.through(proxy.endpoint, **more))
+
+
+def direct(bucket: Bucket) -> Store:
+    return open_store(f"{bucket.url}/run", bucket.options)
+
+
+PASSING: list[Fault] = [
+    Answer(503),
+    Answer(429),
+    Answer(500),
+    LoseAnswer(),
+    ResetDownload(1000),
+    Truncate(1000),
+    Stall(),
+]
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=repr)
+def test_a_read_survives(
+    fault: Fault, store: Store, bucket: Bucket, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = random.Random(1).randbytes(100_000)
+    direct(bucket).put("a", data)
+    proxy.inject(fault, kind("GET"), times=2)
+    with caplog.at_level(logging.WARNING, "ckptkit"):
+        assert store.read("a", 10, 90_000) == data[10:90_010]
+    # aiohttp asks a second time by itself where a connection ends without an answer.
+    assert len(proxy.met) == 2
+    assert caplog.records
+    assert "reading" in caplog.text
+    assert f"{bucket.url}/run/a" in caplog.text
+    assert "attempt 2" in caplog.text
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_lost_answer_to_a_create_is_resolved_by_reading_back(
+    times: int, store: Store, bucket: Bucket, proxy: Proxy
+) -> None:
+    store.put("first", b"x", exclusive=True)
+    proxy.inject(LoseAnswer(), kind("PUT", path="run/a"), times=times)
+    store.put("a", b"mine", exclusive=True)
+    assert direct(bucket).read("a") == b"mine"
+
+
+@pytest.mark.parametrize(
+    "fault", [Answer(503), ResetUpload(1000), LoseAnswer(), Stall(), FlipUpload(7)]
+)
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_a_put_survives_and_is_made_once(
+    fault: Fault, exclusive: bool, store: Store, bucket: Bucket, proxy: Proxy
+) -> None:
+    data = random.Random(2).randbytes(100_000)
+    store.put("first", b"x", exclusive=True)
+    proxy.inject(fault, kind("PUT", path="run/a"), times=2)
+    store.put("a", data, exclusive=exclusive)
+    assert len(proxy.met) == 2
+    assert direct(bucket).read("a") == data
+    if exclusive:
+        with pytest.raises(AlreadyExistsError):
+            store.put("a", b"other", exclusive=True)
+
+
+@pytest.mark.parametrize(
+    "fault", [Answer(503), Answer(500), ResetUpload(1000), LoseAnswer(), Stall()]
+)
+def test_a_part_of_an_upload_survives(
+    fault: Fault, store: Store, bucket: Bucket, proxy: Proxy
+) -> None:
+    data = random.Random(3).randbytes(3 * PIECE + 99)
+    proxy.inject(fault, kind("PUT", query="partNumber=2"), times=2)
+    sink = store.create("a", [len(data)])
+    sink.write(0, memoryview(data))
+    sink.finish()
+    assert len(proxy.met) == 2
+    assert direct(bucket).read("a") == data
+
+
+@pytest.mark.parametrize("fault", [LoseAnswer(), Answer(500), Stall()])
+def test_a_lost_answer_to_completing_an_upload_is_resolved_by_looking(
+    fault: Fault, store: Store, bucket: Bucket, proxy: Proxy
+) -> None:
+    data = random.Random(4).randbytes(2 * PIECE)
+    proxy.inject(fault, kind("POST", query="uploadId="))
+    sink = store.create("a", [len(data)])
+    sink.write(0, memoryview(data))
+    sink.finish()
+    assert len(proxy.met) == 1
+    assert direct(bucket).read("a") == data
+    assert direct(bucket).leftovers() == []
+
+
+def test_a_part_that_was_damaged_on_its_way_is_never_committed(
+    store: Store, bucket: Bucket, proxy: Proxy
+) -> None:
+    data = random.Random(5).randbytes(2 * PIECE)
+    proxy.inject(FlipUpload(1234), kind("PUT", query="partNumber=1"))
+    sink = store.create("a", [len(data)])
+    sink.write(0, memoryview(data))
+    with pytest.raises(CorruptionError, match="other bytes than were sent"):
+        sink.finish()
+    sink.abort()
+    assert direct(bucket).list() == []
+
+
+def test_an_upload_that_fails_for_good_says_so_and_leaves_nothing(
+    store: Store, bucket: Bucket, proxy: Proxy
+) -> None:
+    proxy.inject(Answer(403), kind("PUT", query="partNumber=2"), times=None)
+    sink = store.create("a", [PIECE] * 4)
+
+    def write() -> None:
+        for part in range(4):
+            sink.write(part, memoryview(bytes(PIECE)))
+        sink.finish()
+
+    with pytest.raises(AccessError) as caught:
+        write()
+    sink.abort()
+    assert caught.value.hint
+    assert "run/a" in caught.value.where
+    assert direct(bucket).list() == direct(bucket).leftovers() == []
+
+
+def test_the_deadline_bounds_all_attempts(bucket: Bucket, proxy: Proxy, engine: str) -> None:
+    more = {"engine": engine, "timeout": 5, "deadline": 1.5}
+    store = open_store(bucket.url, bucket.through(proxy.endpoint, **more))
+    proxy.inject(Answer(503), times=None)
+    calls: list[Callable[[], object]] = [
+        lambda: store.read("a", 0, 1),
+        lambda: store.put("a", b"x"),
+        store.list,
+        lambda: store.delete(["a"]),
+    ]
+    for call in calls:
+        began = time.monotonic()
+        with pytest.raises(StorageError, match="SlowDown") as caught:
+            call()
+        assert time.monotonic() - began < 15
+        assert "tried" in caught.value.what
+        assert "deadline" in caught.value.hint

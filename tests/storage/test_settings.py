@@ -1,0 +1,92 @@
+"""Storage options: one set for both engines, text or values, checked before anything moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptkit.errors import UsageError
+from ckptkit.storage import LocalStore, Options, open_store
+from ckptkit.storage.objects.settings import Settings, read_settings
+
+
+def test_a_command_line_and_python_mean_the_same() -> None:
+    texts = {
+        "path_style": "true",
+        "anonymous": "no",
+        "part_size": "16MiB",
+        "timeout": "2.5",
+        "concurrency": "4",
+        "http": "1",
+    }
+    values = {
+        "path_style": True,
+        "anonymous": False,
+        "part_size": 16 << 20,
+        "timeout": 2.5,
+        "concurrency": 4,
+        "http": True,
+    }
+    assert read_settings("s3", texts, {}) == read_settings("s3", values, {})
+
+
+def test_the_environment_fills_in_what_no_option_says() -> None:
+    environment = {
+        "AWS_ENDPOINT_URL": "http://there:1",
+        "AWS_ENDPOINT_URL_S3": "http://here:2/",
+        "AWS_DEFAULT_REGION": "eu-west-1",
+        "CKPTKIT_STORAGE_ENGINE": "fsspec",
+    }
+    found = read_settings("s3", {}, environment)
+    assert (found.endpoint, found.region, found.engine) == ("http://here:2", "eu-west-1", "fsspec")
+    told = {"endpoint": "https://x", "region": "r", "engine": "obstore"}
+    found = read_settings("s3", told, environment)
+    assert (found.endpoint, found.region, found.engine) == ("https://x", "r", "obstore")
+    assert read_settings("gs", {}, environment).endpoint is None
+
+
+def test_encryption_is_given_up_only_when_asked_for() -> None:
+    assert read_settings("s3", {"endpoint": "host:9"}, {}).endpoint == "https://host:9"
+    found = read_settings("s3", {"endpoint": "host:9", "http": True}, {})
+    assert found.endpoint == "http://host:9"
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"endpiont": "x"}, "endpoint"),
+        ({"engine": "boto"}, "obstore"),
+        ({"part_size": "16 apples"}, "part_size"),
+        ({"part_size": 1 << 20}, "part_size"),
+        ({"timeout": 0}, "timeout"),
+        ({"deadline": "soon"}, "deadline"),
+        ({"anonymous": "perhaps"}, "anonymous"),
+        ({"anonymous": True, "access_key": "a", "secret_key": "SECRET"}, "anonymous"),
+        ({"profile": "p", "access_key": "a", "secret_key": "SECRET"}, "profile"),
+        ({"secret_key": "SECRET"}, "access_key"),
+        ({"endpoint": "http://x", "http": False}, "http"),
+        ({"endpoint": "http://127.0.0.1:9", "path_style": False}, "path_style"),
+        ({"endpoint": "ftp://x"}, "endpoint"),
+        ({"endpoint": "https://me:SECRET@x"}, "credentials"),
+        ({"SECRET": "x", "secret_key": 7}, "SECRET"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_without_showing_a_secret(
+    options: Options, word: str
+) -> None:
+    with pytest.raises(UsageError, match=word) as caught:
+        open_store("s3://bucket", options)
+    assert "SECRET" not in str(caught.value) or word == "SECRET"
+
+
+def test_a_path_takes_the_options_of_the_other_place_but_no_typing_errors(tmp_path: Path) -> None:
+    assert isinstance(open_store(tmp_path, {"endpoint": "https://x"}), LocalStore)
+    with pytest.raises(UsageError, match="endpiont"):
+        open_store(tmp_path, {"endpiont": "https://x"})
+
+
+def test_settings_show_no_secret() -> None:
+    found = Settings(access_key="AAA", secret_key="BBB", session_token="CCC")
+    assert not any(secret in repr(found) for secret in found.secrets)
+    assert len(found.secrets) == 3
