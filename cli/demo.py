@@ -8,15 +8,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
 import numpy as np
 from ckptkit.cli.command import command
-from ckptkit.cli.demo_job import STEPS, STRATEGY, save_as_a_job, state
+from ckptkit.cli.demo_job import STEPS, STRATEGY, save_as_a_job, state, uninterrupted
 from ckptkit.cli.exits import CORRUPT, OK, PEER
 from ckptkit.cli.output import emit, emit_json
 
@@ -145,8 +145,10 @@ class Demo:
 def _place(folder: Path | None) -> Iterator[Path]:
     """A folder to work in: a temporary one, or a new one that stays if all went well."""
     if folder is None:
-        with tempfile.TemporaryDirectory(prefix="ckpt-demo-") as temporary:
-            yield Path(temporary)
+        with contextlib.ExitStack() as stack:
+            with uninterrupted():
+                folder = Path(stack.enter_context(TemporaryDirectory(prefix="ckpt-demo-")))
+            yield folder
         return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AlreadyExistsError(

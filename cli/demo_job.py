@@ -39,7 +39,7 @@ def save_as_a_job(run: Path, meeting: Path) -> None:
     """Write all steps with 8 processes that meet at a folder."""
     ranks = []
     with ExitStack() as stack:
-        with _uninterrupted():
+        with uninterrupted():
             for rank in range(_WRITERS):
                 process = stack.enter_context(_started(run, meeting, rank))
                 stack.callback(process.kill)
@@ -61,8 +61,8 @@ def _started(run: Path, meeting: Path, rank: int) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C comes after the block: inside of Popen it would lose a process that has begun."""
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C comes after the block: within, it would lose what has begun and nobody holds yet."""
     caught: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
     try:

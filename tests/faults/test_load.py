@@ -133,7 +133,7 @@ def test_a_flipped_bit_is_never_loaded(scene: Scene, at: int) -> None:
 
 def test_after_an_outage_the_same_checkpoint_reads_on(scene: Scene) -> None:
     assert save(scene.direct(), 2, STATE) == []
-    scene = replace(scene, pace={**PATIENT, "deadline": 3.0})
+    scene = replace(scene, pace={**PATIENT, "deadline": 8.0})
     with ckptkit.open(scene.store()) as checkpoint:
         Trouble(Answer(503), times=None).make(scene.proxy)
         with pytest.raises(CkptkitError):
