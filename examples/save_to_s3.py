@@ -37,7 +37,11 @@ def moto() -> Iterator[str]:
             with suppress(OSError):
                 urlopen(Request(f"{url}/example", method="PUT"), timeout=5).close()
                 break
+            if server.poll() is not None:
+                raise ChildProcessError("moto_server has ended")
             time.sleep(0.1)
+        else:
+            raise TimeoutError("moto_server does not answer")
         yield url
     finally:
         server.terminate()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from ckptkit.checkpoint.barrier import Barrier
@@ -119,22 +120,24 @@ class Mirror:
         first; then delete what retention does not keep, in both places, of the steps up to the one
         that was saved just now. A call of all ranks.
         """
+        with _leaving(barrier):
+            pending = self._pending(up_to) if barrier.rank == 0 else []
+            steps = barrier.share(" ".join(map(str, pending))).split()
         try:
-            plan = ""
-            if barrier.rank == 0:
-                plan = " ".join(map(str, self._pending(up_to)))
-            for step in map(int, barrier.share(plan).split()):
-                self._copy(step, barrier)
-            barrier.wait()
-        except BaseException as error:
-            barrier.leave(f"{type(error).__name__}: {error}".replace("\n", "; "))
+            with _leaving(barrier):
+                for step in map(int, steps):
+                    self._copy(step, barrier)
+                barrier.wait()
+        except CkptkitError:
+            # One that cannot be copied must not keep all others for ever.
+            with suppress(CkptkitError):
+                self._prune(barrier, up_to)
             raise
-        if barrier.rank == 0 and up_to is not None:
-            try:
-                self._prune(up_to)
-            except CkptkitError as error:
-                error.what = f"steps were copied, but older ones not deleted: {error.what}"
-                raise
+        try:
+            self._prune(barrier, up_to)
+        except CkptkitError as error:
+            error.what = f"steps were copied, but older ones not deleted: {error.what}"
+            raise
 
     def _claim(self) -> None:
         """Write down which run the folder belongs to; steps of two runs must never mix."""
@@ -221,22 +224,23 @@ class Mirror:
     def _copy(self, step: int, barrier: Barrier) -> None:
         started = time.perf_counter()
         self._memory.failed.add(step)
-        sent = copy_step(self.local, self.remote, step, barrier, self._options)
+        copied = copy_step(self.local, self.remote, step, barrier, self._options)
         self._memory.failed.discard(step)
         if barrier.rank == 0:
-            save = _save_of(self.local, step)
-            if save is not None:
-                self._memory.arrived.add((step, save.save_id))
+            # By now the local folder may have another save of the step, which has not arrived.
+            self._memory.arrived.add((step, copied.save_id))
             log.info(
                 "copied step %d to %s: %.3f GB by rank 0 in %.2f s",
                 step,
                 self.remote.location,
-                sent / 1e9,
+                copied.nbytes / 1e9,
                 time.perf_counter() - started,
             )
 
-    def _prune(self, up_to: int) -> None:
+    def _prune(self, barrier: Barrier, up_to: int | None) -> None:
         rules = self._retention
+        if up_to is None or barrier.rank > 0:
+            return
         if not rules.is_all:
             Run(self.remote).prune(
                 keep_last=rules.keep_last, keep_every=rules.keep_every, up_to=up_to
@@ -270,6 +274,16 @@ class _Memory:
     """(step, save id) of what the other place has, or had until it was deleted there, or has a
     later save of that overwrote it."""
     failed: set[int] = field(default_factory=set)
+
+
+@contextmanager
+def _leaving(barrier: Barrier) -> Iterator[None]:
+    """Tell the other ranks what goes wrong inside."""
+    try:
+        yield
+    except BaseException as error:
+        barrier.leave(f"{type(error).__name__}: {error}".replace("\n", "; "))
+        raise
 
 
 def _save_of(store: Store, step: int) -> SaveInfo | None:

@@ -16,6 +16,8 @@ from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Entry, Store
 
 _NOTHING = "nothing"
+_CLOCK = "clock"
+_ABANDONED = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +124,19 @@ def remove(store: Store, removals: Sequence[Removal]) -> None:
 
 
 def clock_of(store: Store) -> float:
-    """The time by the clock that a store stamps objects with, by a small one that is deleted."""
-    folder = f"clock-{secrets.token_hex(8)}"
-    key = f"{folder}/now"
+    """The time by the clock that a store stamps objects with, by a small one that is deleted, with
+    those that others left who were killed here.
+    """
+    key = f"{_CLOCK}/{secrets.token_hex(8)}"
     store.put(key, b"now")
+    gone = [key]
     try:
-        return max((entry.modified for entry in store.list(folder)), default=time.time())
+        entries = store.list(_CLOCK)
+        now = max((entry.modified for entry in entries), default=time.time())
+        gone += [entry.key for entry in entries if entry.modified < now - _ABANDONED]
+        return now
     finally:
-        store.delete([key])
+        store.delete(gone)
 
 
 def _step(store: Store, step: int, folder: str, save_id: str) -> Removal:

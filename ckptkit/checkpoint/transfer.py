@@ -3,6 +3,9 @@
 The rules are those of a commit (`checkpoint.commit`). What is copied keeps its save id, so a copy
 that was cut off goes on where it ended: packs that have arrived are not sent again. Every chunk is
 compared with its checksum on the way: damage is not passed on.
+
+Two processes may copy one step at once, as when one is slow to die: each pack gets its name when it
+is complete, and replaces one that has the same bytes. So nothing that is committed ever breaks.
 """
 
 from __future__ import annotations
@@ -38,17 +41,26 @@ class CopyOptions:
     progress: Progress | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What is in the target now."""
+
+    save_id: str
+    nbytes: int
+    """How many bytes this rank sent."""
+
+
 def copy_step(
     source: Store, target: Store, step: int, barrier: Barrier, options: CopyOptions | None = None
-) -> int:
-    """Copy a committed step, each rank some of its packs; returns how many bytes this rank sent.
+) -> Copied:
+    """Copy a committed step, each rank some of its packs.
 
     All ranks see both stores. On return the step exists in the target too; where one rank fails,
     all raise, and what has arrived stays for the next attempt.
     """
     try:
         copying = _Copying(source, target, step, options or CopyOptions())
-        return copying.run(barrier)
+        return Copied(copying.save_id, copying.run(barrier))
     except BaseException as error:
         barrier.leave(f"{type(error).__name__}: {error}".replace("\n", "; "))
         raise
@@ -61,8 +73,8 @@ class _Copying:
         self._target = target
         self._prefix = step_name(step)
         self._manifest = read_manifest(source, self._prefix)
-        self._save_id = self._manifest.save.save_id
-        self._folder = data_prefix(self._prefix, self._save_id)
+        self.save_id = self._manifest.save.save_id
+        self._folder = data_prefix(self._prefix, self.save_id)
         self._sources = Sources(source, self._prefix, self._manifest)
         self._where = described(source, self._prefix)
         self._options = options
@@ -70,9 +82,9 @@ class _Copying:
     def run(self, barrier: Barrier) -> int:
         told = ""
         if barrier.rank == 0:
-            told = f"{self._save_id} {'there' if self._is_there() else ''}"
+            told = f"{self.save_id} {'there' if self._is_there() else ''}"
         save_id, _, there = barrier.share(told).partition(" ")
-        if save_id != self._save_id:
+        if save_id != self.save_id:
             raise PeerError(
                 "rank 0 copies another save of this step", where=self._where, hint="try again"
             )
@@ -92,14 +104,14 @@ class _Copying:
             barrier.share("")
         except PeerError:
             # Rank 0 may have committed before it was lost, as in `Attempt.end`.
-            if committed_save_id(self._target, self._prefix) != self._save_id:
+            if committed_save_id(self._target, self._prefix) != self.save_id:
                 raise
         return sent
 
     def _is_there(self) -> bool:
         there = committed_save_id(self._target, self._prefix)
-        if there in (None, self._save_id) or self._options.overwrite:
-            return there == self._save_id
+        if there in (None, self.save_id) or self._options.overwrite:
+            return there == self.save_id
         raise StepExistsError(
             "another save of this step is there already",
             where=described(self._target, self._prefix),
@@ -109,15 +121,13 @@ class _Copying:
     def _copy(self, pack: int) -> int:
         info = self._manifest.packs[pack]
         key = f"{self._folder}/{info.name}"
-        size = _size(self._target, key)
-        if size == info.size and not self._target.abilities.is_file_system:
+        # In a file system what was cut off can be seen, and have its full size already.
+        if not self._target.abilities.is_file_system and _size(self._target, key) == info.size:
             return 0
-        if size is not None:
-            # In a file system what was cut off can be seen, and have its full size already.
-            self._target.delete([key])
         memory, progress = self._options.memory, self._options.progress
         reading = _PackReading(self._sources, self._manifest, pack)
-        _send(reading, self._target.create(key, reading.extents, memory=memory), progress)
+        sink = self._target.create(key, reading.extents, memory=memory, again=True)
+        _send(reading, sink, progress)
         return info.size
 
     def _commit(self) -> None:
@@ -133,7 +143,7 @@ class _Copying:
         try:
             commit(self._target, self._prefix, self._manifest, overwrite=overwrite)
         except StepExistsError:
-            discard(self._target, self._prefix, self._save_id)
+            discard(self._target, self._prefix, self.save_id)
             raise
 
 

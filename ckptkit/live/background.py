@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakSet
 
+from ckptkit.live.saying import in_one_line
+
 log = logging.getLogger("ckptkit.live")
 
 # Enough for the training to win where both want the processor, not enough to starve the save.
@@ -161,6 +163,8 @@ class Rounds:
                 turn.work()
             except BaseException as problem:  # noqa: BLE001 — handed to whoever takes it
                 error = problem
+                # At once as well: a job that ends without another call would never say it.
+                log.error("the %s failed: %s", self._name, in_one_line(problem))
             with self._changed:
                 if not self._turns:
                     self._is_running = False

@@ -77,8 +77,13 @@ def fill_once(filling: Filling, targets: Sequence[Target], barrier: StoreBarrier
     for axes in agreed:
         # Made by all ranks, also by those that need nothing along these axes.
         group = _group_along(topology, axes)
+        circle = None
         if axes in plans:
-            errors += _Circle(filling, members(topology, axes), group).run(plans[axes])
+            circle = _Circle(filling, members(topology, axes), group, plans[axes])
+        # A rank without the memory would not come to a broadcast that others wait in.
+        barrier.wait()
+        if circle is not None:
+            errors += circle.run()
     for axes in plans.keys() - set(agreed):
         alone += shared[axes]
     if errors:
@@ -188,7 +193,11 @@ class _Circle:
     """The ranks of a group: in each turn every one reads a batch, and then gives it to all."""
 
     def __init__(
-        self, filling: Filling, ranks: Sequence[int], group: dist.ProcessGroup | None
+        self,
+        filling: Filling,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+        plan: Sequence[Piece],
     ) -> None:
         self._filling = filling
         self._ranks = ranks
@@ -196,16 +205,16 @@ class _Circle:
         self._me = ranks.index(filling.topology.rank)
         self._wire = wire()
         self._errors: list[Exception] = []
-
-    def run(self, plan: Sequence[Piece]) -> list[Exception]:
-        """Fill all pieces; what went wrong on this rank is returned when the others have theirs."""
-        batches = self._batches(plan)
-        turns = max(map(len, batches), default=0)
-        largest = max((_room(b) for of_rank in batches for b in of_rank), default=0)
-        mine = batches[self._me]
+        self._plan = self._batches(plan)
+        largest = max((_room(b) for of_rank in self._plan for b in of_rank), default=0)
         # While one batch is given to the others, the next is read.
-        own = [self._memory(largest) for _ in range(min(2, len(mine)))]
-        other = torch.empty(largest, dtype=torch.uint8, device=self._wire)
+        self._own = [self._memory(largest) for _ in range(min(2, len(self._plan[self._me])))]
+        self._wired = torch.empty(largest, dtype=torch.uint8, device=self._wire)
+
+    def run(self) -> list[Exception]:
+        """Fill all pieces; what went wrong on this rank is returned when the others have theirs."""
+        turns = max(map(len, self._plan), default=0)
+        mine, own = self._plan[self._me], self._own
         with ThreadPoolExecutor(1, thread_name_prefix="ckptkit") as reading:
             ready = [reading.submit(self._read, mine[0], own[0])] if mine else []
             for turn in range(turns):
@@ -214,11 +223,9 @@ class _Circle:
                 if turn + 1 < len(mine):
                     memory = own[(turn + 1) % 2]
                     ready.append(reading.submit(self._read, mine[turn + 1], memory))
-                for place, of_rank in enumerate(batches):
+                for place, of_rank in enumerate(self._plan):
                     if turn < len(of_rank):
-                        is_mine = place == self._me
-                        memory = own[turn % 2].to(self._wire) if is_mine else other
-                        self._give(place, of_rank[turn], memory)
+                        self._give(place, turn)
         return self._errors
 
     def _batches(self, plan: Sequence[Piece]) -> list[list[list[Piece]]]:
@@ -248,8 +255,14 @@ class _Circle:
         except Exception as error:  # noqa: BLE001 — raised once no rank waits for this one
             self._errors.append(error)
 
-    def _give(self, place: int, batch: Sequence[Piece], memory: torch.Tensor) -> None:
-        dist.broadcast(memory[: _room(batch)], src=self._ranks[place], group=self._group)
+    def _give(self, place: int, turn: int) -> None:
+        batch, memory = self._plan[place][turn], self._wired
+        room = _room(batch)
+        if place == self._me and self._wire.type == "cpu":
+            memory = self._own[turn % 2]
+        elif place == self._me:
+            memory[:room].copy_(self._own[turn % 2][:room])
+        dist.broadcast(memory[:room], src=self._ranks[place], group=self._group)
         try:
             _hand_out(batch, memory)
         except Exception as error:  # noqa: BLE001 — as above

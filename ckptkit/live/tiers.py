@@ -198,8 +198,6 @@ class TwoTiers:
                 f"not all steps could be copied to {self._mirror.remote.location}, "
                 f"they stay in {self._mirror.local.location}: {error.what}"
             )
-            # At once as well: a job that ends without another call would never say it.
-            log.error("%s", error)
             raise
         self._forget_before(barrier)
 

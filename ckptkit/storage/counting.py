@@ -91,9 +91,11 @@ class CountingStore:
         self.count("open")
         return source
 
-    def create(self, key: str, extents: Sequence[int], *, memory: int | None = None) -> Sink:
+    def create(
+        self, key: str, extents: Sequence[int], *, memory: int | None = None, again: bool = False
+    ) -> Sink:
         """Counted as `create`; the sink's calls as `write`, `finish` and `abort`."""
-        sink = _CountingSink(self, self._store.create(key, extents, memory=memory))
+        sink = _CountingSink(self, self._store.create(key, extents, memory=memory, again=again))
         self.count("create")
         return sink
 

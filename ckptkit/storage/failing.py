@@ -104,9 +104,13 @@ class FailingStore:
         """One operation, and one for each `read_into`."""
         return _FailingSource(self, self.attempt("open", lambda: self._store.open(key, size)))
 
-    def create(self, key: str, extents: Sequence[int], *, memory: int | None = None) -> Sink:
+    def create(
+        self, key: str, extents: Sequence[int], *, memory: int | None = None, again: bool = False
+    ) -> Sink:
         """One operation, and one for each `write` and `finish`."""
-        sink = self.attempt("create", lambda: self._store.create(key, extents, memory=memory))
+        sink = self.attempt(
+            "create", lambda: self._store.create(key, extents, memory=memory, again=again)
+        )
         return _FailingSink(self, sink)
 
     def put(

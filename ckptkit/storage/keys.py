@@ -45,6 +45,12 @@ def new_temporary() -> str:
     return f"{TEMPORARY}{secrets.token_hex(8)}"
 
 
+def temporary_beside(key: str) -> str:
+    """The same in the folder of a key, where a clean-up of that finds it."""
+    folder, slash, _ = key.rpartition("/")
+    return f"{folder}{slash}{new_temporary()}"
+
+
 def is_leftover(name: str) -> bool:
     """Whether a single name is exactly as `new_temporary` makes them: others are not ours."""
     return bool(_LEFTOVER.fullmatch(name))

@@ -116,9 +116,10 @@ class LocalStore:
         extents: Sequence[int],
         *,
         memory: int | None = None,  # noqa: ARG002
+        again: bool = False,
     ) -> LocalSink:
         """Begin a new file, visible but incomplete until it is finished; it keeps nothing."""
-        return LocalSink(self._root, self._path(key), extents)
+        return LocalSink(self._root, self._path(key), extents, again=again)
 
     def put(
         self, key: str, data: bytes | bytearray | memoryview, *, exclusive: bool = False

@@ -13,6 +13,7 @@ from ckptkit.storage.buffers import AlignedBuffer, address_of, default_pool
 from ckptkit.storage.direct import BLOCK, DirectFile
 from ckptkit.storage.edges import EdgeBlocks
 from ckptkit.storage.folders import make_folders, remove_empty, sync_above, sync_folder
+from ckptkit.storage.keys import new_temporary
 from ckptkit.storage.parts import Parts
 from ckptkit.storage.refusals import refusals
 
@@ -23,12 +24,16 @@ _TRIES = 16
 class LocalSink:
     """A new file of the store; visible under its name, incomplete until `finish`.
 
-    Under its name, because a crash then leaves something that is listed and can be deleted.
+    Under its name, because a crash then leaves something that is listed and can be deleted. With
+    `again` it has a name of its own until then, and replaces what is there.
     """
 
-    def __init__(self, root: Path, path: Path, extents: Sequence[int]) -> None:
+    def __init__(
+        self, root: Path, path: Path, extents: Sequence[int], *, again: bool = False
+    ) -> None:
         self._root = root
-        self._path = path
+        self._name = path
+        self._path = path.with_name(new_temporary()) if again else path
         self._where = str(path)
         self._parts = Parts(self._where, extents)
         self._pool = default_pool()
@@ -59,6 +64,8 @@ class LocalSink:
             self._file.seal(self._parts.total)
             if not self._file.is_at(self._path):
                 raise self._lost()
+            if self._path != self._name:
+                self._path.replace(self._name)
             sync_folder(self._path.parent)
             sync_above(self._path.parent, self._root, self._made)
             self._file.close()

@@ -124,7 +124,7 @@ def _refuse_odd_names(scheme: str, path: str) -> None:
     if any(part in ("", ".", "..") for part in names.split("/")):
         what = "a bucket" if scheme in BUCKETS else "a name"
         raise UsageError(
-            f"a {scheme} location needs {what} and plain names below it",
+            f"{scheme}:// needs {what} and plain names below it",
             value=f"{scheme}://{path}",
             hint=f"write {scheme}://name or {scheme}://name/folder, no empty, `.` or `..` parts",
         )
@@ -143,7 +143,7 @@ def _refuse_odd_characters(scheme: str, path: str) -> None:
         )
     if _CONTROLS.search(path):
         raise UsageError(
-            f"a {scheme} location must not hold control characters",
+            f"{scheme}:// must not be followed by control characters",
             value=f"{scheme}://{path}",
             hint="choose a name that can be printed",
         )

@@ -135,12 +135,14 @@ class MemoryStore:
         extents: Sequence[int],
         *,
         memory: int | None = None,  # noqa: ARG002
+        again: bool = False,
     ) -> MemorySink:
         """Begin a new object, invisible until it is finished."""
         path, where = self._path(key), self._where(key)
         parts = Parts(where, extents)
         with self._shelf.lock:
-            self._shelf.refuse_taken(where, path)
+            if not again:
+                self._shelf.refuse_taken(where, path)
             self._shelf.refuse_clash(where, path)
             self._shelf.pending.add(path)
         return MemorySink(self._shelf, path, parts)

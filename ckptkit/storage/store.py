@@ -136,12 +136,17 @@ class Store(Protocol):
         that is missing or shorter is found by the reads.
         """
 
-    def create(self, key: str, extents: Sequence[int], *, memory: int | None = None) -> Sink:
+    def create(
+        self, key: str, extents: Sequence[int], *, memory: int | None = None, again: bool = False
+    ) -> Sink:
         """Begin a new object: the concatenation of parts of these lengths.
 
         Until `finish` the object is invisible, or (in a local folder) visible but incomplete.
         What is there already is never touched: AlreadyExistsError. A sink that keeps what it was
         given keeps at most about `memory` bytes, if its parts come about in order.
+
+        With `again` the name may be taken, then or later, by another writer of the same bytes: the
+        object is invisible until `finish`, which replaces what is there as a whole.
         """
 
     def put(

@@ -51,10 +51,12 @@ class RemoteStore(CountingStore):
         """An open source that has not looked whether the object is there, if its size is known."""
         return Unasked(self, key, self.size(key) if size is None else size)
 
-    def create(self, key: str, extents: Sequence[int], *, memory: int | None = None) -> Sink:
+    def create(
+        self, key: str, extents: Sequence[int], *, memory: int | None = None, again: bool = False
+    ) -> Sink:
         """Noted, with the memory that the sink may have."""
         self.sinks.append(memory)
-        return super().create(key, extents, memory=memory)
+        return super().create(key, extents, memory=memory, again=again)
 
     def list(self, prefix: str = "") -> Entries:
         """By the server's clock."""

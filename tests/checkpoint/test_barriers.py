@@ -44,6 +44,15 @@ def at_once(
     return results, errors
 
 
+def wait_or_leave(barrier: Barrier) -> None:
+    """As a writer does: the others hear from rank 0 alone that it is over."""
+    try:
+        barrier.wait()
+    except PeerError as error:
+        barrier.leave(error.what)
+        raise
+
+
 def test_what_rank_0_shares_reaches_all_in_order(make: Make) -> None:
     def talk(barrier: Barrier) -> list[str]:
         heard = []
@@ -74,7 +83,7 @@ def test_a_rank_that_leaves_says_why_to_all(make: Make, leaving: int) -> None:
         if barrier.rank == leaving:
             barrier.leave("the disk is full")
         else:
-            barrier.wait()
+            wait_or_leave(barrier)
 
     errors = at_once(make(3, 20), meet)[1]
     assert errors[leaving] is None
@@ -88,7 +97,7 @@ def test_a_rank_that_left_in_an_earlier_round_is_not_waited_for(make: Make) -> N
             barrier.leave("gone")
             return
         barrier.share("anything")
-        barrier.wait()
+        wait_or_leave(barrier)
 
     errors = at_once(make(3, 20), meet)[1]
     assert "gone" in str(errors[0])

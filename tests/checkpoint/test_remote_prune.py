@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from unittest.mock import patch
 
 import pytest
 
@@ -77,6 +78,16 @@ def test_a_save_under_way_stays_whatever_the_server_takes_the_time_for(
     assert run.behind.read(key) == b"x"
     assert not [entry for entry in run.behind.list() if "clock" in entry.key]
     assert [it.kind for it in Run(run).prune(grace=0)] == ["orphan"]
+
+
+def test_clocks_that_were_left_go_with_the_next_one(run: RemoteStore) -> None:
+    at = time.time()
+    with patch("ckptkit.storage.memory.time.time", lambda: at - 9999):
+        run.behind.put("clock/old", b"now")
+    run.behind.put("clock/of-another", b"now")
+    run.left = [upload(4, 1, 9999)]
+    Run(run).prune()
+    assert run.behind.children("clock") == ["of-another"]
 
 
 def test_a_plan_changes_nothing(run: RemoteStore) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -15,7 +19,7 @@ from ckptkit import Run, ThreadBarrier
 from ckptkit.checkpoint.barrier import SoloBarrier
 from ckptkit.checkpoint.transfer import CopyOptions, copy_step, segment_edges
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StepExistsError, StorageError
-from ckptkit.storage import Abilities, CountingStore, FailingStore, MemoryStore, Store
+from ckptkit.storage import Abilities, CountingStore, FailingStore, LocalStore, MemoryStore, Store
 from tests.checkpoint.saving import (
     Tensor,
     assert_holds,
@@ -26,6 +30,8 @@ from tests.checkpoint.saving import (
     small_state,
 )
 from tests.checkpoint.watching import RecordingStore
+
+T = TypeVar("T")
 
 STATE, OTHER = small_state(1), small_state(2)
 
@@ -47,6 +53,25 @@ def local() -> MemoryStore:
     return store
 
 
+def copied_to(source: Store, folder: Path) -> None:
+    copy_step(source, LocalStore(folder), 1, SoloBarrier())
+
+
+class Overtaken(FailingStore):
+    """Another copier comes and ends before the first pack is begun; then one operation fails."""
+
+    def __init__(self, store: Store, fail_at: int, overtake: Callable[[], None]) -> None:
+        super().__init__(store, fail_at=fail_at)
+        self._overtake = overtake
+        self.is_overtaken = False
+
+    def attempt(self, operation: str, action: Callable[[], T]) -> T:
+        if operation == "create" and not self.is_overtaken:
+            self.is_overtaken = True
+            self._overtake()
+        return super().attempt(operation, action)
+
+
 def copied_by(
     ranks: Sequence[tuple[Store, Store]], step: int = 1, options: CopyOptions | None = None
 ) -> list[int | BaseException]:
@@ -55,7 +80,8 @@ def copied_by(
 
     def run(barrier: ThreadBarrier) -> None:
         try:
-            found[barrier.rank] = copy_step(*ranks[barrier.rank], step, barrier, options)
+            copied = copy_step(*ranks[barrier.rank], step, barrier, options)
+            found[barrier.rank] = copied.nbytes
         except BaseException as error:  # noqa: BLE001 — every way to fail is an outcome
             found[barrier.rank] = error
 
@@ -112,7 +138,7 @@ def test_a_copy_that_was_cut_off_anywhere_goes_on_where_it_ended(local: MemorySt
             for key, data in left.items():
                 remote.put(key, data)
             arrived = left.keys() & packs.keys()
-            sent = copy_step(local, remote, 1, SoloBarrier())
+            sent = copy_step(local, remote, 1, SoloBarrier()).nbytes
             assert sent == sum(size for key, size in packs.items() if key not in arrived)
             assert contents(remote) == contents(local)
         else:
@@ -126,6 +152,24 @@ def test_what_a_file_system_shows_may_be_incomplete_and_is_sent_again(local: Mem
             remote.put(entry.key, bytes(entry.size))
     copy_step(local, remote, 1, SoloBarrier())
     assert contents(remote) == contents(local)
+
+
+def test_a_second_copier_never_takes_away_what_the_first_has_committed(
+    local: MemoryStore, tmp_path: Path
+) -> None:
+    """It began before the first commits, and dies after any of its operations."""
+    for number in range(1, 100):
+        target = tmp_path / str(number)
+        slow = Overtaken(LocalStore(target), number, partial(copied_to, local, target))
+        with suppress(StorageError):
+            copy_step(local, slow, 1, SoloBarrier())
+        if slow.is_overtaken:
+            assert contents(LocalStore(target)) == contents(local)
+            assert ckptkit.verify(target) == []
+        if slow.operations < number:
+            break
+    else:
+        pytest.fail("copying never came to an end")
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -63,14 +63,19 @@ def random_trouble(rng: random.Random) -> Trouble:
 
 
 def test_no_plan_of_faults_breaks_a_promise(moto: Moto, bucket: Bucket) -> None:
+    met: dict[str, bool] = {}
+
     def attempt(seed: str) -> None:
         rng = random.Random(int(seed))
         with scene_of(moto, bucket, f"plan-{seed}", rng.choice(ENGINES)) as scene:
             for _ in range(rng.randint(1, 4)):
                 random_trouble(rng).make(scene.proxy)
             keep_promises(scene)
+            met[seed] = bool(scene.proxy.met)
 
     side_by_side(map(str, range(PLANS)), attempt)
+    # What a plan is about may never be asked for.
+    assert sum(met.values()) > 0.8 * PLANS
 
 
 def keep_promises(scene: Scene) -> None:

@@ -116,11 +116,14 @@ def _attempt(moto: Moto, source: Scene, name: str) -> None:
     with Proxy(moto.endpoint) as proxy:
         target = Scene(source.bucket, proxy, source.engine, name.replace(" ", "-"), HASTY)
         through = replace(target, name=source.name).store()
+        target.connect()
         UNSURE[name].make(proxy)
         try:
             finished(lambda: reshard(through, target.store()))
+            assert proxy.met
         except CkptkitError as error:
             assert_clear(error)
+            assert proxy.met
             target.assert_steps({}, {2: STATE})
             proxy.forgive()
             _reshard_again(source.direct(), replace(target, pace=PATIENT))

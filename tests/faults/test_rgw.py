@@ -11,6 +11,8 @@ import ckptkit
 from ckptkit import CkptkitError, Run
 from ckptkit.errors import AccessError, NotFoundError, StepExistsError
 from ckptkit.storage import open_store
+from ckptkit.storage.objects import server
+from ckptkit.storage.objects.digest import Digest
 from tests.checkpoint.saving import small_state
 from tests.faults.racing import holder, race
 from tests.faults.scene import (
@@ -46,6 +48,7 @@ TROUBLES = {
     "a reset of a part": Trouble(ResetUpload(MIB), PART),
     "a reset while reading": Trouble(ResetDownload(10), READ, times=2),
     "a record cut short": Trouble(Truncate(10, honest=True), READ),
+    "a flipped bit in a part": Trouble(FlipUpload(MIB), PART),
     "a lost answer to a part": Trouble(LoseAnswer(), PART),
     "a lost answer to the completion": Trouble(LoseAnswer(), COMPLETE),
     "a lost answer to the manifest": Trouble(LoseAnswer(), MANIFEST),
@@ -122,6 +125,25 @@ def test_faults_are_survived_or_told(scene: Scene, name: str) -> None:
         finished(lambda: ckptkit.open(scene.store()).close())
     except CkptkitError as error:
         assert_clear(error)
+
+
+@pytest.mark.parametrize("times", [1, None])
+def test_where_the_server_compares_it_is_what_finds_a_damaged_part(
+    scene: Scene, times: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "WORTH_ASKING", MIB)
+    monkeypatch.setattr(Digest, "add", _never)
+    scene = replace(scene, pace={**UNHURRIED, "deadline": 10.0})
+    scene.begin()
+    Trouble(FlipUpload(MIB), PART, times=times).make(scene.proxy)
+    errors = scene.save(LARGE)
+    assert scene.proxy.met
+    assert errors or times
+    scene.assert_steps({1: FIRST} if errors else {1: FIRST, 2: LARGE}, {2: LARGE})
+
+
+def _never(_digest: Digest, piece: memoryview) -> None:
+    assert piece.nbytes < MIB, "the server compares large pieces itself"
 
 
 def test_wrong_keys_and_buckets_are_told_at_once(scene: Scene) -> None:

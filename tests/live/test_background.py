@@ -78,3 +78,10 @@ def test_rounds_that_are_given_up_are_not_begun_or_waited_for() -> None:
     assert rounds.take() is None
     go.set()
     assert not done
+
+
+def test_the_failure_of_a_round_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    rounds = Rounds("upload")
+    rounds.turn(lambda: failing(7))()
+    rounds.settle()
+    assert "the upload failed: ArithmeticError: 7" in caplog.text

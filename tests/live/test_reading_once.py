@@ -174,6 +174,30 @@ def test_a_rank_that_finds_damage_raises_on_all(gloo: Pool, tmp_path: Path, chun
         assert took < 15
 
 
+def load_without_memory(location: str) -> list[Any]:
+    model = DistributedDataParallel(wide_model())
+    started = time.monotonic()
+
+    def memory(circle: Any, size: int) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise MemoryError(f"no {size} bytes")
+        return torch.empty(size, dtype=torch.uint8)
+
+    with (
+        patch.object(reading_once._Circle, "_memory", memory),
+        pytest.raises((CkptkitError, MemoryError)) as caught,
+    ):
+        load(location, model=model, read_once=True, timeout=20)
+    return [f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - started]
+
+
+def test_a_rank_without_memory_keeps_nobody_waiting(gloo: Pool, tmp_path: Path) -> None:
+    save(tmp_path, step=1, model=wide_model())
+    for message, took in gloo.run(3, load_without_memory, str(tmp_path)):
+        assert "MemoryError: no " in message
+        assert took < 15
+
+
 def restore_counting(location: str) -> list[Any]:
     store = Noting(location)
     with Checkpointer(store, timeout=20) as checkpointer:

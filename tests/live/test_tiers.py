@@ -21,7 +21,7 @@ import torch.distributed as dist
 import ckptkit
 from ckptkit.checkpoint import mirror
 from ckptkit.checkpoint.places import MANIFEST
-from ckptkit.checkpoint.transfer import copy_step
+from ckptkit.checkpoint.transfer import Copied, copy_step
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StorageError, UsageError
 from ckptkit.live import Checkpointer
 from ckptkit.storage import FailingStore, LocalStore, Location, open_store
@@ -49,7 +49,7 @@ def held_up() -> Iterator[threading.Event]:
     """Steps are copied when the event is set."""
     go = threading.Event()
 
-    def late(*arguments: Any) -> int:
+    def late(*arguments: Any) -> Copied:
         assert go.wait(30)
         return copy_step(*arguments)
 
@@ -61,7 +61,7 @@ def held_up() -> Iterator[threading.Event]:
 def refusing(*ranks: int) -> Iterator[None]:
     """Copying fails on some ranks."""
 
-    def refuse(source: Any, target: Any, step: int, barrier: Any, options: Any) -> int:
+    def refuse(source: Any, target: Any, step: int, barrier: Any, options: Any) -> Copied:
         if barrier.rank not in ranks:
             return copy_step(source, target, step, barrier, options)
         barrier.leave("StorageError: the network is gone")

@@ -51,7 +51,8 @@ class _CutError(Exception):
 class Proxy:
     """Stops with the block; `endpoint` is where clients go."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, port: int = 0) -> None:
+        self._port = port
         self.counts: Counter[str] = Counter()
         self.bytes_up = 0
         self.bytes_down = 0
@@ -66,7 +67,9 @@ class Proxy:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._listener = self._do(asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_LIMIT))
+        self._listener = self._do(
+            asyncio.start_server(self._accept, "127.0.0.1", self._port, limit=_LIMIT)
+        )
         self.endpoint = f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
         return self
 

@@ -245,6 +245,27 @@ class StoreContract:
         assert store.read("a") == b"precious"
         assert store.read("b") == b"abc"
 
+    def test_writers_of_the_same_bytes_take_nothing_from_each_other(self, store: Store) -> None:
+        write_object(store, "folder/a", [b"abc"])
+        sinks = [store.create("folder/a", [3], again=True) for _ in range(3)]
+        for sink in sinks:
+            assert keys(store) == ["folder/a"]
+            assert store.read("folder/a") == b"abc"
+            sink.write(0, memoryview(b"abc"))
+        sinks[0].finish()
+        sinks[1].abort()
+        sinks[2].finish()
+        assert store.read("folder/a") == b"abc"
+        assert keys(store) == ["folder/a"]
+        assert store.leftovers() == []
+
+    def test_what_is_written_again_is_invisible_until_it_is_whole(self, store: Store) -> None:
+        sink = store.create("folder/a", [3], again=True)
+        assert keys(store) == []
+        sink.write(0, memoryview(b"abc"))
+        sink.finish()
+        assert store.read("folder/a") == b"abc"
+
     def test_a_sink_refuses_wrong_parts(self, store: Store) -> None:
         sink = store.create("a", [3, 3])
         sink.write(0, memoryview(b"abc"))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import pickle
+import socket
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from obstore.exceptions import GenericError
 
 from ckptkit.errors import (
     AccessError,
@@ -20,7 +24,13 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.storage import Address, Location, Store, open_store
+from ckptkit.storage.objects import obstore_client
+from ckptkit.storage.objects.client import Transient
+from ckptkit.storage.objects.failures import translation
+from ckptkit.storage.objects.profiles import profile_endpoint
+from ckptkit.storage.objects.settings import Settings
 from tests.servers.faults import Answer, Strip
+from tests.servers.http_wire import Head
 from tests.servers.proxy import Proxy
 from tests.servers.s3_server import SECRET_KEY, Bucket
 
@@ -82,18 +92,67 @@ def test_what_the_server_refuses_is_said_at_once(
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "word"),
-    [("http://127.0.0.1:9", "listens"), ("http://no-such-host.invalid:5000", "address")],
+    ("endpoint", "word", "most"),
+    [
+        ("http://127.0.0.1:9", "nobody listens", 20),
+        ("http://no-such-host.invalid:5000", "has no address|cannot be looked up", 10),
+    ],
 )
 def test_a_wrong_endpoint_fails_long_before_the_deadline(
-    endpoint: str, word: str, bucket: Bucket, engine: str
+    endpoint: str, word: str, most: float, bucket: Bucket, engine: str
 ) -> None:
-    store = open_store(bucket.url, bucket.through(endpoint, engine=engine))
+    # A machine without network says of every name that it cannot be looked up now.
+    deadline = 5 if "host" in endpoint else 300
+    store = open_store(bucket.url, bucket.through(endpoint, engine=engine, deadline=deadline))
     began = time.monotonic()
     with pytest.raises(StorageError, match=word) as caught:
         store.size("a")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < most
     assert "endpoint" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "certificate",
+        "TimedOut",
+        "dns error",
+        "BadScheme",
+        "169.254.169.254",
+        "redirect without LOCATION",
+    ],
+)
+def test_the_name_of_a_folder_is_no_reason(folder: str, bucket: Bucket, engine: str) -> None:
+    options = bucket.through("http://127.0.0.1:9", engine=engine, deadline=0.3)
+    for url in (f"{bucket.url}/{folder}/run", f"s3://{folder.replace(' ', '-')}/run"):
+        for error in refusals(open_store(url, options)):
+            assert "nobody listens" in error.what
+
+
+def test_a_resolver_that_is_busy_is_asked_again() -> None:
+    busy = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+    unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    for error, within in ((busy, math.inf), (unknown, 1)):
+        told = translation(error, "s3://bucket/key")
+        assert isinstance(told, Transient)
+        assert told.within == within
+        text = f'HTTP error: error sending request\n\nDebug source:\n"dns error", "{error}"'
+        told = obstore_client._translated(GenericError(text), "s3://bucket/key", ())
+        assert isinstance(told, Transient)
+        assert told.within == within
+
+
+def test_a_token_of_the_environment_does_not_go_with_keys_that_were_passed(
+    bucket: Bucket, proxy: Proxy, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of-somebody-else")
+    store = open_store(bucket.url, bucket.through(proxy.endpoint, engine=engine))
+    store.put("a", b"x")
+    assert store.leftovers() == []
+    assert proxy.requests
+    for head in proxy.requests:
+        assert "of-somebody-else" not in str(head)
+        assert f"Credential={bucket.options['access_key']}/" in head.get("authorization")
 
 
 def test_a_server_that_does_not_speak_https_is_not_asked_again(bucket: Bucket, engine: str) -> None:
@@ -135,6 +194,78 @@ def test_a_profile_gives_credentials(
         open_store(bucket.url, {**options, "profile": "nobody"}).size("a")
 
 
+def test_the_endpoint_of_a_profile_is_that_of_both_engines(
+    bucket: Bucket, proxy: Proxy, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*_AWS, "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "config"
+    keys = "aws_access_key_id = me\naws_secret_access_key = none\n"
+    file.write_text(
+        f"[profile plain]\n{keys}endpoint_url = {proxy.endpoint}\n"
+        f"[profile service]\n{keys}services = here\nendpoint_url = http://127.0.0.1:9\n"
+        f"[services here]\ns3 =\n  endpoint_url = {proxy.endpoint}\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    for profile in ("plain", "service"):
+        proxy.forget()
+        store = open_store(bucket.url, {"engine": engine, "profile": profile})
+        store.put("a", b"x")
+        assert store.read("a") == b"x"
+        assert store.leftovers() == []
+        assert proxy.requests
+    monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+    assert profile_endpoint(Settings(profile="plain"), "") is None
+
+
+def test_new_credentials_in_a_file_are_taken_by_the_next_store(
+    bucket: Bucket, proxy: Proxy, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in _AWS:
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    for number in (1, 2):
+        file.write_text(f"[default]\naws_access_key_id = me-{number}\naws_secret_access_key = x\n")
+        os.utime(file, (number, number))
+        open_store(bucket.url, {"endpoint": proxy.endpoint, "engine": engine}).put("a", b"x")
+        assert f"Credential=me-{number}/" in proxy.requests[-1].get("authorization")
+
+
+def test_a_server_that_refuses_conditions_is_worked_around_too(
+    bucket: Bucket, proxy: Proxy, engine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.inject(Answer(501, "NotImplemented"), _is_conditional, times=None)
+    store = open_store(f"{bucket.url}/run", bucket.through(proxy.endpoint, engine=engine))
+    with caplog.at_level(logging.WARNING, "ckptkit"):
+        store.put("step/a", b"first", exclusive=True)
+    assert "does not refuse" in caplog.text
+    assert not store.abilities.exclusive_create
+    with pytest.raises(AlreadyExistsError):
+        store.put("step/a", b"other", exclusive=True)
+    assert store.read("step/a") == b"first"
+
+
+def _is_conditional(head: Head) -> bool:
+    return bool(head.get("if-none-match"))
+
+
+def test_a_probe_that_was_killed_is_left_over_in_the_folder_of_what_was_created(
+    bucket: Bucket, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(f"{bucket.url}/run", {**bucket.options, "engine": engine})
+    monkeypatch.setattr("ckptkit.storage.objects.exclusive.ExclusiveCreate._discard", _nothing)
+    store.put("step-0000000001/a", b"x", exclusive=True)
+    (left,) = store.leftovers()
+    assert left.key.startswith("step-0000000001/.tmp-")
+
+
+def _nothing(*_: object) -> None:
+    """Killed before."""
+
+
 def test_a_server_that_ignores_conditions_is_found_out_and_worked_around(
     bucket: Bucket, proxy: Proxy, engine: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -168,7 +299,7 @@ def test_a_creator_that_was_overwritten_on_such_a_server_hears_of_it(
         store.put("a", b"mine", exclusive=True)
 
 
-def _no(_: object) -> bool:
+def _no(*_: object) -> bool:
     return False
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import socket
+import threading
 import time
 from collections.abc import Callable
 
@@ -13,6 +15,7 @@ from ckptkit.errors import AccessError, AlreadyExistsError, CorruptionError, Sto
 from ckptkit.storage import Store, open_store
 from tests.servers.faults import (
     Answer,
+    Delay,
     Fault,
     FlipUpload,
     LoseAnswer,
@@ -172,3 +175,42 @@ def test_the_deadline_bounds_all_attempts(bucket: Bucket, proxy: Proxy, engine: 
         assert time.monotonic() - began < 15
         assert "tried" in caught.value.what
         assert "deadline" in caught.value.hint
+
+
+def test_a_server_that_starts_again_within_seconds_is_waited_for(
+    bucket: Bucket, engine: str
+) -> None:
+    store = open_store(bucket.url, {**bucket.options, "engine": engine})
+    store.put("a", b"x")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    back = threading.Timer(3.0, lambda: proxies.append(started(bucket, port)))
+    proxies: list[Proxy] = []
+    late = open_store(bucket.url, bucket.through(f"http://127.0.0.1:{port}", engine=engine))
+    back.start()
+    try:
+        assert late.read("a") == b"x"
+    finally:
+        back.join()
+        for proxy in proxies:
+            proxy.__exit__()
+
+
+def started(bucket: Bucket, port: int) -> Proxy:
+    return Proxy(str(bucket.options["endpoint"]), port).__enter__()
+
+
+def test_parts_may_take_as_long_as_a_slow_way_up_needs(
+    bucket: Bucket, proxy: Proxy, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.objects.settings.LEAST_RATE", 1e6)
+    more = {"engine": engine, "timeout": 1, "deadline": 20, "part_size": PIECE}
+    store = open_store(bucket.url, bucket.through(proxy.endpoint, **more))
+    proxy.inject(Delay(2), kind("PUT"), times=None)
+    data = random.Random(6).randbytes(2 * PIECE)
+    for key, size in (("several", len(data)), ("one", PIECE)):
+        sink = store.create(key, [size])
+        sink.write(0, memoryview(data)[:size])
+        sink.finish()
+    assert len(proxy.met) == 3, "nothing was sent twice"
+    assert store.read("several") == data

@@ -50,6 +50,11 @@ def test_encryption_is_given_up_only_when_asked_for() -> None:
     assert read_settings("s3", {"endpoint": "host:9"}, {}).endpoint == "https://host:9"
     found = read_settings("s3", {"endpoint": "host:9", "http": True}, {})
     assert found.endpoint == "http://host:9"
+    assert found.is_plain
+    assert read_settings("s3", {"http": True}, {}).is_plain
+    assert not read_settings("s3", {"http": True, "endpoint": "https://host"}, {}).is_plain
+    # Of obstore alone, which only allows it then: s3fs would go to Amazon without encryption.
+    assert not read_settings("s3", {}, {"AWS_ALLOW_HTTP": "true"}).is_plain
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,11 @@ def test_a_path_takes_the_options_of_the_other_place_but_no_typing_errors(tmp_pa
         open_store(tmp_path, {"endpiont": "https://x"})
 
 
-def test_settings_show_no_secret() -> None:
+def test_settings_show_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
     found = Settings(access_key="AAA", secret_key="BBB", session_token="CCC")
     assert not any(secret in repr(found) for secret in found.secrets)
     assert len(found.secrets) == 3
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "DDD")
+    assert "DDD" in Settings().secrets

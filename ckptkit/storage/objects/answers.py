@@ -14,7 +14,8 @@ from ckptkit.errors import (
     NotFoundError,
     StorageError,
 )
-from ckptkit.storage.objects.client import Transient
+from ckptkit.storage.location import Location
+from ckptkit.storage.objects.client import Transient, UnsupportedError
 
 _AGAIN = {
     "SlowDown",
@@ -60,7 +61,7 @@ _KINDS: dict[str, tuple[type[CkptkitError], str, str]] = {
     ),
     "QuotaExceeded": (NoSpaceError, "the quota is used up", "free some space or ask for more"),
     "EntityTooLarge": (StorageError, "the server takes no object of this size", "lower part_size"),
-    "NotImplemented": (StorageError, "the server cannot do this", "check what it supports"),
+    "NotImplemented": (UnsupportedError, "the server cannot do this", "check what it supports"),
 }
 _STATUS = {301: "PermanentRedirect", 307: "TemporaryRedirect", 401: "AccessDenied"} | {
     403: "AccessDenied",
@@ -104,6 +105,11 @@ def said(answer: Answer, where: str, secrets: Iterable[str] = ()) -> CkptkitErro
     )
 
 
+def below(top: Location, key: str) -> str:
+    """A key as users know it; the whole of it where there is no key."""
+    return f"{top}/{key}" if key else str(top)
+
+
 def absent(where: str) -> NotFoundError:
     """There is no such object."""
     return NotFoundError("no such object", where=where, hint="check the bucket, the path, the name")
@@ -133,11 +139,14 @@ def no_credentials(where: str) -> AccessError:
     return AccessError("no credentials were found", where=where, hint=NO_CREDENTIALS_HINT)
 
 
-def unknown_host(where: str) -> StorageError:
-    """The name of the server has no address."""
-    return StorageError(
-        "the server's name has no address", where=where, hint="check the endpoint and the network"
-    )
+def unknown_host(_where: str) -> Transient:
+    """The name of the server has no address; not every resolver says when it is merely busy."""
+    return Transient("the server's name has no address", within=1)
+
+
+def unresolved_host(_where: str) -> Transient:
+    """Nobody who knows the address of the server answers now."""
+    return Transient("the server's name cannot be looked up now")
 
 
 def unencrypted(where: str) -> StorageError:
@@ -182,8 +191,8 @@ def no_ranges(where: str) -> StorageError:
 
 
 def refused_connection(_where: str) -> Transient:
-    """Nobody listens; a server that starts again is back within seconds."""
-    return Transient("nobody listens at the endpoint", tries=4)
+    """Nobody listens: a server that starts again is back within seconds, a wrong endpoint never."""
+    return Transient("nobody listens at the endpoint", within=10)
 
 
 def xml_answer(status: int, body: str) -> Answer:

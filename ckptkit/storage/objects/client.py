@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from ckptkit.storage.store import Entry
-
-# A method named `list` hides the builtin from annotations in the same class.
-Entries: TypeAlias = list[Entry]
-Names: TypeAlias = list[str]
+from ckptkit.errors import StorageError
+from ckptkit.storage.store import Entries, Names
 
 
 class Transient(Exception):  # noqa: N818 — no error until the retries are used up
     """What may work when it is tried again; private to the object stores.
 
-    The reason is shown to users. `tries` bounds the attempts where more will hardly help.
+    The reason is shown to users. `within` bounds the seconds where more will hardly help.
     """
 
-    def __init__(self, reason: str, *, tries: int = 1 << 30) -> None:
+    def __init__(self, reason: str, *, within: float = math.inf) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.tries = tries
+        self.within = within
+
+
+class UnsupportedError(StorageError):
+    """The server does not know what was asked; to users a StorageError like others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,10 @@ class Client(Protocol):
     def repeats(self) -> bool:
         """Whether it may ask more than once after all: then a refusal may be its own doing."""
 
+    @property
+    def copies(self) -> bool:
+        """Whether it keeps a copy of each piece of an upload while that is sent."""
+
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
         """At most `length` (not 0) bytes from `start`; fewer where the object ends before."""
 
@@ -95,6 +101,11 @@ class Client(Protocol):
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, in any order; missing ones are fine."""
+
+    def compares_bodies(self, scratch: str) -> bool | None:
+        """Whether the server refuses a body that is not the one that was signed; None where that
+        cannot be found out. Asks by an object of a name that nobody uses.
+        """
 
     def uploads(self, folder: str) -> Uploads:
         """The multipart uploads below `folder/` that were begun; none where there is no asking."""

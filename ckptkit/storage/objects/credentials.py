@@ -37,8 +37,10 @@ def s3_credentials(settings: Settings, where: str) -> Found:
     """AccessError where there are none: object_store would look for a server that gives them,
     for seconds, and again for each request.
     """
-    if settings.anonymous or settings.access_key:
+    if settings.anonymous:
         return Found()
+    if settings.access_key and settings.secret_key:
+        return Found(_Static(settings.access_key, settings.secret_key, settings.session_token))
     if settings.profile is None and any(os.environ.get(name) for name in _NATIVE):
         return Found()
     if find_spec("botocore") is None:
@@ -51,6 +53,25 @@ def s3_credentials(settings: Settings, where: str) -> Found:
         raise no_credentials(where)
     region: str | None = session.get_config_variable("region")
     return Found(_Provider(credentials), region)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Static:
+    """Gives obstore what was passed and nothing else: by itself it would take a session token of
+    the environment for one of these keys.
+    """
+
+    access_key: str
+    secret_key: str
+    token: str | None
+
+    def __call__(self) -> S3Credential:
+        return {
+            "access_key_id": self.access_key,
+            "secret_access_key": self.secret_key,
+            "token": self.token,
+            "expires_at": None,
+        }
 
 
 class _Provider:

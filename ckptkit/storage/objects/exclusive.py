@@ -7,8 +7,9 @@ import threading
 import time
 
 from ckptkit.errors import AlreadyExistsError, CkptkitError, NotFoundError
-from ckptkit.storage.keys import new_temporary
+from ckptkit.storage.keys import temporary_beside
 from ckptkit.storage.objects.answers import taken
+from ckptkit.storage.objects.client import UnsupportedError
 from ckptkit.storage.objects.server import Server
 
 # Racing creators put within moments of each other; the last one is the one that stays.
@@ -39,22 +40,24 @@ class ExclusiveCreate:
         """
         with self._probing:
             if self._listens is None:
-                self._listens = self._probed()
+                self._listens = self._probed(temporary_beside(key))
         if self._listens:
             self._server.create(key, data)
         else:
             self._create_and_look(key, data)
 
-    def _probed(self) -> bool:
+    def _probed(self, scratch: str) -> bool:
         if not self._server.client.exclusive:
             return self._warned()
-        scratch = self._folder + new_temporary()
         try:
             self._server.create(scratch, memoryview(b"1"))
-            try:
-                self._server.create(scratch, memoryview(b"2"))
-            except AlreadyExistsError:
-                return True
+            self._server.create(scratch, memoryview(b"2"))
+        except AlreadyExistsError:
+            return True
+        except UnsupportedError:
+            # Some servers do not ignore what they do not know.
+            return self._warned()
+        else:
             return self._warned()
         finally:
             self._discard(scratch)

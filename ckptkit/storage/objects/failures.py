@@ -98,7 +98,9 @@ def _connection(error: BaseException, where: str) -> CkptkitError | Transient | 
     if name in _WITHOUT_CREDENTIALS:
         return answers.no_credentials(where)
     if isinstance(error, socket.gaierror) or name == "ClientConnectorDNSError":
-        return answers.unknown_host(where)
+        resolver = getattr(error, "os_error", error)
+        busy = getattr(resolver, "errno", None) == socket.EAI_AGAIN
+        return answers.unresolved_host(where) if busy else answers.unknown_host(where)
     # botocore follows a redirect that leads to itself.
     if isinstance(error, RecursionError):
         return answers.wrong_region(where)

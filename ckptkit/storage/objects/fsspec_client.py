@@ -12,15 +12,16 @@ from typing import Any
 
 from ckptkit.errors import NotFoundError
 from ckptkit.storage.location import BUCKETS, Location
-from ckptkit.storage.objects.answers import absent
-from ckptkit.storage.objects.client import Entries, Names, Stat, Upload, Uploads
+from ckptkit.storage.objects.answers import absent, below
+from ckptkit.storage.objects.client import Stat, Transient, Upload, Uploads
 from ckptkit.storage.objects.failures import answer_of, translated
 from ckptkit.storage.objects.settings import Settings
 from ckptkit.storage.ranges import checked_size
-from ckptkit.storage.store import Entry
+from ckptkit.storage.store import Entries, Entry, Names
 
 # Google takes chunks of whole multiples of this.
 _CHUNK = 256 << 10
+_BEGINNING = 8 << 20
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 
@@ -46,18 +47,28 @@ class FsspecClient:
         """Some of these repeat by themselves, and do not tell."""
         return True
 
+    @property
+    def copies(self) -> bool:
+        """A file has a buffer of its own."""
+        return True
+
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
         """A range."""
         with self._answers(key):
             return self._range(key, start, start + length)
 
     def get_whole(self, key: str, most: int) -> bytes:
-        """One byte more than may be, so that one that is too large is found out."""
+        """The beginning, with which most end, and the rest where it is not too large."""
+        begun = min(most + 1, _BEGINNING)
         with self._answers(key):
-            data = self._range(key, 0, most + 1)
-            if len(data) > most:
-                checked_size(self._where(key), self._fs.info(self._path(key))["size"], most)
-            return data
+            data = self._range(key, 0, begun)
+            if len(data) < begun:
+                return data
+            size = self._fs.info(self._path(key))["size"]
+            data += self._range(key, begun, checked_size(self._where(key), size, most))
+        if len(data) != size:
+            raise Transient(f"{len(data)} of {size} bytes came")
+        return data
 
     def head(self, key: str) -> Stat:
         """One question."""
@@ -132,6 +143,9 @@ class FsspecClient:
         with ThreadPoolExecutor(min(len(keys), self._settings.concurrency)) as threads:
             list(threads.map(self._delete, keys))
 
+    def compares_bodies(self, scratch: str) -> None:
+        """There is no telling."""
+
     def uploads(self, folder: str) -> Uploads:  # noqa: ARG002
         """None: there is no asking."""
         return []
@@ -163,7 +177,7 @@ class FsspecClient:
         return f"{self._root}/{key}" if key else self._root
 
     def _where(self, key: str) -> str:
-        return f"{self._top}/{key}" if key else str(self._top)
+        return below(self._top, key)
 
     def _answers(self, key: str) -> Any:
         return translated(self._where(key), self._settings.secrets)

@@ -17,27 +17,24 @@ from ckptkit.errors import CkptkitError, InvalidNameError, NotFoundError, Storag
 from ckptkit.storage.location import Location
 from ckptkit.storage.objects import answers
 from ckptkit.storage.objects.answers import taken
-from ckptkit.storage.objects.client import (
-    Entries,
-    Names,
-    Stat,
-    Transient,
-    Upload,
-    Uploads,
-)
+from ckptkit.storage.objects.client import Stat, Transient, Upload, Uploads
 from ckptkit.storage.objects.obstore_stores import AnyStore, built
 from ckptkit.storage.objects.settings import Settings
+from ckptkit.storage.objects.signed_bodies import compares_bodies
 from ckptkit.storage.objects.uploads import begun_uploads
 from ckptkit.storage.ranges import checked_size
-from ckptkit.storage.store import Entry
+from ckptkit.storage.store import Entries, Entry, Names
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _DEBUG = "Debug source:"
+# Names in these may look like signs.
+_URLS = re.compile(r"""https?://\S+|path: "[^"]*\"""")
+_GIVES_CREDENTIALS = re.compile(r"https?://(?:169\.254\.169\.254|metadata\.google\.internal)[:/]")
 _LONGEST = 300
+_SMALL = 1 << 20
 # Without an answer only the text tells what happened.
 _SIGNS: tuple[tuple[str, Callable[[str], CkptkitError | Transient]], ...] = (
-    ("169.254.169.254", answers.no_credentials),
-    ("metadata.google.internal", answers.no_credentials),
+    ("Temporary failure in name resolution", answers.unresolved_host),
     ("dns error", answers.unknown_host),
     ("BadScheme", answers.unencrypted),
     ("InvalidContentType", answers.no_https),
@@ -63,12 +60,14 @@ class ObstoreClient:
 
     exclusive = True
     repeats = False
+    copies = False
 
     def __init__(self, top: Location, settings: Settings) -> None:
         self._top = top
         self._settings = settings
-        self._stores: dict[bool, AnyStore] = {}
+        self._stores: dict[tuple[int, bool], AnyStore] = {}
         self._building = threading.Lock()
+        self._compared: bool | None = None
         self._uploads = begun_uploads(top, settings)
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
@@ -102,7 +101,8 @@ class ObstoreClient:
         mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
         with self._answers(key):
             # Copied, because obstore keeps what it is given, also beyond a time-out.
-            put = obstore.put(self._store(), key, bytes(data), mode=mode, use_multipart=False)
+            store = self._store(in_flight=data.nbytes)
+            put = obstore.put(store, key, bytes(data), mode=mode, use_multipart=False)
         return put["e_tag"]
 
     def upload(
@@ -111,7 +111,7 @@ class ObstoreClient:
         """Stream a multipart upload, whose parts obstore sends again by itself."""
         with self._answers(key):
             put = obstore.put(
-                self._store(retries=True),
+                self._store(in_flight=piece_size * concurrency, retries=True),
                 key,
                 pieces,
                 chunk_size=piece_size,
@@ -143,6 +143,12 @@ class ObstoreClient:
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
 
+    def compares_bodies(self, scratch: str) -> bool | None:
+        """One request, and one more where nobody compares: then parts need no signature."""
+        if self._top.scheme == "s3":
+            self._compared = compares_bodies(self._top, self._settings, scratch)
+        return self._compared
+
     def uploads(self, folder: str) -> Uploads:
         """S3 alone can be asked, and through botocore alone."""
         return self._uploads.under(folder)
@@ -152,13 +158,22 @@ class ObstoreClient:
         for upload in uploads:
             self._uploads.abort(upload)
 
-    def _store(self, *, retries: bool = False) -> AnyStore:
+    def _store(self, *, in_flight: int = 0, retries: bool = False) -> AnyStore:
         self._refuse_if_forked()
-        # Two, because a retry of a single request is ours and that of a part cannot be.
+        # Several, because a time-out is that of a store, and a retry of a single request is ours
+        # and that of a part cannot be.
+        in_flight = 1 << in_flight.bit_length() if in_flight > _SMALL else 0
         with self._building:
-            if retries not in self._stores:
-                self._stores[retries] = built(self._top, self._settings, retries=retries)
-            return self._stores[retries]
+            if (in_flight, retries) not in self._stores:
+                signs = not retries or self._compared is not False
+                self._stores[in_flight, retries] = built(
+                    self._top,
+                    self._settings,
+                    in_flight=in_flight,
+                    retries=retries,
+                    signs_bodies=signs,
+                )
+            return self._stores[in_flight, retries]
 
     def _refuse_if_forked(self) -> None:
         """Without its threads, which no fork takes along, obstore waits without end."""
@@ -172,7 +187,7 @@ class ObstoreClient:
             )
 
     def _where(self, key: str) -> str:
-        return f"{self._top}/{key}" if key else str(self._top)
+        return answers.below(self._top, key)
 
     @contextmanager
     def _answers(self, key: str) -> Iterator[None]:
@@ -203,7 +218,9 @@ def _translated(error: Exception, where: str, secrets: Iterable[str]) -> Ckptkit
         return answers.said(answer, where, secrets)
     if isinstance(error, FileNotFoundError):
         return answers.absent(where)
-    text = str(error)
+    if _GIVES_CREDENTIALS.search(str(error)):
+        return answers.no_credentials(where)
+    text = _URLS.sub("", str(error))
     for sign, what in _SIGNS:
         if sign in text:
             return what(where)

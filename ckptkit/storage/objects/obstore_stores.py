@@ -19,19 +19,33 @@ if TYPE_CHECKING:
 
 AnyStore: TypeAlias = S3Store | GCSStore | AzureStore
 
-_CONNECT_SECONDS = 5.0
 
+def built(
+    top: Location, settings: Settings, *, in_flight: int, retries: bool, signs_bodies: bool
+) -> AnyStore:
+    """The store of one bucket, for requests that send about so many bytes at a time; with
+    `retries` it repeats what fails, by itself and in silence.
 
-def built(top: Location, settings: Settings, *, retries: bool) -> AnyStore:
-    """The store of one bucket; with `retries` it repeats what fails, by itself and in silence."""
-    client, retry = _client_options(settings), _retry_config(settings, retries=retries)
+    Bodies are signed at most over plain http: that costs a hash, and https protects them anyway.
+    """
+    extra = settings.extra_seconds(in_flight)
+    client = _client_options(settings, extra)
+    retry = _retry_config(settings, extra, retries=retries)
     if top.scheme == "s3":
-        return _s3(top.path, settings, client, retry)
+        signs = signs_bodies and settings.is_plain
+        return _s3(top.path, settings, client, retry, signs_bodies=signs)
     make = _gs if top.scheme == "gs" else _az
     return make(top.path, settings, client, retry)
 
 
-def _s3(bucket: str, settings: Settings, client: ClientConfig, retry: RetryConfig) -> S3Store:
+def _s3(
+    bucket: str,
+    settings: Settings,
+    client: ClientConfig,
+    retry: RetryConfig,
+    *,
+    signs_bodies: bool,
+) -> S3Store:
     found = s3_credentials(settings, f"s3://{bucket}")
     virtual = settings.path_style is False or (
         settings.path_style is None and settings.endpoint is None and "." not in bucket
@@ -39,17 +53,11 @@ def _s3(bucket: str, settings: Settings, client: ClientConfig, retry: RetryConfi
     config: S3Config = {
         "region": settings.region or found.region or "us-east-1",
         "virtual_hosted_style_request": virtual,
-        # The signature of a body costs a hash of all of it, and https protects it anyway.
-        "unsigned_payload": not _is_plain(settings),
+        "unsigned_payload": not signs_bodies,
         "skip_signature": settings.anonymous,
     }
     if settings.endpoint:
         config["endpoint"] = _with_bucket(settings.endpoint, bucket if virtual else "")
-    if settings.access_key and settings.secret_key:
-        config["access_key_id"] = settings.access_key
-        config["secret_access_key"] = settings.secret_key
-    if settings.session_token:
-        config["session_token"] = settings.session_token
     return S3Store(
         bucket,
         config=config,
@@ -87,28 +95,24 @@ def _az(container: str, settings: Settings, client: ClientConfig, retry: RetryCo
         ) from error
 
 
-def _client_options(settings: Settings) -> ClientConfig:
+def _client_options(settings: Settings, extra: float) -> ClientConfig:
     return {
-        "allow_http": _is_plain(settings),
-        "timeout": timedelta(seconds=min(settings.timeout, settings.deadline)),
-        "connect_timeout": timedelta(seconds=min(_CONNECT_SECONDS, settings.timeout)),
+        "allow_http": settings.is_plain,
+        "timeout": timedelta(seconds=min(settings.timeout, settings.deadline) + extra),
+        "connect_timeout": timedelta(seconds=settings.connect_timeout),
     }
 
 
-def _retry_config(settings: Settings, *, retries: bool) -> RetryConfig:
+def _retry_config(settings: Settings, extra: float, *, retries: bool) -> RetryConfig:
     return {
         "max_retries": 1000 if retries else 0,
-        "retry_timeout": timedelta(seconds=settings.deadline),
+        "retry_timeout": timedelta(seconds=settings.deadline + extra),
         "backoff": {
             "init_backoff": timedelta(seconds=FIRST_PAUSE),
             "max_backoff": timedelta(seconds=LONGEST_PAUSE),
             "base": 2,
         },
     }
-
-
-def _is_plain(settings: Settings) -> bool:
-    return settings.http or (settings.endpoint or "").startswith("http://")
 
 
 def _with_bucket(endpoint: str, bucket: str) -> str:

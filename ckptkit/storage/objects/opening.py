@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
 
 from ckptkit.errors import UsageError
 from ckptkit.storage.location import BUCKETS, Location
 from ckptkit.storage.objects.client import Client
+from ckptkit.storage.objects.profiles import aws_files, profile_endpoint
 from ckptkit.storage.objects.settings import Settings, read_settings
 from ckptkit.storage.objects.store import ObjectStore, split
 from ckptkit.storage.options import Address, Options
@@ -22,6 +25,8 @@ def open_objects(location: Location, options: Options) -> ObjectStore:
     """The store of a location on a server; nothing is asked until the first call on it."""
     settings = read_settings(location.scheme, options)
     top = split(location)[0]
+    if location.scheme == "s3" and settings.endpoint is None:
+        settings = replace(settings, endpoint=profile_endpoint(settings, str(location)))
     # What only one file system understands need not be hashable; fsspec keeps those itself.
     client = _client(top, settings) if settings.others else _kept(top, settings, _surroundings())
     return ObjectStore(client, Address(location, dict(options)), settings)
@@ -36,7 +41,15 @@ def _kept(top: Location, settings: Settings, _surroundings: object) -> Client:
 def _surroundings() -> object:
     """What a client may have read besides its settings; no connection outlives a fork."""
     found = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
-    return os.getpid(), tuple(sorted(found.items()))
+    files = [*aws_files(), Path(os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", ""))]
+    return os.getpid(), tuple(sorted(found.items())), tuple(map(_changed, files))
+
+
+def _changed(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _client(top: Location, settings: Settings) -> Client:

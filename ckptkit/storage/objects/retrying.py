@@ -36,10 +36,10 @@ class Retrying:
             try:
                 return do(attempt)
             except Transient as transient:
-                reason, most = transient.reason, transient.tries
+                reason, longest = transient.reason, min(transient.within, self._deadline)
             pause = _pause(attempt)
             spent = time.monotonic() - began
-            if attempt >= most or spent + pause > self._deadline:
+            if spent + pause > longest:
                 raise _given_up(operation, where, reason, attempt, spent)
             _log.warning(
                 "%s of %s failed (%s); attempt %d in %.1f s",

@@ -7,8 +7,6 @@ from typing import Any
 from ckptkit.errors import UsageError
 from ckptkit.storage.objects.settings import Settings
 
-_CONNECT_SECONDS = 5.0
-
 
 def new_session(settings: Settings, where: str) -> Any:
     """A session of botocore, which reads `~/.aws`."""
@@ -40,7 +38,7 @@ def client_options(settings: Settings) -> dict[str, Any]:
         "aws_session_token": settings.session_token,
         "endpoint_url": settings.endpoint,
         "region_name": settings.region,
-        "use_ssl": not settings.http,
+        "use_ssl": not settings.is_plain,
         "config": Config(**config_options(settings), **signed),
     }
 
@@ -54,7 +52,7 @@ def config_options(settings: Settings) -> dict[str, Any]:
         style = "path" if settings.path_style else "virtual"
     found: dict[str, Any] = {
         "retries": {"total_max_attempts": 1},
-        "connect_timeout": min(_CONNECT_SECONDS, settings.timeout),
+        "connect_timeout": settings.connect_timeout,
         "read_timeout": settings.timeout,
         "max_pool_connections": max(10, settings.concurrency),
         "s3": {"addressing_style": style},

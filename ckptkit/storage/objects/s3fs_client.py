@@ -14,15 +14,16 @@ from fsspec.asyn import sync
 
 from ckptkit.errors import CkptkitError
 from ckptkit.storage.location import Location
-from ckptkit.storage.objects.answers import Answer, said
-from ckptkit.storage.objects.client import Entries, Names, Stat, Transient, Upload, Uploads
+from ckptkit.storage.objects.answers import Answer, below, said
+from ckptkit.storage.objects.client import Stat, Transient, Upload, Uploads
 from ckptkit.storage.objects.failures import answer_of, translated
 from ckptkit.storage.objects.retrying import Retrying
 from ckptkit.storage.objects.s3_options import config_options, new_session
 from ckptkit.storage.objects.settings import Settings
+from ckptkit.storage.objects.signed_bodies import compares_bodies
 from ckptkit.storage.objects.uploads import S3Uploads
 from ckptkit.storage.ranges import checked_size
-from ckptkit.storage.store import Entry
+from ckptkit.storage.store import Entries, Entry, Names
 
 T = TypeVar("T")
 
@@ -39,14 +40,13 @@ class S3fsClient:
     exclusive = True
     # aiohttp sends a PUT again by itself when a connection that it kept open ends without answer.
     repeats = True
+    copies = True
 
     def __init__(self, top: Location, settings: Settings) -> None:
         self._top = top
         self._settings = settings
         self._uploads = S3Uploads(self)
         self._made: dict[int, Any] = {}
-        # A part that failed is sent again while the others go on.
-        self._retry = Retrying(settings.deadline)
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
         """A range in one request."""
@@ -75,7 +75,7 @@ class S3fsClient:
     def put(self, key: str, data: memoryview, *, create: bool) -> str | None:
         """One request, however large."""
         condition: dict[str, Any] = {"IfNoneMatch": "*"} if create else {}
-        put = self.call("put_object", key, Body=bytes(data), **condition)
+        put = self.call("put_object", key, in_flight=len(data), Body=bytes(data), **condition)
         etag: str | None = put.get("ETag")
         return etag
 
@@ -83,13 +83,13 @@ class S3fsClient:
         self,
         key: str,
         pieces: Iterator[memoryview],
-        piece_size: int,  # noqa: ARG002 — each piece is a part
+        piece_size: int,
         concurrency: int,
     ) -> str | None:
         """A multipart upload whose parts are sent again one by one."""
         identity = self._call_again("create_multipart_upload", key)["UploadId"]
         try:
-            parts = self._send(key, identity, pieces, concurrency)
+            parts = self._send(key, identity, pieces, concurrency, piece_size * concurrency)
             put = self._call_again(
                 "complete_multipart_upload",
                 key,
@@ -124,7 +124,11 @@ class S3fsClient:
         for error in done.get("Errors", ()):
             if error.get("Code") != "NoSuchKey":
                 answer = Answer(code=error.get("Code", ""), message=error.get("Message", ""))
-                raise said(answer, f"{self._top}/{error.get('Key')}", self._settings.secrets)
+                raise said(answer, below(self._top, error.get("Key", "")), self._settings.secrets)
+
+    def compares_bodies(self, scratch: str) -> bool | None:
+        """One request, and one more where nobody compares."""
+        return compares_bodies(self._top, self._settings, scratch)
 
     def uploads(self, folder: str) -> Uploads:
         """A request for each thousand uploads, and one for each of them."""
@@ -135,30 +139,38 @@ class S3fsClient:
         for upload in uploads:
             self._uploads.abort(upload)
 
-    def call(self, method: str, key: str, *, of_bucket: bool = False, **asked: Any) -> Any:
-        """One request."""
+    def call(
+        self, method: str, key: str, *, of_bucket: bool = False, in_flight: int = 0, **asked: Any
+    ) -> Any:
+        """One request, while about so many bytes are sent."""
         named = {} if of_bucket else {"Key": key}
         with self._answers(key):
             return self._limited(
                 lambda: self._fs._call_s3(  # noqa: SLF001 — the time-out must be in its loop
                     method, Bucket=self._top.path, **named, **asked
-                )
+                ),
+                in_flight,
             )
 
-    def _limited(self, ask: Callable[[], Awaitable[T]]) -> T:
+    def _limited(self, ask: Callable[[], Awaitable[T]], in_flight: int = 0) -> T:
         """Ask in the loop of the file system, for as long as one request may take: aiohttp waits
         without end for a server to welcome a body.
         """
+        limit = self._settings.timeout + self._settings.extra_seconds(in_flight)
 
         async def ask_once() -> T:
-            return await wait_for(ask(), self._settings.timeout)
+            return await wait_for(ask(), limit)
 
         answer: T = sync(self._fs.loop, ask_once)
         return answer
 
-    def _call_again(self, method: str, key: str, **asked: Any) -> Any:
-        where = f"{self._top}/{key}"
-        return self._retry(method, where, lambda _: self.call(method, key, **asked))
+    def _call_again(self, method: str, key: str, *, in_flight: int = 0, **asked: Any) -> Any:
+        retry = Retrying(self._settings.deadline + self._settings.extra_seconds(in_flight))
+        return retry(
+            method,
+            below(self._top, key),
+            lambda _: self.call(method, key, in_flight=in_flight, **asked),
+        )
 
     def _body(self, key: str, most: int | None = None, **asked: Any) -> tuple[bytes, int]:
         async def read() -> tuple[bytes, int]:
@@ -168,20 +180,26 @@ class S3fsClient:
             async with got["Body"] as body:
                 size = got["ContentLength"]
                 if most is not None:
-                    checked_size(f"{self._top}/{key}", size, most)
+                    checked_size(below(self._top, key), size, most)
                 return await body.read(), size
 
         return self._limited(read)
 
     def _send(
-        self, key: str, identity: str, pieces: Iterator[memoryview], concurrency: int
+        self,
+        key: str,
+        identity: str,
+        pieces: Iterator[memoryview],
+        concurrency: int,
+        in_flight: int,
     ) -> Parts:
         running: set[Future[dict[str, Any]]] = set()
         parts: list[dict[str, Any]] = []
 
         def send(number: int, data: bytes) -> dict[str, Any]:
             asked = {"UploadId": identity, "PartNumber": number, "Body": data}
-            sent = self._call_again("upload_part", key, **asked)
+            # One that failed is sent again while the others go on.
+            sent = self._call_again("upload_part", key, in_flight=in_flight, **asked)
             return {"PartNumber": number, "ETag": sent["ETag"]}
 
         with ThreadPoolExecutor(concurrency, "upload") as threads:
@@ -206,7 +224,7 @@ class S3fsClient:
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
     def _answers(self, key: str) -> Any:
-        return translated(f"{self._top}/{key}" if key else str(self._top), self._settings.secrets)
+        return translated(below(self._top, key), self._settings.secrets)
 
     @property
     def _fs(self) -> Any:
@@ -229,7 +247,7 @@ class S3fsClient:
             secret=settings.secret_key,
             token=settings.session_token,
             endpoint_url=settings.endpoint,
-            use_ssl=not settings.http,
+            use_ssl=not settings.is_plain,
             client_kwargs={"region_name": settings.region} if settings.region else {},
             config_kwargs=config_options(settings),
             # Its retries are switched off below, which another user of the same one may not want.
@@ -237,6 +255,8 @@ class S3fsClient:
             **({"profile": profile} if profile else {}),
         )
         made.retries = 1
+        # Here, because it takes longer than a request may under load, and holds up the others.
+        made.connect()
         return made
 
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
 from ckptkit.errors import AlreadyExistsError, FormatError, NotFoundError
+from ckptkit.storage.keys import temporary_beside
 from ckptkit.storage.location import Location
-from ckptkit.storage.objects.client import Client, Entries, Names, Stat, Transient, Upload, Uploads
+from ckptkit.storage.objects.answers import below
+from ckptkit.storage.objects.client import Client, Stat, Transient, Upload, Uploads
 from ckptkit.storage.objects.digest import Digest
 from ckptkit.storage.objects.retrying import Retrying
 from ckptkit.storage.objects.settings import Settings
 from ckptkit.storage.ranges import checked_range
+from ckptkit.storage.store import Entries, Names
 
 T = TypeVar("T")
 
+# For this much hashing it is worth asking whether the server does it.
+WORTH_ASKING = 128 << 20
 # A request that takes longer than the time-out can never succeed.
 _MOST_AT_ONCE = 64 << 20
 
@@ -32,11 +38,13 @@ class Server:
         self._top = top
         self._retry = Retrying(settings.deadline)
         # Over https nobody can change a body on its way.
-        self._checks_etags = (settings.endpoint or "").startswith("http://")
+        self._checks_etags = settings.is_plain
+        self._asked_who_compares = False
+        self._asking = threading.Lock()
 
     def where(self, key: str) -> str:
         """A key as users know it."""
-        return f"{self._top}/{key}" if key else str(self._top)
+        return below(self._top, key)
 
     def head(self, key: str) -> Stat:
         """Size and ETag of an object."""
@@ -107,8 +115,10 @@ class Server:
         for upload in uploads:
             self._ask("aborting", upload.key, partial(self.client.abort, [upload]))
 
-    def new_digest(self) -> Digest | None:
+    def new_digest(self, key: str, size: int) -> Digest | None:
         """What tells whether a server stored what it was sent; None where that needs no check."""
+        if self._checks_etags and size >= WORTH_ASKING:
+            self._ask_who_compares(key)
         return Digest() if self._checks_etags else None
 
     def distrust_etags(self, key: str) -> None:
@@ -117,6 +127,13 @@ class Server:
         """
         self._checks_etags = False
         _log.info("the ETags of %s are no MD5s; they are not looked at any more", self.where(key))
+
+    def _ask_who_compares(self, key: str) -> None:
+        with self._asking:
+            if not self._asked_who_compares:
+                if self.client.compares_bodies(temporary_beside(key)):
+                    self._checks_etags = False
+                self._asked_who_compares = True
 
     def _ask(self, operation: str, key: str, do: Callable[[], T]) -> T:
         return self._retry(operation, self.where(key), lambda _: do())
@@ -138,7 +155,7 @@ class Server:
         self._check(key, data, self.client.put(key, data, create=False))
 
     def _check(self, key: str, data: memoryview, etag: str | None) -> None:
-        if (digest := self.new_digest()) is None:
+        if (digest := self.new_digest(key, data.nbytes)) is None:
             return
         digest.add(data)
         if digest.differs(etag):

@@ -19,6 +19,11 @@ ENGINE_VARIABLE = "CKPTKIT_STORAGE_ENGINE"
 # Every server of the S3 kind refuses parts that are smaller, unless they are the last.
 SMALLEST_PART = 5 << 20
 
+# Bytes per second: what is slower than this fails.
+LEAST_RATE = 1e6
+
+_CONNECT_SECONDS = 5.0
+_SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9} | {
     "kib": 1 << 10,
     "mib": 1 << 20,
@@ -57,8 +62,23 @@ class Settings:
     @property
     def secrets(self) -> tuple[str, ...]:
         """What must never be shown."""
-        found = (self.access_key, self.secret_key, self.session_token)
+        told = (self.access_key, self.secret_key, self.session_token)
+        found = (*told, *(os.environ.get(name) for name in _SECRETS))
         return tuple(secret for secret in found if secret)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether connections are not encrypted."""
+        return self.endpoint.startswith("http://") if self.endpoint else self.http
+
+    @property
+    def connect_timeout(self) -> float:
+        """Seconds until a server has to take a connection."""
+        return min(_CONNECT_SECONDS, self.timeout)
+
+    def extra_seconds(self, nbytes: int) -> float:
+        """How much longer a request may take while so many bytes share the way to the server."""
+        return nbytes / LEAST_RATE
 
 
 def read_settings(
@@ -75,7 +95,7 @@ def read_settings(
         profile=_text(given, "profile"),
         anonymous=_flag(given, "anonymous") or False,
         path_style=_flag(given, "path_style"),
-        http=_flag(given, "http") or environment.get("AWS_ALLOW_HTTP", "").lower() in _TRUE,
+        http=_flag(given, "http") or False,
         access_key=_text(given, "access_key"),
         secret_key=_text(given, "secret_key"),
         session_token=_text(given, "session_token"),
@@ -142,7 +162,11 @@ def _endpoint(scheme: str, given: Options, environment: Mapping[str, str]) -> st
     endpoint = _text(given, "endpoint") or found
     if endpoint is None:
         return None
-    http = _flag(given, "http")
+    return checked_endpoint(endpoint, http=_flag(given, "http"))
+
+
+def checked_endpoint(endpoint: str, *, http: bool | None = None) -> str:
+    """The URL of a server; UsageError where it is none, or `http` says otherwise."""
     if "://" not in endpoint:
         endpoint = f"{'http' if http else 'https'}://{endpoint}"
     # Anywhere, because a secret may hold a slash, which would end the part with the host.

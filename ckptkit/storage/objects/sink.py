@@ -36,9 +36,11 @@ class ObjectSink:
         self._parts = Parts(self._where, extents)
         preferred, many = server.settings.part_size, server.settings.concurrency
         self._size = piece_size(self._parts.total, preferred)
-        most = max(2, many + 2 if memory is None else memory // self._size)
-        self._concurrency = min(many, most)
-        self._digest = server.new_digest()
+        # What the engine copies needs the same memory twice.
+        each = self._size * (2 if server.client.copies else 1)
+        most = max(2, many + 2 if memory is None else memory // each)
+        self._concurrency = min(many, most, -(-self._parts.total // self._size))
+        self._digest = server.new_digest(key, self._parts.total)
         seen = self._digest.add if self._digest else None
         self._window = Window(self._parts.total, self._size, most, seen)
         self._thread: threading.Thread | None = None
@@ -112,8 +114,8 @@ class ObjectSink:
     def _is_there(self) -> bool:
         """Whether the upload was completed, though the answer was lost.
 
-        Then asking again finds no such upload. `create` found no object of this name, and packs
-        are never written twice: one of this size is this one.
+        Then asking again finds no such upload. `create` found no object of this name, or one of
+        the same bytes, and packs are never written twice: one of this size is this one.
         """
         if not self._window.is_empty:
             return False
@@ -145,5 +147,6 @@ class ObjectSink:
         return StorageError(
             f"the upload failed: {reason}",
             where=self._where,
-            hint="check the endpoint and the network, then save again",
+            hint="check the endpoint and the network, then save again; "
+            "a slow one needs fewer bytes at a time (concurrency) or a longer timeout",
         )

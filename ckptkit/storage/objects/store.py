@@ -55,6 +55,7 @@ class ObjectStore:
             gap_bytes=settings.gap_bytes,
             concurrency=settings.concurrency,
         )
+        self._unsafe = replace(self._abilities, exclusive_create=False)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.location)!r})"
@@ -64,7 +65,7 @@ class ObjectStore:
         """Few large requests, many at a time; whether creators are told apart is known once one
         has created something.
         """
-        return replace(self._abilities, exclusive_create=self._exclusive.is_safe)
+        return self._abilities if self._exclusive.is_safe else self._unsafe
 
     def children(self, prefix: str = "") -> Names:
         """The names directly below `prefix`, sorted."""
@@ -98,11 +99,14 @@ class ObjectStore:
             size = self._server.head(path).size
         return ObjectSource(self._server, path, size)
 
-    def create(self, key: str, extents: Sequence[int], *, memory: int | None = None) -> ObjectSink:
+    def create(
+        self, key: str, extents: Sequence[int], *, memory: int | None = None, again: bool = False
+    ) -> ObjectSink:
         """Begin a new object, invisible until it is finished."""
         path = self._path(key)
         sink = ObjectSink(self._server, path, extents, memory)
-        self._refuse_taken(path)
+        if not again:
+            self._refuse_taken(path)
         return sink
 
     def put(

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from ckptkit.errors import NotFoundError
 from ckptkit.storage.location import Location
+from ckptkit.storage.objects.answers import below
 from ckptkit.storage.objects.client import Upload, Uploads
 from ckptkit.storage.objects.failures import translated
 from ckptkit.storage.objects.s3_options import client_options, new_session
@@ -107,8 +108,7 @@ class _Botocore:
         self._settings = settings
 
     def call(self, method: str, key: str, *, of_bucket: bool = False, **asked: Any) -> Any:
-        where = f"{self._top}/{key}"
-        with translated(where, self._settings.secrets):
+        with translated(below(self._top, key), self._settings.secrets):
             named = {} if of_bucket else {"Key": key}
             return getattr(self._client, method)(Bucket=self._top.path, **named, **asked)
 

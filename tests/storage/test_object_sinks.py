@@ -1,0 +1,98 @@
+"""How much of an object is in memory while it is sent, and how much of one that is read whole."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ckptkit.errors import FormatError
+from ckptkit.storage import open_store
+from ckptkit.storage.objects.s3fs_client import S3fsClient
+from ckptkit.storage.objects.window import Window
+from tests.servers.faults import Hold, kind
+from tests.servers.proxy import Proxy
+from tests.servers.s3_server import Bucket
+
+MIB = 1 << 20
+PIECE = 5 * MIB
+
+
+@pytest.mark.parametrize("pieces", [4, 6])
+def test_a_sink_keeps_the_memory_that_it_may_have_copies_included(
+    pieces: int, bucket: Bucket, proxy: Proxy, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent: list[int] = []
+    sent: list[int] = []
+    fill, send = Window._buffer, S3fsClient._call_again
+
+    def buffer(window: Window) -> Any:
+        lent.append(0 if window._free else 1)
+        return fill(window)
+
+    def call(client: S3fsClient, method: str, key: str, **asked: Any) -> Any:
+        sent.append(1 if method == "upload_part" else 0)
+        return send(client, method, key, **asked)
+
+    monkeypatch.setattr(Window, "_buffer", buffer)
+    monkeypatch.setattr(S3fsClient, "_call_again", call)
+    held = Hold()
+    proxy.inject(held, kind("PUT", query="partNumber"), times=None)
+    options = {"engine": engine, "part_size": PIECE}
+    store = open_store(bucket.url, bucket.through(proxy.endpoint, **options))
+    sink = store.create("a", [PIECE] * 10, memory=pieces * PIECE)
+    writing = threading.Thread(target=written, args=(sink, 10), daemon=True)
+    writing.start()
+    assert held.come.wait(30)
+    writing.join(1.0)
+    assert writing.is_alive()
+    used = sum(lent) + sum(sent)
+    held.go.set()
+    writing.join(60)
+    assert not writing.is_alive()
+    assert 2 <= used <= pieces
+    assert store.size("a") == 10 * PIECE
+
+
+def written(sink: Any, parts: int) -> None:
+    for part in range(parts):
+        sink.write(part, memoryview(bytes(PIECE)))
+    sink.finish()
+
+
+class _Noting(MemoryFileSystem):  # type: ignore[misc] # fsspec ships no types
+    """Notes how many bytes it gave."""
+
+    protocol = "noting"
+    store: ClassVar[dict[str, object]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    given: ClassVar[list[int]] = []
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("noting://").strip("/")
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        """A range."""
+        data: bytes = super().cat_file(path, start, end)
+        self.given.append(len(data))
+        return data
+
+
+def test_of_an_object_that_is_too_large_little_is_fetched() -> None:
+    fsspec.register_implementation("noting", _Noting, clobber=True)
+    store = open_store("noting://host/folder")
+    data = bytes(range(256)) * (80 << 10)
+    store.put("large", data)
+    with pytest.raises(FormatError, match="at most 10485760 can be right"):
+        store.read_whole("large", 10 * MIB)
+    assert sum(_Noting.given) <= 8 * MIB
+    for most in (20 * MIB, 1 << 32):
+        assert store.read_whole("large", most) == data
+    with pytest.raises(FormatError, match="at most 100 can be right"):
+        store.read_whole("large", 100)
+    store.put("exact", bytes(8 * MIB))
+    assert len(store.read_whole("exact", 1 << 32)) == 8 * MIB
