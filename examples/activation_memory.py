@@ -49,12 +49,18 @@ def main() -> None:
     model = Transformer(LAYERS)
     inputs, targets = batch(0)
     gradients: list[torch.Tensor] = []
+
+    def step() -> None:
+        loss_of(model(inputs), targets).backward()
+
     found = [measure(model, "none", gradients)]
-    half = f"budget:{found[0].peak // 2}"
-    for policy in ("full", "every:2", "selective", half, "offload"):
-        step = (lambda: loss_of(model(inputs), targets).backward()) if policy is half else None
-        _, undo = checkpoint_activations(model, policy, step=step)
-        found.append(measure(model, "budget: half" if policy is half else policy, gradients))
+    for policy in ("full", "every:2", "selective", "budget: half", "offload"):
+        if policy == "budget: half":
+            half = f"budget:{found[0].peak // 2}"
+            _, undo = checkpoint_activations(model, half, step=step)
+        else:
+            _, undo = checkpoint_activations(model, policy)
+        found.append(measure(model, policy, gradients))
         undo()
     print(f"{'policy':14}{'kept MiB':>10}{'peak MiB':>10}{'ms':>8}  gradients")
     for each in found:

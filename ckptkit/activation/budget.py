@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import nn
 from ckptkit.activation.applied import Undo
 from ckptkit.activation.probe import Costs, Step, measure, measured_peak
 from ckptkit.activation.recompute import Recomputed
-from ckptkit.activation.solver import BlockCost, choose
+from ckptkit.activation.solver import Around, BlockCost, choose, peak_of
 from ckptkit.errors import UsageError
 
 _LOG = logging.getLogger("ckptkit.activation")
@@ -28,35 +28,88 @@ def fit(
     step: Step,
     undo: Undo,
 ) -> None:
-    """Recompute the blocks that make the step stay within the budget, as measured."""
+    """Recompute the blocks that make the step stay within the budget, as measured; every rank
+    takes part.
+    """
     costs = _agreed(measure(modules, blocks, step))
-    limit, peak = budget, 0
-    for round_number in range(_ROUNDS):
-        chosen = _chosen(costs, limit, last=round_number == _ROUNDS - 1)
+    search = Search(costs, budget)
+    try:
+        for _ in range(_ROUNDS):
+            _recompute(blocks, costs, search.chosen, undo)
+            search.learn(_most(measured_peak(modules, step), costs))
+            if all(_heard(search.is_done)):
+                break
+        _recompute(blocks, costs, _best(search, budget), undo)
+    except BaseException:
         undo()
-        undo.put({name: blocks[name] for name in chosen}, _recomputed)
-        peak = _most(measured_peak(modules, step), costs)
-        everything = len(chosen) == len(costs.blocks)
-        said = _heard((peak <= budget, everything))
-        if all(fits for fits, _ in said):
-            _LOG.info("%d of %d blocks are recomputed", len(chosen), len(blocks))
+        raise
+    _LOG.info("%d of %d blocks are recomputed", len(undo.blocks), len(blocks))
+
+
+def _best(search: Search, budget: int) -> frozenset[int]:
+    fits = all(_heard(search.best is not None))
+    if search.best is None or not fits:
+        raise UsageError(
+            "the activations do not fit, even when every block is recomputed",
+            value=budget,
+            hint=f"on this rank they need {search.least} bytes: use smaller batches, or cut the "
+            "loss",
+        )
+    return search.best
+
+
+class Search:
+    """Measures the cheapest choice that should fit, then that which should as the solver's mistake
+    shows, until it says nothing new.
+    """
+
+    def __init__(self, costs: Costs, budget: int) -> None:
+        self._costs = costs
+        self._budget = budget
+        self._tried: dict[frozenset[int], int] = {}
+        self.chosen = self._choice(budget)
+        self.best: frozenset[int] | None = None
+        """The cheapest choice that fits."""
+        self.is_done = False
+
+    @property
+    def least(self) -> int:
+        """The lowest peak that was measured."""
+        return min(self._tried.values())
+
+    def learn(self, peak: int) -> None:
+        """Go on from what the step was measured to need with what is chosen."""
+        if self.is_done:
             return
-        if any(all_chosen and not fits for fits, all_chosen in said):
-            break
-        if peak > budget:
-            limit -= peak - budget
+        self._tried[self.chosen] = peak
+        if peak <= self._budget and self._seconds(self.chosen) < self._seconds(self.best):
+            self.best = self.chosen
+        mistake = peak_of(self._costs.blocks, self.chosen, self._costs.around) - peak
+        following = self._choice(self._budget + mistake)
+        if self.best is None and len(self._tried) == _ROUNDS - 1:
+            following = self._every()
+        self.is_done = following in self._tried
+        self.chosen = following if self.best is None or not self.is_done else self.best
+
+    def _choice(self, limit: int) -> frozenset[int]:
+        numbers = choose(self._costs.blocks, limit, self._costs.around)
+        return self._every() if numbers is None else numbers
+
+    def _every(self) -> frozenset[int]:
+        return frozenset(range(len(self._costs.blocks)))
+
+    def _seconds(self, chosen: frozenset[int] | None) -> float:
+        if chosen is None:
+            return float("inf")
+        return sum(self._costs.blocks[number].seconds for number in chosen)
+
+
+def _recompute(
+    blocks: Mapping[str, nn.Module], costs: Costs, chosen: frozenset[int], undo: Undo
+) -> None:
     undo()
-    raise UsageError(
-        "the activations do not fit, even when every block is recomputed",
-        value=budget,
-        hint=f"on this rank they need {peak} bytes: use smaller batches, or cut the loss",
-    )
-
-
-def _chosen(costs: Costs, limit: int, *, last: bool) -> list[str]:
-    numbers = None if last else choose(costs.blocks, limit, costs.around)
-    chosen = range(len(costs.blocks)) if numbers is None else sorted(numbers)
-    return [costs.blocks[number].name for number in chosen]
+    names = [costs.blocks[number].name for number in sorted(chosen)]
+    undo.put({name: blocks[name] for name in names}, _recomputed)
 
 
 def _recomputed(_: str, block: nn.Module, plain: Any) -> Recomputed:
@@ -67,26 +120,16 @@ def _agreed(costs: Costs) -> Costs:
     """Ranks that have the same blocks choose the same ones: recomputing may be collective."""
     names = [cost.name for cost in costs.blocks]
     alike = [each for each in _heard(costs) if [cost.name for cost in each.blocks] == names]
-    blocks = tuple(
-        BlockCost(
-            name,
-            max(cost.kept for cost in same),
-            max(cost.recomputed for cost in same),
-            max(cost.peak for cost in same),
-            max(cost.seconds for cost in same),
-        )
-        for name, same in zip(
-            names, zip(*(each.blocks for each in alike), strict=True), strict=True
-        )
-    )
-    return replace(
-        costs,
-        blocks=blocks,
-        around=replace(
-            costs.around,
-            before=max(each.around.before for each in alike),
-            after=max(each.around.after for each in alike),
-        ),
+    before = max(each.around.before for each in alike)
+    after = max(each.around.after for each in alike)
+    blocks = tuple(map(_highest, *(each.blocks for each in alike)))
+    return Costs(blocks, Around(before, after))
+
+
+def _highest(*costs: BlockCost) -> BlockCost:
+    return BlockCost(
+        costs[0].name,
+        *(max(getattr(cost, each.name) for cost in costs) for each in fields(BlockCost)[1:]),
     )
 
 

@@ -4,50 +4,95 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+Buffers = dict[str, torch.Tensor | None]
 
-class BufferGuard:
-    """Of one forward and its recomputation: the latter leaves buffers as it finds them."""
 
-    def __init__(self, block: nn.Module) -> None:
-        self._buffers = list(block.buffers())
+class BufferGuard(AbstractContextManager[None]):
+    """Of one forward of a block: a context for its recomputations, entered for each.
+
+    They run on the buffers that the forward began with, and the block has its own afterwards.
+    """
+
+    def __init__(self, block: nn.Module, others: WeakSet[BufferGuard]) -> None:
+        self._before = _buffers_of([block])
+        self._others = others
+        others.add(self)
         # Their kernels change running means without saying so in the version of the tensor.
         norms = [each for each in block.modules() if isinstance(each, _NormBase) and each.training]
-        self._silent = [buffer for norm in norms for buffer in norm.buffers()]
-        self._changed: list[torch.Tensor] = []
-
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """What the forward and what its recomputation run in."""
-        return self._watched(), self._restored()
+        self._silent = {id(buffer) for norm in norms for buffer in norm.buffers()}
+        self._copies: dict[int, torch.Tensor] = {}
+        self._after: list[tuple[nn.Module, Buffers]] = []
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
-        before = [buffer._version for buffer in self._buffers]
-        yield
-        # Only those are copied later: tables of positions are large, and do not change.
-        self._changed = self._silent + [
-            buffer
-            for buffer, version in zip(self._buffers, before, strict=True)
-            if buffer._version != version and not any(buffer is each for each in self._silent)
+    def watching(self) -> Iterator[None]:
+        """What the forward runs in."""
+        found = [
+            (buffer, buffer._version, buffer.detach().clone()) for buffer in _distinct(self._before)
         ]
+        yield
+        # Only those stay: tables of positions are large, and do not change.
+        changed = {
+            id(buffer): copy
+            for buffer, version, copy in found
+            if buffer._version != version or id(buffer) in self._silent
+        }
+        # Forwards before this one that only read a buffer have read what it was until now.
+        for each in self._others:
+            each._copies = changed | each._copies
 
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
-        with restored(self._changed):
-            yield
+    def __enter__(self) -> None:
+        self._after = [(module, dict(module._buffers)) for module, _ in self._before]
+        fresh = {key: copy.clone() for key, copy in self._copies.items()}
+        for module, buffers in self._before:
+            _put(module, {name: fresh.get(id(each), each) for name, each in buffers.items()})
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for module, buffers in self._after:
+            _put(module, buffers)
+        self._after = []
 
 
 @contextmanager
-def restored(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Afterwards the tensors hold what they hold now."""
-    copies = [tensor.detach().clone() for tensor in tensors]
+def restored(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Afterwards the modules have the buffers that they have now, which hold what they hold now."""
+    before = _buffers_of(modules)
+    copies = [(buffer, buffer.detach().clone()) for buffer in _distinct(before)]
     try:
         yield
     finally:
-        for tensor, copy in zip(tensors, copies, strict=True):
+        for module, buffers in before:
+            _put(module, buffers)
+        for buffer, copy in copies:
             # Not counted as a change: autograd may have saved the buffer itself.
-            tensor.data.copy_(copy)
+            buffer.data.copy_(copy)
+
+
+def _buffers_of(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, Buffers]]:
+    every = {id(inner): inner for module in modules for inner in module.modules()}
+    return [(module, dict(module._buffers)) for module in every.values() if module._buffers]
+
+
+def _distinct(found: Sequence[tuple[nn.Module, Buffers]]) -> list[torch.Tensor]:
+    every = [buffer for _, buffers in found for buffer in buffers.values() if buffer is not None]
+    return list({id(buffer): buffer for buffer in every}.values())
+
+
+def _put(module: nn.Module, buffers: Buffers) -> None:
+    own = module._buffers
+    for name in own.keys() - buffers.keys():
+        del own[name]
+    for name, buffer in buffers.items():
+        if own.get(name) is not buffer:
+            own[name] = buffer

@@ -20,6 +20,12 @@ from ckptkit.activation.recompute import Recomputed, selective
 from ckptkit.errors import UsageError
 from ckptkit.live.models import Model
 
+_OPTIONS = {
+    "step": ("budget", "what a budget measures"),
+    "group": ("partition", "who shares a partition"),
+    "pin_memory": ("offload", "about the host memory of offload"),
+}
+
 
 def checkpoint_activations(
     model: Any,
@@ -36,15 +42,14 @@ def checkpoint_activations(
     "budget:2GiB" those that save enough at the least time, as measured in some runs of `step` (a
     forward and a backward, which leaves no trace), "offload" moves activations to host memory, and
     "partition" recomputes every block from an input of which each tensor-parallel rank of `group`
-    keeps a piece. The model is a module, what a pipeline has on this rank, or what
-    `as_distributed` gives.
+    keeps a piece. Where there are ranks, a budget is for each of them, and all call this together.
+    The model is a module, what a pipeline has on this rank, or what `as_distributed` gives.
     """
     parsed = Policy.parse(policy)
-    if step is not None and parsed.kind != "budget":
-        raise UsageError("step= is what a budget measures", value=str(parsed))
+    _check_given(parsed, step=step, group=group, pin_memory=pin_memory)
     whole = Model(_modules_of(model))
     modules = whole.modules
-    found = {name: block for each in modules for name, block in blocks_of(each, blocks).items()}
+    found = _blocks_of_all(modules, blocks)
     if not found and not whole.is_staged:  # a stage may have none
         raise UsageError(
             "the model has no such blocks",
@@ -65,6 +70,22 @@ def checkpoint_activations(
         found = dict(list(found.items())[:: parsed.every])
     undo.put(found, _way(parsed, modules, group, pin_memory=pin_memory))
     return Checkpointed(model, undo)
+
+
+def _check_given(policy: Policy, **given: object) -> None:
+    for name, value in given.items():
+        kind, what = _OPTIONS[name]
+        if value is not None and policy.kind != kind:
+            raise UsageError(f"{name}= is {what}", value=str(policy))
+
+
+def _blocks_of_all(modules: list[nn.Module], wanted: Wanted | None) -> dict[str, nn.Module]:
+    """Those of one module by name; stages of one rank may have blocks of equal names."""
+    found: dict[str, nn.Module] = {}
+    for number, module in enumerate(modules):
+        for name, block in blocks_of(module, wanted).items():
+            found[f"stage {number}: {name}" if name in found else name] = block
+    return found
 
 
 def _modules_of(model: Any) -> Any:

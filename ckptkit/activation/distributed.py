@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +16,8 @@ from ckptkit.activation.sockets import SocketTransport
 from ckptkit.activation.stats import GroupMemoryStats, MemoryStats
 from ckptkit.activation.store import ActivationStore, LayerId
 from ckptkit.activation.transport import ThreadTransport, Transport
-from ckptkit.errors import NotFoundError, PeerError, UsageError
+from ckptkit.activation.wire import described, empty_like
+from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError, UsageError
 
 _SHOWN = 8
 
@@ -25,8 +27,9 @@ class DistributedActivationStore:
 
     `register`, `retrieve` and `retrieve_or_fetch` are each rank's own affair: a fetch is answered
     by a thread of the other rank while that computes. `register_broadcast`, `synchronize`,
-    `clear_everywhere` and `memory_stats` are called by all ranks. What is registered must not be
-    changed in place afterwards. One process needs no process group.
+    `clear_everywhere` and `memory_stats` are called by all ranks. None waits longer than `timeout`
+    seconds for another rank. What is registered is dense, and must not be changed in place
+    afterwards. One process needs no process group.
     """
 
     def __init__(
@@ -39,9 +42,9 @@ class DistributedActivationStore:
     ) -> None:
         self._store = ActivationStore() if store is None else store
         self._registered = threading.Condition()
+        self._is_closed = False
         self._transport = _transport(group, timeout) if transport is None else transport
         self._transport.serve(self._answer)
-        self._is_closed = False
 
     @property
     def rank(self) -> int:
@@ -55,9 +58,10 @@ class DistributedActivationStore:
 
     def register(self, layer_id: LayerId, tensor: torch.Tensor) -> None:
         """Keep an activation here, where other ranks may fetch it."""
-        with self._registered:
-            self._store.register(layer_id, tensor)
-            self._registered.notify_all()
+        if isinstance(tensor, torch.Tensor):  # the store refuses what is none
+            described(tensor, where=str(layer_id))
+        self._store.register(layer_id, tensor)
+        self._wake()
 
     def register_broadcast(
         self, layer_id: LayerId, tensor: torch.Tensor | None = None, *, source_rank: int = 0
@@ -65,12 +69,19 @@ class DistributedActivationStore:
         """Keep the activation of one rank on all; the others need not have anything."""
         self._check(source_rank)
         mine = tensor if self.rank == source_rank else None
-        found = self._transport.broadcast(source_rank, mine)
-        if found is None:
+        what = layer_id, source_rank
+        heard = self._together("register_broadcast", (what, _description(mine)))
+        others = {rank: said[0] for rank, said in enumerate(heard) if said[0] != what}
+        if others:
+            raise PeerError(f"the ranks broadcast different layers: this one {what}", value=others)
+        said = heard[source_rank][1]
+        if said is None:
             raise UsageError(
-                f"rank {source_rank} is the source, but has passed no tensor", value=layer_id
+                f"rank {source_rank} is the source, but has passed no dense tensor", value=layer_id
             )
-        self.register(layer_id, found)
+        found = empty_like(said, device=said["device"]) if mine is None else mine
+        self._transport.broadcast(source_rank, found)
+        self.register(layer_id, found.requires_grad_(said["requires_grad"]))
         return found
 
     def retrieve(self, layer_id: LayerId) -> torch.Tensor:
@@ -81,7 +92,9 @@ class DistributedActivationStore:
         self, layer_id: LayerId, fn: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """An activation that this rank keeps, or what `fn` makes."""
-        return self._store.retrieve_or_recompute(layer_id, fn)
+        found = self._store.retrieve_or_recompute(layer_id, fn)
+        self._wake()
+        return found
 
     def retrieve_or_fetch(
         self, layer_id: LayerId, source_rank: int, *, wait: float = 0.0
@@ -91,7 +104,7 @@ class DistributedActivationStore:
         The other rank may have `wait` seconds to register it. What was fetched is not kept here.
         """
         self._check(source_rank)
-        if self._store.has(layer_id):
+        with suppress(NotFoundError):
             return self._store.retrieve(layer_id)
         return self.fetch(layer_id, source_rank, wait=wait)
 
@@ -143,6 +156,7 @@ class DistributedActivationStore:
         """Forget everything here and stop answering; ranks that ask later get an error."""
         if not self._is_closed:
             self._is_closed = True
+            self._wake()
             self._transport.close()
             self._store.clear()
 
@@ -163,7 +177,9 @@ class DistributedActivationStore:
 
     def _answer(self, layer_id: LayerId, wait: float) -> torch.Tensor:
         with self._registered:
-            self._registered.wait_for(lambda: self._store.has(layer_id), timeout=wait)
+            self._registered.wait_for(
+                lambda: self._is_closed or self._store.has(layer_id), timeout=wait
+            )
         try:
             return self._store.retrieve(layer_id)
         except NotFoundError:
@@ -172,6 +188,11 @@ class DistributedActivationStore:
                 value=layer_id,
                 hint=f"it keeps {_listed(set(self._store.keys()))}",
             ) from None
+
+    def _wake(self) -> None:
+        """Let the fetches that wait look again."""
+        with self._registered:
+            self._registered.notify_all()
 
     def _together(self, call: str, value: Any) -> list[Any]:
         """What all ranks say, each of which has to be in the same call."""
@@ -192,6 +213,13 @@ def _transport(group: dist.ProcessGroup | None, timeout: float) -> Transport:
     if group is None and (not dist.is_initialized() or dist.get_world_size() == 1):
         return ThreadTransport.world(1, timeout=timeout)[0]
     return SocketTransport(group, timeout=timeout)
+
+
+def _description(tensor: torch.Tensor | None) -> dict[str, Any] | None:
+    """None also for what cannot be sent: all ranks are to hear of that."""
+    with suppress(UnsupportedTypeError):
+        return described(tensor) if isinstance(tensor, torch.Tensor) else None
+    return None
 
 
 def _listed(keys: set[LayerId]) -> str:

@@ -15,22 +15,28 @@ _Used = tuple[torch.Tensor, Sequence[torch.cuda.Event]]
 
 
 class HostBuffers:
-    """Buffers by size: fresh memory is slow to touch, and pinned memory slow to make."""
+    """Buffers by size: fresh memory is slow to touch, and pinned memory slow to make.
+
+    Sizes are powers of two, so that activations of other lengths fit too. There is never more
+    memory than was in use at one time.
+    """
 
     def __init__(self, *, pin: bool | None = None) -> None:
         self._pin = torch.cuda.is_available() if pin is None else pin
         self._free: defaultdict[int, list[_Used]] = defaultdict(list)
         self._lock = threading.RLock()
         self.in_use = 0
-        self.peak = 0
+        self.unused = 0
+        self._most = 0
 
     def take(self, size: int) -> torch.Tensor:
         """A buffer of at least so many bytes."""
-        size = -(-max(size, 1) // _GRAIN) * _GRAIN
+        size = max(_GRAIN, 1 << (size - 1).bit_length())
         with self._lock:
-            self.in_use += size
-            self.peak = max(self.peak, self.in_use)
-            used = self._free[size].pop() if self._free[size] else None
+            used = self._found(size)
+            self.in_use += size if used is None else used[0].numel()
+            self._most = max(self._most, self.in_use)
+            self._trim()
         if used is not None:
             buffer, events = used
             for event in events:
@@ -43,9 +49,24 @@ class HostBuffers:
         """Take a buffer back that nobody reads or writes once the events have come."""
         with self._lock:
             self.in_use -= buffer.numel()
+            self.unused += buffer.numel()
             self._free[buffer.numel()].append((buffer, events))
 
     def release(self) -> None:
         """Free the buffers that are not in use."""
         with self._lock:
             self._free.clear()
+            self.unused = 0
+
+    def _found(self, size: int) -> _Used | None:
+        for each in (size, 2 * size):
+            if self._free[each]:
+                self.unused -= each
+                return self._free[each].pop()
+        return None
+
+    def _trim(self) -> None:
+        while self.in_use + self.unused > self._most:
+            largest = max(size for size, free in self._free.items() if free)
+            del self._free[largest][0]
+            self.unused -= largest

@@ -12,18 +12,31 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-_PAUSED = threading.local()
+_SAID = threading.local()
 
 
 @contextmanager
 def unmetered() -> Iterator[None]:
     """What is made in here is no activation: host memory that they are moved to."""
-    before = getattr(_PAUSED, "now", False)
-    _PAUSED.now = True
+    with _counting(counts=False):
+        yield
+
+
+@contextmanager
+def metered() -> Iterator[None]:
+    """What is made in here is an activation, also in backward: it comes back."""
+    with _counting(counts=True):
+        yield
+
+
+@contextmanager
+def _counting(*, counts: bool) -> Iterator[None]:
+    before = getattr(_SAID, "counts", None)
+    _SAID.counts = counts
     try:
         yield
     finally:
-        _PAUSED.now = before
+        _SAID.counts = before
 
 
 class ActivationMeter(TorchDispatchMode):
@@ -31,7 +44,8 @@ class ActivationMeter(TorchDispatchMode):
 
     So it sees all ways of keeping alike: what autograd saves, what selective checkpointing
     caches, and what lies there for a moment. Gradients, which backward makes, are not counted;
-    what backward recomputes is. Parameters and what came from outside are not.
+    what backward recomputes, brings back or gathers is. Parameters and what came from outside are
+    not.
     """
 
     def __init__(self) -> None:
@@ -63,8 +77,10 @@ class ActivationMeter(TorchDispatchMode):
         return result
 
     def _counts(self) -> bool:
-        in_backward = torch._C._current_graph_task_id() != -1
-        return not getattr(_PAUSED, "now", False) and (not in_backward or torch.is_grad_enabled())
+        said: bool | None = getattr(_SAID, "counts", None)
+        if said is not None:
+            return said
+        return torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled()
 
     def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage._cdata

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ckptkit.activation.host import HostBuffers
-from ckptkit.activation.meter import unmetered
+from ckptkit.activation.meter import metered, unmetered
 from ckptkit.errors import UsageError
 
 
@@ -53,7 +54,10 @@ class Moved:
     def prefetch(self) -> None:
         """Begin to bring it back; nothing waits."""
         if self._device.type == "cuda" and self._arrived is None:
-            self._arrived, self._arriving = self._lane.bring(self._host, self._device, self._there)
+            with metered():
+                self._arrived, self._arriving = self._lane.bring(
+                    self._host, self._device, self._there
+                )
             # The host memory may go to another before the copy from it has ended.
             self._copies.append(self._arriving)
 
@@ -70,7 +74,8 @@ class Moved:
         self.prefetch()
         arrived, self._arrived = self._arrived, None
         if arrived is None:
-            return self._host.clone()
+            with metered():
+                return self._host.to(self._device, copy=True)
         if self._arriving is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arriving)
             arrived.record_stream(torch.cuda.current_stream(self._device))
@@ -78,12 +83,15 @@ class Moved:
 
 
 class Lane:
-    """Copies beside the computing: on CUDA on streams of its own, elsewhere at once."""
+    """Copies beside the computing: on CUDA on streams of its own, elsewhere at once. Safe to use
+    from several threads.
+    """
 
     def __init__(self) -> None:
         self._out: dict[torch.device, torch.cuda.Stream] = {}
         self._back: dict[torch.device, torch.cuda.Stream] = {}
         self._pending: deque[_Leaving] = deque()
+        self._lock = threading.RLock()
         self._forward = 0
 
     def move(
@@ -104,8 +112,9 @@ class Lane:
             host.copy_(flat, non_blocking=True)
         event = stream.record_event()
         version = watched._version
-        self._pending.append(_Leaving(watched, version, event, set_off(event), self._forward))
-        self.drain()
+        with self._lock:
+            self._pending.append(_Leaving(watched, version, event, set_off(event), self._forward))
+            self.drain()
 
     def bring(
         self, host: torch.Tensor, device: torch.device, there: torch.cuda.Event | None
@@ -122,15 +131,17 @@ class Lane:
         """Wait until what the forward before the last one moved has gone; the last one's may still
         be on its way.
         """
-        while self._pending and self._pending[0].forward < self._forward:
-            self._pending[0].event.synchronize()
-            self._let_go(self._pending.popleft())
-        self._forward += 1
+        with self._lock:
+            while self._pending and self._pending[0].forward < self._forward:
+                self._pending[0].event.synchronize()
+                self._let_go(self._pending.popleft())
+            self._forward += 1
 
     def drain(self) -> None:
         """Let go of what has been copied."""
-        while self._pending and self._pending[0].event.query():
-            self._let_go(self._pending.popleft())
+        with self._lock:
+            while self._pending and self._pending[0].event.query():
+                self._let_go(self._pending.popleft())
 
     def _let_go(self, leaving: _Leaving) -> None:
         # It was held until now: a change that the copy could have seen is known by now.

@@ -5,12 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
+from ckptkit.activation.held import Held
 from ckptkit.activation.host import HostBuffers
 from ckptkit.activation.meter import storages_of
 from ckptkit.activation.moved import Lane, Moved
@@ -23,9 +27,14 @@ class Offload:
     """What the blocks of a model share: host memory, the ways to it, and the order of forwards."""
 
     def __init__(self, *, pin_memory: bool | None = None) -> None:
+        self._pin_memory = pin_memory
         self.buffers = HostBuffers(pin=pin_memory)
         self.lane = Lane()
         self._forwards: list[weakref.ref[_Forward]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
+        # What waits in host memory is the original's.
+        return Offload(pin_memory=self._pin_memory)
 
     def begin(self, block: nn.Module) -> _Forward:
         """A forward of a block, the next one in backward's reverse order."""
@@ -33,6 +42,10 @@ class Offload:
         forward = _Forward(self, block, before=self._forwards[-_AHEAD:])
         self._forwards.append(weakref.ref(forward))
         return forward
+
+    def move(self, flat: torch.Tensor, watched: torch.Tensor) -> Moved:
+        """Move memory to the host, and watch a tensor in it for changes meanwhile."""
+        return Moved(flat, self.buffers, self.lane, watched=watched)
 
 
 class Offloaded:
@@ -52,7 +65,7 @@ class Offloaded:
             return self.plain_forward(*args, **kwargs)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _View:
     """How a saved tensor lies in what was moved."""
 
@@ -64,6 +77,17 @@ class _View:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """A DTensor of which this rank's part was moved."""
+
+    local: _View
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
 class _Forward:
     """One forward of one block: what it saved, each memory once."""
 
@@ -72,52 +96,70 @@ class _Forward:
     ) -> None:
         self._offload = offload
         self._before = before
-        self._stays = {
-            storage._cdata
-            for tensor in (*block.parameters(), *block.buffers())
-            for storage in storages_of(tensor)
-        }
+        self._owned = Owned(block)
         self._moved: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[Moved]]] = {}
         self._all: weakref.WeakSet[Moved] = weakref.WeakSet()
         self._back: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._asked = False
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
+    def pack(self, tensor: torch.Tensor) -> Held | _View | _Spread:
         """What autograd keeps in the place of a tensor."""
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return tensor
+        if not isinstance(tensor, DTensor):
+            return self._moved_view(tensor) or Held.of(tensor)
+        view = self._moved_view(tensor._local_tensor)
+        if view is None:
+            return Held.of(tensor)
+        return _Spread(view, tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride())
+
+    def unpack(self, packed: Held | _View | _Spread) -> torch.Tensor:
+        """The tensor again."""
+        if isinstance(packed, Held):
+            return packed.get()
+        if not self._asked:
+            self._asked = True
+            for each in self._before:
+                if (earlier := each()) is not None:
+                    earlier.prefetch()
+        if isinstance(packed, _View):
+            return self._back_as(packed)
+        return DTensor.from_local(
+            self._back_as(packed.local),
+            packed.mesh,
+            packed.placements,
+            run_check=False,
+            shape=packed.size,
+            stride=packed.stride,
+        )
+
+    def prefetch(self) -> None:
+        """Begin to bring back all that it saved."""
+        for moved in list(self._all):
+            moved.prefetch()
+
+    def _moved_view(self, tensor: torch.Tensor) -> _View | None:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return None
         storage = tensor.untyped_storage()
-        if storage._cdata in self._stays or storage.nbytes() < _LEAST:
-            return tensor
+        if storage.nbytes() < _LEAST or isinstance(tensor._base, nn.Parameter):
+            return None
         moved = self._known(storage, tensor._version)
         if moved is None:
+            if storage._cdata in self._owned.storages():
+                return None
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             # The flat one counts its changes for itself.
             watched = tensor.detach()
-            moved = Moved(flat, self._offload.buffers, self._offload.lane, watched=watched)
+            moved = self._offload.move(flat, watched)
             key = storage._cdata, tensor._version
             self._moved[key] = weakref.ref(storage), weakref.ref(moved)
             self._all.add(moved)
         offset = int(tensor.storage_offset())
         return _View(moved, self, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
-    def unpack(self, packed: torch.Tensor | _View) -> torch.Tensor:
-        """The tensor again."""
-        if isinstance(packed, torch.Tensor):
-            return packed
-        if not self._asked:
-            self._asked = True
-            for each in self._before:
-                if (earlier := each()) is not None:
-                    earlier.prefetch()
-        storage = self._storage(packed.moved)
-        empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
-        return empty.set_(storage, packed.offset, packed.size, packed.stride)
-
-    def prefetch(self) -> None:
-        """Begin to bring back all that it saved."""
-        for moved in list(self._all):
-            moved.prefetch()
+    def _back_as(self, view: _View) -> torch.Tensor:
+        storage = self._storage(view.moved)
+        empty = torch.empty(0, dtype=view.dtype, device=storage.device)
+        return empty.set_(storage, view.offset, view.size, view.stride)
 
     def _known(self, storage: torch.UntypedStorage, version: int) -> Moved | None:
         same, moved = self._moved.get((storage._cdata, version), (None, None))
@@ -131,3 +173,25 @@ class _Forward:
             storage = moved.fetch().untyped_storage()
             self._back[id(moved)] = weakref.ref(storage)
         return storage
+
+
+class Owned:
+    """The memory of a block's parameters and buffers, which FSDP within it exchanges meanwhile."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._modules = [each for each in block.modules() if each._parameters or each._buffers]
+        self._tensors: list[torch.Tensor] = []
+        self._storages: set[int] = set()
+
+    def storages(self) -> set[int]:
+        """Their keys, as it is now."""
+        tensors = [
+            tensor
+            for module in self._modules
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None
+        ]
+        if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
+            self._tensors = tensors
+            self._storages = {each._cdata for tensor in tensors for each in storages_of(tensor)}
+        return self._storages

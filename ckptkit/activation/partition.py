@@ -13,6 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from ckptkit.activation.held import Held
+from ckptkit.activation.meter import metered
 from ckptkit.errors import LayoutError, UsageError
 
 _LEAST = 1024  # elements: what is smaller stays whole
@@ -37,18 +39,23 @@ def cut(tensor: torch.Tensor, group: dist.ProcessGroup) -> Piece:
         piece = cut(tensor.to_local(), group)
         spread = tensor.device_mesh, tensor.placements
         return Piece(piece.own, piece.shape, group, piece.requires_grad, spread)
-    rank, ranks = group.rank(), group.size()
-    flat = tensor.detach().reshape(-1)
-    length = -(-flat.numel() // ranks)
-    mine = flat[rank * length : (rank + 1) * length]
-    own = mine.new_zeros(length)
+    mine = share_of(tensor, group.rank(), group.size())
+    own = mine.new_zeros(-(-tensor.numel() // group.size()))
     own[: mine.numel()] = mine
     return Piece(own, tensor.shape, group, tensor.requires_grad)
 
 
+def share_of(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """The elements of a rank, flat; the last ranks may have fewer."""
+    flat = tensor.detach().reshape(-1)
+    length = -(-flat.numel() // ranks)
+    return flat[rank * length : (rank + 1) * length]
+
+
 def gather(piece: Piece) -> torch.Tensor:
     """The whole tensor again; all ranks of the group do so in the same order."""
-    whole = piece.own.new_empty(piece.own.numel() * piece.group.size())
+    with metered():
+        whole = piece.own.new_empty(piece.own.numel() * piece.group.size())
     dist.all_gather_into_tensor(whole, piece.own, group=piece.group)
     tensor = whole[: piece.shape.numel()].view(piece.shape)
     if piece.spread is None:
@@ -64,14 +71,18 @@ class Partition:
         self._group = group
         self._checked: set[str] = set()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
+        # A copy of the model is cut by the same ranks: groups themselves cannot be copied.
+        return Partition(self._group)
+
     def around(self, name: str) -> saved_tensors_hooks:
         """Hooks for one forward of a block."""
         place = 0
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | Piece:
+        def pack(tensor: torch.Tensor) -> Held | Piece:
             nonlocal place
             if not self._can_be_cut(tensor):
-                return tensor
+                return Held.of(tensor)
             self._check(f"input {place} of {name}", tensor)
             place += 1
             return cut(tensor, self._group)
@@ -104,8 +115,8 @@ class Partition:
         self._checked.add(what)
 
 
-def _unpack(packed: torch.Tensor | Piece) -> torch.Tensor:
-    return gather(packed) if isinstance(packed, Piece) else packed
+def _unpack(packed: Held | Piece) -> torch.Tensor:
+    return gather(packed) if isinstance(packed, Piece) else packed.get()
 
 
 def group_for(model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:

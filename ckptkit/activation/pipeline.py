@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, overload
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from ckptkit.activation.meter import storages_of
+from ckptkit.activation.saving import Saving
 from ckptkit.activation.stats import MemoryStats
 from ckptkit.activation.store import ActivationStore
 from ckptkit.errors import UsageError
 from ckptkit.live.models import Model
 
-_BOUNDARY = "boundary"
+_FOLLOWED = (
+    "clear_runtime_states",
+    "forward_one_chunk",
+    "backward_one_chunk",
+    "backward_weight_one_chunk",
+)
 
 
 class PipelineActivations:
@@ -28,7 +32,8 @@ class PipelineActivations:
 
     def __init__(self, store: ActivationStore | None = None) -> None:
         self._store = ActivationStore() if store is None else store
-        self._names: defaultdict[tuple[int, int], dict[str, str]] = defaultdict(dict)
+        self._names: dict[tuple[int, int], dict[str, bool]] = {}  # is it a boundary?
+        self._saved: dict[tuple[int, int], Saving] = {}
         self._peaks: defaultdict[int, int] = defaultdict(int)
 
     def register(
@@ -44,10 +49,21 @@ class PipelineActivations:
         self._begin(stage, microbatch)
         key = f"{stage}/{microbatch}/{name}"
         self._store.register(key, tensor)
-        self._names[stage, microbatch][name] = _BOUNDARY if is_boundary else ""
+        self._names[stage, microbatch][name] = is_boundary
 
-    def get(self, stage: int, microbatch: int) -> dict[str, torch.Tensor]:
-        """What is kept of a micro-batch in a stage, by name; nothing for one not in flight."""
+    @overload
+    def get(self, stage: int, microbatch: int) -> dict[str, torch.Tensor]: ...
+
+    @overload
+    def get(self, stage: int) -> dict[int, dict[str, torch.Tensor]]: ...
+
+    def get(self, stage: int, microbatch: int | None = None) -> dict[Any, Any]:
+        """What was registered of a micro-batch in a stage, by name; nothing for one not in flight.
+
+        Of a stage alone: of each micro-batch in flight, by its number.
+        """
+        if microbatch is None:
+            return {number: self.get(stage, number) for number in self.in_flight(stage)}
         names = self._names.get((stage, microbatch), {})
         return {name: self._store.retrieve(f"{stage}/{microbatch}/{name}") for name in names}
 
@@ -56,7 +72,7 @@ class PipelineActivations:
         found = {}
         for microbatch in self.in_flight(stage):
             marks = self._names[stage, microbatch]
-            names = [name for name, mark in marks.items() if mark == _BOUNDARY]
+            names = [name for name, is_boundary in marks.items() if is_boundary]
             if names:
                 found[microbatch] = tuple(
                     self._store.retrieve(f"{stage}/{microbatch}/{name}") for name in names
@@ -77,6 +93,8 @@ class PipelineActivations:
             if microbatch in (None, number) and stage in (None, at):
                 for name in self._names.pop((at, number)):
                     self._store.clear(f"{at}/{number}/{name}")
+                if (saved := self._saved.pop((at, number), None)) is not None:
+                    saved.clear()
 
     def memory_stats(self) -> MemoryStats:
         """Of all that is kept."""
@@ -85,7 +103,9 @@ class PipelineActivations:
     def attach(self, stages: Any, *, keep_saved: bool = False) -> Callable[[], None]:
         """Follow a stage, a schedule, or a list of stages; gives what ends that.
 
-        `keep_saved` also puts all that autograd saves into the store, which may offload it.
+        `keep_saved` also puts all that autograd saves into the store, which may offload it (what
+        is smaller than 4 KiB stays then). What a step leaves that fails outside its stages, as in
+        the loss, is forgotten when the next one begins.
         """
         if keep_saved and self._store.has_budget:
             raise UsageError(
@@ -98,13 +118,13 @@ class PipelineActivations:
         undo = ExitStack()
         for stage in found:
             follower = _Follower(self, stage, keep_saved=keep_saved)
-            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+            for name in _FOLLOWED:
                 setattr(stage, name, getattr(follower, name))
                 undo.callback(vars(stage).pop, name, None)
         return undo.close
 
     def _begin(self, stage: int, microbatch: int) -> None:
-        self._names[stage, microbatch]
+        self._names.setdefault((stage, microbatch), {})
         self._peaks[stage] = max(self._peaks[stage], len(self.in_flight(stage)))
 
 
@@ -119,6 +139,12 @@ class _Follower:
         self._forward = stage.forward_one_chunk
         self._backward = stage.backward_one_chunk
         self._weights = stage.backward_weight_one_chunk
+        self._clear = stage.clear_runtime_states
+
+    def clear_runtime_states(self) -> None:
+        """Forget what a step that failed has left: the next one begins."""
+        self._kept.clear(stage=self._number)
+        self._clear()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Keep what it hands on."""
@@ -126,7 +152,7 @@ class _Follower:
             return self._forward(fwd_chunk_id, *args, **kwargs)
         with self._clean():
             self._kept._begin(self._number, fwd_chunk_id)
-            with self._saving(fwd_chunk_id):
+            with self._saving(fwd_chunk_id, (args, kwargs)):
                 output = self._forward(fwd_chunk_id, *args, **kwargs)
             if not self._stage.is_last:
                 for place, tensor in enumerate(_tensors(output)):
@@ -137,6 +163,8 @@ class _Follower:
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Forget the micro-batch, unless its weights come later."""
+        if (saved := self._kept._saved.get((self._number, bwd_chunk_id))) is not None:
+            saved.prefetch()
         with self._clean():
             result = self._backward(bwd_chunk_id, *args, **kwargs)
         is_full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
@@ -159,42 +187,12 @@ class _Follower:
             self._kept.clear(stage=self._number)
             raise
 
-    def _saving(self, microbatch: int) -> AbstractContextManager[Any]:
+    def _saving(self, microbatch: int, given: Any) -> AbstractContextManager[Any]:
         if not self._keep_saved:
             return nullcontext()
-        stays = {
-            storage._cdata
-            for tensor in (*self._stage.submod.parameters(), *self._stage.submod.buffers())
-            for storage in storages_of(tensor)
-        }
-        return _Saving(self._kept, self._number, microbatch, stays).hooks()
-
-
-class _Saving:
-    """Hooks that keep what one forward saves."""
-
-    def __init__(
-        self, kept: PipelineActivations, stage: int, microbatch: int, stays: set[int]
-    ) -> None:
-        self._kept = kept
-        self._place = stage, microbatch
-        self._stays = stays
-        self._count = 0
-
-    def hooks(self) -> saved_tensors_hooks:
-        """For the forward."""
-        return saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | str:
-        if any(storage._cdata in self._stays for storage in storages_of(tensor)):
-            return tensor
-        name = f"saved.{self._count}"
-        self._count += 1
-        self._kept.register(*self._place, tensor, name=name)
-        return f"{self._place[0]}/{self._place[1]}/{name}"
-
-    def _unpack(self, packed: torch.Tensor | str) -> torch.Tensor:
-        return self._kept._store.retrieve(packed) if isinstance(packed, str) else packed
+        saving = Saving(self._kept._store, f"{self._number}/{microbatch}")
+        self._kept._saved[self._number, microbatch] = saving
+        return saving.hooks(self._stage.submod, given)
 
 
 def _tensors(output: Any) -> Sequence[torch.Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +30,6 @@ class Costs:
     blocks: tuple[BlockCost, ...]
     around: Around
 
-    def by_name(self) -> dict[str, BlockCost]:
-        """The blocks."""
-        return {cost.name: cost for cost in self.blocks}
-
 
 def measure(modules: Sequence[nn.Module], blocks: Mapping[str, nn.Module], step: Step) -> Costs:
     """Run the step with every block recomputed, and each once more to see what it would keep:
@@ -42,7 +40,7 @@ def measure(modules: Sequence[nn.Module], blocks: Mapping[str, nn.Module], step:
         with traceless(modules), _probing(blocks, probes), probes.meter or nullcontext():
             step()
     costs = tuple(
-        BlockCost(name, *_sizes(bytes_of, name), min(timed.found[name].seconds))
+        bytes_of.found[name].cost(name, timed.found[name].seconds)
         for name in blocks
         if name in bytes_of.found
     )
@@ -61,8 +59,7 @@ def traceless(modules: Sequence[nn.Module]) -> Iterator[None]:
     parameters = [each for module in modules for each in module.parameters()]
     gradients = [each.grad for each in parameters]
     random = rng_state()
-    with ExitStack() as stack:
-        stack.enter_context(restored([b for module in modules for b in module.buffers()]))
+    with restored(modules):
         for each in parameters:
             each.grad = None
         try:
@@ -81,6 +78,28 @@ class _Found:
     recomputed: int = 0
     peak: int = 0
     seconds: list[float] = field(default_factory=list)
+    waiting: int = 0
+    at_once: int = 0
+
+    def cost(self, name: str, seconds: Sequence[float]) -> BlockCost:
+        """What a block costs that takes so long in each of its runs."""
+        spent = min(seconds) * len(seconds)
+        return BlockCost(name, self.kept, self.recomputed, self.peak, spent, self.at_once)
+
+    def begin(self) -> _Waiting:
+        """A forward begins, whose backward is to come until nobody holds what this gives."""
+        self.waiting += 1
+        self.at_once = max(self.at_once, self.waiting)
+        waiting = _Waiting()
+        weakref.finalize(waiting, self._end).atexit = False
+        return waiting
+
+    def _end(self) -> None:
+        self.waiting -= 1
+
+
+class _Waiting:
+    """Lives as long as the graph of a forward."""
 
 
 class _Probes:
@@ -93,7 +112,7 @@ class _Probes:
         self.after = 0
         self._is_backward = False
 
-    def run(self, name: str, run: Callable[[], Any], onwards: Callable[[], Any]) -> Any:
+    def run(self, name: str, run: Callable[[], Any], onwards: Callable[[_Waiting], Any]) -> Any:
         """Run a block to measure it, and then as the step does."""
         found = self.found.setdefault(name, _Found())
         start = self._now()
@@ -108,7 +127,7 @@ class _Probes:
             found.peak = max(found.peak, self.meter.marked_peak - start)
         del result
         start = self._now()
-        result = onwards()
+        result = onwards(found.begin())
         found.recomputed = max(found.recomputed, self._now() - start)
         return result
 
@@ -116,8 +135,8 @@ class _Probes:
         """A block is computed again: the first that is tells what lay after the last one."""
         if self.meter is not None and not self._is_backward:
             self._is_backward = True
-            held = self.before + sum(found.recomputed for found in self.found.values())
-            self.after = max(0, self.meter.marked_peak - held)
+            held = sum(found.waiting * found.recomputed for found in self.found.values())
+            self.after = max(0, self.meter.marked_peak - self.before - held)
 
     def _now(self) -> int:
         return 0 if self.meter is None else self.meter.mark()
@@ -132,7 +151,7 @@ class _Probed:
         self.plain_forward = plain
         self._name = name
         self._probes = probes
-        self._recomputed = Recomputed(block, self._plainly)
+        self._block = block
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -140,10 +159,13 @@ class _Probed:
         return self._probes.run(
             self._name,
             lambda: self.plain_forward(*args, **kwargs),
-            lambda: self._recomputed(*args, **kwargs),
+            lambda waiting: self._recomputed(waiting)(*args, **kwargs),
         )
 
-    def _plainly(self, *args: Any, **kwargs: Any) -> Any:
+    def _recomputed(self, waiting: _Waiting) -> Recomputed:
+        return Recomputed(self._block, partial(self._plainly, waiting))
+
+    def _plainly(self, _: _Waiting, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() != -1:
             self._probes.begin_backward()
         return self.plain_forward(*args, **kwargs)
@@ -157,11 +179,6 @@ def _probing(blocks: Mapping[str, nn.Module], probes: _Probes) -> Iterator[None]
         yield
     finally:
         undo()
-
-
-def _sizes(probes: _Probes, name: str) -> tuple[int, int, int]:
-    found = probes.found[name]
-    return found.kept, found.recomputed, found.peak
 
 
 def _clock() -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from ckptkit.activation.buffers import BufferGuard
+from ckptkit.errors import UsageError
 
 Context = AbstractContextManager[Any]
 Contexts = Callable[[], tuple[Context, Context]]
@@ -64,26 +67,53 @@ class Recomputed:
         self._block = block
         self._contexts = contexts
         self._around = around
+        self._guards: WeakSet[BufferGuard] = WeakSet()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            # Contexts that are not dispatch modes cannot be compiled.
-            own: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
-            return checkpoint(self.plain_forward, *args, use_reentrant=False, **own, **kwargs)
         if not torch.is_grad_enabled():
             return self.plain_forward(*args, **kwargs)
-        # Bound before, as `checkpoint` has keywords of its own.
-        run = partial(self.plain_forward, **kwargs) if kwargs else self.plain_forward
+        if torch.compiler.is_compiling():
+            return self._compiled(*args, **kwargs)
+        leaves, run = _flat(self.plain_forward, args, kwargs)
         with self._around():
-            return checkpoint(run, *args, use_reentrant=False, **self._own())
+            return checkpoint(run, *leaves, use_reentrant=False, **self._own())
+
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
+        if self._around is not nullcontext:
+            raise UsageError(
+                "hooks on what is kept of a block cannot be compiled",
+                hint="compile the blocks themselves, and partition them then",
+            )
+        # Contexts that are not dispatch modes cannot be compiled.
+        own: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
+        return checkpoint(self.plain_forward, *args, use_reentrant=False, **own, **kwargs)
 
     def _own(self) -> dict[str, Any]:
-        if next(self._block.buffers(), None) is None:
+        if not any(module._buffers for module in self._block.modules()):
             return {} if self._contexts is None else {"context_fn": self._contexts}
-        guard = BufferGuard(self._block)
+        guard = BufferGuard(self._block, self._guards)
+        watching = guard.watching()
         if self._contexts is None:
-            return {"context_fn": guard.contexts}
-        return {"context_fn": partial(_nested, guard.contexts, self._contexts)}
+            return {"context_fn": lambda: (watching, guard)}
+        forward, again = self._contexts()
+        return {"context_fn": lambda: (_Both(watching, forward), _Both(guard, again))}
+
+
+def _flat(
+    plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], Callable[..., Any]]:
+    """All that a forward is called with in one line, as `checkpoint` looks for tensors nowhere
+    else, and the forward that takes it so.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    given = [(args, kwargs)]
+
+    def run(*same: Any) -> Any:
+        # First the caller's own lists, to which the block may add; later what was in them.
+        positional, named = given.pop() if given else tree_unflatten(same, spec)
+        return plain(*positional, **named)
+
+    return leaves, run
 
 
 def selective() -> tuple[Context, Context]:
@@ -93,20 +123,40 @@ def selective() -> tuple[Context, Context]:
 
 
 def _keep_costly(
-    _: SelectiveCheckpointContext, op: Any, *_args: Any, **_kwargs: Any
+    _: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     name = getattr(op, "name", lambda: "")().partition(".")[0]
-    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    if name in _KEPT and not _draws(op, args, kwargs):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _nested(outer: Contexts, inner: Contexts) -> tuple[Context, Context]:
-    (forward, again), (inner_forward, inner_again) = outer(), inner()
-    return _both(forward, inner_forward), _both(again, inner_again)
+def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws random numbers: what comes after it would get its numbers when it
+    does not run again.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return float(given.get("dropout_p", 0.0)) > 0
 
 
-@contextmanager
-def _both(outer: Context, inner: Context) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(outer)
-        stack.enter_context(inner)
-        yield
+class _Both(AbstractContextManager[None]):
+    """One context within another, entered again for each backward."""
+
+    def __init__(self, outer: Context, inner: Context) -> None:
+        self._outer, self._inner = outer, inner
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._outer)
+            stack.enter_context(self._inner)
+            self._entered = stack.pop_all()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._entered.__exit__(kind, error, trace)

@@ -7,24 +7,30 @@ import os
 import secrets
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ckptkit.activation.transport import Answer, LayerId, missing
+from ckptkit.activation.collectives import Collectives
+from ckptkit.activation.store import LayerId
+from ckptkit.activation.transport import Answer, missing
 from ckptkit.activation.wire import (
     Deadline,
+    bytes_of,
+    described,
     receive_document,
     receive_exactly,
     receive_tensor,
     send_document,
     send_tensor,
 )
-from ckptkit.errors import CkptkitError, NotFoundError, PeerError
+from ckptkit.errors import NotFoundError, PeerError
 
 _TOKEN = 32
+_MOST_IDLE = 4  # connections to a rank that wait for the next fetch
 
 
 class Server:
@@ -70,25 +76,28 @@ class Server:
             thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
-        with sock, suppress(OSError, EOFError, PeerError, ValueError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            given = receive_exactly(sock, _TOKEN, Deadline.after(10.0))
-            if hmac.compare_digest(bytes(given), self._token):
-                sock.settimeout(None)
-                while True:
-                    self._reply(sock, receive_document(sock))
-        with self._lock:
-            self._open.pop(sock, None)
+        try:
+            with sock, suppress(OSError, EOFError, PeerError, ValueError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                given = receive_exactly(sock, _TOKEN, Deadline.after(10.0))
+                if hmac.compare_digest(bytes(given), self._token):
+                    sock.settimeout(None)
+                    while True:
+                        self._reply(sock, receive_document(sock))
+        finally:
+            with self._lock:
+                self._open.pop(sock, None)
 
     def _reply(self, sock: socket.socket, asked: dict[str, Any]) -> None:
         try:
             tensor = self._answer(asked["layer"], float(asked["wait"]))
+            said, flat = described(tensor), bytes_of(tensor.detach().cpu())
         except NotFoundError as error:
             send_document(sock, {"missing": error.hint})
-        except CkptkitError as error:
-            send_document(sock, {"failed": str(error)})
+        except Exception as error:  # noqa: BLE001 — told to the rank that asked
+            send_document(sock, {"failed": f"{type(error).__name__}: {error}"})
         else:
-            send_tensor(sock, tensor)
+            send_tensor(sock, said, flat)
 
 
 class SocketTransport:
@@ -98,13 +107,10 @@ class SocketTransport:
         found = dist.group.WORLD if group is None else group
         assert found is not None  # noqa: S101 — the caller has looked
         self._group = found
-        self._control = _control(found)
+        self._collectives = Collectives(found, timeout)
         self._timeout = timeout
-        self._token = b""
         self._server: Server | None = None
-        self._addresses: list[tuple[str, int]] = []
-        self._peers: dict[int, _Peer] = {}
-        self._lock = threading.Lock()
+        self._peers: list[_Peer] = []
 
     @property
     def rank(self) -> int:
@@ -119,88 +125,76 @@ class SocketTransport:
     def serve(self, answer: Answer) -> None:
         """Begin to answer; all ranks do so together."""
         heard = self.gather((socket.gethostname(), secrets.token_hex(_TOKEN // 2)))
-        self._token = heard[0][1].encode()
+        token = heard[0][1].encode()
         hosts = {host for host, _ in heard}
         host = "127.0.0.1" if len(hosts) == 1 else _own_address()
-        self._server = Server(host, self._token, answer)
-        self._addresses = self.gather((host, self._server.port))
+        self._server = Server(host, token, answer)
+        addresses = self.gather((host, self._server.port))
+        self._peers = [
+            _Peer(rank, address, token, self._timeout) for rank, address in enumerate(addresses)
+        ]
 
     def fetch(self, source: int, layer_id: LayerId, *, wait: float) -> torch.Tensor:
         """Ask a rank; the answer comes from a thread of its."""
-        with self._lock:
-            peer = self._peers.setdefault(source, _Peer(source))
-        with peer.lock:
-            return peer.ask(self._addresses[source], self._token, layer_id, wait, self._timeout)
+        return self._peers[source].ask(layer_id, wait)
 
     def gather(self, value: Any) -> list[Any]:
         """A collective of the group."""
-        heard: list[Any] = [None] * self.world_size
-        try:
-            dist.all_gather_object(heard, value, group=self._control)
-        except RuntimeError as error:
-            raise _lost(error) from error
-        return heard
+        return self._collectives.gather(value)
 
-    def broadcast(self, source: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """A collective of the group, after one that says what comes."""
-        said = None
-        if tensor is not None:
-            said = tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad
-        heard = self.gather(said)[source]
-        if heard is None:
-            return None
-        shape, dtype, device, requires_grad = heard
-        if self.rank == source and tensor is not None:
-            buffer = tensor.detach().contiguous()
-        else:
-            buffer = torch.empty(shape, dtype=dtype, device=device)
-        group = self._control if device == "cpu" else self._group
-        if buffer.numel():
-            try:
-                # As bytes, which all backends take.
-                flat = buffer.view(-1).view(torch.uint8)
-                dist.broadcast(flat, group=group, group_src=source)
-            except RuntimeError as error:
-                raise _lost(error) from error
-        return tensor if self.rank == source else buffer.requires_grad_(requires_grad)
+    def broadcast(self, source: int, tensor: torch.Tensor) -> None:
+        """A collective of the group, as bytes, which all backends take."""
+        flat = bytes_of(tensor)
+        if not flat.numel():
+            return
+        if flat.device.type == "cpu" or dist.get_backend(self._group) == "gloo":
+            self._collectives.broadcast(flat, source)
+            return
+        try:
+            # Between devices. The time-out is the group's, but all ranks have come by now.
+            dist.broadcast(flat, group=self._group, group_src=source)
+        except RuntimeError as error:
+            raise PeerError(f"another rank is lost: {error}") from error
 
     def close(self) -> None:
         """Stop answering, and leave the others."""
-        for peer in self._peers.values():
-            with peer.lock:
-                peer.leave()
+        for peer in self._peers:
+            peer.leave()
         if self._server is not None:
             self._server.close()
+            self._server = None  # it knows the store, which knows this
 
 
 class _Peer:
-    """The connection to a rank, made when it is first asked."""
+    """The connections to a rank: as many as threads ask it at once."""
 
-    def __init__(self, rank: int) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, rank: int, address: tuple[str, int], token: bytes, timeout: float) -> None:
+        self.address = address
         self._rank = rank
-        self._sock: socket.socket | None = None
+        self._token = token
+        self._timeout = timeout
+        self._idle: list[socket.socket] = []
+        self._has_left = False
+        self._lock = threading.Lock()
 
-    def ask(
-        self, address: tuple[str, int], token: bytes, layer_id: LayerId, wait: float, seconds: float
-    ) -> torch.Tensor:
-        deadline = Deadline.after(seconds + wait)
+    def ask(self, layer_id: LayerId, wait: float) -> torch.Tensor:
+        """What the rank keeps."""
+        seconds = self._timeout + wait
+        deadline = Deadline.after(seconds)
         try:
-            sock = self._connected(address, token, deadline)
-            deadline.limit(sock)
-            send_document(sock, {"layer": layer_id, "wait": wait})
-            said = receive_document(sock, deadline)
-            if "shape" in said:
-                return receive_tensor(sock, said, deadline)
+            with self._connection(deadline) as sock:
+                deadline.limit(sock)
+                send_document(sock, {"layer": layer_id, "wait": wait})
+                said = receive_document(sock, deadline)
+                if "shape" in said:
+                    return receive_tensor(sock, said, deadline)
         except TimeoutError:
-            self.leave()
             raise PeerError(
-                f"rank {self._rank} did not answer within {seconds + wait:g} s",
+                f"rank {self._rank} did not answer within {seconds:g} s",
                 where=f"activation {layer_id!r}",
                 hint="it hangs, or its machine cannot be reached; timeout= says how long to wait",
             ) from None
         except (OSError, EOFError) as error:
-            self.leave()
             raise PeerError(
                 f"rank {self._rank} has gone: its process died, or its store is closed",
                 where=f"activation {layer_id!r}",
@@ -212,28 +206,40 @@ class _Peer:
         raise missing(self._rank, layer_id, str(said.get("missing")))
 
     def leave(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
+        """Close the connections, those in use at their end."""
+        with self._lock:
+            self._has_left = True
+            for sock in self._idle:
+                sock.close()
+            self._idle.clear()
 
-    def _connected(
-        self, address: tuple[str, int], token: bytes, deadline: Deadline
-    ) -> socket.socket:
-        if self._sock is None:
-            self._sock = socket.create_connection(address, deadline.left())
-            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._sock.sendall(token)
-        return self._sock
+    @contextmanager
+    def _connection(self, deadline: Deadline) -> Iterator[socket.socket]:
+        sock = self._taken() or self._connected(deadline)
+        try:
+            yield sock
+        except BaseException:
+            sock.close()  # what comes on it yet answers nobody
+            raise
+        self._give_back(sock)
 
+    def _taken(self) -> socket.socket | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
 
-def _control(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group that passes host memory: the one that is given, where that does."""
-    if "cpu" in str(group._device_types) or dist.get_backend(group) in ("gloo", "mpi"):
-        return group
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)  # noqa: S101 — this rank is one of them
-    return made
+    def _connected(self, deadline: Deadline) -> socket.socket:
+        sock = socket.create_connection(self.address, deadline.left())
+        with suppress(OSError):  # what asks on it sees it too
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.sendall(self._token)
+        return sock
+
+    def _give_back(self, sock: socket.socket) -> None:
+        with self._lock:
+            if self._has_left or len(self._idle) >= _MOST_IDLE:
+                sock.close()
+            else:
+                self._idle.append(sock)
 
 
 def _own_address() -> str:
@@ -246,7 +252,3 @@ def _own_address() -> str:
             if not host.startswith("127."):
                 return host
     return socket.gethostbyname(socket.gethostname())
-
-
-def _lost(error: RuntimeError) -> PeerError:
-    return PeerError(f"another rank did not come, or is lost: {error}")

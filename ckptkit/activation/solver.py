@@ -14,13 +14,24 @@ class BlockCost:
 
     name: str
     kept: int
-    """What its forward leaves, when everything is kept; its result is part of that."""
+    """What a forward leaves, when everything is kept; its result is part of that."""
     recomputed: int
-    """What it leaves, when only its inputs are kept."""
+    """What a forward leaves, when only its inputs are kept."""
     peak: int
     """The most that it needs while it runs, all kept."""
     seconds: float
-    """Its forward."""
+    """Its forwards in a step."""
+    at_once: int = 1
+    """How many forwards wait for their backward at most: micro-batches in flight."""
+
+    def held(self, *, again: bool) -> int:
+        """What all its forwards leave, recomputed or kept."""
+        return self.at_once * (self.recomputed if again else self.kept)
+
+    def while_running(self, *, again: bool) -> int:
+        """The most that it needs while it runs, with what its other forwards leave."""
+        # What follows from the block is still there when it runs again.
+        return self.peak + self.held(again=again) - (0 if again else self.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +50,8 @@ def peak_of(costs: Sequence[BlockCost], chosen: Collection[int], around: Around)
     """
     held = peak = around.before
     for number, cost in enumerate(costs):
-        peak = max(peak, held + _while_running(cost, again=number in chosen))
-        held += cost.recomputed if number in chosen else cost.kept
+        peak = max(peak, held + cost.while_running(again=number in chosen))
+        held += cost.held(again=number in chosen)
     return max(peak, held + around.after)
 
 
@@ -85,19 +96,15 @@ class _State:
         return found
 
 
-def _while_running(cost: BlockCost, *, again: bool) -> int:
-    # What follows from the block is still there when it runs again.
-    return cost.peak + (cost.recomputed if again else 0)
-
-
 def _next(
     state: _State, number: int, cost: BlockCost, budget: int, *, again: bool
 ) -> _State | None:
-    if state.held + _while_running(cost, again=again) > budget:
+    if state.held + cost.while_running(again=again) > budget:
         return None
+    held = state.held + cost.held(again=again)
     if not again:
-        return _State(state.held + cost.kept, state.seconds, state.before, state.number)
-    return _State(state.held + cost.recomputed, state.seconds + cost.seconds, state, number)
+        return _State(held, state.seconds, state.before, state.number)
+    return _State(held, state.seconds + cost.seconds, state, number)
 
 
 def _best(states: Iterable[_State]) -> list[_State]:

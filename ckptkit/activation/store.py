@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +20,8 @@ from ckptkit.errors import NotFoundError, UnsupportedTypeError, UsageError
 from ckptkit.model.quantity import parse_size
 
 LayerId = str | int
+Memories = tuple[tuple[int, int], ...]
+"""The key and the bytes of each memory that an activation lies in."""
 
 
 @dataclass(slots=True)
@@ -30,8 +33,9 @@ class _Kept:
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
-    storages: tuple[tuple[int, int], ...]
-    """The key and the bytes of each memory that it lies in."""
+    storages: Memories
+    ready: torch.cuda.Event | None = None
+    """When what makes it has ended; nobody on another stream may read it before."""
 
 
 class ActivationStore:
@@ -53,6 +57,7 @@ class ActivationStore:
         self._budget = None if budget is None else parse_size(budget)
         self._buffers = HostBuffers(pin=pin_memory) if offload else None
         self._lane = Lane()
+        self._numbers = count()
         self._kept: dict[LayerId, _Kept] = {}
         self._holders: Counter[int] = Counter()
         self._sizes: dict[int, int] = {}
@@ -69,9 +74,9 @@ class ActivationStore:
         _check(layer_id, tensor)
         with self._lock:
             self._drop(layer_id)
-            kept = self._made(tensor)
-            if self._has_room_after_evicting(kept):
-                self._add(layer_id, kept)
+            storages = self._memories(tensor)
+            if self._has_room_after_evicting(storages):
+                self._add(layer_id, self._made(tensor, storages))
 
     def retrieve(self, layer_id: LayerId) -> torch.Tensor:
         """The activation of a layer."""
@@ -94,9 +99,9 @@ class ActivationStore:
                 return self.retrieve(layer_id)
         made = fn()
         with self._lock:
-            kept = self._made(made)
-            if layer_id not in self._kept and self._has_room(kept):
-                self._add(layer_id, kept)
+            storages = self._memories(made)
+            if layer_id not in self._kept and self._has_room(storages):
+                self._add(layer_id, self._made(made, storages))
         return made
 
     def has(self, layer_id: LayerId) -> bool:
@@ -148,20 +153,32 @@ class ActivationStore:
         if self._buffers is not None:
             self._buffers.release()
 
-    def _made(self, tensor: torch.Tensor) -> _Kept:
-        detached = tensor.detach()
+    def _register_moved(self, layer_id: LayerId, moved: Moved, size: int) -> None:
+        """Keep, and count, what has been moved to this store's host memory already."""
+        shape, held = torch.Size([size]), ((next(self._numbers), size),)
+        kept = _Kept(None, moved, shape, torch.uint8, requires_grad=False, storages=held)
+        with self._lock:
+            self._drop(layer_id)
+            self._add(layer_id, kept)
+
+    def _memories(self, tensor: torch.Tensor) -> Memories:
         if self._buffers is None:
-            storages = tuple((each._cdata, each.nbytes()) for each in storages_of(detached))
-            held = detached.requires_grad_(tensor.requires_grad)
-            return _Kept(held, None, tensor.shape, tensor.dtype, tensor.requires_grad, storages)
-        if type(detached) not in (torch.Tensor, torch.nn.Parameter):
+            return tuple((each._cdata, each.nbytes()) for each in storages_of(tensor))
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise UsageError(
-                "only plain tensors are moved to the host", value=type(detached).__name__
+                "only plain tensors are moved to the host", value=type(tensor).__name__
             )
-        flat = detached.contiguous().reshape(-1).view(torch.uint8)
-        moved = Moved(flat, self._buffers, self._lane)
-        size = ((id(moved), flat.numel()),)
-        return _Kept(None, moved, tensor.shape, tensor.dtype, tensor.requires_grad, size)
+        return ((next(self._numbers), tensor.numel() * tensor.itemsize),)
+
+    def _made(self, tensor: torch.Tensor, storages: Memories) -> _Kept:
+        detached, moved = tensor.detach(), None
+        if self._buffers is None:
+            held, ready = detached.requires_grad_(tensor.requires_grad), _event_after(detached)
+        else:
+            flat = detached.contiguous().reshape(-1).view(torch.uint8)
+            moved = Moved(flat, self._buffers, self._lane)
+            held, ready = None, None  # what is moved waits for its own copy
+        return _Kept(held, moved, tensor.shape, tensor.dtype, tensor.requires_grad, storages, ready)
 
     def _add(self, layer_id: LayerId, kept: _Kept) -> None:
         self._kept[layer_id] = kept
@@ -180,21 +197,19 @@ class ActivationStore:
                 del self._holders[key]
                 self._current -= self._sizes.pop(key)
 
-    def _has_room(self, kept: _Kept) -> bool:
-        return self._budget is None or self._current + self._added(kept) <= self._budget
+    def _has_room(self, storages: Memories) -> bool:
+        added = sum(size for key, size in storages if key not in self._sizes)
+        return self._budget is None or self._current + added <= self._budget
 
-    def _has_room_after_evicting(self, kept: _Kept) -> bool:
-        if self._budget is not None and sum(size for _, size in kept.storages) > self._budget:
+    def _has_room_after_evicting(self, storages: Memories) -> bool:
+        if self._budget is not None and sum(size for _, size in storages) > self._budget:
             self._evicted += 1
             return False
         # Backward asks for the newest first: the oldest are recomputed last, if at all.
-        while not self._has_room(kept):
+        while not self._has_room(storages):
             self._drop(next(iter(self._kept)))
             self._evicted += 1
         return True
-
-    def _added(self, kept: _Kept) -> int:
-        return sum(size for key, size in kept.storages if key not in self._sizes)
 
 
 def _check(layer_id: object, tensor: object) -> None:
@@ -206,8 +221,17 @@ def _check(layer_id: object, tensor: object) -> None:
         )
 
 
+def _event_after(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    if tensor.device.type != "cuda":
+        return None
+    event: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
+    return event
+
+
 def _tensor_of(kept: _Kept) -> torch.Tensor:
     if kept.tensor is not None:
+        if kept.ready is not None:
+            torch.cuda.current_stream(kept.tensor.device).wait_event(kept.ready)
         return kept.tensor
     assert kept.moved is not None  # noqa: S101 — one of the two is there
     tensor = kept.moved.fetch().view(kept.dtype).view(kept.shape)

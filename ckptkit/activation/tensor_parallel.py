@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ckptkit.activation.distributed import DistributedActivationStore
-from ckptkit.activation.partition import Piece, cut, gather
+from ckptkit.activation.partition import Piece, cut, gather, share_of
 from ckptkit.activation.store import ActivationStore, LayerId
 from ckptkit.errors import NotFoundError, UsageError
 
@@ -71,12 +71,11 @@ class TensorParallelPolicy:
         self, store: DistributedActivationStore, layer_id: LayerId, tensor: torch.Tensor
     ) -> None:
         """Register this rank's part of an activation, if it has one."""
+        self._check_store(store)
         self._shapes[layer_id] = tensor.shape
         if self.kind(layer_id) == "cut":
-            flat = tensor.detach().reshape(-1)
-            length = -(-flat.numel() // self.world_size)
-            start = self.rank * length
-            store.register(layer_id, flat[start : start + length].clone())
+            share = share_of(tensor, self.rank, self.world_size).clone()
+            store.register(layer_id, share.requires_grad_(tensor.requires_grad))
         elif self.keeps(layer_id):
             store.register(layer_id, tensor)
 
@@ -84,6 +83,7 @@ class TensorParallelPolicy:
         self, store: DistributedActivationStore, layer_id: LayerId, *, wait: float = 10.0
     ) -> torch.Tensor:
         """The whole activation again, from whichever ranks keep it."""
+        self._check_store(store)
         if layer_id not in self._shapes:
             raise NotFoundError("no activation of this layer was kept", value=layer_id)
         owner = self.owner(layer_id)
@@ -91,17 +91,22 @@ class TensorParallelPolicy:
             return store.retrieve_or_fetch(layer_id, owner, wait=wait)
         if self.kind(layer_id) == "each":
             return store.retrieve(layer_id)
-        pieces = [
-            store.retrieve(layer_id)
-            if rank == self.rank
-            else store.fetch(layer_id, rank, wait=wait)
-            for rank in range(self.world_size)
-        ]
-        return torch.cat(pieces).view(self._shapes[layer_id])
+        shares = [store.fetch(layer_id, rank, wait=wait) for rank in range(self.world_size)]
+        whole = torch.cat(shares).detach().view(self._shapes[layer_id])
+        return whole.requires_grad_(shares[0].requires_grad)
 
     def _check(self, rank: int) -> None:
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise UsageError("no rank of the tensor-parallel group", value=rank)
+
+    def _check_store(self, store: DistributedActivationStore) -> None:
+        if (store.rank, store.world_size) != (self.rank, self.world_size):
+            raise UsageError(
+                f"the policy of rank {self.rank} of {self.world_size} with the store of rank "
+                f"{store.rank} of {store.world_size}",
+                hint="make the store for the tensor-parallel group: "
+                "DistributedActivationStore(mesh['tp'].get_group())",
+            )
 
 
 class PartitionedActivations:

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ckptkit.activation.store import LayerId
 from ckptkit.errors import NotFoundError, PeerError
 
-LayerId = str | int
 Answer = Callable[[LayerId, float], torch.Tensor]
 """From a layer and the seconds to wait for it to its activation; raises `NotFoundError`."""
 
@@ -40,8 +40,8 @@ class Transport(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """The plain values of all ranks, on all ranks."""
 
-    def broadcast(self, source: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """The tensor of one rank, on all ranks; its shape and dtype travel with it."""
+    def broadcast(self, source: int, tensor: torch.Tensor) -> None:
+        """Fill the tensors of all ranks, which are alike, with that of one."""
 
     def close(self) -> None:
         """Stop answering."""
@@ -87,12 +87,11 @@ class ThreadTransport:
         """The values of all threads."""
         return list(self._meeting.exchange(self._rank, value))
 
-    def broadcast(self, source: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """A copy of the tensor of one thread."""
-        found: torch.Tensor | None = self._meeting.exchange(self._rank, tensor)[source]
-        if found is None or self._rank == source:
-            return found
-        return found.detach().clone().requires_grad_(found.requires_grad)
+    def broadcast(self, source: int, tensor: torch.Tensor) -> None:
+        """Copy the tensor of one thread into those of the others."""
+        found: torch.Tensor = self._meeting.exchange(self._rank, tensor)[source]
+        if self._rank != source:
+            tensor.copy_(found.detach())
 
     def close(self) -> None:
         """Let nobody ask any more."""

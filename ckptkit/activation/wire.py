@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import socket
 import struct
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ckptkit.errors import PeerError
+from ckptkit.errors import PeerError, UnsupportedTypeError
 
 _LENGTH = struct.Struct("!I")
 _MOST = 1 << 20  # bytes of a document
@@ -80,18 +79,35 @@ def receive_into(sock: socket.socket, view: memoryview, deadline: Deadline | Non
         done += count
 
 
-def send_tensor(sock: socket.socket, tensor: torch.Tensor) -> None:
-    """Send what a tensor is, and its bytes."""
-    flat = bytes_of(tensor)
-    send_document(
-        sock,
-        {
-            "shape": list(tensor.shape),
-            "dtype": str(tensor.dtype),
-            "device": tensor.device.type,
-            "requires_grad": tensor.requires_grad,
-        },
+def described(tensor: torch.Tensor, *, where: str = "") -> dict[str, Any]:
+    """What a tensor is, as a document; only plain memory can be sent."""
+    if not _is_plain(tensor):
+        raise UnsupportedTypeError(
+            "only dense tensors can be sent to other ranks",
+            where=where,
+            value=f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}",
+            hint="keep the local part of a DTensor, and the dense form of a sparse one",
+        )
+    return {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype),
+        "device": tensor.device.type,
+        "requires_grad": tensor.requires_grad,
+    }
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
     )
+
+
+def send_tensor(sock: socket.socket, said: dict[str, Any], flat: torch.Tensor) -> None:
+    """Send what a tensor is, and its bytes."""
+    send_document(sock, said)
     if flat.numel():
         sock.sendall(_view(flat))
 
@@ -100,16 +116,20 @@ def receive_tensor(
     sock: socket.socket, said: dict[str, Any], deadline: Deadline | None = None
 ) -> torch.Tensor:
     """The tensor that a document announces, in new memory."""
-    shape, dtype = said.get("shape"), _DTYPES.get(str(said.get("dtype")))
-    if dtype is None or not isinstance(shape, list) or not all(type(n) is int for n in shape):
-        raise PeerError("no tensor of this protocol", value=said)
-    flat = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-    if flat.numel():
-        receive_into(sock, _view(flat), deadline)
-    tensor = flat.view(dtype).view(shape)
+    tensor = empty_like(said, device="cpu")
+    if tensor.numel():
+        receive_into(sock, _view(bytes_of(tensor)), deadline)
     if said.get("device") == "cuda":
         tensor = tensor.to("cuda")
     return tensor.requires_grad_(bool(said.get("requires_grad")))
+
+
+def empty_like(said: dict[str, Any], *, device: str) -> torch.Tensor:
+    """Memory for the tensor that a document describes."""
+    shape, dtype = said.get("shape"), _DTYPES.get(str(said.get("dtype")))
+    if dtype is None or not isinstance(shape, list) or not all(type(n) is int for n in shape):
+        raise PeerError("no tensor of this protocol", value=said)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _view(flat: torch.Tensor) -> memoryview:
@@ -118,5 +138,6 @@ def _view(flat: torch.Tensor) -> memoryview:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes in host memory, flat."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    """Its bytes, flat; its own where they lie in a row."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)

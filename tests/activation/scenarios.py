@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +23,7 @@ TENSORS = [
     torch.empty(0, 4),
     torch.arange(6.0).view(2, 3).t(),
     torch.tensor([True, False, True]),
+    torch.tensor([1 + 2j, 3 - 4j]).conj(),
 ]
 
 
@@ -75,8 +77,12 @@ def waits(store: Store) -> None:
         timer = threading.Timer(0.2, store.register, ("late", torch.ones(2)))
         timer.start()
         timer.join()
+        store.retrieve_or_recompute("made", lambda: torch.zeros(2))
     else:
         assert torch.equal(store.retrieve_or_fetch("late", 0, wait=20.0), torch.ones(2))
+        started = time.monotonic()
+        assert torch.equal(store.retrieve_or_fetch("made", 0, wait=20.0), torch.zeros(2))
+        assert time.monotonic() - started < 10.0
         with pytest.raises(NotFoundError, match="rank 0 keeps no activation") as caught:
             store.retrieve_or_fetch("never", 0, wait=0.05)
         assert "late" in caught.value.hint
@@ -109,7 +115,24 @@ def broadcasts(store: Store) -> None:
     assert len(store.synchronize()) == store.world_size * len(TENSORS)
     with pytest.raises(UsageError, match="is the source"):
         store.register_broadcast("none", None, source_rank=store.world_size - 1)
+    with pytest.raises(UsageError, match="is the source"):
+        store.register_broadcast("none", torch.eye(2).to_sparse())
     assert not store.has("none")
+
+
+def different_calls(store: Store, one: str, other: str) -> str:
+    """What is said where rank 0 is in another call; afterwards all goes on."""
+    calls: dict[str, Callable[[], object]] = {
+        "synchronize": store.synchronize,
+        "stats": store.memory_stats,
+        "a from 0": lambda: store.register_broadcast("a", torch.ones(3)),
+        "b from 0": lambda: store.register_broadcast("b", torch.ones(5)),
+        "a from 1": lambda: store.register_broadcast("a", torch.ones(3), source_rank=1),
+    }
+    with pytest.raises(PeerError) as caught:
+        calls[other if store.rank else one]()
+    assert store.synchronize() == []
+    return str(caught.value)
 
 
 def disagreement(store: Store) -> str:
@@ -157,18 +180,23 @@ def interleaved(store: Store, turns: int) -> int:
     for turn in range(turns):
         act, layer = chance.random(), chance.randrange(8)
         if act < 0.35:
-            store.register(layer, torch.full((100 * layer + 1,), float(layer)))
+            store.register(layer, _of(store.rank, layer))
         elif act < 0.45:
             store.clear(layer if act < 0.43 else None)
         else:
+            source = chance.randrange(store.world_size)
+            wanted = _of(store.rank if store.has(layer) else source, layer)
             with suppress(NotFoundError):
-                tensor = store.retrieve_or_fetch(layer, chance.randrange(store.world_size))
-                assert torch.equal(tensor, torch.full((100 * layer + 1,), float(layer)))
+                assert torch.equal(store.retrieve_or_fetch(layer, source), wanted)
                 found += 1
         if turn % 100 == 99:
             store.clear_everywhere()
     store.memory_stats()
     return found
+
+
+def _of(rank: int, layer: int) -> torch.Tensor:
+    return torch.full((100 * layer + 1,), float(10 * rank + layer))
 
 
 def on_threads(ranks: int, scenario: Any, *args: Any) -> list[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain, combinations
+from collections.abc import Callable
+from itertools import chain, combinations, count
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.activation import checkpoint_activations, peak_bytes
+from ckptkit.activation.budget import Search
+from ckptkit.activation.probe import Costs, measure
 from ckptkit.activation.solver import Around, BlockCost, choose, peak_of
 from ckptkit.errors import UsageError
 from ckptkit.live import rng_state
@@ -17,14 +20,15 @@ from tests.activation.network import batch, gpt, loss_of
 
 SIZES = st.integers(0, 60)
 COSTS = st.builds(
-    lambda n, recomputed, more, peak, seconds: BlockCost(
-        f"layers.{n}", recomputed + more, recomputed, recomputed + more + peak, seconds
+    lambda n, recomputed, more, peak, seconds, at_once: BlockCost(
+        f"layers.{n}", recomputed + more, recomputed, recomputed + more + peak, seconds, at_once
     ),
     st.integers(0, 9),
     SIZES,
     SIZES,
     SIZES,
     st.integers(1, 9).map(float),
+    st.integers(1, 3),
 )
 AROUND = st.builds(Around, SIZES, SIZES)
 
@@ -32,7 +36,7 @@ AROUND = st.builds(Around, SIZES, SIZES)
 def brute_force(costs: list[BlockCost], budget: int, around: Around) -> float | None:
     """The least time of all choices that fit."""
     numbers = range(len(costs))
-    every = chain.from_iterable(combinations(numbers, count) for count in range(len(costs) + 1))
+    every = chain.from_iterable(combinations(numbers, size) for size in range(len(costs) + 1))
     return min(
         (
             sum(costs[number].seconds for number in chosen)
@@ -151,6 +155,75 @@ def test_a_step_that_fails_leaves_the_model_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError):
         checkpoint_activations(model, "budget:1MB", step=step)
     assert not [block for block in model.modules() if "forward" in vars(block)]
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_a_step_that_fails_later_leaves_the_model_as_it_was(call: int) -> None:
+    model = gpt()
+    inputs, targets = batch()
+    calls = count(1)
+
+    def step() -> None:
+        loss = loss_of(model(inputs), targets)
+        if next(calls) == call:
+            raise ZeroDivisionError
+        loss.backward()
+
+    half = peak_bytes(lambda: loss_of(model(inputs), targets).backward()) // 2
+    try:
+        checkpoint_activations(model, f"budget:{half}", step=step)
+    except ZeroDivisionError:
+        assert not [block for block in model.modules() if "forward" in vars(block)]
+    else:
+        assert call > 3  # two to measure, one to see whether it fits
+
+
+def test_of_eight_micro_batches_in_flight_one_block_is_recomputed() -> None:
+    costs = [BlockCost(name, 100, 10, 100, 1.0, at_once=8) for name in "ab"]
+    chosen = choose(costs, 1000)
+    assert chosen is not None
+    assert len(chosen) == 1
+    assert peak_of(costs, {0}, Around()) == 880
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.45])
+def test_micro_batches_in_flight_are_all_counted(share: float) -> None:
+    model = gpt(8)
+    inputs, targets = batch(16, 32)
+
+    def step() -> None:
+        parts = zip(inputs.chunk(4), targets.chunk(4), strict=True)
+        for loss in [loss_of(model(part), wanted) for part, wanted in parts]:
+            loss.backward()
+
+    whole = peak_bytes(step)
+    blocks = model.layers
+    [every] = {cost.at_once for cost in measure([model], {"0": blocks["0"]}, step).blocks}
+    assert every == 4
+    _, undo = checkpoint_activations(model, f"budget:{int(share * whole)}", step=step)
+    assert 0 < len(undo.blocks) < 8
+    assert 0.75 * share < peak_bytes(step) / whole <= share
+
+
+def searched(costs: Costs, budget: int, need: Callable[[int], int]) -> tuple[int, list[int]]:
+    """How many blocks are recomputed in the end, and how many were in each trial."""
+    search, tried = Search(costs, budget), []
+    while not search.is_done:
+        tried.append(len(search.chosen))
+        search.learn(need(len(search.chosen)))
+    assert search.best is not None
+    return len(search.best), tried
+
+
+def test_what_the_solver_gets_wrong_is_found_by_measuring() -> None:
+    costs = Costs(tuple(BlockCost(f"{n}", 100, 10, 100, 1.0) for n in range(10)), Around())
+    plain = [peak_of(costs.blocks, range(count), costs.around) for count in range(11)]
+    assert searched(costs, 500, lambda count: plain[count]) == (6, [6])
+    # It needs more: a choice too many is not jumped over.
+    assert searched(costs, 500, lambda count: plain[count] + 150)[0] == 8
+    # It needs less: some of what should be recomputed need not.
+    assert searched(costs, 500, lambda count: plain[count] - 150)[0] == 4
+    assert searched(costs, 500, lambda count: plain[count] * 4 // 5)[0] == 5
 
 
 def test_costly_blocks_are_kept_and_cheap_ones_recomputed() -> None:

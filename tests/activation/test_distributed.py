@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ckptkit.activation import DistributedActivationStore as Store
-from ckptkit.activation import GroupMemoryStats, MemoryStats, ThreadTransport
-from ckptkit.errors import PeerError
+from ckptkit.activation import GroupMemoryStats, MemoryStats, ThreadTransport, sockets, wire
+from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError
 from tests.activation import scenarios
 from tests.activation.scenarios import on_gloo, on_threads
 from tests.live.pool import Died, Pool
@@ -113,78 +113,213 @@ def test_who_does_not_come_is_missed_in_time() -> None:
     alone.close()
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ("stats", "synchronize", "in different calls"),
+        ("a from 0", "synchronize", "in different calls"),
+        ("stats", "a from 0", "in different calls"),
+        ("a from 0", "b from 0", "broadcast different layers"),
+        ("a from 0", "a from 1", "broadcast different layers"),
+    ],
+)
+def test_ranks_in_different_calls_are_told_so(run: Run, one: str, other: str, said: str) -> None:
+    assert all(said in each for each in run(2, scenarios.different_calls, one, other))
+
+
+def absent() -> float:
+    """Rank 1 does not come; the seconds until rank 0 is told."""
+    with suppress(PeerError), Store(timeout=2.0) as store:
+        if store.rank == 0:
+            started = time.monotonic()
+            with pytest.raises(PeerError, match="did not come within 2 s"):
+                store.memory_stats()
+            dist.barrier()
+            return time.monotonic() - started
+        dist.barrier()
+    return 0.0
+
+
+def test_the_time_out_is_that_of_the_store_not_of_the_job(gloo: Pool) -> None:
+    assert gloo.run(2, absent)[0] < 20.0  # the job's is 50 s
+
+
 def late(*_: object) -> torch.Tensor:
     """An answer after the time-out."""
-    time.sleep(2.0)
+    time.sleep(4.0)
     return torch.ones(1)
 
 
-def different_calls(store: Store) -> str:
-    """What is said where rank 0 is in another call."""
-    try:
-        if store.rank:
-            store.synchronize()
-        else:
-            store.memory_stats()
-    except PeerError as error:
-        return str(error)
-    return ""
+def ends(*_: object) -> torch.Tensor:
+    """A process that is killed before it answers."""
+    os._exit(3)
 
 
-def test_ranks_in_different_calls_are_told_so(run: Run) -> None:
-    assert all("in different calls" in said for said in run(2, different_calls))
+def sends_half(sock: socket.socket, said: dict[str, Any], flat: torch.Tensor) -> None:
+    """A process that is killed while it answers."""
+    wire.send_document(sock, said)
+    sock.sendall(bytes(flat.numel() // 2))
+    os._exit(3)
 
 
 def dying(way: str) -> str:
     """Rank 1 ends or stops when it is asked; what rank 0 is told, and how soon."""
-    store = Store(timeout=1.0)
-    store.register(store.rank, torch.ones(4))
+    store = Store(timeout=2.0)
+    store.register(store.rank, torch.ones(1_000_000))
     other = 1 - store.rank
-    assert store.retrieve_or_fetch(other, other, wait=20.0).sum() == 4
+    assert store.retrieve_or_fetch(other, other, wait=20.0).sum() == 1_000_000
     dist.barrier()
     if store.rank == 1:
-        if way == "dies":
-            os._exit(3)
-        if way == "closes":
-            store.close()
-            dist.barrier()
-            return ""
-        # Its answers stop, as those of a process that hangs do.
-        store._transport._server._answer = late  # type: ignore[attr-defined]
-        dist.barrier()
-        dist.barrier()
-        store.close()
+        stop(store, way)
         return ""
     if way == "dies":
         time.sleep(0.3)
     else:
         dist.barrier()
-    try:
+    started = time.monotonic()
+    with pytest.raises(PeerError) as caught:
         store.retrieve_or_fetch(1, 1)
-    except PeerError as error:
-        if way == "hangs":
-            dist.barrier()
+    assert time.monotonic() - started < 10.0
+    if way == "hangs":
+        dist.barrier()
+    store.close()
+    return str(caught.value)
+
+
+def stop(store: Store, way: str) -> None:
+    """As a rank does that is killed, closed, or hangs."""
+    if way == "dies":
+        os._exit(3)
+    if way == "closes":
         store.close()
-        return str(error)
-    return "nothing was raised"
+        dist.barrier()
+        return
+    if way == "dies while it answers":
+        sockets.send_tensor = sends_half  # type: ignore[attr-defined]
+    else:
+        answer = late if way == "hangs" else ends
+        store._transport._server._answer = answer  # type: ignore[attr-defined]
+    dist.barrier()
+    if way == "hangs":
+        dist.barrier()
+        store.close()
+        return
+    time.sleep(60.0)  # the thread that answers ends the process
 
 
 @pytest.mark.parametrize(
     ("way", "said"),
-    [("dies", "has gone"), ("closes", "has gone"), ("hangs", "did not answer within 1 s")],
+    [
+        ("dies", "has gone"),
+        ("dies before it answers", "has gone"),
+        ("dies while it answers", "has gone"),
+        ("closes", "has gone"),
+        ("hangs", "did not answer within 2 s"),
+    ],
 )
 def test_a_rank_that_is_lost_makes_an_error_not_a_hang(gloo: Pool, way: str, said: str) -> None:
     results = gloo.run(2, dying, way, may_die=[1])
     assert results[0].startswith("activation 1: rank 1")
     assert said in results[0]
-    assert isinstance(results[1], Died) == (way == "dies")
+    assert isinstance(results[1], Died) == ("dies" in way)
+
+
+def asked_by_two_threads() -> float:
+    """One waits for what never comes; the seconds until the other one has its activation."""
+    with Store() as store:
+        store.register(store.rank, torch.ones(4))
+        other = 1 - store.rank
+        store.retrieve_or_fetch(other, other, wait=20.0)
+        waits = threading.Thread(target=lambda: _sought(store, "never", other, 3.0))
+        waits.start()
+        time.sleep(0.2)
+        started = time.monotonic()
+        assert store.retrieve_or_fetch(other, other).sum() == 4
+        found = time.monotonic() - started
+        waits.join()
+        return found
+
+
+def _sought(store: Store, layer_id: str, rank: int, wait: float) -> None:
+    with suppress(NotFoundError):
+        store.retrieve_or_fetch(layer_id, rank, wait=wait)
+
+
+def test_a_fetch_that_waits_holds_up_no_other(gloo: Pool) -> None:
+    assert max(gloo.run(2, asked_by_two_threads)) < 2.5
+
+
+def runs_out(*_: object) -> torch.Tensor:
+    """An answer for which there is no memory."""
+    raise MemoryError
+
+
+def failing_owner() -> list[str]:
+    """What is said of a rank that cannot answer; it goes on."""
+    with Store() as store:
+        store.retrieve_or_recompute("sparse", torch.eye(2).to_sparse)
+        store.register("dense", torch.ones(4))
+        store.memory_stats()
+        other = 1 - store.rank
+        said = []
+        with pytest.raises(PeerError) as caught:
+            store.fetch("sparse", other)
+        said.append(str(caught.value))
+        store.memory_stats()
+        server = store._transport._server  # type: ignore[attr-defined]
+        server._answer, before = runs_out, server._answer
+        store.memory_stats()
+        with pytest.raises(PeerError) as caught:
+            store.fetch("dense", other)
+        said.append(str(caught.value))
+        store.memory_stats()
+        server._answer = before
+        store.memory_stats()
+        assert store.fetch("dense", other).sum() == 4
+        store.memory_stats()
+        assert len(server._open) == 1
+        return said
+
+
+def test_a_rank_that_cannot_answer_is_not_taken_for_dead(gloo: Pool) -> None:
+    for rank, (sparse, memory) in enumerate(gloo.run(2, failing_owner)):
+        assert f"rank {1 - rank}: UnsupportedTypeError: only dense tensors" in sparse
+        assert f"rank {1 - rank}: MemoryError" in memory
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "meta"]
+)
+def test_what_cannot_be_sent_is_refused_where_it_is_registered(tensor: torch.Tensor) -> None:
+    with Store() as store, pytest.raises(UnsupportedTypeError, match=r"^a: only dense tensors"):
+        store.register("a", tensor)
+
+
+def test_what_goes_away_meanwhile_is_fetched() -> None:
+    mine, other = (Store(transport=each) for each in ThreadTransport.world(2))
+    other.register("a", torch.ones(2))
+    mine._store.has = lambda layer_id: True  # type: ignore[method-assign]
+    assert torch.equal(mine.retrieve_or_fetch("a", 1), torch.ones(2))
+    mine.close()
+    other.close()
+
+
+def test_a_store_that_closes_keeps_no_fetch_waiting() -> None:
+    mine, other = (Store(transport=each) for each in ThreadTransport.world(2))
+    waits = threading.Thread(target=_sought, args=(mine, "never", 1, 60.0))
+    waits.start()
+    time.sleep(0.2)
+    other.close()
+    waits.join(10.0)
+    assert not waits.is_alive()
+    mine.close()
 
 
 def strangers() -> bool:
     """Who does not know the token gets nothing, and harms nobody."""
     with Store() as store:
         store.register(store.rank, torch.ones(4))
-        address = store._transport._addresses[1 - store.rank]  # type: ignore[attr-defined]
+        address = store._transport._peers[1 - store.rank].address  # type: ignore[attr-defined]
         for said in (b"x" * 32, b"", b"GET / HTTP/1.1\r\n" * 10):
             with socket.create_connection(address, 5) as sock:
                 sock.sendall(said)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
+import weakref
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from ckptkit.activation import checkpoint_activations, kept_bytes
+from ckptkit.activation import ActivationMeter, checkpoint_activations, kept_bytes
 from ckptkit.activation.host import HostBuffers
 from ckptkit.activation.moved import Lane, _Leaving
 from ckptkit.activation.offload import Offload, Offloaded
-from tests.activation.network import batch, gpt, loss_of
+from ckptkit.errors import UsageError
+from tests.activation.network import WIDTH, batch, gpt, loss_of
 
 
 class Event:
@@ -30,6 +34,15 @@ class Event:
     def synchronize(self) -> None:
         """Wait for it."""
         self.has_come = True
+
+
+class SlowEvent(Event):
+    """A copy that has ended, which is told late."""
+
+    def query(self) -> bool:
+        """Yes."""
+        time.sleep(1e-4)
+        return True
 
 
 def test_the_last_forward_may_be_on_its_way_and_changes_meanwhile_are_told() -> None:
@@ -62,6 +75,44 @@ def test_host_memory_goes_to_another_only_when_its_copies_have_ended() -> None:
     assert not event.has_come
     assert buffers.take(50) is first
     assert event.has_come
+
+
+def test_lengths_that_vary_need_no_more_than_was_in_use_at_once() -> None:
+    buffers, most = HostBuffers(pin=False), 0
+    generator = torch.Generator().manual_seed(0)
+    for length in torch.randint(1, 1 << 20, (200,), generator=generator).tolist():
+        taken = [buffers.take(length // part) for part in (1, 2, 3)]
+        most = max(most, buffers.in_use)
+        for buffer in taken:
+            assert buffers.in_use + buffers.unused <= most
+            buffers.give(buffer)
+    assert buffers.in_use == 0
+    assert buffers.unused <= most <= 6 << 20
+    buffers.release()
+    assert buffers.unused == 0
+
+
+def test_a_longer_buffer_serves_what_is_shorter() -> None:
+    buffers = HostBuffers(pin=False)
+    first = buffers.take(1 << 20)
+    buffers.give(first)
+    assert buffers.take(1 << 19) is first
+    assert buffers.in_use == 1 << 20
+
+
+def test_threads_may_let_go_at_once() -> None:
+    lane = Lane()
+    gone: list[int] = []
+    for number in range(200):
+        tensor, event = torch.zeros(()), cast("Any", SlowEvent())
+        tensor.add_(1)
+        lane._pending.append(_Leaving(tensor, 0, event, partial(gone.append, number), 0))
+    threads = [threading.Thread(target=lane.drain) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert gone == list(range(200))
 
 
 class Shared(nn.Module):
@@ -114,3 +165,61 @@ def test_nothing_but_the_result_stays_on_the_device() -> None:
     short = gpt(1)
     checkpoint_activations(short, "offload")
     assert one == pytest.approx(kept_bytes(lambda: loss_of(short(inputs), targets)), rel=0.1)
+
+
+class Scaled(nn.Module):
+    """Saves its weight and a small input as they are, and changes neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """A layer."""
+        return torch.as_tensor((self.layer(x) * scale).sum())
+
+
+@pytest.mark.parametrize("change", ["weight", "small", "result"])
+def test_what_stays_and_is_changed_before_backward_is_no_silent_mistake(change: str) -> None:
+    model, _ = checkpoint_activations(nn.ModuleList([Scaled()]), "offload", blocks=["0"])
+    x = torch.randn(64, 64, requires_grad=True)
+    small = torch.ones(64, requires_grad=True)
+    scale = small.exp()
+    loss = model[0](x, scale)
+    with torch.no_grad():
+        {"weight": model[0].layer.weight, "small": scale, "result": loss}[change].add_(1)
+    if change == "result":  # nobody needs it
+        loss.backward()
+        return
+    with pytest.raises(UsageError, match="changed in place"):
+        loss.backward()
+
+
+def test_small_results_are_freed_without_a_backward() -> None:
+    model, _ = checkpoint_activations(nn.ModuleList([Small()]), "offload", blocks=["0"])
+    gc.collect()
+    gc.disable()
+    try:
+        freed = weakref.ref(model[0](torch.ones(4, requires_grad=True)).untyped_storage())
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+class Small(nn.Module):
+    """Saves its result."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The exponential."""
+        return x.exp()
+
+
+def test_what_comes_back_is_counted() -> None:
+    model, _ = checkpoint_activations(gpt(2), "offload")
+    inputs, targets = batch(16, 64)
+    with ActivationMeter() as meter:
+        loss = loss_of(model(inputs), targets)
+        kept = meter.mark()
+        loss.backward()
+    hidden = 16 * 64 * WIDTH * 4
+    assert meter.marked_peak - kept > 2 * hidden

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.functional import mse_loss
 
 from ckptkit.activation import (
     ActivationStore,
@@ -95,6 +98,94 @@ def test_an_exception_leaves_it_clean(gloo: Pool) -> None:
     assert gloo.run(1, failing) == [(5, 0)]
 
 
+def failing_loss() -> tuple[int, tuple[int, int]]:
+    """A loss that fails once, in the third micro-batch; then a whole step."""
+    _, schedule, step = pipeline(Schedule1F1B, MICROBATCHES, layers=1)
+    step()
+    kept = PipelineActivations()
+    kept.attach(schedule, keep_saved=True)
+    loss, calls = schedule._loss_fn, []
+
+    def fails(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ZeroDivisionError
+        return loss(*args)
+
+    schedule._loss_fn = fails
+    with pytest.raises(ZeroDivisionError):
+        step()
+    schedule._internal_losses.clear()  # torch does not
+    step()
+    return kept.most_in_flight(0), (kept.memory_stats().current, len(kept.in_flight(0)))
+
+
+def test_what_a_loss_that_fails_leaves_is_forgotten_in_the_next_step(gloo: Pool) -> None:
+    assert gloo.run(1, failing_loss) == [(1, (0, 0))]
+
+
+class Heads(nn.Module):
+    """Three layers of one input; it may change what exp saves."""
+
+    def __init__(self, *, spoils: bool = False) -> None:
+        super().__init__()
+        self.up, self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(4))
+        self._spoils = spoils
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x).exp()
+        z: torch.Tensor = self.q(y) + self.k(y) * self.v(y)
+        if self._spoils:
+            y.add_(1)
+        return z
+
+
+def alone(model: nn.Module, loss: Any, kept: PipelineActivations) -> Callable[[], object]:
+    """A step of one stage, each micro-batch of which has 8 KiB."""
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=loss)
+    kept.attach(schedule, keep_saved=True)
+    inputs = torch.ones(32 * MICROBATCHES, 64)
+    return lambda: schedule.step(inputs, target=inputs)
+
+
+def saved(offload: bool) -> tuple[int, int]:
+    """The most bytes that a step saves, and those that are left."""
+    kept = PipelineActivations(ActivationStore(offload=offload))
+    alone(Heads(), mse_loss, kept)()
+    stats = kept.memory_stats()
+    return stats.peak, stats.current
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_several_layers_save_is_kept_once(gloo: Pool, offload: bool) -> None:
+    each = 3 * 8192  # of what exp, k and v give; the inputs are the schedule's
+    assert gloo.run(1, saved, offload) == [(MICROBATCHES * each, 0)]
+
+
+def changed(what: str, offload: bool) -> str:
+    """What is said where something is changed between forward and backward."""
+    model = Heads(spoils=what == "activation")
+    kept = PipelineActivations(ActivationStore(offload=offload))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if what == "weight":
+            with torch.no_grad():
+                model.q.weight.add_(1)
+        return mse_loss(output, target)
+
+    with pytest.raises(RuntimeError) as caught:
+        alone(model, loss, kept)()
+    return str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("what", "offload"), [("weight", False), ("weight", True), ("activation", False)]
+)
+def test_what_backward_needs_may_not_be_changed(gloo: Pool, what: str, offload: bool) -> None:
+    assert "changed in place after the forward" in gloo.run(1, changed, what, offload)[0]
+
+
 def evaluates() -> int:
     """Without backward nothing is kept."""
     stage, schedule, step = pipeline(ScheduleGPipe, MICROBATCHES)
@@ -121,6 +212,8 @@ def test_micro_batches_are_kept_by_hand() -> None:
             kept.register(stage, microbatch, torch.zeros(3), name="hidden")
     assert kept.in_flight(0) == [0, 1, 2]
     assert list(kept.get(1, 2)) == ["output", "hidden"]
+    assert torch.equal(kept.get(1)[2]["output"], torch.full((2,), 2.0))
+    assert list(kept.get(1)) == [0, 1, 2]
     assert torch.equal(kept.boundaries(0)[2][0], torch.full((2,), 2.0))
     assert kept.memory_stats().count == 12
     kept.clear(1)

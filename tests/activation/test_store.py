@@ -135,6 +135,20 @@ def test_the_oldest_are_dropped_when_the_budget_is_full(
     assert store.keys() == [2, 3, 4, 5]
 
 
+def test_host_memory_stays_within_the_budget() -> None:
+    store = ActivationStore(offload=True, budget=1 << 16)
+    buffers = store._buffers
+    assert buffers is not None
+    taken = []
+    for layer in range(12):
+        store.register(layer, torch.zeros(1 << 12))
+        taken.append(buffers.in_use + buffers.unused)
+        store.retrieve_or_recompute(-1, lambda: torch.zeros(1 << 12))
+    assert max(taken) == buffers.in_use == 1 << 16
+    store.register("large", torch.zeros(1 << 15))
+    assert buffers.in_use + buffers.unused == 1 << 16
+
+
 @each_store
 def test_an_exception_leaves_it_clean(make: Callable[..., ActivationStore]) -> None:
     store = make()

@@ -63,10 +63,13 @@ def kept(store: DistributedActivationStore, replicated: Any) -> int:
     policy.register("last", store.world_size - 1)
     whole = torch.arange(101.0).view(101, 1)
     for layer in (*range(8), "last"):
-        policy.keep(store, layer, whole.clone())
+        policy.keep(store, layer, whole.clone().requires_grad_())
     policy.keep(store, "mine", whole + store.rank)
     for layer in (*range(8), "last"):
-        assert torch.equal(policy.get(store, layer), whole)
+        found = policy.get(store, layer)
+        assert torch.equal(found, whole)
+        assert found.requires_grad
+        assert found.is_leaf
     assert torch.equal(policy.get(store, "mine"), whole + store.rank)
     with pytest.raises(NotFoundError):
         policy.get(store, "other")
@@ -82,6 +85,15 @@ def test_all_ranks_get_back_what_is_kept_once(gloo: Pool, ranks: int, replicated
         gloo.run(ranks, on_gloo, kept, replicated),
     ):
         assert totals == [(9 + ranks) * whole] * ranks
+
+
+@pytest.mark.parametrize("policy", [TensorParallelPolicy(0, 2), TensorParallelPolicy(1, 2)])
+def test_a_store_of_other_ranks_is_refused(policy: TensorParallelPolicy) -> None:
+    with DistributedActivationStore() as store:
+        with pytest.raises(UsageError, match=f"rank {policy.rank} of 2 with .* rank 0 of 1"):
+            policy.keep(store, "a", torch.ones(2))
+        with pytest.raises(UsageError, match="rank 0 of 1"):
+            policy.get(store, "a")
 
 
 def pieces() -> tuple[int, bool]:
