@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
 import sys
 
 import click
@@ -12,7 +10,7 @@ from ckptkit.cli.command import command
 from ckptkit.cli.exits import OK, PEER
 from ckptkit.cli.output import emit_json
 
-from ckptkit.errors import PeerError, UsageError
+from ckptkit.errors import PeerError, StorageError, UsageError
 
 
 @command(
@@ -93,13 +91,7 @@ def launch(  # noqa: PLR0913 - one for each option
         endpoint=endpoint or "",
         run_id=run_id or "",
     )
-    printer = _Printer(all_to_stderr=as_json)
-    try:
-        outcome = run(job, printer)
-    except KeyboardInterrupt:
-        if printer.is_broken:
-            raise BrokenPipeError from None
-        raise
+    outcome = run(job, _Printer(all_to_stderr=as_json))
     if as_json:
         emit_json(
             {
@@ -122,16 +114,18 @@ class _Printer:
     """Passes lines on, as they are: they are the user's own."""
 
     def __init__(self, *, all_to_stderr: bool) -> None:
-        self.is_broken = False
         self._all_to_stderr = all_to_stderr
 
     def __call__(self, stream: str, line: str) -> None:
         """Print a line."""
         to = sys.stderr if self._all_to_stderr or stream == "stderr" else sys.stdout
+        # What the terminal has no letters for must not end a training.
+        told = line.encode(to.encoding, "backslashreplace").decode(to.encoding)
         try:
-            to.write(f"{line}\n")
+            to.write(f"{told}\n")
             to.flush()
         except BrokenPipeError:
-            if not self.is_broken:
-                self.is_broken = True
-                os.kill(os.getpid(), signal.SIGINT)
+            raise
+        except OSError as error:
+            what = f"the lines of the ranks cannot be printed: {error.strerror}"
+            raise StorageError(what, where=stream) from error

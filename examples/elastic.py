@@ -1,7 +1,7 @@
 """Training whose workers come and go: kill one, and the others go on; start one, and it joins.
 
-Run: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 --max-restarts 100
-     --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:29400 --rdzv-id demo examples/elastic.py
+Run: ckpt launch --nnodes 1:4 --max-restarts 100 --rdzv-endpoint 127.0.0.1:29400
+     examples/elastic.py
      (in up to 4 terminals)
 """
 

@@ -12,6 +12,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError
 from ckptkit.live.adapters import Entry, adapters_for, entries_of
 from ckptkit.live.groups import Group, group_of
+from ckptkit.live.pending import settle
 
 
 class Model:
@@ -46,6 +47,7 @@ class Model:
         """The state of all modules."""
         found: dict[str, Entry] = {}
         for number, module in enumerate(self.modules):
+            settle(module)
             own = entries_of(module)
             self._names[number] = {entry.name for entry in own}
             for entry in own:

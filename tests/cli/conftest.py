@@ -57,5 +57,5 @@ def run(made_once: Path, tmp_path: Path) -> Path:
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A step that is small, but takes a while to unpack: it is thousands of chunks."""
     run = tmp_path_factory.mktemp("slow")
-    save(run, {"model/w": Tensor(random_values((6000, 64)))}, chunk_bytes=256)
+    save(run, {"model/w": Tensor(random_values((24000, 64)))}, chunk_bytes=256)
     return run

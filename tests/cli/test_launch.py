@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ckptkit.cli.launch import _Printer
 from jsonschema import Draft202012Validator
 
 from tests.cli.programs import COMMAND, ckpt, environment
@@ -49,6 +51,16 @@ import os, sys
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
     sys.exit(4)
 print("well", os.environ["RANK"])
+"""
+AGAIN_TOGETHER = """
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    os._exit(4)
+dist.barrier()
+print("met", os.environ["RANK"])
 """
 WAIT = """
 import os, subprocess, sys, time
@@ -128,6 +140,19 @@ def test_all_ranks_start_again_as_often_as_they_may(backend: str, tmp_path: Path
     assert {"[rank 0] well 0", "[rank 1] well 1"} <= set(lines)
 
 
+def test_ranks_that_start_again_meet_again(tmp_path: Path) -> None:
+    options = ("--nproc-per-node", "2", "--backend", "gloo", "--max-restarts", "1")
+    done = launch(*options, script(tmp_path, AGAIN_TOGETHER))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] met 0", "[rank 1] met 1"]
+
+
+def test_a_script_that_is_not_there_is_missed_once() -> None:
+    done = launch("--nproc-per-node", "2", "nowhere.py")
+    assert done.returncode == 4
+    assert done.stderr == "error: nowhere.py: there is no such script\n"
+
+
 def test_a_failure_is_a_document_too(tmp_path: Path) -> None:
     program = script(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     done = launch("--json", program)
@@ -154,6 +179,55 @@ def test_ctrl_c_ends_all_ranks_and_their_children(backend: str, tmp_path: Path) 
     assert len(pids) == 4
     for pid in pids:
         assert _has_ended(pid)
+
+
+TALK = """
+import time
+while True:
+    print("still here")
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_full_disk_ends_the_job_and_is_named(backend: str, tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, "launch", "--backend", backend, script(tmp_path, TALK)],
+            env=environment(PYTHONPATH=str(ROOT)),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+    assert done.returncode == 5
+    told = "error: stdout: the lines of the ranks cannot be printed: No space left on device\n"
+    assert done.stderr == told
+
+
+def test_a_reader_that_goes_away_ends_the_job(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "launch", script(tmp_path, TALK)],
+        env=environment(PYTHONPATH=str(ROOT)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == b"[rank 0] still here\n"
+    process.stdout.close()
+    assert (process.wait(LIMIT), process.stderr.read()) == (141, b"")
+    process.stderr.close()
+
+
+def test_a_letter_that_the_terminal_does_not_know_is_shown_by_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    _Printer(all_to_stderr=False)("stdout", "[rank 0] é")
+    assert shown.getvalue() == b"[rank 0] \\xe9\n"
 
 
 def _has_ended(pid: int) -> bool:

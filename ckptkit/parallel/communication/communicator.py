@@ -130,7 +130,9 @@ class Communicator:
         self._talk.send("send", checked(tensor, "send"), dst, tag)
 
     def recv(self, src: int, tag: int = 0) -> torch.Tensor:
-        """The next tensor that a rank sends with this tag."""
+        """The next tensor that a rank sends with this tag; nccl knows no tags, and there the next
+        one of all has to have it.
+        """
         return self._recv("send", src, tag)
 
     def broadcast_object(self, value: object = None, src: int = 0) -> Any:

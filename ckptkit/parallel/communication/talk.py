@@ -104,7 +104,7 @@ class Talk:
 
     def send(self, name: str, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send a tensor, and before it what it is."""
-        header = Call(name, forms=(Form.of(tensor),)).encode()
+        header = Call(name, f"tag={tag}", (Form.of(tensor),)).encode()
         device = self.transport.device
         data = torch.zeros(_HEADER, dtype=torch.uint8)
         data[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -124,4 +124,11 @@ class Talk:
             data = torch.empty(form.nbytes, dtype=torch.uint8, device=device)
             if form.nbytes:
                 transport.recv(data, src, tag)
+        if call.options != f"tag={tag}":
+            raise PeerError(
+                f"the next message of rank {src} has {call.options}",
+                where=name,
+                value=f"tag={tag}",
+                hint="nccl knows no tags: over it, receive messages in the order they are sent in",
+            )
         return call.name, from_bytes(data, form.torch_dtype, form.shape)

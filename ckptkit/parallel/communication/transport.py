@@ -42,7 +42,7 @@ class Transport(Protocol):
         """Send bytes; return when they may change, which may be when they were received."""
 
     def recv(self, data: torch.Tensor, src: int, tag: int) -> None:
-        """Fill with the next bytes that `src` sends with this tag."""
+        """Fill with the next bytes that `src` sends with this tag; or of all, without tags."""
 
     def split(self, ranks: tuple[int, ...]) -> Transport | None:
         """A transport between some ranks, ascending; None on the others. All ranks call it."""

@@ -66,8 +66,10 @@ def run_by_agent(job: Job, output: Output) -> Outcome:
             raise KeyboardInterrupt from error
         finally:
             agent.end(interrupted=interrupted)
-            streams.close()
-            output.finish(interrupted=interrupted)
+            try:
+                streams.close()
+            finally:
+                output.finish(interrupted=interrupted)
         rendezvous_handler.shutdown()
     return agent.outcome(result)
 
@@ -152,6 +154,7 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._streams.check()
         self._output.tick()
         if self._output.has_failure():
             self._streams.drain()

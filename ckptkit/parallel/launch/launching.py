@@ -8,12 +8,16 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+from ckptkit.errors import NotFoundError
 from ckptkit.parallel.launch.agent import run_by_agent
 from ckptkit.parallel.launch.job import Job, Outcome
 from ckptkit.parallel.launch.mpirun import run_by_mpirun
 from ckptkit.parallel.launch.output import Output, Show
 
+# Else ranks that start again over gloo find the addresses of those before them.
+_NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -24,6 +28,9 @@ def launch(job: Job, show: Show) -> Outcome:
     rank fails the others are ended, and what it said last is shown before what they say. A
     signal that ends the launcher ends all ranks and their children, as a KeyboardInterrupt here.
     """
+    script = job.program[0]
+    if not script.startswith("-") and not Path(script).exists():
+        raise NotFoundError("there is no such script", where=script)
     output = Output(show)
     with _environment(job), _quiet_agent(), _own_signals():
         return run_by_mpirun(job, output) if job.backend == "mpi" else run_by_agent(job, output)
@@ -35,6 +42,8 @@ def _environment(job: Job) -> Iterator[None]:
     wanted = {}
     if job.nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
         wanted["OMP_NUM_THREADS"] = "1"  # as torchrun does: ranks share the cores of a machine
+    if job.backend != "mpi" and _NEW_STORE not in os.environ:
+        wanted[_NEW_STORE] = "1"
     if job.backend != "auto":
         wanted["CKPTKIT_BACKEND"] = job.backend
     before = {name: os.environ.get(name) for name in wanted}

@@ -78,14 +78,17 @@ class _Run:
             interrupted = False
         finally:
             _end(process)
-            self._streams.close()
-            self._output.tell()
-            self._output.finish(interrupted=interrupted)
+            try:
+                self._streams.close()
+            finally:
+                self._output.tell()
+                self._output.finish(interrupted=interrupted)
         return self._outcome(process.returncode)
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         while process.poll() is None:
             time.sleep(_INTERVAL)
+            self._streams.check()
             self._output.tick()
             if self._output.has_failure():
                 self._streams.drain()

@@ -6,7 +6,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from ckptkit.parallel.launch.job import said
 
@@ -15,17 +14,11 @@ Show = Callable[[str, str], None]
 
 PATIENCE = 1.0
 """Seconds after which a traceback is shown that its rank has outlived."""
+GRACE = 5.0
+"""Seconds that a rank may take to end once it has failed: an older traceback is not why it ends."""
 
 _TRACEBACK = "Traceback (most recent call last):"
 _OF_TORCH = re.compile(r"^\[rank\d+\]: ?")  # torch's own prefix, once it knows the rank
-
-
-@dataclass(slots=True)
-class _Held:
-    """A traceback of a rank that may be about to fail."""
-
-    lines: list[str] = field(default_factory=list)
-    last: float = 0.0
 
 
 class Output:
@@ -38,9 +31,10 @@ class Output:
     def __init__(self, show: Show) -> None:
         self._show = show
         self._lock = threading.Lock()
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, list[str]] = {}
         self._ended: dict[int, tuple[float, int]] = {}
         self._since: dict[int, float] = {}
+        """By rank, when its last traceback began."""
         self._told = False
 
     def line(self, rank: int, stream: str, text: str) -> None:
@@ -49,14 +43,14 @@ class Output:
             if stream == "stderr":
                 text = _OF_TORCH.sub("", text)
                 if rank not in self._held and _TRACEBACK in text:
-                    self._held[rank] = _Held()
+                    self._held[rank] = []
                     self._since[rank] = time.monotonic()
                 if rank in self._held:
-                    self._held[rank].lines.append(text)
-                    self._held[rank].last = time.monotonic()
+                    self._held[rank].append(text)
                     return
-            if rank not in self._held:
-                self._since.pop(rank, None)  # it was shown, and the rank goes on
+            elif rank not in self._held:
+                # It was shown, and the rank goes on: on stderr it may be what its end says.
+                self._since.pop(rank, None)
             self._show(stream, f"[rank {rank}] {text}")
 
     def ended(self, rank: int, code: int) -> None:
@@ -76,7 +70,7 @@ class Output:
         """Show tracebacks that their ranks have outlived."""
         with self._lock:
             late = time.monotonic() - PATIENCE
-            for rank in [r for r, held in self._held.items() if held.last < late]:
+            for rank in [r for r in self._held if self._since[r] < late]:
                 if rank not in self._ended:
                     self._release(rank)
 
@@ -86,7 +80,10 @@ class Output:
             times = {rank: at for rank, (at, code) in self._ended.items() if code}
             if not times:
                 return None
-            times |= self._since
+            first = min(times.values())
+            for rank, since in self._since.items():
+                if times.get(rank, first) - since <= GRACE:
+                    times[rank] = since
             rank = min(times, key=lambda r: (times[r], r))
             return rank, self._ended.get(rank, (0.0, None))[1]
 
@@ -104,7 +101,7 @@ class Output:
         """Show what is left; what an interruption made the ranks say is of no interest."""
         with self._lock:
             for rank in sorted(self._held, key=self._since.__getitem__):
-                if not (interrupted and self._held[rank].lines[-1].startswith("KeyboardInterrupt")):
+                if not (interrupted and self._held[rank][-1].startswith("KeyboardInterrupt")):
                     self._release(rank)
             self._held.clear()
 
@@ -122,6 +119,5 @@ class Output:
             self._told = False
 
     def _release(self, rank: int) -> None:
-        held = self._held.pop(rank, None)
-        for text in held.lines if held else []:
+        for text in self._held.pop(rank, []):
             self._show("stderr", f"[rank {rank}] {text}")

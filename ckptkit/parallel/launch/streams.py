@@ -12,13 +12,17 @@ _TURN = 0.05
 
 
 class Streams:
-    """One thread that reads all pipes and hands over their lines."""
+    """One thread that reads all pipes and hands over their lines.
+
+    When a line cannot be handed over, the rest is read and dropped, so that nobody waits to print.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._idle = threading.Event()
         self._ending = False
+        self._problem: Exception | None = None
         self._rest: dict[int, bytes] = {}
         self._thread = threading.Thread(target=self._run, name="ckptkit-streams", daemon=True)
         self._thread.start()
@@ -35,8 +39,13 @@ class Streams:
             self._idle.clear()
             self._idle.wait(timeout)
 
+    def check(self) -> None:
+        """Raise what went wrong with a line, if anything did."""
+        if self._problem is not None:
+            raise self._problem
+
     def close(self) -> None:
-        """Hand over all there is, and stop reading."""
+        """Hand over all there is, and stop reading; raises what went wrong."""
         self.drain()
         self._ending = True
         self._thread.join()
@@ -44,6 +53,7 @@ class Streams:
             for key in list(self._selector.get_map().values()):
                 self._end(key)
             self._selector.close()
+        self.check()
 
     def _run(self) -> None:
         while not self._ending:
@@ -68,14 +78,21 @@ class Streams:
             lines, rest = [*lines, rest], b""
         self._rest[key.fd] = rest
         for line in lines:
-            key.data(_text(line))
+            self._hand_over(key, line)
 
     def _end(self, key: selectors.SelectorKey) -> None:
         self._selector.unregister(key.fd)
         rest = self._rest.pop(key.fd)
         os.close(key.fd)
         if rest:
-            key.data(_text(rest))
+            self._hand_over(key, rest)
+
+    def _hand_over(self, key: selectors.SelectorKey, line: bytes) -> None:
+        if self._problem is None:
+            try:
+                key.data(_text(line))
+            except Exception as error:  # noqa: BLE001 - raised by the thread that asks
+                self._problem = error
 
 
 def _text(line: bytes) -> str:

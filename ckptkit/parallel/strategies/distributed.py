@@ -17,15 +17,17 @@ from torch.optim import Optimizer
 from ckptkit.errors import UsageError
 from ckptkit.live import Restored, ShardedOptimizerState, load, save
 from ckptkit.model import Strategy
-from ckptkit.parallel.strategies.batches import microbatches, opened, share
+from ckptkit.parallel.strategies.batches import mapped, microbatches, opened, share
+from ckptkit.parallel.strategies.clipping import clip
 from ckptkit.parallel.strategies.local_state import load_local_state, local_state
 from ckptkit.parallel.strategies.memory import Memory, measured
 from ckptkit.parallel.strategies.pipeline import Pipeline
 from ckptkit.parallel.strategies.residuals import RESIDUALS, Residuals, has_residuals
+from ckptkit.parallel.strategies.spec import SHARDED
 
 LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
-_REPLICAS = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+_REPLICAS = ("ddp", "zero1", *SHARDED)
 
 
 class Distributed:
@@ -146,6 +148,13 @@ class Distributed:
             for number, piece in enumerate(microbatches(batch, self._accumulate))
         ]
 
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients of the whole model down to a norm of `max_norm`, where it is larger:
+        between `backward` and `optimizer.step()`, on every rank. Returns the norm before.
+        """
+        parameters = dict.fromkeys(p for module in self._modules for p in module.parameters())
+        return clip(parameters, max_norm, self._groups("pp"), self._device)
+
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters, trained or not."""
         for module in self._modules:
@@ -161,15 +170,11 @@ class Distributed:
         """The bytes of parameters, gradients and optimizer state, of this rank and in all; ranks
         that have different ones are asked, so every rank calls it.
         """
-        groups: dict[str, list[dist.ProcessGroup]] = {"pp": [], "zero1": []}
-        for axis in self._strategy.mesh.axes:
-            if axis.kind in groups and axis.size > 1 and self._mesh is not None:
-                groups[axis.kind].append(self._mesh.get_group(axis.name))
         return measured(
             self._modules,
             self._optimizer,
-            parts=groups["pp"],
-            owners=groups["zero1"],
+            parts=self._groups("pp"),
+            owners=self._groups("zero1"),
             device=self._device,
         )
 
@@ -188,15 +193,18 @@ class Distributed:
         **options: Any,
     ) -> None:
         """Save a step of the run at `location`, with the options of `ckptkit.live.save`."""
-        save(location, step=step, extra=extra, mesh=self._mesh, **self.state, **options)
+        state = self._with_own(self.state, options)
+        save(location, step=step, extra=extra, mesh=self._mesh, **state, **options)
 
     def load(self, location: str | os.PathLike[str], **options: Any) -> Restored:
         """Load a step, or the newest of a run, that any strategy saved, with the options of
-        `ckptkit.live.load`. What was left unsent is kept by the same compression only.
+        `ckptkit.live.load`. What was left unsent is kept by the same compression only; a step that
+        was saved without any loads too, and then nothing is left unsent.
         """
         state = self.state
         if self._compression is not None and not has_residuals(location, options):
             del state["state"]
+        state = self._with_own(state, options)
         return load(location, mesh=self._mesh, **state, **options)
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,6 +217,16 @@ class Distributed:
 
     def _unsent(self) -> dict[str, Any]:
         return {RESIDUALS: Residuals(self._compression)}
+
+    def _with_own(self, state: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+        """The state, and what the caller has of its own among the options."""
+        own = options.pop("state", None)
+        return state | {"state": {**state.get("state", {}), **own}} if own else state
+
+    def _groups(self, kind: str) -> list[dist.ProcessGroup]:
+        """Those of the axes of a kind on which this rank is not alone."""
+        axes = [axis for axis in self._strategy.mesh.axes if axis.kind == kind and axis.size > 1]
+        return [self._mesh.get_group(axis.name) for axis in axes if self._mesh is not None]
 
     def _one(self, loss_fn: LossFunction, batch: Any, *, is_last: bool) -> torch.Tensor:
         inputs, named, targets = opened(batch)
@@ -234,13 +252,7 @@ class Distributed:
 
     def _placed(self, batch: Any) -> Any:
         """The tensors of a batch on this rank's device."""
-        if torch.is_tensor(batch):
-            return batch.to(self._device, non_blocking=True)
-        if isinstance(batch, Mapping):
-            return {key: self._placed(value) for key, value in batch.items()}
-        if isinstance(batch, (tuple, list)):
-            return type(batch)(self._placed(value) for value in batch)
-        return batch
+        return mapped(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
 
     @property
     def _rank(self) -> int:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from ckptkit.live.tensors import local_of
 
 # Their `forward` need not exist, or need not be called by whoever iterates over them.
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Not all of them run in each step, so that they can only be gathered with what contains them.
 _EXPERTS = re.compile(r"experts?")
 
@@ -63,15 +64,11 @@ def units_of(model: nn.Module, below: int) -> list[Unit]:
 def nbytes_of(parameters: Iterable[torch.Tensor]) -> int:
     """What distinct tensors occupy on this rank."""
     distinct = {id(p): p for p in parameters}
-    return sum(_local(p).numel() * p.element_size() for p in distinct.values())
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return sum(local_of(p).numel() * p.element_size() for p in distinct.values())
 
 
 def _children(prefix: str, module: nn.Module, sizes: _Sizes) -> Iterator[_Atom]:
-    is_container = isinstance(module, _CONTAINERS)
+    is_container = isinstance(module, CONTAINERS)
     # Not by named_children, which names a module once that stands at two places.
     for name, child in module._modules.items():
         nbytes = nbytes_of(child.parameters()) if child is not None else 0
@@ -86,12 +83,12 @@ def _children(prefix: str, module: nn.Module, sizes: _Sizes) -> Iterator[_Atom]:
 
 def _is_taken_apart(module: nn.Module, nbytes: int, sizes: _Sizes, *, is_element: bool) -> bool:
     """Whether to gather what is inside of a module rather than all of it."""
-    if isinstance(module, _CONTAINERS):
+    if isinstance(module, CONTAINERS):
         return True
     names = (node for name, _ in module.named_modules() for node in name.split("."))
     if nbytes < sizes.below or any(_EXPERTS.fullmatch(node) for node in names):
         return False
-    has_containers = any(isinstance(child, _CONTAINERS) for child in module.modules())
+    has_containers = any(isinstance(child, CONTAINERS) for child in module.modules())
     if type(module).__module__.startswith("torch.nn.") and not has_containers:
         return False  # such as MultiheadAttention, which uses parameters of what it does not call
     is_most = 2 * nbytes > sizes.whole

@@ -38,6 +38,8 @@ def load_local_state(
     if optimizer is None or "optimizer" not in state:
         return
     kept = ShardedOptimizerState(model, optimizer, mesh=mesh)
+    for name in set(kept.names) - state["optimizer"].keys():
+        kept.remove(name)
     for name, values in state["optimizer"].items():
         mine = kept.get(name) if kept.has(name) else kept.create(name)
         if mine.keys() != values.keys():

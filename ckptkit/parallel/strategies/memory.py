@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from ckptkit.live.tensors import local_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,8 @@ def _state(optimizer: Optimizer | None) -> Iterable[list[torch.Tensor]]:
 def _bytes(
     tensors: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup], device: torch.device
 ) -> Bytes:
-    here = sum(_local(t).numel() * t.element_size() for t in tensors)
+    here = sum(local_of(t).numel() * t.element_size() for t in tensors)
     whole = torch.tensor(sum(t.numel() * t.element_size() for t in tensors), device=device)
     for group in groups:
         dist.all_reduce(whole, group=group)
     return Bytes(here, int(whole))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +27,8 @@ _DTYPES = {
 }
 _SCHEDULES = ("gpipe", "1f1b", "interleaved")
 _BALANCES = ("parameters", "time")
+_OF_THE_CALLER = ("example", "split")
+"""What only makes stages: it cannot be compared, and need not be."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +39,7 @@ class Options:
     precision: Precision | None = None
     offload: bool = False
     compression: str | None = None
+    overlap: bool = False
     rules: RulesLike = "auto"
     sizes: Mapping[str, Any] = field(default_factory=dict)
     microbatches: int = 1
@@ -46,17 +49,83 @@ class Options:
     example: Any = None
     split: Split | None = None
 
+    @classmethod
+    def of(  # noqa: PLR0913 — those of `as_distributed`
+        cls,
+        strategy: Strategy,
+        *,
+        rules: RulesLike | None = None,
+        sizes: Mapping[str, Any] | None = None,
+        mixed_precision: Precision | str | None = None,
+        offload: bool = False,
+        group_below: int | str = "1MiB",
+        microbatches: int | None = None,
+        schedule: str | None = None,
+        balance: str = "parameters",
+        example: Any = None,
+        split: Split | None = None,
+        compression: str | None = None,
+        overlap: bool = False,
+    ) -> Options:
+        """What the arguments of a call mean under a strategy."""
+        name, stages = schedule_of(schedule)
+        return cls(
+            group_size(group_below),
+            precision_of(mixed_precision),
+            offload=offload,
+            compression=compression,
+            overlap=overlap,
+            rules="auto" if rules is None else rules,
+            sizes=dict(sizes or {}),
+            microbatches=microbatches_of(microbatches, strategy, name),
+            schedule=name,
+            stages_per_rank=stages,
+            balance=balance_of(balance),
+            example=example,
+            split=split,
+        )
+
+    def said(self) -> dict[str, str]:
+        """By name and as text, what all ranks have to choose alike."""
+        names = [each.name for each in fields(self) if each.name not in _OF_THE_CALLER]
+        return {name: str(getattr(self, name)) for name in names}
+
+    def differing(self, given: Options, unsaid: Options) -> list[str]:
+        """The names of what is given, as `unsaid` has it not, and is other than here."""
+        mine, theirs, nothing = self.said(), given.said(), unsaid.said()
+        return [name for name in mine if theirs[name] not in (mine[name], nothing[name])]
+
     def check(self, strategy: Strategy) -> None:
         """Refuse what the strategy has no use for, rather than do nothing."""
         kinds = {axis.kind for axis in strategy.mesh.axes}
         if self.offload and not sharder_of(strategy):
             raise _needs("offload", ", ".join(SHARDED), strategy)
+        if self.overlap and "zero1" not in kinds:
+            raise _needs("overlap", "zero1", strategy)
         if self.compression is not None and (
             not kinds & {"ddp", "zero1"} or sharder_of(strategy) or size_of(strategy, "tp") > 1
         ):
             raise _needs("compression", "ddp or zero1 (without fsdp and tp)", strategy)
+        if self.compression is not None:
+            self._check_compression(self.compression, strategy)
         if isinstance(self.precision, MixedPrecisionPolicy) and not sharder_of(strategy):
             raise _needs("a MixedPrecisionPolicy", ", ".join(SHARDED), strategy)
+
+    def _check_compression(self, compression: str, strategy: Strategy) -> None:
+        from ckptkit.parallel.optimizers.compression import compression_of  # noqa: PLC0415
+
+        if compression_of(compression).remembers and size_of(strategy, "pp") > 1:
+            raise UsageError(
+                "what stages have left unsent cannot be saved together",
+                value=f"{compression}, {strategy}",
+                hint="fp16, bf16 and int8 leave nothing unsent",
+            )
+        if self.stages_per_rank > 1:
+            raise UsageError(
+                "compression is for one stage on each rank",
+                value=f"{compression}, {self.schedule}:{self.stages_per_rank}",
+                hint='schedule="1f1b"',
+            )
 
 
 def precision_of(what: object) -> Precision | None:

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptkit.parallel.strategies.grouping import nbytes_of
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+from ckptkit.parallel.strategies.grouping import CONTAINERS, nbytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +72,10 @@ def run(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
 
 
 def loose_parameters(model: nn.Module, parts: Sequence[Part]) -> list[str]:
-    """The parameters that no part has, by name."""
+    """The parameters that no part has, by all of their names."""
     prefixes = tuple(f"{part.name}." for part in parts)
-    return [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return [name for name in names if not name.startswith(prefixes)]
 
 
 @contextmanager
@@ -96,12 +95,12 @@ def _untouched(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _inside(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    is_container = isinstance(module, _CONTAINERS)
+    is_container = isinstance(module, CONTAINERS)
     for name, child in module._modules.items():
         if child is None:
             continue
         path = f"{prefix}{name}"
-        holds_layers = any(isinstance(each, _CONTAINERS) for each in child.modules())
+        holds_layers = any(isinstance(each, CONTAINERS) for each in child.modules())
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or (holds_layers and not is_container):
             yield from _inside(f"{path}.", child)
         elif is_container or _changes_its_input(child):

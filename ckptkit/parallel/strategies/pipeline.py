@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
@@ -14,8 +15,10 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.errors import UsageError
+from ckptkit.parallel.strategies.batches import tensors_of
 from ckptkit.parallel.strategies.options import Options
 
 Schedule: TypeAlias = Any
@@ -51,10 +54,21 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         given = inputs if any(stage.is_first for stage in self.stages) else ()
         is_last = any(stage.is_last for stage in self.stages)
-        self.schedule.step(
-            *given, target=targets if is_last else None, losses=losses, return_outputs=False
-        )
+        with self._unsynchronised():
+            self.schedule.step(
+                *given, target=targets if is_last else None, losses=losses, return_outputs=False
+            )
         return losses
+
+    def _unsynchronised(self) -> ExitStack:
+        """Only the last backward pass of a step sends gradients, as torch sees to, but for the
+        first step, in which a stage runs once more to see its shapes.
+        """
+        stack = ExitStack()
+        for stage in self.stages:
+            if isinstance(stage.submod, DistributedDataParallel):
+                stack.enter_context(stage.submod.no_sync())
+        return stack
 
     def _schedule(self, options: Options) -> Schedule:
         count = self.microbatches
@@ -70,12 +84,16 @@ class Pipeline:
 
     def _check_even(self, inputs: tuple[Any, ...], targets: Any) -> None:
         """Refuse what torch would cut into micro-batches of different sizes, and then hang."""
-        for value in (*inputs, targets):
-            if torch.is_tensor(value) and (
-                not value.ndim or not value.shape[0] or value.shape[0] % self.microbatches
-            ):
+        if not torch.is_tensor(targets):
+            raise UsageError(
+                "the targets of a pipeline are one tensor",
+                value=type(targets).__name__,
+                hint="put them together, and let loss_fn take them apart",
+            )
+        for tensor in tensors_of((inputs, targets)):
+            if not tensor.ndim or not tensor.shape[0] or tensor.shape[0] % self.microbatches:
                 raise UsageError(
                     f"a batch that {self.microbatches} micro-batches cannot share evenly",
-                    value=tuple(value.shape),
+                    value=tuple(tensor.shape),
                     hint="choose microbatches= that divides the first dim",
                 )

@@ -21,7 +21,7 @@ def wrap(
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         return model
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model,
         device_ids=None if device.type == "cpu" else [device],
         process_group=group,
@@ -32,6 +32,36 @@ def wrap(
         # made anew after the first backward pass do not survive; with this they stay as they are.
         find_unused_parameters=is_stage,
     )
+    if not is_stage:
+        _settle_buckets(wrapped)
+    return wrapped
+
+
+def _settle_buckets(model: DistributedDataParallel) -> None:
+    """Let DDP make its buckets anew now rather than after the first step: sums over several ranks
+    round otherwise in other buckets, and a resumed job would not go on to the bit as it was.
+    """
+    if any(getattr(module, "sparse", False) for module in model.modules()):
+        return  # those gradients come in another form
+    module = model.module
+    model.module = _Sum(module)
+    try:
+        model(None).backward()
+    finally:
+        model.module = module
+    model.zero_grad()
+
+
+class _Sum(nn.Module):
+    """Stands for a model, and uses each of its parameters without running it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, _: None) -> torch.Tensor:
+        """One number, whose gradients all parameters get."""
+        return torch.stack([p.sum().float() for p in self.parameters() if p.requires_grad]).sum()
 
 
 def bucket_mib(nbytes: int) -> float:

@@ -7,10 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-
+from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT
 from ckptkit.checkpoint.checkpoint import open_checkpoint
 from ckptkit.errors import CkptkitError
+from ckptkit.live.meeting import leaving
+from ckptkit.parallel.strategies.alike import room
 
 RESIDUALS = "compression"
 """The group of a checkpoint that they are in."""
@@ -41,13 +42,15 @@ class Residuals:
 
 def has_residuals(location: str | os.PathLike[str], options: Mapping[str, Any]) -> bool:
     """Whether a step has any, as rank 0 sees it."""
-    found = [False]
-    if dist.get_rank() == 0:
-        stored = options.get("storage_options")
-        try:
-            with open_checkpoint(location, storage_options=stored) as checkpoint:
-                found = [any(item.name == RESIDUALS for item in checkpoint.manifest.objects)]
-        except CkptkitError:
-            found = [True]  # the load itself says what is wrong
-    dist.broadcast_object_list(found)
-    return found[0]
+    barrier = room("residuals", options.get("timeout", DEFAULT_TIMEOUT))
+    with leaving(barrier):
+        has = barrier.rank == 0 and _has_residuals(location, options.get("storage_options"))
+        return barrier.share("yes" if has else "no") == "yes"
+
+
+def _has_residuals(location: str | os.PathLike[str], stored: Mapping[str, Any] | None) -> bool:
+    try:
+        with open_checkpoint(location, storage_options=stored) as checkpoint:
+            return any(item.name == RESIDUALS for item in checkpoint.manifest.objects)
+    except CkptkitError:
+        return True  # the load itself says what is wrong

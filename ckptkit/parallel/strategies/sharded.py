@@ -29,12 +29,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: Options, *, keep_gathered
     fully_shard(model, reshard_after_forward=again, **settings)
 
 
-def repeat(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
+def repeat(model: nn.Module, mesh: DeviceMesh, group_below: int) -> None:
     """Keep what tensor parallelism has cut alike over a mesh, which DDP cannot."""
-    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": _precision(options)}
-    for unit in units_of(model, options.group_below):
-        replicate(list(unit.modules), **settings)
-    replicate(model, **settings)
+    for unit in units_of(model, group_below):
+        replicate(list(unit.modules), mesh=mesh)
+    replicate(model, mesh=mesh)
 
 
 def _precision(options: Options) -> MixedPrecisionPolicy:

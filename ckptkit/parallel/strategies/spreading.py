@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,38 +11,34 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ckptkit.checkpoint.barrier import SoloBarrier
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.errors import PeerError, StrategyError, UsageError
+from ckptkit.errors import UsageError
+from ckptkit.live.meeting import leaving
 from ckptkit.model import Strategy
 from ckptkit.parallel.communication.starting import init
 from ckptkit.parallel.strategies import replicated, sharded, tensor_parallel
-from ckptkit.parallel.strategies.distributed import Distributed
-from ckptkit.parallel.strategies.options import (
-    Options,
-    Precision,
-    Split,
-    balance_of,
-    group_size,
-    microbatches_of,
-    precision_of,
-    schedule_of,
+from ckptkit.parallel.strategies.alike import (
+    check_alike,
+    described,
+    give_random_numbers,
+    give_values,
+    room,
 )
-from ckptkit.parallel.strategies.pipeline import Pipeline
+from ckptkit.parallel.strategies.already import Choices, check_same, known_as, remember
+from ckptkit.parallel.strategies.distributed import Distributed
+from ckptkit.parallel.strategies.options import Options, Precision, Split
+from ckptkit.parallel.strategies.pipeline import Pipeline, Schedule
 from ckptkit.parallel.strategies.spec import mesh_names, resolved, sharder_of
 from ckptkit.parallel.strategies.stages import stages_of
 from ckptkit.parallel.strategies.stepping import MakeOptimizer, check_optimizer, made_for
 
-# Where a module keeps the Distributed that it became.
-_MARK = "_ckptkit_distributed"
-_SYNC_BYTES = 250 * 2**20
-
 
 def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, all with defaults
-    model: nn.Module | Distributed,
+    model: nn.Module | Distributed | Schedule,
     spec: str | Strategy,
     *,
     optimizer: Optimizer | MakeOptimizer | None = None,
@@ -58,43 +54,45 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
     example: Any = None,
     split: Split | None = None,
     compression: str | None = None,
+    overlap: bool = False,
     device: torch.device | str | None = None,
 ) -> Distributed:
     """Spread a model over the ranks of the job as a text such as `fsdp` or `pp:2,tp:2,fsdp:2` says.
 
     Every rank calls it alike, with the whole model; values are those of rank 0. The model given is
-    taken over. Calling it again with what it made and the same strategy returns the same.
+    taken over. Called again with what it made (the Distributed, or its model while that is in use)
+    and the same strategy it returns the same, and refuses other choices.
     """
     if spec != "single":
         _join()
     world = dist.get_world_size() if dist.is_initialized() else 1
-    strategy = resolved(spec, world)
-    known = model if isinstance(model, Distributed) else vars(model).get(_MARK)
-    if known is not None:
-        return _same(known, strategy, optimizer)
-    name, stages = schedule_of(schedule)
-    options = Options(
-        group_size(group_below),
-        precision_of(mixed_precision),
-        offload=offload,
-        compression=compression,
-        rules="auto" if rules is None else rules,
-        sizes=dict(sizes or {}),
-        microbatches=microbatches_of(microbatches, strategy, name),
-        schedule=name,
-        stages_per_rank=stages,
-        balance=balance_of(balance),
-        example=example,
-        split=split,
-    )
-    assert isinstance(model, nn.Module)  # noqa: S101 — no Distributed is left
-    options.check(strategy)
-    _check_plain(model)
-    settings = dict(optimizer_options or {})
-    check_optimizer(model, optimizer, settings, strategy)
-    made = _Spreading(model, strategy, options, _device(device)).run(optimizer, settings)
-    for module in (model, *made.modules):
-        vars(module)[_MARK] = made
+    found = known_as(model)
+    barrier = SoloBarrier() if isinstance(found, Distributed) else room("spread")
+    with leaving(barrier):
+        strategy = resolved(spec, world)
+        options = Options.of(
+            strategy,
+            rules=rules,
+            sizes=sizes,
+            mixed_precision=mixed_precision,
+            offload=offload,
+            group_below=group_below,
+            microbatches=microbatches,
+            schedule=schedule,
+            balance=balance,
+            example=example,
+            split=split,
+            compression=compression,
+            overlap=overlap,
+        )
+        choices = Choices(options, optimizer, dict(optimizer_options or {}))
+        if isinstance(found, Distributed):
+            check_same(found, strategy, choices)
+            return found
+        _check(found, strategy, choices)
+        check_alike(barrier, _said(found, strategy, choices))
+    made = _Spreading(found, strategy, options, device_of(found, device)).run(choices)
+    remember(made, choices, (model, made.model, *made.modules))
     return made
 
 
@@ -111,11 +109,8 @@ class _Spreading:
         self._ranks = {axis.kind: axis.size for axis in strategy.mesh.axes}
         self._mesh = self._device_mesh()
 
-    def run(
-        self, optimizer: Optimizer | MakeOptimizer | None, settings: Mapping[str, Any]
-    ) -> Distributed:
+    def run(self, choices: Choices) -> Distributed:
         """Cut it into stages, cut these by rules, then by data parallelism, and step the rest."""
-        _check_same_model(self._model, self._strategy)
         tp, options = self._ranks.get("tp", 1), self._options
         plan = tensor_parallel.plan_of(self._model, tp, options) if tp > 1 else {}
         self._align()
@@ -124,7 +119,7 @@ class _Spreading:
         count = self._ranks.get("pp", 1) * options.stages_per_rank
         if numbers is not None:
             modules = stages_of(self._model, count, numbers, options)
-        modules = [self._spread(module.to(self._device), plan) for module in modules]
+        modules = [self._spread(module, plan) for module in modules]
         compression = self._compressed(modules)
         pipeline = None
         if numbers is not None:
@@ -135,7 +130,7 @@ class _Spreading:
             modules,
             mesh=self._mesh,
             device=self._device,
-            optimizer=self._stepping(modules, optimizer, settings),
+            optimizer=self._stepping(modules, choices),
             pipeline=pipeline,
             accumulate=1 if pipeline else options.microbatches,
             compression=compression,
@@ -159,13 +154,13 @@ class _Spreading:
         return self._mesh[found[0] if len(found) == 1 else found]
 
     def _align(self) -> None:
-        """Give all ranks the values of rank 0, where no wrapper does."""
-        is_meta = any(p.is_meta for p in self._model.parameters())
-        if self._strategy.world_size == 1 or is_meta or set(self._ranks) <= {"ddp", "zero1"}:
-            return
-        self._model.to(self._device)
-        group = cast("dist.ProcessGroup", dist.group.WORLD)
-        _sync_module_states(self._model, group, _SYNC_BYTES, 0, (), broadcast_buffers=True)
+        """Give all ranks the values of rank 0, where no wrapper does; and those with cut layers the
+        same random numbers, for what they all compute.
+        """
+        if self._ranks.get("tp", 1) > 1:
+            give_random_numbers(self._axis("tp").get_group(), self._device)
+        if self._strategy.world_size > 1 and not set(self._ranks) <= {"ddp", "zero1"}:
+            give_values(self._model, self._device)
 
     def _stage_numbers(self) -> list[int] | None:
         """The stages of this rank, in a pipeline of more than one."""
@@ -182,11 +177,13 @@ class _Spreading:
             vars(module)["forward"] = cast_(module.forward)
         if plan:
             tensor_parallel.parallelize(module, self._axis("tp"), plan)
+        if not sharder:
+            module = module.to(self._device)  # `fully_shard` does it unit by unit
         if sharder:
             mesh = self._axis("ddp", sharder)
             sharded.shard(module, mesh, options, keep_gathered=sharder == "zero2")
         elif "ddp" in self._ranks and (plan or (is_stage and options.compression is None)):
-            sharded.repeat(module, self._axis("ddp"), options)
+            sharded.repeat(module, self._axis("ddp"), options.group_below)
         elif "ddp" in self._ranks or "zero1" in self._ranks:
             group = self._axis("ddp", "zero1").get_group()
             module = replicated.wrap(module, group, self._device, is_stage=is_stage)
@@ -199,38 +196,41 @@ class _Spreading:
 
         compression = compression_of(self._options.compression)
         for module in modules:
-            compression.attach(cast("DistributedDataParallel", module))
+            if isinstance(module, DistributedDataParallel):  # not where nothing is trained
+                compression.attach(module)
         return compression
 
-    def _stepping(
-        self,
-        modules: list[nn.Module],
-        optimizer: Optimizer | MakeOptimizer | None,
-        settings: Mapping[str, Any],
-    ) -> Optimizer | None:
-        if optimizer is None:
+    def _stepping(self, modules: list[nn.Module], choices: Choices) -> Optimizer | None:
+        if choices.optimizer is None:
             return None
         group = self._axis("zero1").get_group() if "zero1" in self._ranks else None
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
-        return made_for(parameters, optimizer, settings, group)
+        overlapping = modules if self._options.overlap else ()
+        return made_for(parameters, choices.optimizer, choices.settings, group, overlapping)
 
 
-def _same(
-    known: Distributed, strategy: Strategy, optimizer: Optimizer | MakeOptimizer | None
-) -> Distributed:
-    if known.strategy != strategy:
-        raise StrategyError(
-            f"the model is spread as {known.strategy} already",
-            value=str(strategy),
-            hint="make the model anew, spread that, and load a checkpoint of this one",
-        )
-    if isinstance(optimizer, Optimizer) and optimizer is not known.optimizer:
-        raise UsageError("the model has another optimizer already", value=type(optimizer).__name__)
-    return known
+def _check(model: nn.Module, strategy: Strategy, choices: Choices) -> None:
+    """Refuse what cannot be spread, before anything changes."""
+    choices.options.check(strategy)
+    _check_plain(model)
+    check_optimizer(model, choices.optimizer, choices.settings, strategy)
+
+
+def _said(model: nn.Module, strategy: Strategy, choices: Choices) -> dict[str, Any]:
+    """What all ranks have to pass alike."""
+    optimizer = choices.optimizer
+    is_made = isinstance(optimizer, Optimizer)
+    name = getattr(type(optimizer) if is_made else optimizer, "__qualname__", "")
+    return {
+        "strategy": str(strategy),
+        **choices.options.said(),
+        "optimizer": f"{name}{sorted(choices.settings)}" if optimizer is not None else "",
+        "model": described(model),
+    }
 
 
 def _check_plain(model: nn.Module) -> None:
-    """Refuse a model that something else has spread or wrapped."""
+    """Refuse a model that something else has spread or wrapped, or that has no values."""
     wrapped = next(
         (m for m in model.modules() if isinstance(m, (DistributedDataParallel, FSDPModule))), None
     )
@@ -241,30 +241,24 @@ def _check_plain(model: nn.Module) -> None:
             value=type(model if wrapped is None else wrapped).__name__,
             hint="pass the plain model",
         )
+    empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if empty is not None:
+        raise UsageError(
+            "the model is on the meta device: it has no values to begin with",
+            where=empty,
+            hint="make it on the host; or model.to_empty(device=…), and load a checkpoint",
+        )
 
 
-def _check_same_model(model: nn.Module, strategy: Strategy) -> None:
-    """Raise on all ranks when one has another model or strategy: they would wait for ever."""
-    if strategy.world_size == 1 or not dist.is_initialized():
-        return
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    mine = (str(strategy), [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors])
-    heard: list[Any] = [None] * strategy.world_size
-    dist.all_gather_object(heard, mine)
-    for rank, theirs in enumerate(heard):
-        if theirs[0] != heard[0][0]:
-            raise PeerError(f"rank {rank} has another strategy than rank 0", value=theirs[0])
-        if theirs != heard[0]:
-            differing = [b for a, b in zip(heard[0][1], theirs[1], strict=False) if a != b]
-            raise PeerError(f"rank {rank} has another model than rank 0", value=differing[:3])
-
-
-def _device(given: torch.device | str | None) -> torch.device:
+def device_of(model: nn.Module, given: torch.device | str | None) -> torch.device:
+    """Where to compute: on this rank's GPU where ranks communicate from there, else where the
+    model is.
+    """
     if given is not None:
         return torch.device(given)
-    if torch.cuda.is_available() and dist.is_initialized() and dist.get_backend() != "gloo":
+    if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config():
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _join() -> None:

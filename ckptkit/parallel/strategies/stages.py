@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ckptkit.errors import LayoutError, UsageError
+from ckptkit.live.meeting import leaving
+from ckptkit.parallel.strategies.alike import room
+from ckptkit.parallel.strategies.grouping import CONTAINERS
 from ckptkit.parallel.strategies.options import Options
 from ckptkit.parallel.strategies.parts import (
     Part,
@@ -59,17 +62,20 @@ def stages_of(
     """
     inputs, output = _example(model, options.example), list[Any]()
     if inputs is not None and options.split is None:
+        if options.balance == "time":
+            run(model, inputs)  # the first is slower than those to come
         parts = parts_as_run(model, inputs, output)
     else:
         parts = parts_of(model)
     split = _split(parts, count, options)
-    _check_tied(model, split)
+    _check_tied(model, _places(model, split))
     if options.split is not None:
         return _by_hand(model, split, mine, options)
     if isinstance(model, nn.Sequential):
         way = _Way(drops=False, loose=0)
     else:
         way = _found_way(model, parts, split, inputs, output)
+    _check_tied(model, _places(model, split, way.loose))
     made = [_stage(model, parts, split, number, way) for number in mine]
     _forget(model, [part for n, stage in enumerate(split) if n not in mine for part in stage])
     return made
@@ -94,31 +100,48 @@ def _split(parts: Sequence[Part], count: int, options: Options) -> list[list[Par
     if options.balance == "time":
         if options.example is None:
             raise UsageError('balance="time" takes an example to measure', hint="pass example=")
-        weights = [round(part.seconds * 1e9) for part in parts]
-    if dist.is_initialized():
-        # Clocks differ from rank to rank.
-        agreed: list[Any] = [weights]
-        dist.broadcast_object_list(agreed)
-        weights = agreed[0]
+        weights = _as_rank_0_has([round(part.seconds * 1e9) for part in parts])
     stages: list[list[Part]] = [[] for _ in range(count)]
     for part, stage in zip(parts, balanced(weights, count), strict=True):
         stages[stage].append(part)
     return stages
 
 
-def _check_tied(model: nn.Module, split: Sequence[Sequence[Part]]) -> None:
+def _as_rank_0_has(times: list[int]) -> list[int]:
+    """Clocks differ from rank to rank."""
+    barrier = room("stages")
+    with leaving(barrier):
+        agreed: list[int] = json.loads(barrier.share(json.dumps(times)))
+    return agreed
+
+
+def _check_tied(model: nn.Module, places: Iterable[tuple[str, int]]) -> None:
     """Refuse weights that two stages would have: nobody would keep them alike."""
-    places: dict[int, tuple[int, str]] = {}
+    first: dict[int, tuple[int, str]] = {}
+    for name, stage in places:
+        known, other = first.setdefault(id(model.get_parameter(name)), (stage, name))
+        if known != stage:
+            raise LayoutError(
+                "tied weights on two stages, which torch's pipelines do not keep alike",
+                value=(other, name),
+                hint="untie them, or use fsdp",
+            )
+
+
+def _places(
+    model: nn.Module, split: Sequence[Sequence[Part]], loose: int | None = None
+) -> Iterator[tuple[str, int]]:
+    """The parameters of the parts by all of their names, and their stages; and those that no part
+    has, where it is known on which stage these are.
+    """
     for number, stage in enumerate(split):
         for part in stage:
-            for name, parameter in model.get_submodule(part.name).named_parameters(part.name):
-                known, other = places.setdefault(id(parameter), (number, name))
-                if known != number:
-                    raise LayoutError(
-                        "tied weights on two stages, which torch's pipelines do not keep alike",
-                        value=(other, name),
-                        hint="untie them, or use fsdp",
-                    )
+            module = model.get_submodule(part.name)
+            for name, _ in module.named_parameters(part.name, remove_duplicate=False):
+                yield name, number
+    if loose is not None:
+        for name in loose_parameters(model, [part for stage in split for part in stage]):
+            yield name, loose
 
 
 def _found_way(
@@ -192,7 +215,10 @@ def _stage(
 
 
 def _frame(module: nn.Module, path: str, parts: set[str]) -> nn.Module:
-    """A copy of a module down to its parts, which are shared with it."""
+    """A copy of a module down to its parts, which are shared with it.
+
+    Also of modules without parts: what a stage does not have is taken from them.
+    """
     if path in parts:
         return module
     clone = copy.copy(module)
@@ -201,16 +227,14 @@ def _frame(module: nn.Module, path: str, parts: set[str]) -> nn.Module:
     vars(clone).update(own)
     for name, child in module._modules.items():
         if child is not None:
-            below = f"{path}.{name}" if path else name
-            if any(part == below or part.startswith(f"{below}.") for part in parts):
-                clone._modules[name] = _frame(child, below, parts)
+            clone._modules[name] = _frame(child, f"{path}.{name}" if path else name, parts)
     return clone
 
 
 def _replace(frame: nn.Module, part: Part, *, drops: bool) -> None:
     path, _, own = part.name.rpartition(".")
     parent = frame.get_submodule(path)
-    is_listed = isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    is_listed = isinstance(parent, CONTAINERS)
     parent._modules[own] = None if drops and not is_listed else PassedOn(part.outputs)
 
 

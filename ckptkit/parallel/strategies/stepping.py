@@ -56,24 +56,68 @@ def made_for(
     optimizer: Optimizer | MakeOptimizer,
     options: Mapping[str, Any],
     group: dist.ProcessGroup | None = None,
+    overlapping: Sequence[nn.Module] = (),
 ) -> Optimizer:
-    """The optimizer of these parameters; with a group, its state is shared out there (ZeRO-1)."""
+    """The optimizer of these parameters; with a group, its state is shared out there (ZeRO-1), and
+    parameters may be on their way while the `overlapping` modules run.
+    """
     if isinstance(optimizer, Optimizer):
         return optimizer
     trained = [p for p in parameters if p.requires_grad]
-    if group is not None:
-        # There, because it takes a while to import, and warns.
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415
-
-        return ZeroRedundancyOptimizer(
-            trained, cast("Any", optimizer), process_group=group, **options
-        )
-    made = optimizer(trained, **options)
-    if not isinstance(made, Optimizer):
-        raise UsageError("not an optimizer", where="optimizer()", value=type(made).__name__)
+    if group is not None and trained:
+        return _shared_out(trained, optimizer, options, group, overlapping)
+    made = _called(optimizer, trained, options)
     if len({_mesh(p) for p in trained}) > 1:
         made.register_step_pre_hook(_one_by_one)
     return made
+
+
+def _called(
+    optimizer: MakeOptimizer, trained: Sequence[nn.Parameter], options: Mapping[str, Any]
+) -> Optimizer:
+    """What makes an optimizer, called; also where nothing is trained, as on a frozen stage, though
+    optimizers refuse an empty list.
+    """
+    nothing: Any = {"params": []} if isinstance(optimizer, type) else nn.Parameter(torch.empty(0))
+    made = optimizer([*trained] or [nothing], **options)
+    if not isinstance(made, Optimizer):
+        raise UsageError("not an optimizer", where="optimizer()", value=type(made).__name__)
+    if not trained:
+        for group in made.param_groups:
+            group["params"] = []
+    return made
+
+
+def _shared_out(
+    trained: Sequence[nn.Parameter],
+    optimizer: MakeOptimizer,
+    options: Mapping[str, Any],
+    group: dist.ProcessGroup,
+    overlapping: Sequence[nn.Module],
+) -> Optimizer:
+    # There, because it takes a while to import, and warns.
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415
+
+    from ckptkit.parallel.strategies.overlapping import OverlappingZero1  # noqa: PLC0415
+
+    groups: Sequence[Any] = trained
+    if not isinstance(optimizer, type):
+        # It wants parameters, and torch calls it with groups: those that it has made of all.
+        made = _called(optimizer, trained, options)
+        groups, optimizer, options = [*made.param_groups], _narrowing(made), {}
+    if overlapping:
+        return OverlappingZero1(overlapping, groups, optimizer, group, **options)
+    return ZeroRedundancyOptimizer(groups, cast("Any", optimizer), process_group=group, **options)
+
+
+def _narrowing(made: Optimizer) -> MakeOptimizer:
+    """What makes an optimizer of this rank's share of the parameters out of one of all."""
+
+    def narrowed(groups: list[dict[str, Any]]) -> Optimizer:
+        made.param_groups = groups
+        return made
+
+    return narrowed
 
 
 def _mesh(parameter: torch.Tensor) -> object:

@@ -11,6 +11,7 @@ import torch
 from ckptkit.errors import PeerError, UsageError
 from ckptkit.parallel.communication.communicator import Communicator
 from ckptkit.parallel.communication.current import current_communicator
+from ckptkit.parallel.communication.memory import MemoryTransport
 from ckptkit.parallel.communication.running import run_in_memory
 from ckptkit.parallel.communication.starting import init
 from tests.parallel.communication.contract import CONTRACT
@@ -100,6 +101,34 @@ def test_a_sum_is_the_same_every_time() -> None:
         return float(comm.all_reduce(number))
 
     assert {tuple(run_in_memory(add, world_size=4)) for _ in range(20)} == {(3.0,) * 4}
+
+
+class Untagged(MemoryTransport):
+    """Knows no tags, as nccl."""
+
+    def send(self, data: torch.Tensor, dst: int, tag: int) -> None:
+        """Send with none."""
+        super().send(data, dst, 0)
+
+    def recv(self, data: torch.Tensor, src: int, tag: int) -> None:
+        """Receive whatever comes next."""
+        super().recv(data, src, 0)
+
+
+def test_a_message_of_another_tag_is_never_taken_for_one_of_this() -> None:
+    def talk(comm: Communicator) -> None:
+        found = comm._transport
+        assert isinstance(found, MemoryTransport)
+        untagged = Communicator(Untagged(found._group.hub, comm.rank, 2, timeout=10))
+        if comm.rank == 0:
+            for tag in (3, 7):
+                untagged.send(torch.tensor(tag), 1, tag)
+        else:
+            with pytest.raises(PeerError, match=r"rank 0 has tag=3 .*\n.*nccl knows no tags"):
+                untagged.recv(0, tag=7)
+            assert int(untagged.recv(0, tag=7)) == 7
+
+    run_in_memory(talk, world_size=2)
 
 
 def test_a_closed_communicator_says_so() -> None:

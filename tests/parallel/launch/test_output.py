@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,18 +75,72 @@ def test_a_rank_that_was_killed_says_nothing_but_is_the_first(shown: Shown) -> N
     assert shown.lines == [said]
 
 
-def test_a_traceback_that_a_rank_outlives_is_shown(
-    shown: Shown, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
+
+
+class Clock:
+    """The time, as a test sets it."""
+
+    now = 0.0
+
+
+def test_a_traceback_that_a_rank_outlives_is_shown_whatever_it_says_then(
+    shown: Shown, clock: Clock
 ) -> None:
     out = Output(shown)
     fail(out, 0, "KeyError: caught and logged")
+    clock.now = 0.9
+    out.line(0, "stderr", "going on")
     out.tick()
     assert shown.lines == []
-    monkeypatch.setattr(output, "PATIENCE", 0.0)
+    clock.now = 1.1
     out.tick()
-    assert shown.lines[-1] == "stderr: [rank 0] KeyError: caught and logged"
-    out.line(0, "stderr", "going on")
-    assert shown.lines[-1] == "stderr: [rank 0] going on"
+    assert shown.lines[-2:] == [
+        "stderr: [rank 0] KeyError: caught and logged",
+        "stderr: [rank 0] going on",
+    ]
+    out.line(0, "stderr", "and on")
+    assert shown.lines[-1] == "stderr: [rank 0] and on"
+
+
+def test_a_rank_that_has_outlived_its_traceback_is_not_to_blame(shown: Shown, clock: Clock) -> None:
+    out = Output(shown)
+    fail(out, 0, "KeyError: caught and logged")
+    clock.now = 60.0
+    out.tick()
+    out.ended(1, -9)
+    assert out.first_failure() == (1, -9)
+    clock.now = 60.1
+    out.ended(0, 1)
+    assert out.first_failure() == (1, -9)
+
+
+def test_a_rank_that_takes_its_time_to_end_is_to_blame(shown: Shown, clock: Clock) -> None:
+    out = Output(shown)
+    fail(out, 0, "ValueError: the reason")
+    clock.now = 2.0
+    out.tick()
+    out.line(0, "stderr", "a warning at the end of the process")
+    fail(out, 1, "RuntimeError: connection closed")
+    out.ended(1, 1)
+    assert out.first_failure() == (0, None)
+    clock.now = 3.0
+    out.ended(0, 1)
+    assert out.first_failure() == (0, 1)
+
+
+def test_a_rank_that_goes_on_printing_is_not_to_blame(shown: Shown, clock: Clock) -> None:
+    out = Output(shown)
+    fail(out, 0, "KeyError: caught and logged")
+    clock.now = 2.0
+    out.tick()
+    out.line(0, "stdout", "loss 1.0")
+    out.ended(1, 1)
+    assert out.first_failure() == (1, 1)
 
 
 def test_a_rank_that_ends_well_has_its_traceback_shown(shown: Shown) -> None:
@@ -123,3 +178,21 @@ def test_streams_hand_over_whole_lines_and_the_rest_at_the_end() -> None:
     os.close(writing)
     streams.close()
     assert found == ["one", "two é", "100%", "", "last"]
+
+
+def test_a_line_that_cannot_be_shown_is_an_error_and_leaves_nobody_waiting() -> None:
+    def refuse(line: str) -> None:
+        raise OSError(28, line)
+
+    streams = Streams()
+    reading, writing = os.pipe()
+    streams.add(reading, refuse)
+    os.write(writing, b"one\n")
+    streams.drain()
+    with pytest.raises(OSError, match="one"):
+        streams.check()
+    for _ in range(4):
+        os.write(writing, b"x" * 40_000 + b"\n")  # more than a pipe holds
+    os.close(writing)
+    with pytest.raises(OSError, match="one"):
+        streams.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # what DDP would import when it is made
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,8 +26,10 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.sin(inputs[:, :4].sum(1, keepdim=True))
 
 
-def main(folder: Path, replicas: str) -> None:
+def main(place: str, replicas: str, seconds: str) -> None:
     """Train, write a line for each step that was done, and stop at the one that `limit` says."""
+    folder, timeout = Path(place), float(seconds)
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     began = torch.tensor(time.time(), dtype=torch.float64)
@@ -36,7 +38,7 @@ def main(folder: Path, replicas: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     inputs, targets = data()
     with (
-        Checkpointer(folder / "run", asynchronous=True, timeout=30) as checkpointer,
+        Checkpointer(folder / "run", asynchronous=True, timeout=timeout) as checkpointer,
         ElasticTraining(
             checkpointer,
             model=model,
@@ -45,7 +47,7 @@ def main(folder: Path, replicas: str) -> None:
             batch=BATCH,
             save_every=15,
             replicas=replicas or None,
-            timeout=30,
+            timeout=timeout,
         ) as training,
         (folder / f"{os.getpid()}.jsonl").open("w", buffering=1) as log,
     ):
@@ -62,7 +64,3 @@ def main(folder: Path, replicas: str) -> None:
             while step.number >= int((folder / "limit").read_text()):
                 time.sleep(0.02)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import PeerError, UsageError
 from ckptkit.live import Checkpointer
-from ckptkit.parallel.optimizers.asynchronous import AsynchronousSGD
+from ckptkit.parallel.optimizers.asynchronous import AsynchronousSGD, asynchronous
 from ckptkit.parallel.optimizers.asynchronous.clocks import Clocks
 from ckptkit.parallel.optimizers.asynchronous.messages import Kind, send
 from ckptkit.parallel.optimizers.asynchronous.server import Server
@@ -143,6 +143,39 @@ def test_what_the_servers_kept_goes_to_any_number_of_servers(
         assert after["steps"] == (before["steps"] if ranks == 3 else {0: 6, 1: 6})
 
 
+def passed_on(source: str, target: str) -> None:
+    """Restore, and save before anybody has stepped."""
+    model = network(seed=2)
+    with AsynchronousSGD(model, MOMENTUM, timeout=30) as sgd:
+        with Checkpointer(source, timeout=30) as checkpointer:
+            assert checkpointer.restore(model=model, state={"asynchronous": sgd})
+        with Checkpointer(target, timeout=30) as checkpointer:
+            checkpointer.save(1, model=model, state={"asynchronous": sgd})
+
+
+def test_a_save_before_the_first_step_has_all_that_was_restored(gloo: Pool, tmp_path: Path) -> None:
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    before = gloo.run(2, saved, source)[0]
+    gloo.run(2, passed_on, source, target)
+    for after in gloo.run(2, restored, target):
+        assert torch.equal(after["parameters"], before["parameters"])
+        assert after["steps"] == before["steps"] == {0: 3, 1: 4}
+        assert after["options"] == before["options"]
+        for name, state in before["state"].items():
+            assert torch.equal(after["state"][name]["momentum_buffer"], state["momentum_buffer"])
+
+
+def test_servers_take_over_what_was_saved_before_any_step(tmp_path: Path) -> None:
+    first, second = network(), network(seed=1)
+    expected = flat(first)
+    with AsynchronousSGD(first, SGD) as sgd, Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, model=first, state={"asynchronous": sgd})
+    with AsynchronousSGD(second, SGD) as sgd, Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(model=second, state={"asynchronous": sgd})
+        sgd.meet()
+        assert torch.equal(flat(second), expected)
+
+
 def with_a_death(on_loss: str) -> str | int:
     """Worker 1, which serves nothing, dies after 3 steps; what becomes of the others."""
     model, rank = network(), dist.get_rank()
@@ -214,6 +247,37 @@ def test_one_who_has_left_is_not_waited_for() -> None:
     clocks.leave(0)
     clocks.leave(2)
     clocks.wait_until_empty()
+
+
+WAYS = {"master": "10.0.0.1", "there": "10.0.0.2", "local": "127.0.1.1"}
+
+
+@pytest.mark.parametrize(
+    ("master", "hosts", "expected"),
+    [
+        ("master", ["here", "there"], "10.0.0.1"),
+        ("local", ["here", "there"], "10.0.0.2"),
+        ("", ["here", "nowhere", "there"], "10.0.0.2"),
+        ("master", ["here", "here"], "10.0.0.1"),
+        ("local", ["here"], "127.0.0.1"),
+        ("", ["here"], "127.0.0.1"),
+    ],
+)
+def test_servers_listen_where_other_machines_reach_them(
+    monkeypatch: pytest.MonkeyPatch, master: str, hosts: list[str], expected: str
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", master)
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(asynchronous, "_address_towards", lambda host: WAYS.get(host, ""))
+    assert asynchronous.own_address(hosts) == expected
+
+
+def test_an_address_that_only_this_machine_knows_is_not_told_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(PeerError, match="no address of its own that other machines reach"):
+        asynchronous.own_address([socket.gethostname(), "nowhere.invalid"])
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 100)), st.integers(1, 5))

@@ -15,7 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.errors import UsageError
 from ckptkit.live import Checkpointer
+from ckptkit.model import Strategy
+from ckptkit.parallel.communication.torch_group import all_gather_single
 from ckptkit.parallel.optimizers.compression import compression_of, wire
+from ckptkit.parallel.strategies.options import Options
 from tests.live.pool import Pool
 from tests.parallel.optimizers.problem import flat, loss_of, loss_unseen, many_buckets, network
 
@@ -75,15 +78,15 @@ def test_compressed_gradients_train_as_whole_ones_do(
     assert 0 < sent < 0.75 * whole
 
 
-def train(spec: str, location: str, buckets: bool) -> torch.Tensor:
-    job = Job(spec, buckets=buckets).train(range(5))
+def train(spec: str, location: str) -> torch.Tensor:
+    job = Job(spec).train(range(5))
     with Checkpointer(location, timeout=30) as checkpointer:
         checkpointer.save(5, **job.state)
     return flat(job.train(range(5, 9)).model)
 
 
-def resume(spec: str, location: str, buckets: bool, allocated: bool) -> torch.Tensor:
-    job = Job(spec, buckets=buckets, seed=1)
+def resume(spec: str, location: str, allocated: bool) -> torch.Tensor:
+    job = Job(spec, seed=1)
     if allocated and job.compression:
         job.compression.allocate()
     with Checkpointer(location, timeout=30) as checkpointer:
@@ -91,14 +94,14 @@ def resume(spec: str, location: str, buckets: bool, allocated: bool) -> torch.Te
     return flat(job.train(range(5, 9)).model)
 
 
-@pytest.mark.parametrize(("ranks", "buckets"), [(2, True), (4, True)])
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_resumed_job_goes_on_bit_for_bit(
-    gloo: Pool, tmp_path: Path, spec: str, ranks: int, buckets: bool
+    gloo: Pool, tmp_path: Path, spec: str, ranks: int
 ) -> None:
-    expected = gloo.run(ranks, train, spec, str(tmp_path), buckets)
+    expected = gloo.run(ranks, train, spec, str(tmp_path))
     for allocated in {False, spec in WITH_RESIDUALS}:
-        found = gloo.run(ranks, resume, spec, str(tmp_path), buckets, allocated)
+        found = gloo.run(ranks, resume, spec, str(tmp_path), allocated)
         assert all(torch.equal(mine, expected[0]) for mine in found)
 
 
@@ -154,7 +157,8 @@ def layer_bytes(spec: str) -> tuple[float, float]:
     with pytest.MonkeyPatch.context() as patch:
         for name in share:
             patch.setattr(dist, name, partial(count, name, getattr(dist, name)))
-        patch.setattr(wire, "_all_gather", partial(count, "", wire._all_gather))
+        gather = partial(count, "", all_gather_single)
+        patch.setattr(wire, "all_gather_single", gather)
         model(torch.ones(2, 1024)).sum().backward()
     whole = 2 * (size - 1) / size * 4 * 2**20
     assert compression.bytes_uncompressed == whole
@@ -186,8 +190,7 @@ def overflow(spec: str) -> bool:
     after = job.compression._residuals  # type: ignore[attr-defined]
     kept = [torch.equal(before[name], after[name]) for name in before]
     job.train(range(5, 7))
-    # What one rank has found to be infinite, the others may keep as what they have left unsent.
-    return bool(flat(job.model).isfinite().all()) and (dist.get_rank() == 0 or all(kept))
+    return bool(flat(job.model).isfinite().all()) and all(kept)
 
 
 @pytest.mark.parametrize("spec", WITH_RESIDUALS)
@@ -219,6 +222,17 @@ def test_gradients_are_compressed_for_a_sharded_optimizer_too(
 def test_what_is_no_compression_is_refused_with_those_there_are(spec: str) -> None:
     with pytest.raises(UsageError, match="powersgd:4"):
         compression_of(spec)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_pipeline_refuses_what_it_could_not_save(spec: str) -> None:
+    strategy = Strategy.parse("pp:2,ddp:2")
+    options = Options.of(strategy, compression=spec)
+    if spec in WITH_RESIDUALS:
+        with pytest.raises(UsageError, match="cannot be saved together"):
+            options.check(strategy)
+    else:
+        options.check(strategy)
 
 
 def test_only_models_of_ddp_send_gradients() -> None:

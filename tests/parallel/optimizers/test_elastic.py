@@ -20,17 +20,18 @@ import torch
 
 from ckptkit import Run
 from ckptkit.parallel.optimizers.elastic import GlobalSampler
+from tests.parallel.optimizers import warm
 from tests.parallel.optimizers.elastic_job import BATCH, SIZE, STEPS, data
 from tests.parallel.optimizers.network_ports import free_port, until_listening
 from tests.parallel.optimizers.problem import network
 from tests.test_examples import FOLDER, TORCHRUN, losses, output_of
 
-ROOT = Path(__file__).resolve().parents[3]
-JOB = Path(__file__).with_name("elastic_job.py")
+JOB = "tests.parallel.optimizers.elastic_job"
 # Else torch 2.13 lets restarted workers meet in the store of those before, whose addresses they
 # find there and cannot reach.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-RENDEZVOUS = "last_call_timeout=12,join_timeout=120,keep_alive_interval=2,keep_alive_max_attempt=4"
+# Who comes late joins later, and who is gone is missed after 4 s.
+RENDEZVOUS = "last_call_timeout=2,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=4"
 
 
 def uninterrupted() -> dict[int, float]:
@@ -59,6 +60,10 @@ class Watched:
         texts = [p.read_text() for p in self.folder.glob("*.jsonl")]
         whole = [line for text in texts for line in text.split("\n")[:-1]]
         return [json.loads(line) for line in whole]
+
+    def pids(self) -> list[int]:
+        """Of all workers there were."""
+        return [int(path.stem) for path in self.folder.glob("*.jsonl")]
 
     def starts(self) -> list[dict[str, Any]]:
         return sorted((x for x in self.lines() if "from" in x), key=lambda x: x["began"])
@@ -116,19 +121,27 @@ class Watched:
         return found
 
 
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What workers need to begin at once: they would import for most of the time."""
+    with warm.warm(JOB, tmp_path_factory.mktemp("warm"), ENVIRONMENT) as environment:
+        yield environment
+
+
 @contextmanager
-def agent(*arguments: object, folder: Path, replicas: str) -> Iterator[subprocess.Popen[bytes]]:
+def agent(
+    *arguments: object, folder: Path, replicas: str, started: dict[str, str], timeout: int = 30
+) -> Iterator[subprocess.Popen[bytes]]:
     """A torchrun of workers; it and they are gone at the end, whatever happens."""
     command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1"]
-    command += [*map(str, arguments), str(JOB), str(folder), replicas]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command += [*map(str, arguments), warm.__file__, str(folder), replicas, str(timeout)]
     with (folder / f"agent-{time.time_ns()}.log").open("wb") as log:
         process = subprocess.Popen(
             command,
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+            env=os.environ | ENVIRONMENT | started,
         )
         try:
             yield process
@@ -147,7 +160,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """The workers of a torchrun."""
+    """What a torchrun has started; the workers end with it."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except FileNotFoundError:
@@ -170,17 +183,22 @@ def check(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("memory", [True, False])
-def test_a_killed_worker_comes_back_and_the_losses_go_on(tmp_path: Path, memory: bool) -> None:
+def test_a_killed_worker_comes_back_and_the_losses_go_on(
+    tmp_path: Path, started: dict[str, str], memory: bool
+) -> None:
     watched, replicas = Watched(tmp_path), str(tmp_path / "replicas") if memory else ""
-    at = random.randrange(20, 28)
+    at = random.randrange(17, 25)
     watched.let_go_on_to(at)
     arguments = ("--standalone", "--nproc-per-node", 4, "--max-restarts", 2)
-    with agent(*arguments, folder=tmp_path, replicas=replicas) as process:
+    with agent(*arguments, folder=tmp_path, replicas=replicas, started=started) as process:
         watched.wait_for_step(process, at)
         watched.wait_until(process, lambda: 15 in Run(tmp_path / "run").steps())
-        if memory:
-            watched.wait_until(process, lambda: (Run(replicas).latest() or 0) > 15)
-        os.kill(random.choice(children(process.pid)), signal.SIGKILL)
+        while memory and (Run(replicas).latest() or 0) <= 15:  # all came while one was written
+            at += 1
+            watched.let_go_on_to(at)
+            watched.wait_for_step(process, at)
+            time.sleep(0.3)
+        os.kill(random.choice(watched.pids()), signal.SIGKILL)
         watched.let_go_on_to(STEPS + 1)
         assert process.wait(150) == 0, watched.logs()
     starts = [line["from"] for line in watched.starts()]
@@ -192,14 +210,16 @@ def test_a_killed_worker_comes_back_and_the_losses_go_on(tmp_path: Path, memory:
     assert not (tmp_path / "replicas").exists()
 
 
-def test_a_job_shrinks_and_grows_with_its_machines(tmp_path: Path) -> None:
+def test_a_job_shrinks_and_grows_with_its_machines(tmp_path: Path, started: dict[str, str]) -> None:
     watched, port = Watched(tmp_path), free_port()
     arguments: tuple[object, ...] = ("--nnodes", "1:4", "--nproc-per-node", 1, "--max-restarts", 9)
     arguments += ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
     arguments += ("--rdzv-id", tmp_path.name, "--rdzv-conf", RENDEZVOUS)
 
     def machine() -> AbstractContextManager[subprocess.Popen[bytes]]:
-        return agent(*arguments, folder=tmp_path, replicas=str(tmp_path / "replicas"))
+        replicas = str(tmp_path / "replicas")
+        # The timeout is how long what a lost machine was to write is waited for.
+        return agent(*arguments, folder=tmp_path, replicas=replicas, started=started, timeout=6)
 
     watched.let_go_on_to(3)
     with machine() as first:

@@ -59,19 +59,20 @@ def test_the_rate_follows_a_rule_and_schedulers_go_on_from_it() -> None:
     assert rule_of(lambda ratio: ratio**3)(2) == 8
     with pytest.raises(UsageError, match="linear"):
         rule_of("cubic")
-    rates = []
-    for at in (0, 2):
+    rates = {}
+    for at in (None, 0, 2, 5):
         optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
         warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
-        then = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        then = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5, eta_min=0.1)
         scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, then], [3])
         for step in range(6):
             if step == at:
                 scale(2.0, optimizer, scheduler)
             optimizer.step()
             scheduler.step()
-        rates.append(scheduler.get_last_lr()[0])
-    assert rates[0] == pytest.approx(rates[1])
+        rates[at] = scheduler.get_last_lr()[0]
+    doubled = pytest.approx(2 * rates.pop(None))
+    assert all(rate == doubled for rate in rates.values())
 
 
 class Job:
@@ -112,24 +113,31 @@ class Job:
             self.training._replicas.checkpointer.wait()
 
 
-def grow(location: str, replicas: str | None, last: int) -> dict[str, Any]:
-    job = Job(location, replicas, rule="linear", batch=None, batch_per_rank=2)
+def at_most_by_half(ratio: float) -> float:
+    return min(ratio, 1.5)
+
+
+def grow(location: str, replicas: str | None, last: int, rule: Any) -> dict[str, Any]:
+    job = Job(location, replicas, rule=rule, batch=None, batch_per_rank=2)
     began = job.training.step, job.optimizer.param_groups[0]["lr"]
     samples = job.train(last)
     job.settle()
     return {"began": began, "samples": samples, "parameters": flat(job.model)}
 
 
+@pytest.mark.parametrize(
+    ("rule", "rates"), [("linear", (0.1, 0.2, 0.05)), (at_most_by_half, (0.1, 0.15, 0.05))]
+)
 def test_another_number_of_ranks_goes_on_from_memory_with_its_own_rate(
-    gloo: Pool, tmp_path: Path
+    gloo: Pool, tmp_path: Path, rule: Any, rates: tuple[float, ...]
 ) -> None:
     places = str(tmp_path / "run"), str(tmp_path / "memory")
-    first = gloo.run(2, grow, *places, 7)
-    assert [each["began"] for each in first] == [(0, 0.1)] * 2
-    second = gloo.run(4, grow, *places, 8)
-    assert [each["began"] for each in second] == [(7, 0.2)] * 4
-    third = gloo.run(1, grow, *places, 12)
-    assert third[0]["began"] == (8, 0.05)
+    first = gloo.run(2, grow, *places, 7, rule)
+    assert [each["began"] for each in first] == [(0, rates[0])] * 2
+    second = gloo.run(4, grow, *places, 8, rule)
+    assert [each["began"] for each in second] == [(7, pytest.approx(rates[1]))] * 4
+    third = gloo.run(1, grow, *places, 12, rule)
+    assert third[0]["began"] == (8, pytest.approx(rates[2]))
     taken = [at for step in range(7) for rank in first for at in rank["samples"][step]]
     taken += [at for rank in second for at in rank["samples"][0]]
     assert sorted(taken[:30]) == list(range(30))

@@ -11,7 +11,7 @@ import pytest
 
 from ckptkit.live import Checkpointer
 from tests.live.pool import Pool
-from tests.parallel.strategies.test_losses import ranks_of
+from tests.parallel.strategies.test_losses import ON_FOUR, ranks_of
 from tests.parallel.strategies.training import STEPS, farthest, reference, spread, train, values
 
 SPECS = (
@@ -116,7 +116,7 @@ def twice(spec: str, location: str) -> tuple[bool, str]:
     return all(mine[name].equal(theirs[name]) for name in theirs), str(again.strategy)
 
 
-@pytest.mark.parametrize("spec", ["ddp:2", "zero1:2", "zero2:2", "fsdp:2", "tp:2", "pp:2"])
+@pytest.mark.parametrize("spec", ON_FOUR)
 def test_resumed_training_is_the_same_to_the_bit(gloo: Pool, tmp_path: Path, spec: str) -> None:
-    for same, _ in gloo.run(2, twice, spec, str(tmp_path)):
+    for same, _ in gloo.run(ranks_of(spec), twice, spec, str(tmp_path)):
         assert same

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.pool import Pool
+from ckptkit.parallel import as_distributed
+from ckptkit.parallel.strategies import residuals
+from tests.live.network import batch, network
+from tests.live.pool import JobError, Pool
 from tests.parallel.strategies.test_losses import ranks_of
-from tests.parallel.strategies.training import STEPS, reference, spread, train, values
+from tests.parallel.strategies.training import OPTIONS, STEPS, reference, spread, train
 
 HALF = STEPS // 2
 
@@ -26,9 +29,7 @@ def go_on(spec: str, compression: str | None, location: str) -> list[float]:
     """The losses of the same steps under another strategy."""
     dist = spread(spec, seed=9, compression=compression)
     dist.load(location, timeout=30)
-    losses = train(dist, range(HALF, STEPS))
-    assert values(dist)
-    return losses
+    return train(dist, range(HALF, STEPS))
 
 
 @pytest.mark.parametrize("spec", ["ddp:2", "zero1:2"])
@@ -64,3 +65,68 @@ def plain(location: str) -> None:
     dist = spread("fsdp:2")
     train(dist, range(HALF))
     dist.save(location, HALF, timeout=30)
+
+
+class Counter:
+    """Something of the caller's own that is to be kept."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        """How far it has counted."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self.count = state["count"]
+
+
+def with_own_state(location: str) -> int:
+    """Save a counter beside what the compression keeps, and load it."""
+    dist = spread("ddp:2", compression="topk:0.1")
+    train(dist, range(HALF))
+    dist.save(location, HALF, state={"counter": Counter(7)}, timeout=30)
+    counter = Counter(0)
+    dist.load(location, state={"counter": counter}, timeout=30)
+    return counter.count
+
+
+def test_the_caller_may_keep_state_of_its_own(gloo: Pool, tmp_path: Path) -> None:
+    assert gloo.run(2, with_own_state, str(tmp_path)) == [7, 7]
+
+
+def frozen_stage(location: str) -> bool:
+    """Whether a pipeline that has a stage without anything to send goes on as it did."""
+    model = network(0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("embed", "layers.0")))
+    options = {**OPTIONS, "compression": "int8", "microbatches": 2, "example": batch(0)[0][:2]}
+    dist = as_distributed(model, "pp:2,ddp:2", **options)
+    train(dist, range(2))
+    dist.save(location, 2, timeout=30)
+    losses = train(dist, range(2, 4))
+    dist.load(location, timeout=30)
+    return train(dist, range(2, 4)) == losses
+
+
+def test_a_frozen_stage_compresses_nothing(gloo: Pool, tmp_path: Path) -> None:
+    assert all(gloo.run(4, frozen_stage, str(tmp_path)))
+
+
+def unreadable(location: str) -> None:
+    """Ask rank 0 for a step that it cannot read, for a reason that nobody foresaw."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residuals, "open_checkpoint", _raises)
+        residuals.has_residuals(location, {})
+
+
+def _raises(*_: object, **__: object) -> None:
+    raise RuntimeError("out of luck")
+
+
+def test_what_rank_0_cannot_read_ends_all_ranks(gloo: Pool, tmp_path: Path) -> None:
+    with pytest.raises(JobError) as caught:
+        gloo.run(2, unreadable, str(tmp_path))
+    assert "RuntimeError: out of luck" in str(caught.value)
+    assert "because of rank 0" in str(caught.value)

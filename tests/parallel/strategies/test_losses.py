@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
 
+from tests.live.network import batch, loss_of, network
 from tests.live.pool import Pool
 from tests.parallel.strategies.training import STEPS, farthest, reference, spread, train, values
 
@@ -18,22 +21,31 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2:2": {},
     "zero3:2": {},
     "fsdp:3": {},
-    "fsdp:4": {},
-    "ddp:2,fsdp:2": {},
-    "ddp:2,zero2:2": {},
     "tp:2": {},
-    "fsdp:2,tp:2": {},
-    "tp:2,fsdp:2": {},
-    "zero2:2,tp:2": {},
-    "ddp:2,tp:2": {},
     "pp:2": {},
-    "pp:4": {},
-    "pp:2,ddp:2": {},
-    "pp:2,zero1:2": {},
-    "pp:2,fsdp:2": {},
-    "pp:2,tp:2": {},
     "pp:2,tp:2,fsdp:1": {},
 }
+ON_FOUR = (
+    "ddp:4",
+    "zero1:4",
+    "zero2:4",
+    "zero3:4",
+    "fsdp:4",
+    "ddp:2,fsdp:2",
+    "ddp:2,zero2:2",
+    "tp:4",
+    "fsdp:2,tp:2",
+    "tp:2,fsdp:2",
+    "zero2:2,tp:2",
+    "ddp:2,tp:2",
+    "pp:4",
+    "pp:2,ddp:2",
+    "pp:2,zero1:2",
+    "pp:2,fsdp:2",
+    "pp:2,tp:2",
+)
+ON_EIGHT = ("pp:2,tp:2,fsdp:2",)
+MORE_STEPS = 10
 OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("pp:2", {"schedule": "gpipe"}),
     ("pp:2", {"schedule": "interleaved"}),
@@ -55,10 +67,10 @@ def ranks_of(spec: str) -> int:
     return found
 
 
-def differences(spec: str, options: dict[str, Any]) -> tuple[str, float, float]:
+def differences(spec: str, options: dict[str, Any], steps: int = STEPS) -> tuple[str, float, float]:
     """How far losses and parameters are from those of one process."""
     dist = spread(spec, **options)
-    losses, wanted = train(dist, range(STEPS)), reference()
+    losses, wanted = train(dist, range(steps)), reference(steps)
     apart = max(abs(a - b) for a, b in zip(losses, wanted[0], strict=True))
     return str(dist.strategy), apart, farthest(values(dist), wanted[1])
 
@@ -70,6 +82,61 @@ def test_losses_and_parameters_are_those_of_one_process(
     for written, losses, parameters in gloo.run(ranks_of(spec), differences, spec, options):
         assert written == spec
         assert losses < 1e-5
+        assert parameters < 1e-5
+
+
+@pytest.mark.parametrize("spec", [*ON_FOUR, *ON_EIGHT])
+def test_they_still_are_after_more_steps_on_more_ranks(gloo: Pool, spec: str) -> None:
+    for written, losses, parameters in gloo.run(ranks_of(spec), differences, spec, {}, MORE_STEPS):
+        assert written == spec
+        assert losses < 1e-5
+        assert parameters < 1e-5
+
+
+LIMIT = 0.3
+"""Below the norm of the first gradients, and above that of none."""
+
+
+def clipped(spec: str) -> tuple[list[float], float]:
+    """The norms of gradients that are clipped, and how far parameters are from one process's."""
+    dist, alone = spread(spec), network(0)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.03)
+    apart = []
+    for step in range(2):
+        dist.zero_grad()
+        dist.backward(loss_of, dist.share(batch(step)))
+        found = dist.clip_grad_norm_(LIMIT)
+        dist.optimizer.step()
+        optimizer.zero_grad()
+        loss_of(alone(batch(step)[0]), batch(step)[1]).backward()
+        wanted = clip_grad_norm_(alone.parameters(), LIMIT)
+        optimizer.step()
+        assert wanted > LIMIT
+        apart.append(abs(float(found - wanted)))
+    return apart, farthest(values(dist), dict(alone.named_parameters()))
+
+
+CLIPPED = (
+    "single",
+    "ddp:2",
+    "zero1:2",
+    "zero2:2",
+    "fsdp:2",
+    "tp:2",
+    "pp:2",
+    "ddp:2,fsdp:2",
+    "ddp:2,tp:2",
+    "tp:2,fsdp:2",
+    "pp:2,zero1:2",
+    "pp:2,tp:2",
+    *ON_EIGHT,
+)
+
+
+@pytest.mark.parametrize("spec", CLIPPED)
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(gloo: Pool, spec: str) -> None:
+    for apart, parameters in gloo.run(ranks_of(spec), clipped, spec):
+        assert max(apart) < 1e-5
         assert parameters < 1e-5
 
 

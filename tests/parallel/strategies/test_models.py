@@ -18,7 +18,7 @@ from ckptkit.parallel import Distributed, as_distributed
 from tests.live.network import batch, loss_of, network
 from tests.live.pool import Pool
 from tests.parallel.strategies.test_losses import ranks_of
-from tests.parallel.strategies.training import STEPS, Layered, spread, train, values
+from tests.parallel.strategies.training import RULES, STEPS, Layered, spread, train, values
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 32,
@@ -139,6 +139,74 @@ def test_what_is_frozen_stays(gloo: Pool, spec: str) -> None:
         assert all(changed.values())
 
 
+def by_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Decays what has several dims."""
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.2},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, "lr": 0.5},
+        ],
+        lr=0.03,
+    )
+
+
+def of_a_function(spec: str, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
+    """What some steps of an optimizer that a function makes give, and its groups."""
+    dist = spread(spec, optimizer=by_groups, optimizer_options={}, **options)
+    train(dist, range(3))
+    return copied(values(dist)), len(dist.optimizer.param_groups)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=str)
+def test_a_function_makes_the_optimizer_of_zero1_too(gloo: Pool, options: dict[str, Any]) -> None:
+    (wanted, _), *_ = gloo.run(2, of_a_function, "ddp:2", {})
+    for found, groups in gloo.run(2, of_a_function, "zero1:2", options):
+        assert groups == 2
+        assert all(found[name].equal(wanted[name]) for name in wanted)
+
+
+class Forgetful(nn.Module):
+    """A model with dropout in what tensor parallelism does not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.drop, self.norm = nn.Dropout(0.5), nn.LayerNorm(6)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The normed output, or what is left of it."""
+        found: torch.Tensor = self.norm(self.drop(self.down(self.up(hidden))))
+        return found
+
+
+def dropping() -> dict[str, torch.Tensor]:
+    """The parameters after some steps of ranks that were seeded differently."""
+    torch.manual_seed(dist.get_rank())
+    made = as_distributed(Forgetful(), "tp:2", rules=RULES, optimizer=torch.optim.SGD)
+    for _ in range(3):
+        made.step(nn.functional.mse_loss, (torch.ones(4, 6), torch.zeros(4, 6)))
+    return values(made)
+
+
+def test_ranks_with_cut_layers_forget_the_same(gloo: Pool) -> None:
+    first, second = gloo.run(2, dropping)
+    assert all(first[name].equal(second[name]) for name in first)
+
+
+def dtypes_seen() -> set[torch.dtype]:
+    """Those of a layer's weight while the model runs in half precision."""
+    made = spread("pp:2,ddp:2", mixed_precision="bf16")
+    seen: set[torch.dtype] = set()
+    layer = next(m for m in made.modules[0].modules() if isinstance(m, nn.Linear))
+    layer.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))
+    train(made, [0])
+    return seen
+
+
+def test_precision_is_halved_once(gloo: Pool) -> None:
+    assert gloo.run(4, dtypes_seen) == [{torch.float32}] * 4
+
+
 def uneven() -> list[tuple[int, ...]]:
     """What a rank has of layers that three ranks cannot share evenly."""
     made = as_distributed(Layered(4, 5), "fsdp", group_below=200, optimizer=torch.optim.SGD)
@@ -161,6 +229,18 @@ def test_all_ranks_begin_with_what_rank_0_has(gloo: Pool, spec: str) -> None:
     wanted = dict(network(0).named_parameters())
     for found in gloo.run(2, differently, spec):
         assert all(tensor.equal(wanted[name]) for name, tensor in found.items())
+
+
+def never_moved(spec: str) -> bool:
+    """Whether a model can be spread without ever being on the device as a whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(nn.Module, "to")
+        return bool(values(spread(spec)))
+
+
+@pytest.mark.parametrize("spec", ["fsdp:2", "zero2:2", "pp:2,fsdp:2", "tp:2,fsdp:2"])
+def test_what_is_cut_never_is_on_a_device_as_a_whole(gloo: Pool, spec: str) -> None:
+    assert all(gloo.run(ranks_of(spec), never_moved, spec))
 
 
 def unit_of_two() -> bool:
@@ -261,6 +341,20 @@ def copied(tree: Any) -> Any:
 @pytest.mark.parametrize("spec", ["ddp:2", "zero1:2", "zero2:2", "fsdp:2", "tp:2", "pp:2"])
 def test_a_rank_can_put_its_own_state_aside(gloo: Pool, spec: str) -> None:
     assert all(gloo.run(2, kept_here, spec))
+
+
+def back_to_the_start(spec: str) -> bool:
+    """Whether a state from before the first step makes the next one the first again."""
+    made = spread(spec)
+    aside = copied(made.state_dict())
+    first = train(made, range(STEPS))
+    made.load_state_dict(aside)
+    return first == train(made, range(STEPS))
+
+
+@pytest.mark.parametrize("spec", ["ddp:2", "zero1:2", "fsdp:2"])
+def test_a_rank_can_go_back_to_before_the_first_step(gloo: Pool, spec: str) -> None:
+    assert all(gloo.run(2, back_to_the_start, spec))
 
 
 def by_hand() -> list[str]:

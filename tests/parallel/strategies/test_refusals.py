@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptkit.errors import LayoutError, PeerError, RulesError, StrategyError, UsageError
+from ckptkit.errors import LayoutError, RulesError, StrategyError, UsageError
+from ckptkit.model import Strategy
 from ckptkit.parallel import Distributed, as_distributed
-from ckptkit.parallel.strategies.options import schedule_of
+from ckptkit.parallel.strategies.batches import share
+from ckptkit.parallel.strategies.options import Options, schedule_of
 from ckptkit.parallel.strategies.spec import resolved
+from ckptkit.parallel.strategies.spreading import device_of
 from tests.live.network import batch, loss_of, network
-from tests.live.pool import JobError, Pool
+from tests.live.pool import Pool
 from tests.parallel.strategies.training import RULES, Layered, spread
 
 
@@ -90,6 +94,14 @@ def test_compression_is_for_replicas() -> None:
         as_distributed(network(0), "fsdp", compression="int8")
 
 
+def test_compression_is_for_one_stage_on_each_rank() -> None:
+    options = Options.of(
+        Strategy.parse("pp:2,ddp:2"), compression="int8", schedule="interleaved", microbatches=4
+    )
+    with pytest.raises(UsageError, match="one stage on each rank"):
+        options.check(Strategy.parse("pp:2,ddp:2"))
+
+
 def test_an_interleaved_schedule_takes_two_stages_or_more() -> None:
     assert schedule_of("interleaved:3") == ("interleaved", 3)
     with pytest.raises(UsageError, match="two stages or more"):
@@ -138,6 +150,71 @@ def test_spreading_twice_is_spreading_once(spec: str) -> None:
         as_distributed(made, spec, optimizer=torch.optim.SGD(model.parameters()))
 
 
+def test_what_is_chosen_otherwise_the_second_time_is_refused() -> None:
+    model = network(0)
+    made = as_distributed(model, "ddp", optimizer=torch.optim.SGD, optimizer_options={"lr": 0.5})
+    same: dict[str, Any] = {
+        "optimizer": torch.optim.SGD,
+        "optimizer_options": {"lr": 0.5},
+        "microbatches": 1,
+    }
+    assert as_distributed(model, "ddp", **same) is made
+    others: dict[str, Any] = {
+        "optimizer": torch.optim.AdamW,
+        "optimizer_options": {"lr": 0.1},
+        "compression": "int8",
+        "mixed_precision": "bf16",
+        "microbatches": 2,
+        "rules": RULES,
+    }
+    for name, value in others.items():
+        with pytest.raises(UsageError, match=f"another ({name}|precision)"):
+            as_distributed(model, "ddp", **{name: value})
+
+
+def test_an_optimizer_cannot_be_added_later() -> None:
+    made = as_distributed(network(0), "ddp")
+    with pytest.raises(UsageError, match="spread without an optimizer"):
+        as_distributed(made, "ddp", optimizer=torch.optim.SGD)
+
+
+def test_a_model_is_not_changed_by_being_known() -> None:
+    model = network(0)
+    before = set(vars(model))
+    made = as_distributed(model, "single")
+    assert set(vars(model)) == before
+    assert as_distributed(model, "single") is made
+    assert as_distributed(copy.deepcopy(model), "single") is not made
+
+
+@pytest.mark.parametrize("model", [3, "model", [nn.Linear(1, 1)]])
+def test_what_is_no_module_is_refused(model: Any) -> None:
+    with pytest.raises(UsageError, match="no module"):
+        as_distributed(model, "ddp")
+
+
+def test_ranks_compute_where_the_model_is_unless_they_communicate_from_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with torch.device("meta"):  # any device that is not the host
+        model = nn.Linear(4, 4)
+    assert device_of(model, None).type == "meta"
+    assert device_of(model, "cpu").type == "cpu"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for backends in ("cuda:nccl", "cpu:gloo,cuda:nccl"):
+        monkeypatch.setattr(dist, "get_backend_config", backends.strip)
+        assert str(device_of(model, None)) == "cuda:1"
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:ckptkit_mpi,cuda:ckptkit_mpi")
+    assert device_of(model, None).type == "meta"
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(UsageError, match="meta device"):
+        as_distributed(model, "fsdp")
+
+
 def test_a_model_that_something_else_has_wrapped_is_refused() -> None:
     with pytest.raises(UsageError, match="spread already"):
         as_distributed(DistributedDataParallel(network(0)), "ddp")
@@ -155,6 +232,34 @@ def test_a_batch_that_cannot_be_shared_evenly_is_refused() -> None:
     made = as_distributed(network(0), "fsdp", microbatches=5)
     with pytest.raises(UsageError, match="evenly"):
         made.backward(loss_of, batch(0))
+
+
+class Pair(NamedTuple):
+    """Inputs that have names of their own."""
+
+    tokens: torch.Tensor
+    factor: torch.Tensor
+
+
+class Scaled(nn.Module):
+    """Takes a pair, of which one is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network(0)
+
+    def forward(self, pair: Pair) -> torch.Tensor:
+        """The scores of its tokens."""
+        scores: torch.Tensor = self.inner(pair.tokens) * pair.factor
+        return scores
+
+
+def test_a_whole_batch_may_hold_named_tuples_and_numbers() -> None:
+    made = as_distributed(Scaled(), "ddp")
+    tokens, targets = batch(0)
+    (loss,) = made.backward(loss_of, ((Pair(tokens, torch.tensor(1.0)),), targets))
+    assert loss == loss_of(network(0)(tokens), targets)
+    assert share(Pair(tokens, targets), 1, 2).tokens.equal(tokens[6:])
 
 
 class Fused(nn.Module):
@@ -279,21 +384,6 @@ def test_pipelines_that_cannot_be_are_refused(gloo: Pool) -> None:
             strict=True,
         ):
             assert reason in said
-
-
-def other_model(rank_dependent: str) -> None:
-    """Spread models, or strategies, that differ between ranks."""
-    rank = dist.get_rank()
-    if rank_dependent == "model":
-        as_distributed(nn.Linear(4, 4 + rank), "fsdp")
-    else:
-        as_distributed(nn.Linear(4, 4), ["ddp", "fsdp"][rank])
-
-
-@pytest.mark.parametrize("what", ["model", "strategy"])
-def test_ranks_that_disagree_are_told_rather_than_left_waiting(gloo: Pool, what: str) -> None:
-    with pytest.raises(JobError, match=f"{PeerError.__name__}: rank 1 has another {what}"):
-        gloo.run(2, other_model, what)
 
 
 def test_one_rank_alone_needs_no_job(tmp_path: Any) -> None:

@@ -39,7 +39,10 @@ class Access(Protocol):
         """The parameters."""
 
     def state(self) -> dict[str, Any]:
-        """What the optimizer keeps, its options, and the steps of all workers."""
+        """What the optimizer keeps, and its options."""
+
+    def steps(self) -> dict[int, int]:
+        """By worker, how many steps it has done."""
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Change options of the optimizer."""
@@ -56,7 +59,7 @@ class InProcess:
 
     def __init__(self, shard: Shard, clocks: Clocks, worker: int) -> None:
         self._shard, self._clocks, self._worker = shard, clocks, worker
-        self.pull, self.set_options = shard.pull, shard.set_options
+        self.pull, self.state, self.set_options = shard.pull, shard.state, shard.set_options
 
     def begin_push(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Step."""
@@ -68,9 +71,9 @@ class InProcess:
         self._clocks.tick(self._worker)
         return self._shard.pull()
 
-    def state(self) -> dict[str, Any]:
-        """What the optimizer keeps."""
-        return self._shard.state() | {"steps": self._clocks.steps}
+    def steps(self) -> dict[int, int]:
+        """By worker, how many gradients have come."""
+        return self._clocks.steps
 
     def leave(self) -> None:
         """Not to be waited for any more."""
@@ -116,6 +119,12 @@ class OverSocket:
         tree = unpack(bytes(self._answer()), "state")
         state: dict[str, Any] = put_tensors(tree, _no_array, "state")
         return state
+
+    def steps(self) -> dict[int, int]:
+        """Ask for the clocks."""
+        self._send(Kind.STEPS)
+        steps: dict[int, int] = unpack(bytes(self._answer()), "steps")
+        return steps
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Send the options."""

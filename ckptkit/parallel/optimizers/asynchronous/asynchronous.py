@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_address
 from types import TracebackType
 from typing import Any, Self
 
@@ -74,8 +76,7 @@ class AsynchronousSGD:
     @property
     def steps(self) -> dict[int, int]:
         """By worker, how many steps it has done."""
-        steps: dict[int, int] = next(iter(self._access.values())).state()["steps"]
-        return steps
+        return next(iter(self._access.values())).steps()
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -101,7 +102,8 @@ class AsynchronousSGD:
 
     def meet(self) -> None:
         """Wait for all ranks; then all have the same parameters, and `state_dict` what belongs to
-        them. Every rank calls it, also one that is no worker, before a save and at the end.
+        them. Every rank calls it, also one that is no worker, before a save and at the end: once
+        one is lost the others cannot meet, even with `on_loss="continue"`.
         """
         self._check_open()
         barrier = barrier_of(
@@ -110,11 +112,11 @@ class AsynchronousSGD:
         with leaving(barrier):
             barrier.wait()
             self._pull()
-            states = [access.state() for access in self._access.values()]
+            states, steps = [access.state() for access in self._access.values()], self.steps
             # Nobody pushes again before all have pulled.
             barrier.wait()
         self._met = {
-            "steps": states[0]["steps"],
+            "steps": steps,
             "options": next((s["options"] for s in states if s["options"]), {}),
             "state": {name: kept for s in states for name, kept in s["state"].items()},
         }
@@ -131,15 +133,16 @@ class AsynchronousSGD:
         """Go on from a state, and from the parameters that the model has now; any number of
         servers and workers may have saved it. All ranks load before one steps.
         """
-        if not state:
-            return
         self._shard.take(self._parameters)
+        if not state:
+            return  # of a training that had not begun
         self._shard.load(state["options"], state["state"])
         steps = {int(worker): count for worker, count in state["steps"].items()}
         if set(steps) != set(self._workers):
             # Who did them is of no use to others: all begin alike.
             steps = dict.fromkeys(self._workers, sum(steps.values()) // len(self._workers))
         self._clocks.go_on_from(steps)
+        self._met = {**state, "steps": steps}
 
     def close(self) -> None:
         """Say that this worker has done its last step; a server then still answers the others."""
@@ -189,17 +192,22 @@ class AsynchronousSGD:
         if store is None:
             return dict.fromkeys(used, InProcess(self._shard, self._clocks, rank))
         addresses = PrefixStore(f"ckptkit/{name}", store)
+        addresses.set(f"rank {rank}", socket.gethostname())
         if rank in used:
-            token, host = secrets.token_bytes(TOKEN_BYTES), own_address()
+            hosts = [
+                _wait_for(addresses, f"rank {each}", self._timeout)
+                for each in range(self._world.size)
+            ]
+            token, host = secrets.token_bytes(TOKEN_BYTES), own_address(hosts)
             self._server = Server(self._shard, self._clocks, host, token)
-            addresses.set(str(rank), f"{host}|{self._server.port}|{token.hex()}")
+            addresses.set(f"server {rank}", f"{host}|{self._server.port}|{token.hex()}")
         return {server: self._reach(server, addresses) for server in used}
 
     def _reach(self, server: int, addresses: PrefixStore) -> Access:
         if server == self._world.rank:
             return InProcess(self._shard, self._clocks, server)
         like = [self._parameters[name].detach() for name in self._shares[server]]
-        address = _wait_for(addresses, str(server), self._timeout)
+        address = _wait_for(addresses, f"server {server}", self._timeout)
         return OverSocket(server, address, self._world.rank, like, self._timeout)
 
     def _check_open(self) -> None:
@@ -207,14 +215,31 @@ class AsynchronousSGD:
             raise UsageError("closed: this worker has said that it has done its last step")
 
 
-def own_address() -> str:
-    """The address of this machine as the other ranks of the job see it."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing
-        host: str = probe.getsockname()[0]
-        return host
+def own_address(hosts: Iterable[str]) -> str:
+    """The address of this machine at which the ranks on these hosts reach it."""
+    others = sorted(set(hosts) - {socket.gethostname()})
+    for host in (os.environ.get("MASTER_ADDR", ""), *others):
+        found = _address_towards(host) if host else ""
+        if found and not ip_address(found.partition("%")[0]).is_loopback:
+            return found
+    if others:
+        raise PeerError(
+            "this machine knows no address of its own that other machines reach",
+            where=socket.gethostname(),
+            value=", ".join(others),
+            hint="set MASTER_ADDR to an address of rank 0 that is not a loopback one",
+        )
+    return "127.0.0.1"
+
+
+def _address_towards(host: str) -> str:
+    """The own address that messages to a host come from; empty where there is no way to it."""
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    return ""
 
 
 def _wait_for(store: PrefixStore, key: str, timeout: float) -> str:
@@ -223,7 +248,7 @@ def _wait_for(store: PrefixStore, key: str, timeout: float) -> str:
     except RuntimeError as error:
         raise PeerError(
             f"did not come within {timeout:g} s",
-            where=f"server {key}",
+            where=key,
             hint="every rank makes an AsynchronousSGD",
         ) from error
     return bytes(store.get(key)).decode()

@@ -26,6 +26,7 @@ class Kind(IntEnum):
     LEAVE = 5
     DONE = 6
     FAILED = 7
+    STEPS = 8
 
 
 def send(pipe: socket.socket, kind: Kind, worker: int, parts: Sequence[memoryview] = ()) -> None:

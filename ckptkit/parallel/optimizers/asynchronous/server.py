@@ -108,8 +108,9 @@ class Server:
         if kind in (Kind.PUSH, Kind.PULL):
             answer = [bytes_of(value) for value in self.shard.pull()]
         elif kind == Kind.STATE:
-            state = without_tensors(self.shard.state() | {"steps": self.clocks.steps})
-            answer = [memoryview(dumps(state, "state"))]
+            answer = [memoryview(dumps(without_tensors(self.shard.state()), "state"))]
+        elif kind == Kind.STEPS:
+            answer = [memoryview(dumps(self.clocks.steps, "steps"))]
         send(pipe, Kind.DONE, worker, answer)
         return kind != Kind.LEAVE
 

@@ -37,11 +37,6 @@ class Shard:
         }
         self._optimizer = make_optimizer(self._parameters.values()) if parameters else None
 
-    @property
-    def names(self) -> list[str]:
-        """The parameters, in the order in which they are sent."""
-        return list(self._parameters)
-
     def push(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Step by a worker's gradients; those that are None are of parameters that stay."""
         with self._lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -24,6 +24,9 @@ class Compression(ABC):
     belongs into the checkpoint: `Checkpointer.save(..., state={"compression": compression})`. It
     does not depend on how DDP puts the gradients into buckets.
     """
+
+    remembers: ClassVar[bool] = False
+    """Whether something is left unsent from step to step."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec

@@ -30,6 +30,8 @@ class PowerSGD(Compression):
     made of is torch's: memory is by parameter here, and goes into the checkpoint.
     """
 
+    remembers = True
+
     def __init__(self, spec: str, rank: int, after: int) -> None:
         super().__init__(spec)
         self._rank = rank

@@ -19,6 +19,8 @@ class TopK(Compression):
     All ranks send theirs to all: 8 bytes for each, times the number of the other ranks.
     """
 
+    remembers = True
+
     def __init__(self, spec: str, share: float) -> None:
         super().__init__(spec)
         self._share = share
@@ -50,10 +52,10 @@ class TopK(Compression):
             self._choose(self._name(parameter), gradient)
             for parameter, gradient in zip(bucket.parameters(), gradients, strict=True)
         ]
-        indices = torch.cat([index for index, _ in chosen]).to(torch.int32).view(torch.uint8)
-        values = torch.cat([value for _, value in chosen]).view(torch.uint8)
+        indices = torch.cat([index for index, _, _ in chosen]).to(torch.int32).view(torch.uint8)
+        values = torch.cat([value for _, value, _ in chosen]).view(torch.uint8)
         payload = torch.cat([indices, values])
-        sizes = [len(index) for index, _ in chosen]
+        sizes = [len(index) for index, _, _ in chosen]
         sums = [torch.zeros_like(g, dtype=torch.float32).flatten() for g in gradients]
         # In the order of the ranks, so that the sums are the same in any bucket.
         for data in self.wire.gather(payload, [payload.numel()] * self.wire.size):
@@ -61,21 +63,21 @@ class TopK(Compression):
             where, what = half[0].view(torch.int32).split(sizes), half[1].view(torch.float32)
             for total, index, value in zip(sums, where, what.split(sizes), strict=True):
                 total.index_add_(0, index, value)
-        for gradient, total in zip(gradients, sums, strict=True):
+        each = zip(bucket.parameters(), gradients, sums, chosen, strict=True)
+        for parameter, gradient, total, (_, _, left) in each:
             gradient.copy_(total.div_(self.wire.size).view_as(gradient))
+            residual = self._residuals[self._name(parameter)]
+            # The same on all ranks: after an overflow, which the training skips, all stays.
+            torch.where(total.isfinite().all(), left, residual, out=residual)
         return done(bucket.buffer())
 
-    def _choose(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the largest elements are, and what they are."""
+    def _choose(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Where the largest elements are, what they are, and what is left without them."""
         residual = self._residual(name, gradient)
         total = (residual + gradient).flatten()
         count = math.ceil(self._share * total.numel())
         index = total.abs().topk(count, sorted=False).indices
-        values = total[index]
-        left = total.index_fill(0, index, 0).view_as(residual)
-        # A step with an overflow is one that the training skips: it leaves nothing behind.
-        torch.where(total.isfinite().all(), left, residual, out=residual)
-        return index, values
+        return index, total[index], total.index_fill(0, index, 0).view_as(residual)
 
     def _residual(self, name: str, like: torch.Tensor) -> torch.Tensor:
         if name not in self._residuals:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-# The name that torch gave it in 2.13, and the one it had before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from ckptkit.parallel.communication.torch_group import all_gather_single
 
 
 class Wire:
@@ -75,7 +74,7 @@ class Wire:
         padded = mine.new_zeros(largest)
         padded[: mine.numel()] = mine
         received = mine.new_empty(largest * self.size)
-        _all_gather(received, padded, group=self.group)
+        all_gather_single(received, padded, group=self.group)
         self.sent += padded.nbytes * (self.size - 1)
         rows = received.view(self.size, largest)
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]

@@ -18,7 +18,7 @@ _RULES: dict[str, Rule] = {
     "sqrt": math.sqrt,
 }
 _OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
-_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")
+_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "eta_min")
 
 
 def rule_of(rule: str | Rule) -> Rule:
@@ -43,8 +43,11 @@ def scale(factor: float, optimizer: Optimizer, scheduler: object = None) -> None
                 group[key] = group[key] * factor
     for each in _schedulers(scheduler):
         for name in _OF_SCHEDULERS:
-            if isinstance(getattr(each, name, None), list):
-                setattr(each, name, [rate * factor for rate in getattr(each, name)])
+            found = getattr(each, name, None)
+            if isinstance(found, list):
+                setattr(each, name, [rate * factor for rate in found])
+            elif found is not None:
+                setattr(each, name, found * factor)
 
 
 def _schedulers(scheduler: Any) -> Iterator[Any]:

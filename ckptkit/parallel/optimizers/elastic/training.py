@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -32,6 +33,9 @@ from ckptkit.parallel.optimizers.elastic.sampler import GlobalSampler
 from ckptkit.parallel.optimizers.elastic.seeds import seed_of
 
 log = logging.getLogger("ckptkit.parallel")
+
+_STAY = 10.0  # seconds, for ranks that come to the end a little later
+_PAUSE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,8 @@ class ElasticTraining:
         folder = folder_in_memory(checkpointer.location) if replicas == "auto" else replicas
         self._replicas = None if folder is None else Replicas.of(folder, self._world, timeout)
         self._step, self._saved, self._job = 0, -1, ""
-        self._begin(rule_of(rule), reference or ranks)
+        self._reference = reference or ranks
+        self._begin(rule_of(rule))
 
     @property
     def step(self) -> int:
@@ -133,6 +138,7 @@ class ElasticTraining:
             self._room().wait()  # nobody writes there any more
             if self._world.rank == 0:
                 self._replicas.remove()
+        self._leave()
 
     def __enter__(self) -> Self:
         return self
@@ -152,26 +158,28 @@ class ElasticTraining:
                 # The error that ends the block says more.
                 log.warning("the last replica was not written: %s", problem)
 
-    def _begin(self, rule: Rule, reference: int) -> None:
+    def _begin(self, rule: Rule) -> None:
         newest = self._newest()
         restored = self._restore(newest)
         if restored is None:
             # Replicas belong to a run that has this step: what another left is not taken for it.
             self._job = self._room().share(secrets.token_hex(8))
-            self._adapt(rule, self._world.size / reference)
+            self._adapt(rule(self._world.size / self._reference))
             self._save(self._checkpointer)
             self._checkpointer.wait()
             self._clear(-1)
             return
         document = restored.extra[DOCUMENT]
         self._step, self._job = restored.step, document["job"]
+        self._reference = document["reference"]
         self._saved = restored.step
         self._sampler.load_state_dict(document["sampler"])
         if document["ranks"] == self._world.size:
             set_rng_state(restored.extra["rng"])
         else:  # not what they began with, and not the same on two ranks
             torch.manual_seed(seed_of(self._step, self._world.rank))
-        self._adapt(rule, self._world.size / document["ranks"])
+        before = rule(document["ranks"] / self._reference)
+        self._adapt(rule(self._world.size / self._reference) / before)
         self._clear(newest)
 
     def _newest(self) -> int:
@@ -203,17 +211,17 @@ class ElasticTraining:
             )
         return restored
 
-    def _adapt(self, rule: Rule, ratio: float) -> None:
-        factor = rule(ratio)
+    def _adapt(self, factor: float) -> None:
         if factor != 1:
             scale(factor, self._optimizer, self._scheduler)
             if self._world.rank == 0:
-                log.info("learning rates x %g: there are %g times as many ranks", factor, ratio)
+                log.info("learning rates x %g, for %d ranks", factor, self._world.size)
 
     def _save(self, checkpointer: Checkpointer) -> None:
         document = {
             "job": self._job,
             "ranks": self._world.size,
+            "reference": self._reference,
             "sampler": self._sampler.state_dict(),
         }
         extra = {DOCUMENT: document, "rng": PerRank(rng_state())}
@@ -226,6 +234,17 @@ class ElasticTraining:
             if self._world.rank == 0:
                 self._replicas.clear(but=but)
             self._room().wait()
+
+    def _leave(self) -> None:
+        """Rank 0 goes last: with it may go the store that the others still ask how they met."""
+        world, key = self._world, f"ckptkit/{next_name(self._world, 'left')}"
+        if world.store is None:
+            return
+        left = world.store.add(key, int(world.rank != 0))
+        deadline = time.monotonic() + _STAY
+        while world.rank == 0 and left < world.size - 1 and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+            left = world.store.add(key, 0)
 
     def _room(self) -> Barrier:
         name = next_name(self._world, "elastic")

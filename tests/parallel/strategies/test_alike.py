@@ -1,0 +1,68 @@
+"""Ranks that call `as_distributed` in different ways, and calls that are made again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckptkit.errors import PeerError
+from ckptkit.parallel import as_distributed
+from tests.live.pool import JobError, Pool
+from tests.parallel.strategies.training import spread
+
+
+def disagreeing(what: str) -> None:
+    """Spread a model otherwise on rank 1 than on the others."""
+    is_other = dist.get_rank() == 1
+    model = nn.Linear(4, 5 if is_other and what == "model" else 4)
+    model.bias.requires_grad_(not (is_other and what == "frozen"))
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD}
+    spec = "fsdp"
+    if is_other and what == "strategy":
+        spec = "ddp"
+    elif is_other and what == "mesh":
+        spec = "ddp:2,fsdp:2"
+    elif is_other and what == "group_below":
+        options["group_below"] = 17
+    elif is_other and what == "optimizer":
+        options["optimizer"] = torch.optim.AdamW
+    elif is_other and what == "refused":
+        options["overlap"] = True
+    as_distributed(model, spec, **options)
+
+
+@pytest.mark.parametrize(
+    ("what", "ranks", "said"),
+    [
+        ("model", 2, "another model than rank 0: weight: \\(5, 4\\)"),
+        ("frozen", 2, "another model than rank 0: bias: \\(4,\\) torch.float32 \\(on rank 0"),
+        ("strategy", 2, "another strategy than rank 0: ddp:2"),
+        ("mesh", 4, "another strategy than rank 0: ddp:2,fsdp:2"),
+        ("group_below", 2, "another group_below than rank 0: 17"),
+        ("optimizer", 2, "another optimizer than rank 0: AdamW"),
+    ],
+)
+def test_ranks_that_disagree_are_told_rather_than_left_waiting(
+    gloo: Pool, what: str, ranks: int, said: str
+) -> None:
+    with pytest.raises(JobError, match=f"{PeerError.__name__}: rank 1 has {said}"):
+        gloo.run(ranks, disagreeing, what)
+
+
+def once_spread() -> bool:
+    """Whether the schedule of a pipeline is known again."""
+    made = spread("pp:2")
+    return as_distributed(made.model, "pp:2") is made
+
+
+def test_a_schedule_is_known_again(gloo: Pool) -> None:
+    assert gloo.run(2, once_spread) == [True, True]
+
+
+def test_ranks_are_told_when_one_is_refused(gloo: Pool) -> None:
+    with pytest.raises(JobError, match="because of rank 1: UsageError: overlap is for zero1"):
+        gloo.run(2, disagreeing, "refused")

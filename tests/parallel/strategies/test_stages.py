@@ -1,0 +1,125 @@
+"""Which parameters the stages of a pipeline have, and what becomes of those that are nowhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear, mse_loss
+
+from ckptkit.errors import LayoutError, UsageError
+from ckptkit.parallel import as_distributed
+from tests.live.network import batch, loss_of, network
+from tests.live.pool import Pool
+from tests.parallel.strategies.test_losses import ranks_of
+from tests.parallel.strategies.training import Layered, spread, train, values
+
+WIDTH = 4
+
+
+class Unused(Layered):
+    """A model with a layer that does not run."""
+
+    def __init__(self) -> None:
+        super().__init__(2, WIDTH)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+
+def with_unused() -> list[str]:
+    made = as_distributed(
+        Unused(), "pp:2", optimizer=torch.optim.SGD, microbatches=2, example=torch.ones(2, WIDTH)
+    )
+    made.step(mse_loss, (torch.ones(2, WIDTH), torch.zeros(2, WIDTH)))
+    return list(values(made))
+
+
+def test_what_does_not_run_is_on_a_stage_all_the_same(gloo: Pool) -> None:
+    first, last = gloo.run(2, with_unused)
+    assert sorted(first + last) == sorted(dict(Unused().named_parameters()))
+
+
+class Tied(nn.Module):
+    """A model whose last operation takes the weights of the first layer."""
+
+    def __init__(self, *, by_name: bool) -> None:
+        super().__init__()
+        self.by_name = by_name
+        self.embed: nn.Linear | None = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.weight = self.embed.weight if by_name else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """With the weights under the name that this model gives them."""
+        hidden = hidden if self.embed is None else self.embed(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        if self.embed is not None and not self.by_name:
+            return linear(hidden, self.embed.weight)
+        return hidden if self.weight is None else linear(hidden, self.weight)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_weights_that_two_stages_would_have_are_refused(gloo: Pool, by_name: bool) -> None:
+    for said in gloo.run(2, tied, by_name):
+        assert ("tied weights on two stages" if by_name else "do not give what") in said
+
+
+def tied(by_name: bool) -> str:
+    try:
+        as_distributed(Tied(by_name=by_name), "pp:2", example=torch.ones(2, WIDTH), microbatches=2)
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+STAGES = (("embed", "layers.0"), ("layers.1", "norm", "head", "scale"))
+
+
+def frozen_stage(spec: str, stage: int, location: str) -> dict[str, bool]:
+    """Which parameters training changes where nothing of a stage is trained."""
+    model = network(0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(STAGES[stage]))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    made = as_distributed(
+        model, spec, optimizer=torch.optim.AdamW, microbatches=2, example=batch(0)[0][:2]
+    )
+    train(made, range(2))
+    made.save(location, 2, timeout=30)
+    first = train(made, range(2, 4))
+    made.load(location, timeout=30)
+    assert train(made, range(2, 4)) == first
+    return {name: not value.equal(before[name]) for name, value in values(made).items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("spec", ["pp:2", "pp:2,zero1:2", "pp:2,fsdp:2"])
+def test_a_stage_may_be_frozen(gloo: Pool, tmp_path: Path, spec: str, stage: int) -> None:
+    for changed in gloo.run(ranks_of(spec), frozen_stage, spec, stage, str(tmp_path)):
+        assert changed == {name: not name.startswith(STAGES[stage]) for name in changed}
+
+
+class Passage(NamedTuple):
+    """What a batch may be made of."""
+
+    tokens: torch.Tensor
+    weights: torch.Tensor
+
+
+def odd_targets() -> str:
+    made = spread("pp:2")
+    tokens, targets = batch(0)
+    pair = tokens, Passage(targets, targets)
+    try:
+        made.step(lambda found, wanted: loss_of(found, wanted.tokens), pair)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_targets_that_are_no_tensor_are_refused_on_every_rank(gloo: Pool) -> None:
+    for said in gloo.run(2, odd_targets):
+        assert "the targets of a pipeline are one tensor" in said
