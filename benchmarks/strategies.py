@@ -26,7 +26,13 @@ from ckptkit.parallel import as_distributed
 _SPAWN = mp.get_context("spawn")
 _STEPS = 3
 _MIB = 2**20
+_RANKS = 4
 _SPECS = ("ddp", "zero1", "zero2", "zero3", "ddp:2,fsdp", "tp", "tp:2,fsdp", "pp", "pp:2,fsdp")
+_TAKING: dict[str, tuple[str, dict[str, Any]]] = {spec: (spec, {}) for spec in _SPECS}
+_TAKING["zero1, overlap"] = ("zero1", {"overlap": True})
+_KINDS = ("parameters", "gradients", "optimizer")
+# By strategy, the kinds of which a rank keeps its share.
+_SHARED_OUT = {"zero1": (2,), "zero2": (1, 2), "zero3": (0, 1, 2)}
 _NOTE = (
     "Gloo on one machine, one thread to a rank: what is sent costs little more than memory. Sizes "
     "are MiB of the fullest rank after a step."
@@ -56,14 +62,21 @@ class _Counting(TorchDispatchMode):
 
 def _what_each_takes(repeat: int) -> Section:
     rows = []
-    for spec in _SPECS:
-        found = _on_ranks(4, _taken, spec, repeat)
-        sizes = [f"{max(r['mib'][kind] for r in found):.1f}" for kind in range(3)]
+    fullest: dict[str, list[float]] = {}
+    for name, (spec, options) in _TAKING.items():
+        found = _on_ranks(_RANKS, _taken, spec, options, repeat)
+        sizes = fullest[name] = [max(r["mib"][kind] for r in found) for kind in range(3)]
         sent = f"{max(r['collectives'] for r in found)}"
         seconds = max(median(r["seconds"]) for r in found)
-        rows.append([spec, *sizes, sent, f"{seconds * 1e3:.0f}"])
-    columns = ["4 ranks", "parameters", "gradients", "optimizer", "collectives", "ms a step"]
-    return Section("Strategies: what each takes, llama-like", columns, rows, notes=[_NOTE])
+        rows.append([name, *(f"{size:.1f}" for size in sizes), sent, f"{seconds * 1e3:.0f}"])
+    bars = [
+        Bar(f"{spec}: {_KINDS[kind]} of a rank × {_RANKS} / ddp", share, 1.1, at_least=False)
+        for spec, kinds in _SHARED_OUT.items()
+        for kind in kinds
+        for share in [_RANKS * fullest[spec][kind] / fullest["ddp"][kind]]
+    ]
+    columns = ["4 ranks", *_KINDS, "collectives", "ms a step"]
+    return Section("Strategies: what each takes, llama-like", columns, rows, bars, [_NOTE])
 
 
 def _overhead(repeat: int) -> Section:
@@ -86,7 +99,12 @@ def _grouping(repeat: int) -> Section:
     counts = {n: max(_on_ranks(2, _collectives_of, make)) for n, make in makers.items()}
     fewer = counts["layer by layer"] / counts["grouped"]
     rows = [[n, f"{counts[n]}", f"{median(s) * 1e3:.1f}"] for n, s in found.items()]
+    large = {"grouped": partial(_ours, "fsdp"), "alone": partial(_ours, "fsdp", group_below=0)}
+    times = _slowest(_on_ranks(2, _in_turns, large, repeat))
+    rows += [[f"llama-like, {n}", "", f"{median(s) * 1e3:.1f}"] for n, s in times.items()]
+    slower = _ratio(times, "grouped", "alone")
     bars = [
+        Bar("llama-like: step, grouped / layer by layer", slower, 1.05, at_least=False),
         Bar("1,000 layers of 64x64: collectives, layer by layer / grouped", fewer, 10),
         Bar("1,000 layers of 64x64: step, layer by layer / grouped", faster, 2),
     ]
@@ -94,9 +112,9 @@ def _grouping(repeat: int) -> Section:
     return Section("Strategies: tiny layers", columns, rows, bars, [], found)
 
 
-def _ours(spec: str) -> Step:
+def _ours(spec: str, **options: Any) -> Step:
     torch.manual_seed(0)
-    made = as_distributed(Llama(), spec, optimizer=torch.optim.AdamW)
+    made = as_distributed(Llama(), spec, optimizer=torch.optim.AdamW, **options)
     batch = made.share(words())
     return lambda: float(made.step(loss_of, batch))
 
@@ -112,10 +130,9 @@ def _grouped() -> Step:
     return lambda: float(made.step(nn.functional.mse_loss, batch))
 
 
-def _taken(spec: str, repeat: int) -> dict[str, Any]:
-    options: dict[str, Any] = {}
+def _taken(spec: str, options: dict[str, Any], repeat: int) -> dict[str, Any]:
     if "pp" in spec:
-        options = {"example": words()[0][:1], "microbatches": 4}
+        options = {**options, "example": words()[0][:1], "microbatches": 4}
     made = as_distributed(Llama(), spec, optimizer=torch.optim.AdamW, **options)
     batch = made.share(words())
     made.step(loss_of, batch)

@@ -9,3 +9,11 @@ pytest.register_assert_rewrite(
 )
 
 pytest_plugins = ["tests.servers.fixtures", "tests.live.fixtures"]
+
+# Begun last, any of these would keep one worker busy for minutes after the others have ended.
+LONG = ("test_elastic.py", "test_examples.py", "test_launch.py", "test_ranks.py", "test_matrix.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take long."""
+    items.sort(key=lambda item: item.path.name not in LONG)
