@@ -21,6 +21,11 @@ def address_of(view: memoryview) -> int:
     return address
 
 
+def copy_bytes(source: memoryview, target: memoryview) -> None:
+    """Copy as many bytes while other threads go on: a memoryview would keep the interpreter."""
+    np.frombuffer(target, np.uint8)[...] = np.frombuffer(source, np.uint8)
+
+
 class AlignedBuffer:
     """A writable view of `size` bytes on loan from a pool; give it back, or use it in a `with`."""
 

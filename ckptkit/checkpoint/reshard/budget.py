@@ -22,6 +22,8 @@ _PER_WORKER = 6 * _MIB
 _SPARE = 24 * _MIB
 # Of all memory, what may be on its way from a store that is asked over a network, and to one.
 _SHARE = 4
+# Of all memory, what may be kept of chunks that several packs need, where reading costs more.
+_SHARED = 16
 # A sink that holds fewer parts waits for each.
 _LEAST_PARTS = 2
 # Parts of very large packs are larger, since servers take only so many.
@@ -38,6 +40,8 @@ class Ends:
     """What the sink of one pack may keep; None where it keeps nothing."""
     packs: int
     """How many packs are written at a time."""
+    shared_bytes: int = 0
+    """What may be kept of chunks of the source that several of these need a part of."""
 
     @classmethod
     def of(
@@ -48,17 +52,19 @@ class Ends:
         """
         share, can = memory // _SHARE, destination.abilities
         pace = Pace.of(source, share)
+        kept = 0 if pace.by_rows else memory // _SHARED
         if can.is_file_system:
-            return cls(pace, None, packs)
+            return cls(pace, None, packs, kept if packs > 1 else 0)
         part = max(can.part_size, -(-pack_bytes // _MOST_PARTS))
         least, most = _LEAST_PARTS * part, (can.concurrency + 2) * part
         packs = max(1, min(packs, share // least))
-        return cls(pace, max(least, min(most, share // packs)), packs)
+        sink_bytes = max(least, min(most, share // packs))
+        return cls(pace, sink_bytes, packs, kept if packs > 1 else 0)
 
     @property
     def nbytes(self) -> int:
         """The most of it."""
-        return self.pace.nbytes + (self.sink_bytes or 0) * self.packs
+        return self.pace.nbytes + (self.sink_bytes or 0) * self.packs + self.shared_bytes
 
 
 @dataclass(frozen=True, slots=True)

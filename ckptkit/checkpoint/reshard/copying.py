@@ -17,6 +17,7 @@ from ckptkit.checkpoint.reading import Reader, Request
 from ckptkit.checkpoint.reshard.budget import Budget
 from ckptkit.checkpoint.reshard.casting import cast
 from ckptkit.checkpoint.reshard.objects import objects_of
+from ckptkit.checkpoint.reshard.sharing import PartsOfChunks, SharedChunks
 from ckptkit.checkpoint.reshard.target import Target, TargetArray
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.errors import AlreadyExistsError, PeerError
@@ -39,6 +40,7 @@ class Route:
     store: Store
     prefix: str
     budget: Budget
+    shared: SharedChunks | None = None
 
 
 def begin_pack(target: Target, rank: int, route: Route) -> ImageWriting:
@@ -81,28 +83,31 @@ class CopiedContent(PackContent):
         self._origins = [array for array, _ in arrays]
         self._reader = Reader(route.checkpoint.manifest, route.sources, route.budget.pace)
         self._budget = route.budget
+        self._shared = route.shared
 
     def filled_chunks(self, targets: Mapping[int, memoryview]) -> Iterator[int]:
         """Read for all of them at once: each chunk of the source is read, and checked, once."""
         checked: list[Request] = []
         exact: list[Request] = []
         casts: list[tuple[TargetArray, npt.NDArray[Any], npt.NDArray[Any]]] = []
-        for index, memory in targets.items():
-            place, chunk = self.at(index)
-            array = self._origins[place]
-            box, stored = self.arrays[place].opened(chunk, memory)
-            source = array.chosen.source
-            values = stored
-            if array.chosen.is_cast:
-                values = np.empty(box.shape, source.dtype.bits)
-                casts.append((array, values, stored))
-            request = Request(array.chosen.number, box, values)
-            if self._budget.is_huge(source):
-                exact += _in_bands(request, source.grid, self._budget.chunk_bytes)
-            else:
-                checked.append(request)
-        self._read(checked, verify=True)
-        self._read(exact, verify=False)
+        with PartsOfChunks(self._shared) as parts:
+            for index, memory in targets.items():
+                place, chunk = self.at(index)
+                array = self._origins[place]
+                box, stored = self.arrays[place].opened(chunk, memory)
+                source = array.chosen.source
+                values = stored
+                if array.chosen.is_cast:
+                    values = np.empty(box.shape, source.dtype.bits)
+                    casts.append((array, values, stored))
+                request = Request(array.chosen.number, box, values)
+                if self._budget.is_huge(source):
+                    exact += _in_bands(request, source.grid, self._budget.chunk_bytes)
+                else:
+                    checked += parts.requests(request, source)
+            self._read(checked, verify=True)
+            self._read(parts.copied(), verify=True)
+            self._read(exact, verify=False)
         for array, values, stored in casts:
             dtypes = (array.chosen.source.dtype, array.chosen.dtype)
             cast(array.info.name, values, stored, dtypes)

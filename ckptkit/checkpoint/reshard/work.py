@@ -23,6 +23,7 @@ from ckptkit.checkpoint.reshard.engines import Slice, Task, check_engine, execut
 from ckptkit.checkpoint.reshard.planning import Cost, ReshardPlan, cost_of, plan_of
 from ckptkit.checkpoint.reshard.probe import seconds_for
 from ckptkit.checkpoint.reshard.running import PACKS_AT_ONCE, Packs
+from ckptkit.checkpoint.reshard.sharing import SharedChunks
 from ckptkit.checkpoint.reshard.target import SAVE_ID_PREFIX, Target
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.checkpoint.threads import Progress
@@ -178,7 +179,9 @@ class Work:
         self._check_room(cost, ranks)
         checkpoint = self._checkpoint
         sources = Sources(checkpoint.store, checkpoint.prefix, checkpoint.manifest)
-        route = Route(checkpoint, sources, self.store, self._prefix, self._budget)
+        kept = self._budget.ends.shared_bytes if self._means.is_here else 0
+        shared = SharedChunks(kept) if kept else None
+        route = Route(checkpoint, sources, self.store, self._prefix, self._budget, shared)
         try:
             check_chunks(route, huge_chunks(self.target, route))
             if self._means.is_here:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from ckptkit.errors import AlreadyExistsError, FormatError, NotFoundError
+from ckptkit.storage.buffers import copy_bytes
 from ckptkit.storage.keys import temporary_beside
 from ckptkit.storage.location import Location
 from ckptkit.storage.objects.answers import below
@@ -58,7 +59,7 @@ class Server:
         """Fill the whole buffer from `start`."""
         for done in range(0, buffer.nbytes, _MOST_AT_ONCE):
             piece = buffer[done : done + _MOST_AT_ONCE]
-            piece[:] = self.read(key, start + done, piece.nbytes)
+            copy_bytes(self.read(key, start + done, piece.nbytes), piece)
 
     def read_whole(self, key: str, most: int) -> bytes:
         """A small object, in one request."""

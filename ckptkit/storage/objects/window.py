@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ckptkit.storage.buffers import AlignedBuffer, default_pool
+from ckptkit.storage.buffers import AlignedBuffer, copy_bytes, default_pool
 
 
 class Stopped(Exception):  # noqa: N818 — tells an engine to stop, and is never seen elsewhere
@@ -100,7 +100,7 @@ class Window:
             piece = self._piece(number)
             self._copying += 1
         try:
-            piece.buffer.view[start : start + data.nbytes] = data
+            copy_bytes(data, piece.buffer.view[start : start + data.nbytes])
         finally:
             with self._changed:
                 self._copying -= 1
