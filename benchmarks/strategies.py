@@ -100,7 +100,7 @@ def _grouping(repeat: int) -> Section:
     fewer = counts["layer by layer"] / counts["grouped"]
     rows = [[n, f"{counts[n]}", f"{median(s) * 1e3:.1f}"] for n, s in found.items()]
     large = {"grouped": partial(_ours, "fsdp"), "alone": partial(_ours, "fsdp", group_below=0)}
-    times = _slowest(_on_ranks(2, _in_turns, large, repeat))
+    times = _slowest(_on_ranks(2, _in_turns, large, 3 * repeat))
     rows += [[f"llama-like, {n}", "", f"{median(s) * 1e3:.1f}"] for n, s in times.items()]
     slower = _ratio(times, "grouped", "alone")
     bars = [

@@ -20,7 +20,7 @@ from ckptkit.storage.objects.answers import taken
 from ckptkit.storage.objects.client import Stat, Transient, Upload, Uploads
 from ckptkit.storage.objects.obstore_stores import AnyStore, built
 from ckptkit.storage.objects.settings import Settings
-from ckptkit.storage.objects.signed_bodies import compares_bodies
+from ckptkit.storage.objects.signed_bodies import SignedBodies
 from ckptkit.storage.objects.uploads import begun_uploads
 from ckptkit.storage.ranges import checked_size
 from ckptkit.storage.store import Entries, Entry, Names
@@ -67,7 +67,7 @@ class ObstoreClient:
         self._settings = settings
         self._stores: dict[tuple[int, bool], AnyStore] = {}
         self._building = threading.Lock()
-        self._compared: bool | None = None
+        self._signed_bodies = SignedBodies(top, settings)
         self._uploads = begun_uploads(top, settings)
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
@@ -146,8 +146,8 @@ class ObstoreClient:
     def compares_bodies(self, scratch: str) -> bool | None:
         """One request, and one more where nobody compares: then parts need no signature."""
         if self._top.scheme == "s3":
-            self._compared = compares_bodies(self._top, self._settings, scratch)
-        return self._compared
+            return self._signed_bodies.are_compared(scratch)
+        return None
 
     def uploads(self, folder: str) -> Uploads:
         """S3 alone can be asked, and through botocore alone."""
@@ -165,7 +165,7 @@ class ObstoreClient:
         in_flight = 1 << in_flight.bit_length() if in_flight > _SMALL else 0
         with self._building:
             if (in_flight, retries) not in self._stores:
-                signs = not retries or self._compared is not False
+                signs = not retries or self._signed_bodies.compared is not False
                 self._stores[in_flight, retries] = built(
                     self._top,
                     self._settings,

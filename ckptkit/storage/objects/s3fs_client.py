@@ -20,7 +20,7 @@ from ckptkit.storage.objects.failures import answer_of, translated
 from ckptkit.storage.objects.retrying import Retrying
 from ckptkit.storage.objects.s3_options import config_options, new_session
 from ckptkit.storage.objects.settings import Settings
-from ckptkit.storage.objects.signed_bodies import compares_bodies
+from ckptkit.storage.objects.signed_bodies import SignedBodies
 from ckptkit.storage.objects.uploads import S3Uploads
 from ckptkit.storage.ranges import checked_size
 from ckptkit.storage.store import Entries, Entry, Names
@@ -46,6 +46,7 @@ class S3fsClient:
         self._top = top
         self._settings = settings
         self._uploads = S3Uploads(self)
+        self._signed_bodies = SignedBodies(top, settings)
         self._made: dict[int, Any] = {}
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
@@ -128,7 +129,7 @@ class S3fsClient:
 
     def compares_bodies(self, scratch: str) -> bool | None:
         """One request, and one more where nobody compares."""
-        return compares_bodies(self._top, self._settings, scratch)
+        return self._signed_bodies.are_compared(scratch)
 
     def uploads(self, folder: str) -> Uploads:
         """A request for each thousand uploads, and one for each of them."""

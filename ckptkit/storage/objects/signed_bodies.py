@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
@@ -20,8 +21,26 @@ _MISMATCH = {"XAmzContentSHA256Mismatch", "BadDigest", "InvalidDigest"}
 _log = logging.getLogger("ckptkit.storage")
 
 
-def compares_bodies(top: Location, settings: Settings, scratch: str) -> bool | None:
-    """Send another body than was signed to a scratch key; None where that cannot be found out."""
+class SignedBodies:
+    """What is known of the server of one bucket."""
+
+    def __init__(self, top: Location, settings: Settings) -> None:
+        self._top = top
+        self._settings = settings
+        self._asking = threading.Lock()
+        self.compared: bool | None = None
+        """Whether the server compares them; None where nobody has found out."""
+
+    def are_compared(self, scratch: str) -> bool | None:
+        """The same, found out by way of a scratch key if need be."""
+        with self._asking:
+            if self.compared is None:
+                self.compared = _compares(self._top, self._settings, scratch)
+            return self.compared
+
+
+def _compares(top: Location, settings: Settings, scratch: str) -> bool | None:
+    """Send another body than was signed."""
     if settings.anonymous or find_spec("botocore") is None:
         return None
     where = f"{top}/{scratch}"
