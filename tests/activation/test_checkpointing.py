@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,14 +99,42 @@ def test_less_is_kept_by_each_than_by_the_one_before() -> None:
     assert sizes[3] < sizes[0] / 5
 
 
-def test_full_needs_no_more_than_torchs_own_checkpoint() -> None:
-    ours, theirs = gpt(), gpt()
-    checkpoint_activations(ours, "full")
-    for block in theirs.layers.values():
+def by_torch(blocks: Iterable[nn.Module]) -> None:
+    """Checkpoint each block as torch does by itself."""
+    for block in blocks:
         plain = block.forward
         vars(block)["forward"] = lambda *args, plain=plain, **kwargs: checkpoint(
             plain, *args, use_reentrant=False, **kwargs
         )
+
+
+def perceptrons() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+            for _ in range(4)
+        )
+    )
+
+
+def test_full_needs_no_more_than_torchs_own_checkpoint() -> None:
+    ours, theirs = perceptrons(), perceptrons()
+    checkpoint_activations(ours, "full", blocks=["?"])
+    by_torch(theirs)
+    inputs = torch.randn(32, 64)
+    kept, peak = [], []
+    for model in (ours, theirs):
+        kept.append(kept_bytes(lambda model=model: model(inputs).sum()))  # type: ignore[misc]
+        peak.append(peak_bytes(lambda model=model: model(inputs).sum().backward()))  # type: ignore[misc]
+    assert kept[0] <= kept[1]
+    assert peak[0] <= peak[1]
+
+
+def test_of_buffers_that_blocks_change_full_keeps_a_copy() -> None:
+    ours, theirs = gpt(), gpt()
+    checkpoint_activations(ours, "full")
+    by_torch(theirs.layers.values())
     # It lets its recomputation change the buffer again; ours has what the forward began with.
     buffers = sum(buffer.nbytes for buffer in ours.buffers())
     assert kept_of(ours) <= kept_of(theirs) + buffers

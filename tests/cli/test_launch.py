@@ -150,7 +150,10 @@ def test_ranks_that_start_again_meet_again(tmp_path: Path) -> None:
 def test_a_script_that_is_not_there_is_missed_once() -> None:
     done = launch("--nproc-per-node", "2", "nowhere.py")
     assert done.returncode == 4
-    assert done.stderr == "error: nowhere.py: there is no such script\n"
+    assert done.stderr.splitlines() == [
+        "error: nowhere.py: there is no such script",
+        "hint: check the path; a module is named with -m",
+    ]
 
 
 def test_a_failure_is_a_document_too(tmp_path: Path) -> None:

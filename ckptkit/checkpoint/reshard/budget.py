@@ -51,8 +51,9 @@ class Ends:
         largest pack will be.
         """
         share, can = memory // _SHARE, destination.abilities
-        pace = Pace.of(source, share)
-        kept = 0 if pace.by_rows else memory // _SHARED
+        is_far = not source.abilities.is_file_system
+        kept = memory // _SHARED if is_far else 0
+        pace = Pace.of(source, share - kept)
         if can.is_file_system:
             return cls(pace, None, packs, kept if packs > 1 else 0)
         part = max(can.part_size, -(-pack_bytes // _MOST_PARTS))

@@ -30,7 +30,8 @@ def launch(job: Job, show: Show) -> Outcome:
     """
     script = job.program[0]
     if not script.startswith("-") and not Path(script).exists():
-        raise NotFoundError("there is no such script", where=script)
+        hint = "check the path; a module is named with -m"
+        raise NotFoundError("there is no such script", where=script, hint=hint)
     output = Output(show)
     with _environment(job), _quiet_agent(), _own_signals():
         return run_by_mpirun(job, output) if job.backend == "mpi" else run_by_agent(job, output)

@@ -74,7 +74,7 @@ def test_what_is_under_way_counts_as_memory(memory: int) -> None:
     found = budget(memory * MIB)
     batches = found.workers * 3 * found.batch_bytes
     assert batches + found.ends.nbytes + 24 * MIB <= memory * MIB
-    assert found.ends.nbytes <= memory * MIB * 9 // 16
+    assert found.ends.nbytes <= memory * MIB // 2
     assert found.pace.nbytes * found.workers <= found.ends.pace.nbytes
 
 
