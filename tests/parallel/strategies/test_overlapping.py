@@ -16,10 +16,7 @@ WAYS = ("zero1:2", "zero1:4", "pp:2,zero1:2")
 
 def trained(spec: str, overlap: bool) -> tuple[list[float], Values]:
     dist = spread(spec, overlap=overlap)
-    losses = train(dist, range(STEPS))
-    if overlap:
-        dist.optimizer.wait()
-    return losses, values(dist)
+    return train(dist, range(STEPS)), values(dist)
 
 
 @pytest.mark.parametrize("spec", WAYS)

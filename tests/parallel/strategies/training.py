@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.live.canonical import canonical_names
 from ckptkit.parallel import Distributed, as_distributed
+from ckptkit.parallel.strategies.overlapping import OverlappingZero1
 from tests.live.network import batch, loss_of, network
 
 STEPS = 4
@@ -51,6 +52,8 @@ def train(dist: Distributed, steps: Sequence[int]) -> list[float]:
 
 def values(dist: Distributed) -> dict[str, torch.Tensor]:
     """The whole parameters that this rank knows of."""
+    if isinstance(dist.optimizer, OverlappingZero1):
+        dist.optimizer.wait()
     found = {}
     for module in dist.modules:
         canonical = canonical_names(module)
