@@ -24,6 +24,7 @@ from ckptkit.format.zarr_documents import chunk_key
 from ckptkit.model import Box
 from ckptkit.plan.load import Piece, Pieces, coalesce, join_runs, pieces_of, side_by_side
 from ckptkit.storage import Source, default_pool
+from ckptkit.storage.buffers import copy_bytes
 
 # So many bytes between two pieces are read along everywhere: headers are no longer.
 GAP_BYTES = 4 << 10
@@ -34,6 +35,9 @@ PAGE = 4096
 _AHEAD = 256
 
 _MANY_ROWS = 512
+
+# Copied and checked at a time: so much stays in the cache of a core.
+_CACHED = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,11 +150,10 @@ class Reader:
         pending = iter(job.runs)
         lock = threading.Lock()
         stopped = threading.Event()
-        # Always as much, so that loans find each other again.
-        size = BAND_BYTES + PAGE if self._pace.by_rows else self._pace.request_bytes
 
         def work() -> None:
-            with default_pool().take(size) as scratch:
+            # Always as much, so that loans find each other again.
+            with default_pool().take(BAND_BYTES + PAGE if self._pace.by_rows else 0) as scratch:
                 while not stopped.is_set():
                     with lock:
                         run = next(pending, None)
@@ -162,45 +165,54 @@ class Reader:
 
         run_threads(work, min(threads or self._pace.requests, len(job.runs)), stopped)
 
-    def _fetch(self, source: Source, start: int, memory: memoryview) -> None:
-        """Fill memory, by requests that are not too large where a copy of each is made."""
-        step = len(memory) if self._pace.by_rows else self._pace.request_bytes
-        for begin in range(0, len(memory), step):
-            source.read_into(start + begin, memory[begin : begin + step])
-
     def _read(self, job: Job, run: tuple[int, int], scratch: memoryview, *, verify: bool) -> None:
         first, last = run
-        if first in job.bands:
-            with self._sources.use(int(job.pack[first])) as source:
-                self._read_band(job, run, source, scratch, verify=verify)
-            return
         start = int(job.start[first])
         size = int(job.stop[first:last].max()) - start
-        direct = _direct_target(job, run)
-        with self._sources.use(int(job.pack[first])) as source:
-            if direct is not None:
-                self._fetch(source, start, direct)
+        with ExitStack() as stack:
+            source = stack.enter_context(self._sources.use(int(job.pack[first])))
+            if first in job.bands:
+                self._read_band(job, run, source, scratch, verify=verify)
+            elif not self._pace.by_rows and size <= self._pace.request_bytes:
+                self._scatter(job, run, source.fetch(start, size), verify=verify)
+            elif (direct := _direct_target(job, run)) is not None:
+                crc = self._fill(source, start, direct, verify=verify)
                 if verify:
-                    self._check(job, first, direct)
-            elif size <= len(scratch):
-                self._scatter(job, run, source, scratch[:size], verify=verify)
+                    self._compare(job, first, crc)
             else:
-                with default_pool().take(size) as larger:
-                    self._scatter(job, run, source, larger, verify=verify)
+                if size > len(scratch):
+                    scratch = stack.enter_context(default_pool().take(size))
+                self._fill(source, start, scratch[:size], verify=False)
+                self._scatter(job, run, scratch[:size], verify=verify)
 
-    def _scatter(
-        self, job: Job, run: tuple[int, int], source: Source, memory: memoryview, *, verify: bool
-    ) -> None:
+    def _fill(self, source: Source, start: int, memory: memoryview, *, verify: bool) -> int:
+        """Fill memory, by requests that are not too large where each is in memory besides; its
+        checksum, with `verify`.
+        """
+        if self._pace.by_rows:
+            source.read_into(start, memory)
+            return int(isal_zlib.crc32(memory)) if verify else 0
+        crc, step = 0, self._pace.request_bytes
+        for begin in range(0, len(memory), step):
+            target = memory[begin : begin + step]
+            crc = _copied(source.fetch(start + begin, len(target)), target, crc, verify=verify)
+        return crc
+
+    def _scatter(self, job: Job, run: tuple[int, int], memory: memoryview, *, verify: bool) -> None:
+        """Check what was read, and bring it where it belongs."""
         start = int(job.start[run[0]])
-        self._fetch(source, start, memory)
         for row in range(*run):
             at = int(job.start[row]) - start
             data = memory[at : at + int(job.stop[row] - job.start[row])]
+            if (direct := _direct_target(job, (row, row + 1))) is not None:
+                crc = _copied(data, direct, 0, verify=verify)
+            else:
+                crc = int(isal_zlib.crc32(data)) if verify else 0
             if verify:
-                self._check(job, row, data)
-            request, piece = job.piece(row)
-            target = _view(request.target, piece.target)
-            _place(piece, data, target, partial=not verify)
+                self._compare(job, row, crc)
+            if direct is None:
+                request, piece = job.piece(row)
+                _place(piece, data, _view(request.target, piece.target), partial=not verify)
 
     def _read_band(
         self, job: Job, run: tuple[int, int], source: Source, scratch: memoryview, *, verify: bool
@@ -238,9 +250,6 @@ class Reader:
             for number, crc in enumerate(crcs):
                 self._compare(job, first + number, int(crc))
 
-    def _check(self, job: Job, row: int, data: memoryview) -> None:
-        self._compare(job, row, int(isal_zlib.crc32(data)))
-
     def _compare(self, job: Job, row: int, actual: int) -> None:
         if actual == int(job.crc32[row]):
             return
@@ -263,6 +272,17 @@ def _direct_target(job: Job, run: tuple[int, int]) -> memoryview | None:
     if not piece.is_whole or not target.flags.c_contiguous or not target.size:
         return None
     return target.reshape(-1).view(np.uint8).data
+
+
+def _copied(source: memoryview, target: memoryview, crc: int, *, verify: bool) -> int:
+    """Copy bytes, and go on with a checksum of them while they are in the cache."""
+    step = _CACHED if verify else max(1, len(source))
+    for begin in range(0, len(source), step):
+        block = source[begin : begin + step]
+        copy_bytes(block, target[begin : begin + step])
+        if verify:
+            crc = int(isal_zlib.crc32(block, crc))
+    return crc
 
 
 def _place(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,7 @@ from ckptkit.format.zarr_documents import (
     group_document,
     key_of,
 )
-from ckptkit.storage import Store, default_pool
+from ckptkit.storage import Source, Store, default_pool
 
 _WINDOW = 4 << 20
 
@@ -165,8 +166,7 @@ def _scan(scanned: Scanned, expected: Iterable[_Expected]) -> list[Fault]:
                     return
                 start = window[0].start
                 size = window[-1].stop - start
-                with default_pool().take(size) as memory:
-                    source.read_into(start, memory)
+                with _read(source, start, size, copies=pace.by_rows) as memory:
                     for item in window:
                         faults.extend(_faults(item, memory, start))
                 if scanned.progress:
@@ -174,6 +174,16 @@ def _scan(scanned: Scanned, expected: Iterable[_Expected]) -> list[Fault]:
 
         run_threads(work, scanned.threads or pace.requests, stopped)
     return faults
+
+
+@contextmanager
+def _read(source: Source, start: int, size: int, *, copies: bool) -> Iterator[memoryview]:
+    if not copies:
+        yield source.fetch(start, size)
+        return
+    with default_pool().take(size) as memory:
+        source.read_into(start, memory)
+        yield memory
 
 
 def _windows(expected: Iterable[_Expected], nbytes: int) -> Iterator[list[_Expected]]:

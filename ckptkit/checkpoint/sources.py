@@ -107,10 +107,19 @@ class _Looked(Closing):
         return self._source.size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        try:
+        with self._explained():
             self._source.read_into(offset, buffer)
-        except (NotFoundError, CorruptionError) as error:
-            raise self._sources.explained(self._pack, error) from error
+
+    def fetch(self, offset: int, length: int) -> memoryview:
+        with self._explained():
+            return self._source.fetch(offset, length)
 
     def close(self) -> None:
         self._source.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (NotFoundError, CorruptionError) as error:
+            raise self._sources.explained(self._pack, error) from error

@@ -140,6 +140,11 @@ class _CountingSource(Closing):
         self._source.read_into(offset, buffer)
         self._counting.count("read_into", read=memoryview(buffer).nbytes)
 
+    def fetch(self, offset: int, length: int) -> memoryview:
+        data = self._source.fetch(offset, length)
+        self._counting.count("read_into", read=data.nbytes)
+        return data
+
     def close(self) -> None:
         self._source.close()
 

@@ -152,6 +152,9 @@ class _FailingSource(Closing):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self._failing.attempt("read_into", lambda: self._source.read_into(offset, buffer))
 
+    def fetch(self, offset: int, length: int) -> memoryview:
+        return self._failing.attempt("read_into", lambda: self._source.fetch(offset, length))
+
     def close(self) -> None:
         self._source.close()
 

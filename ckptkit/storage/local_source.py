@@ -39,6 +39,10 @@ class LocalSource(Closing):
                     raise self._shrunk(offset + done)
                 done += count
 
+    def fetch(self, offset: int, length: int) -> memoryview:
+        """These bytes, read as they are."""
+        return memoryview(self.read(offset, length))
+
     def read(self, start: int = 0, length: int | None = None) -> bytes:
         """Exactly these bytes."""
         count = checked_range(self._path, self.size, start, length)

@@ -207,6 +207,11 @@ class MemorySource(Closing):
         if view.nbytes:
             view[:] = self._data[offset : offset + view.nbytes]
 
+    def fetch(self, offset: int, length: int) -> memoryview:
+        """The object's own memory."""
+        checked_range(self._where, self.size, offset, length)
+        return self._data[offset : offset + length]
+
     def close(self) -> None:
         """Let go of the object."""
         self._data.release()

@@ -60,6 +60,9 @@ class Source(Protocol):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill the whole buffer from `offset`; CorruptionError where the object is too short."""
 
+    def fetch(self, offset: int, length: int) -> memoryview:
+        """The same bytes in memory of the store's own: what came over a network is not copied."""
+
     def close(self) -> None:
         """Free what the source holds; closing twice is fine."""
 

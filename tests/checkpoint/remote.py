@@ -101,5 +101,10 @@ class Unasked(Closing):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self.store.fetch(self.key, offset, buffer)
 
+    def fetch(self, offset: int, length: int) -> memoryview:
+        buffer = memoryview(bytearray(length))
+        self.store.fetch(self.key, offset, buffer)
+        return buffer
+
     def close(self) -> None:
         pass

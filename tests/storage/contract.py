@@ -296,7 +296,7 @@ class StoreContract:
         def check(number: int) -> bool:
             offset, buffer = number * 1999, bytearray(997)
             source.read_into(offset, memoryview(buffer))
-            return bytes(buffer) == data[offset : offset + 997]
+            return bytes(buffer) == source.fetch(offset, 997) == data[offset : offset + 997]
 
         with store.open("a") as source, ThreadPoolExecutor(8) as threads:
             assert source.size == len(data)
@@ -308,9 +308,14 @@ class StoreContract:
             for offset, length in ((8, 3), (11, 0), (1 << 62, 1)):
                 with pytest.raises(CorruptionError):
                     source.read_into(offset, memoryview(bytearray(length)))
+                with pytest.raises(CorruptionError):
+                    source.fetch(offset, length)
             with pytest.raises(UsageError):
                 source.read_into(-1, memoryview(bytearray(1)))
+            with pytest.raises(UsageError):
+                source.fetch(-1, 1)
             source.read_into(10, memoryview(bytearray()))
+            assert source.fetch(10, 0) == b""
         source.close()
 
     def test_a_source_outlives_its_name(self, store: Store) -> None:

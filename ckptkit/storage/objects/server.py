@@ -52,8 +52,16 @@ class Server:
         return self._ask("looking", key, lambda: self.client.head(key))
 
     def read(self, key: str, start: int, length: int) -> memoryview:
-        """Exactly these bytes (not none) of an object."""
+        """Exactly these bytes (not none) of an object, in one request."""
         return self._ask("reading", key, lambda: self._read_once(key, start, length))
+
+    def fetch(self, key: str, start: int, length: int) -> memoryview:
+        """The same bytes, as they came; copied only where one request cannot bring them."""
+        if length <= _MOST_AT_ONCE:
+            return self.read(key, start, length)
+        buffer = memoryview(bytearray(length))
+        self.read_into(key, start, buffer)
+        return buffer
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
         """Fill the whole buffer from `start`."""

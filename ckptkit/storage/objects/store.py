@@ -198,6 +198,11 @@ class ObjectSource(Closing):
         checked_range(where, self.size, offset, view.nbytes)
         self._server.read_into(self._path, offset, view)
 
+    def fetch(self, offset: int, length: int) -> memoryview:
+        """These bytes, as they came."""
+        checked_range(self._server.where(self._path), self.size, offset, length)
+        return self._server.fetch(self._path, offset, length) if length else memoryview(b"")
+
     def close(self) -> None:
         """There is nothing to free."""
 
