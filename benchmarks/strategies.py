@@ -18,7 +18,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.by_hand import BY_HAND, Step, layer_by_layer
+from benchmarks.by_hand import BY_HAND, MICROBATCHES, Step, layer_by_layer
 from benchmarks.networks import Layered, Llama, loss_of, words
 from benchmarks.table import Bar, Section
 from ckptkit.parallel import as_distributed
@@ -81,14 +81,15 @@ def _what_each_takes(repeat: int) -> Section:
 
 def _overhead(repeat: int) -> Section:
     rows, bars, samples = [], [], dict[str, list[float]]()
-    for spec in BY_HAND:
+    for spec, (ranks, _) in BY_HAND.items():
         makers = {"in one line": partial(_ours, spec), "by hand": partial(_theirs, spec)}
-        found = _slowest(_on_ranks(2, _in_turns, makers, repeat))
+        found = _slowest(_on_ranks(ranks, _in_turns, makers, repeat))
         samples |= {f"{spec}, {name}": seconds for name, seconds in found.items()}
         ratio = _ratio(found, "in one line", "by hand")
-        rows.append([spec, *(f"{median(s) * 1e3:.1f}" for s in found.values()), f"{ratio:.3f}"])
+        times = (f"{median(s) * 1e3:.1f}" for s in found.values())
+        rows.append([spec, str(ranks), *times, f"{ratio:.3f}"])
         bars.append(Bar(f"as_distributed {spec}: step / by hand", ratio, 1.03, at_least=False))
-    columns = ["2 ranks", "in one line, ms", "by hand, ms", "ratio"]
+    columns = ["", "ranks", "in one line, ms", "by hand, ms", "ratio"]
     return Section("Strategies: a step against torch by hand", columns, rows, bars, [], samples)
 
 
@@ -114,14 +115,20 @@ def _grouping(repeat: int) -> Section:
 
 def _ours(spec: str, **options: Any) -> Step:
     torch.manual_seed(0)
-    made = as_distributed(Llama(), spec, optimizer=torch.optim.AdamW, **options)
+    made = as_distributed(
+        Llama(), spec, optimizer=torch.optim.AdamW, **_for_stages(spec), **options
+    )
     batch = made.share(words())
     return lambda: float(made.step(loss_of, batch))
 
 
 def _theirs(spec: str) -> Step:
     torch.manual_seed(0)
-    return BY_HAND[spec](Llama(), words())
+    return BY_HAND[spec][1](Llama(), words())
+
+
+def _for_stages(spec: str) -> dict[str, Any]:
+    return {"example": words()[0][:1], "microbatches": MICROBATCHES} if "pp" in spec else {}
 
 
 def _grouped() -> Step:
@@ -131,8 +138,7 @@ def _grouped() -> Step:
 
 
 def _taken(spec: str, options: dict[str, Any], repeat: int) -> dict[str, Any]:
-    if "pp" in spec:
-        options = {**options, "example": words()[0][:1], "microbatches": 4}
+    options = {**options, **_for_stages(spec)}
     made = as_distributed(Llama(), spec, optimizer=torch.optim.AdamW, **options)
     batch = made.share(words())
     made.step(loss_of, batch)

@@ -65,7 +65,8 @@ def prune(
     found = ckptkit.Run(run, storage_options=storage_options)
     work = found.plan_prune if dry_run else found.prune
     removals = work(keep_last=keep_last, keep_every=keep_every, grace=grace)
-    if not removals:
+    young = [] if removals or not grace else found.plan_prune(grace=0)
+    if not removals and not young:
         open_run(run, storage_options)  # which says what is wrong with a place that is no run
     gone = {removal.step for removal in removals if removal.kind == "step"}
     doc = {
@@ -73,6 +74,7 @@ def prune(
         "dry_run": dry_run,
         "removed": [_removed(removal) for removal in removals],
         "bytes": sum(removal.nbytes for removal in removals),
+        "young": len(young),
         "kept": [step for step in found.steps() if step not in gone],
     }
     if as_json:
@@ -98,4 +100,7 @@ def _lines(doc: dict[str, Any]) -> list[str]:
     ]
     verb = "would free" if doc["dry_run"] else "freed"
     total = f"{verb} {size_text(doc['bytes'])}; kept: {counted(len(doc['kept']), 'step')}"
-    return [*aligned(rows, right=[1, 2]), total]
+    lines = [*aligned(rows, right=[1, 2]), total]
+    if doc["young"]:
+        lines.append(f"left alone, as younger than --grace: {counted(doc['young'], 'leftover')}")
+    return lines

@@ -1,6 +1,7 @@
 """Save to S3, load from it, reshard within it: on a moto server that this program starts.
 
-Run: python examples/save_to_s3.py   (pip install 'ckptkit[s3]' 'moto[server]')
+Run: python examples/save_to_s3.py   (pip install 'ckptkit[s3]' 'moto[server]' 'boto3<1.43.118',
+which keeps pip from a boto3 that no s3fs goes with yet)
 The lines with ckptkit are the same for a real bucket: leave `storage_options` out, and set AWS_*.
 """
 

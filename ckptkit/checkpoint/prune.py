@@ -76,14 +76,18 @@ def plan_prune(
     not count as newer ones.
 
     A step whose manifest cannot be read is left alone, and does not count among those that are
-    kept: it may be rebuilt, and what it names is unknown. `now` is the time by the store's clock.
+    kept: it may be rebuilt, and what it names is unknown. So are steps that miss packs, where they
+    are newer than all that are whole. `now` is the time by the store's clock.
     """
     folders = step_folders(store)
     manifests = _manifests(store, folders)
     readable = [step for step, manifest in manifests.items() if manifest is not None]
-    above = {step for step in readable if up_to is not None and step > up_to}
-    older = [step for step in readable if step not in above]
-    kept = kept_steps(older, keep_last=keep_last, keep_every=keep_every) | above
+    spared = {step for step in readable if up_to is not None and step > up_to}
+    older = sorted(step for step in readable if step not in spared)
+    if keep_last is not None or keep_every is not None:
+        while older and not _is_whole(store, folders[older[-1]], manifests[older[-1]]):
+            spared.add(older.pop())
+    kept = kept_steps(older, keep_last=keep_last, keep_every=keep_every) | spared
     # Without a grace all is old, whatever the clock says that things were stamped with.
     before = (time.time() if now is None else now) - grace if grace > 0 else math.inf
     can_tell = grace <= 0 or store.abilities.modified_times  # whether a save is under way
@@ -137,6 +141,15 @@ def clock_of(store: Store) -> float:
         return now
     finally:
         store.delete(gone)
+
+
+def _is_whole(store: Store, folder: str, manifest: Manifest | None) -> bool:
+    """Whether all packs are there and none was cut off, without a look into them."""
+    if manifest is None:
+        return False
+    data = data_prefix(folder, manifest.save.save_id)
+    found = {entry.key: entry.size for entry in store.list(data)}
+    return all(found.get(f"{data}/{pack.name}") == pack.size for pack in manifest.packs)
 
 
 def _step(store: Store, step: int, folder: str, save_id: str) -> Removal:

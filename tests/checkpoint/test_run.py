@@ -136,6 +136,19 @@ def test_every_manifest_goes_before_its_data_and_old_steps_before_new_ones() -> 
     assert deleted[2] == manifest(2)
 
 
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_of_the_steps_that_are_whole_the_newest_stays(damage: str) -> None:
+    store = save_steps(1, 2, 3)
+    (pack,) = (entry.key for entry in store.list("step-0000000003/data"))
+    data = store.read(pack)
+    store.delete([pack])
+    if damage == "short":
+        store.put(pack, data[:-1])
+    assert [removal.step for removal in Run(store).prune(keep_last=1)] == [1]
+    assert Run(store).steps() == [2, 3]
+    assert ckptkit.verify(at_step(store, 2)) == []
+
+
 @pytest.mark.parametrize("how", ["prune", "delete"])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_deletion_that_fails_leaves_no_step_that_looks_whole_and_is_not(

@@ -60,8 +60,16 @@ def test_what_a_killed_commit_left_is_deleted(run: Path) -> None:
 
 
 def test_nothing_to_delete_is_no_failure(run: Path) -> None:
-    result = ckpt("prune", run)
+    result = ckpt("prune", run, "--grace", "0")
+    result = ckpt("prune", run, "--grace", "0")
     assert (result.exit_code, result.stdout) == (0, "freed 0 B; kept: 2 steps\n")
+
+
+def test_what_is_too_young_to_go_is_counted(run: Path) -> None:
+    told = "freed 0 B; kept: 2 steps\nleft alone, as younger than --grace: 1 leftover\n"
+    assert ckpt("prune", run).stdout == told
+    assert document("prune", run)["young"] == 1
+    assert document("prune", run, "--grace", "0")["young"] == 0
 
 
 def test_a_grace_that_means_nothing_deletes_nothing(run: Path) -> None:

@@ -18,6 +18,7 @@ from tests.servers.faults import (
     Delay,
     Fault,
     FlipUpload,
+    Hold,
     LoseAnswer,
     ResetDownload,
     ResetUpload,
@@ -214,3 +215,30 @@ def test_parts_may_take_as_long_as_a_slow_way_up_needs(
         sink.finish()
     assert len(proxy.met) == 3, "nothing was sent twice"
     assert store.read("several") == data
+
+
+def test_an_upload_of_which_nothing_is_taken_says_so(
+    bucket: Bucket,
+    proxy: Proxy,
+    engine: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.objects.sink._PATIENCE", 0.05)
+    held = Hold()
+    proxy.inject(held, kind("PUT", query="partNumber"))
+    more = {"engine": engine, "part_size": PIECE}
+    store = open_store(bucket.url, bucket.through(proxy.endpoint, **more))
+    data = random.Random(7).randbytes(2 * PIECE)
+    with caplog.at_level(logging.WARNING, "ckptkit"):
+        sink = store.create("a", [len(data)])
+        sink.write(0, memoryview(data))
+        finishing = threading.Thread(target=sink.finish, daemon=True)
+        finishing.start()
+        assert held.come.wait(30)
+        while "taken nothing" not in caplog.text:
+            time.sleep(0.01)
+        held.go.set()
+        finishing.join(60)
+    assert f"writing of {bucket.url}/a: the server has taken nothing for" in caplog.text
+    assert store.read("a") == data

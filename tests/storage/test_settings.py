@@ -70,6 +70,7 @@ def test_encryption_is_given_up_only_when_asked_for() -> None:
         ({"anonymous": True, "access_key": "a", "secret_key": "SECRET"}, "anonymous"),
         ({"profile": "p", "access_key": "a", "secret_key": "SECRET"}, "profile"),
         ({"secret_key": "SECRET"}, "access_key"),
+        ({"secret_key": "SECRET", "access_key": ""}, "access_key is empty"),
         ({"endpoint": "http://x", "http": False}, "http"),
         ({"endpoint": "http://127.0.0.1:9", "path_style": False}, "path_style"),
         ({"endpoint": "ftp://x"}, "endpoint"),

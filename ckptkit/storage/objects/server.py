@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from ckptkit.errors import AlreadyExistsError, FormatError, NotFoundError
+from ckptkit.errors import (
+    AlreadyExistsError,
+    CkptkitError,
+    FormatError,
+    NotFoundError,
+    StorageError,
+)
 from ckptkit.storage.buffers import copy_bytes
 from ckptkit.storage.keys import temporary_beside
 from ckptkit.storage.location import Location
@@ -40,6 +46,7 @@ class Server:
         self._retry = Retrying(settings.deadline)
         # Over https nobody can change a body on its way.
         self._checks_etags = settings.is_plain
+        self._is_one = False
         self._asked_who_compares = False
         self._asking = threading.Lock()
 
@@ -105,11 +112,15 @@ class Server:
 
     def list(self, folder: str) -> Entries:
         """Every object below a folder."""
-        return self._ask("listing", folder, lambda: self.client.list(folder))
+        found = self._ask("listing", folder, lambda: self.client.list(folder))
+        self._believe(folder, found)
+        return found
 
     def children(self, folder: str) -> Names:
         """The names directly below a folder."""
-        return self._ask("listing", folder, lambda: self.client.children(folder))
+        found = self._ask("listing", folder, lambda: self.client.children(folder))
+        self._believe(folder, found)
+        return found
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, in any order."""
@@ -136,6 +147,23 @@ class Server:
         """
         self._checks_etags = False
         _log.info("the ETags of %s are no MD5s; they are not looked at any more", self.where(key))
+
+    def _believe(self, folder: str, found: Sequence[object]) -> None:
+        """That nothing is there: web servers that answer anything with some page say it, too."""
+        if not self._is_one and not found:
+            self._refuse_others(temporary_beside(f"{folder}/x" if folder else "x"))
+        self._is_one = True
+
+    def _refuse_others(self, nothing: str) -> None:
+        try:
+            self.head(nothing)
+        except CkptkitError:
+            return
+        raise StorageError(
+            "what answers there is no object store: it has any object that it is asked for",
+            where=self.where(nothing),
+            hint="check the endpoint: another port or path of the server, a proxy, a login page",
+        )
 
     def _ask_who_compares(self, key: str) -> None:
         with self._asking:

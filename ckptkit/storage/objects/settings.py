@@ -113,6 +113,12 @@ def read_settings(
 
 def _refuse_conflicts(scheme: str, given: Options, settings: Settings) -> None:
     keys = [name for name in ("access_key", "secret_key", "session_token") if name in given]
+    for name in keys:
+        if not given[name]:
+            raise UsageError(
+                f"the storage option {name} is empty",
+                hint="leave it out to take the credentials of the environment",
+            )
     if settings.anonymous and (keys or "profile" in given):
         raise _conflict("anonymous", *keys, *(["profile"] if "profile" in given else []))
     if keys and "profile" in given:

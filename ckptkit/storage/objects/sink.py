@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 
 from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError, StorageError
@@ -16,6 +18,10 @@ from ckptkit.storage.parts import Parts
 # S3 takes 10,000 parts.
 _MOST_PIECES = 9_000
 _PIECE_STEP = 1 << 20
+# An engine that sends a piece again may say nothing, for as long as its deadline is.
+_PATIENCE = 30.0
+
+_log = logging.getLogger("ckptkit.storage")
 
 
 def piece_size(total: int, preferred: int) -> int:
@@ -93,9 +99,10 @@ class ObjectSink:
     def _run(self) -> None:
         try:
             pieces = self._window.pieces()
-            self._etag = self._server.client.upload(
-                self._key, pieces, self._size, self._concurrency
-            )
+            with _watched(self._window, self._where):
+                self._etag = self._server.client.upload(
+                    self._key, pieces, self._size, self._concurrency
+                )
         except BaseException as error:  # noqa: BLE001 — whoever writes or finishes raises it
             self._error = error
             self._window.stop()
@@ -150,3 +157,28 @@ class ObjectSink:
             hint="check the endpoint and the network, then save again; "
             "a slow one needs fewer bytes at a time (concurrency) or a longer timeout",
         )
+
+
+@contextmanager
+def _watched(window: Window, where: str) -> Iterator[None]:
+    """Say so while a server takes nothing of what it is sent."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        last, waited = window.under_way, 0.0
+        while not ended.wait(_PATIENCE):
+            now = window.under_way
+            waits_for_us = not now[1] and not window.is_empty
+            waited = 0.0 if now != last or waits_for_us else waited + _PATIENCE
+            last = now
+            if waited:
+                _log.warning(
+                    "writing of %s: the server has taken nothing for %.0f s, still trying",
+                    where, waited,
+                )  # fmt: skip
+
+    threading.Thread(target=watch, name="upload watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

@@ -68,6 +68,11 @@ class Window:
         """Whether every piece was handed over."""
         return self._next == self.count
 
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """How many pieces were handed over, and how many of them nobody has let go of yet."""
+        return self._next, self._lent
+
     def pieces(self) -> Iterator[memoryview]:
         """Each piece in turn, once it is whole; `Stopped` after `stop`."""
         for number in range(self.count):
