@@ -116,7 +116,7 @@ def _grouping(repeat: int) -> Section:
 def _ours(spec: str, **options: Any) -> Step:
     torch.manual_seed(0)
     made = as_distributed(
-        Llama(), spec, optimizer=torch.optim.AdamW, **_for_stages(spec), **options
+        Llama(), spec, optimizer=torch.optim.AdamW, **_options_for(spec), **options
     )
     batch = made.share(words())
     return lambda: float(made.step(loss_of, batch))
@@ -127,8 +127,12 @@ def _theirs(spec: str) -> Step:
     return BY_HAND[spec][1](Llama(), words())
 
 
-def _for_stages(spec: str) -> dict[str, Any]:
-    return {"example": words()[0][:1], "microbatches": MICROBATCHES} if "pp" in spec else {}
+def _options_for(spec: str) -> dict[str, Any]:
+    """With an example a model is cut as far as that shows to be right."""
+    options: dict[str, Any] = {}
+    if "tp" in spec or "pp" in spec:
+        options["example"] = words()[0][:1]
+    return options | ({"microbatches": MICROBATCHES} if "pp" in spec else {})
 
 
 def _grouped() -> Step:
@@ -138,7 +142,7 @@ def _grouped() -> Step:
 
 
 def _taken(spec: str, options: dict[str, Any], repeat: int) -> dict[str, Any]:
-    options = {**options, **_for_stages(spec)}
+    options = {**options, **_options_for(spec)}
     made = as_distributed(Llama(), spec, optimizer=torch.optim.AdamW, **options)
     batch = made.share(words())
     made.step(loss_of, batch)

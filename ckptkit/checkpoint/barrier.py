@@ -41,6 +41,13 @@ class Barrier(Protocol):
         """Tell the others that this rank has failed, without waiting for them; never raises."""
 
 
+class Gathering(Barrier, Protocol):
+    """A barrier at which rank 0 also hears what the others have to say."""
+
+    def collect(self, data: bytes) -> list[bytes]:
+        """The data of all ranks, in their order, on rank 0; on the others their own."""
+
+
 class SoloBarrier:
     """The barrier of a single rank."""
 
@@ -53,6 +60,10 @@ class SoloBarrier:
 
     def wait(self) -> None:
         """Nobody to wait for."""
+
+    def collect(self, data: bytes) -> list[bytes]:
+        """The data itself."""
+        return [data]
 
     def leave(self, problem: str) -> None:
         """Nobody to tell."""
@@ -99,6 +110,14 @@ class ThreadBarrier:
             if room.arrived[number] < self.world_size:
                 raise self._missed()
 
+    def collect(self, data: bytes) -> list[bytes]:
+        """The data of all threads, for rank 0."""
+        with self._room.changed:
+            said = self._room.said.setdefault(self._round, {})
+            said[self.rank] = data
+        self.wait()
+        return [said[rank] for rank in range(self.world_size)] if self.rank == 0 else [data]
+
     def leave(self, problem: str) -> None:
         """Leave word, and wake those who wait."""
         with self._room.changed:
@@ -129,6 +148,7 @@ class _Room:
         self.changed = threading.Condition()
         self.shared: dict[int, str] = {}
         self.arrived: dict[int, int] = {}
+        self.said: dict[int, dict[int, bytes]] = {}
         self.left: dict[int, str] = {}
 
 

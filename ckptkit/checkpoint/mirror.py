@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from ckptkit.checkpoint.barrier import Barrier
+from ckptkit.checkpoint.barrier import Barrier, Gathering
 from ckptkit.checkpoint.locate import read_manifest
-from ckptkit.checkpoint.places import step_name
+from ckptkit.checkpoint.places import described, step_name
 from ckptkit.checkpoint.prune import Removal, kept_steps, remove
 from ckptkit.checkpoint.run import Run
-from ckptkit.checkpoint.transfer import CopyOptions, copy_step
+from ckptkit.checkpoint.transfer import CopyOptions, UnsoundStepError, copy_step
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
@@ -97,7 +97,8 @@ class Mirror:
                     self.local.delete([mark])
 
     def candidates(self, step: int | None, *, fallback: bool) -> list[tuple[int, str]]:
-        """The steps to load from, best first, and in which place; more than one with `fallback`.
+        """The steps to load from, best first, and in which place; without `fallback` only the first
+        save, in all places that have it.
 
         Where both places have the same save of a step the local one is nearer; of two saves the
         later counts.
@@ -109,16 +110,18 @@ class Mirror:
         for number in numbers:
             sides = [REMOTE] if number in there or number not in here else []
             if number in here:
-                sides = self._in_order(number) if sides else [LOCAL]
+                sides = self._in_order(number, both=fallback) if sides else [LOCAL]
             found += [(number, side) for side in sides]
             if not fallback:
                 break
-        return found if fallback else found[:1]
+        return found
 
-    def upload(self, barrier: Barrier, up_to: int | None = None) -> None:
+    def upload(self, barrier: Gathering, up_to: int | None = None) -> None:
         """Copy all local steps that are not in the other place, and that retention keeps, oldest
         first; then delete what retention does not keep, in both places, of the steps up to the one
         that was saved just now. A call of all ranks.
+
+        A local step that is damaged is said in the log, once, and stays: no later save mends it.
         """
         with _leaving(barrier):
             pending = self._pending(up_to) if barrier.rank == 0 else []
@@ -177,8 +180,8 @@ class Mirror:
                 error.hint += "fallback=True loads the newest step that is local"
             raise
 
-    def _in_order(self, step: int) -> list[str]:
-        """The places of a step that is in both."""
+    def _in_order(self, step: int, *, both: bool = True) -> list[str]:
+        """The places of a step that is in both; of two saves only the later without `both`."""
         here, there = (_save_of(store, step) for store in (self.local, self.remote))
         if here is None or there is None:
             return [LOCAL, REMOTE]
@@ -187,21 +190,37 @@ class Mirror:
             return [LOCAL, REMOTE]
         newer = LOCAL if here.time >= there.time else REMOTE
         log.warning("step %d was saved twice: that in the %s place is newer", step, newer)
-        return [LOCAL, REMOTE] if newer == LOCAL else [REMOTE, LOCAL]
+        older = REMOTE if newer == LOCAL else LOCAL
+        return [newer, older] if both else [newer]
 
     def _saved_here(self) -> dict[int, str]:
         """The save ids of the local steps; what cannot be read is left out."""
         found: dict[int, str] = {}
         for step in Run(self.local).steps():
-            save = _save_of(self.local, step)
-            if save is None:
-                log.error("step %d of %s cannot be read", step, self.local.location)
-            else:
-                found[step] = save.save_id
+            try:
+                found[step] = read_manifest(self.local, step_name(step)).save.save_id
+            except NotFoundError:
+                continue  # it was deleted meanwhile
+            except FormatError as error:
+                self._report(step, "", error)
         return found
 
+    def _report(self, step: int, save_id: str, error: FormatError) -> None:
+        """Say once that a local step will not be copied."""
+        if (step, save_id) in self._memory.damaged:
+            return
+        self._memory.damaged.add((step, save_id))
+        log.error(
+            "%s cannot be copied and stays where it is, other steps are copied: %s: %s; %s",
+            described(self.local, step_name(step)),
+            error.where,
+            error.what,
+            error.hint or "`ckpt verify` lists what is wrong with it",
+        )
+
     def _pending(self, up_to: int | None) -> list[int]:
-        here, memory = self._saved_here(), self._memory
+        memory = self._memory
+        here = {s: i for s, i in self._saved_here().items() if (s, i) not in memory.damaged}
         if memory.arrived.issuperset(here.items()):
             return []
         there = set(Run(self.remote).steps())
@@ -221,10 +240,14 @@ class Mirror:
         # Overwriting is for what was saved since: a later save there is not to be lost.
         return self._options.overwrite and self._in_order(step)[0] == REMOTE
 
-    def _copy(self, step: int, barrier: Barrier) -> None:
+    def _copy(self, step: int, barrier: Gathering) -> None:
         started = time.perf_counter()
         self._memory.failed.add(step)
-        copied = copy_step(self.local, self.remote, step, barrier, self._options)
+        try:
+            copied = copy_step(self.local, self.remote, step, barrier, self._options)
+        except UnsoundStepError as error:
+            self._leave_out(step, error, barrier)
+            return
         self._memory.failed.discard(step)
         if barrier.rank == 0:
             # By now the local folder may have another save of the step, which has not arrived.
@@ -236,6 +259,14 @@ class Mirror:
                 copied.nbytes / 1e9,
                 time.perf_counter() - started,
             )
+
+    def _leave_out(self, step: int, error: UnsoundStepError, barrier: Barrier) -> None:
+        """Go on without a damaged step, which no attempt to copy it again will mend."""
+        self._memory.failed.discard(step)
+        there = _save_of(self.local, step) if barrier.rank == 0 else None
+        # What was deleted meanwhile, or saved anew, is no damage: the latter is copied next time.
+        if there is not None and there.save_id == error.save_id:
+            self._report(step, error.save_id, error)
 
     def _prune(self, barrier: Barrier, up_to: int | None) -> None:
         rules = self._retention
@@ -273,6 +304,8 @@ class _Memory:
     arrived: set[tuple[int, str]] = field(default_factory=set)
     """(step, save id) of what the other place has, or had until it was deleted there, or has a
     later save of that overwrote it."""
+    damaged: set[tuple[int, str]] = field(default_factory=set)
+    """(step, save id) of local steps that cannot be copied; no id where that cannot be read."""
     failed: set[int] = field(default_factory=set)
 
 

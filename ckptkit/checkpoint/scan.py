@@ -48,7 +48,7 @@ class Scanned:
 
 
 @dataclass(frozen=True, slots=True)
-class _Expected:
+class Expected:
     """An entry, and what is to be compared besides its CRC, as far as that is known."""
 
     entry: Entry
@@ -70,16 +70,16 @@ def scan_pack(scanned: Scanned, found: PackRecord) -> list[Fault]:
     """(offset, what) for everything in a pack that is not as its record says."""
     misplaced: list[Fault] = []
     # Gone through twice, so that there is no object for each chunk.
-    closing = directory(item.entry for item in _placed(found, misplaced))
+    closing = directory(item.entry for item in placed(found, misplaced))
     if misplaced:
         return misplaced
-    faults = _scan(scanned, _placed(found, misplaced))
+    faults = _scan(scanned, placed(found, misplaced))
     position = found.entry.offset + found.entry.length
     if found.pack.size != position + len(closing):
         return [*faults, (position, "the directory has another length than it should")]
     actual = scanned.store.read(scanned.key, position, len(closing))
     if actual != closing:
-        faults.append((position + _first_difference(actual, closing), "the directory is damaged"))
+        faults.append((position + first_difference(actual, closing), "the directory is damaged"))
     return sorted(faults)
 
 
@@ -87,7 +87,7 @@ def scan_chunks(scanned: Scanned, manifest: Manifest, pack: int) -> list[Fault]:
     """The chunks of a pack whose record cannot be read, by what the manifest says of them."""
     rows = np.flatnonzero(manifest.pack == pack)
     rows = rows[np.argsort(manifest.offset[rows])]
-    expected = (_Expected(_chunk(manifest, int(row))) for row in rows)
+    expected = (Expected(_chunk(manifest, int(row))) for row in rows)
     return sorted(_scan(scanned, expected))
 
 
@@ -95,19 +95,24 @@ def scan_groups(
     store: Store, key: str, manifest: Manifest, records: Sequence[Record]
 ) -> list[Fault]:
     """The same for the pack of group documents, whose bytes are known."""
+    expected = groups_bytes(manifest, records)
+    if store.size(key) != len(expected):
+        return [(0, "not the group documents of the step")]
+    actual = store.read_whole(key, len(expected))
+    if actual == expected:
+        return []
+    return [(first_difference(actual, expected), "not the group documents of the step")]
+
+
+def groups_bytes(manifest: Manifest, records: Iterable[Record]) -> bytes:
+    """All of the pack of group documents that no rank wrote."""
     written = {document.name for record in records for document in record.documents}
     groups = {group for array in manifest.arrays for group in ancestors(array.name)}
     image, closing = groups_image(sorted(g for g in groups if key_of(g) not in written))
     expected = bytearray(image.end)
     for segment in image.segments(1 << 30):
         image.fill(segment, memoryview(expected)[segment.start : segment.stop])
-    expected += closing
-    if store.size(key) != len(expected):
-        return [(0, "not the group documents of the step")]
-    actual = store.read_whole(key, len(expected))
-    if actual == expected:
-        return []
-    return [(_first_difference(actual, expected), "not the group documents of the step")]
+    return bytes(expected + closing)
 
 
 def _chunk(manifest: Manifest, row: int) -> Entry:
@@ -118,7 +123,7 @@ def _chunk(manifest: Manifest, row: int) -> Entry:
     return Entry(name, *extent, int(manifest.crc32[row]))
 
 
-def _placed(found: PackRecord, misplaced: list[Fault]) -> Iterator[_Expected]:
+def placed(found: PackRecord, misplaced: list[Fault]) -> Iterator[Expected]:
     """All entries in pack order, up to one that does not begin where the one before it ends: that
     one is added to the faults.
     """
@@ -128,7 +133,7 @@ def _placed(found: PackRecord, misplaced: list[Fault]) -> Iterator[_Expected]:
             what = f"the record leaves a gap or an overlap before {entry.name}"
             misplaced.append((position, what))
             return
-        yield _Expected(entry, position, document)
+        yield Expected(entry, position, document)
         position = entry.offset + entry.length
 
 
@@ -149,7 +154,7 @@ def _document(array: ArrayInfo | None) -> bytes:
     return group_document() if array is None else array_document(array)
 
 
-def _scan(scanned: Scanned, expected: Iterable[_Expected]) -> list[Fault]:
+def _scan(scanned: Scanned, expected: Iterable[Expected]) -> list[Fault]:
     pace = Pace.of(scanned.store)
     pending = iter(_windows(expected, _WINDOW if pace.by_rows else pace.request_bytes))
     lock = threading.Lock()
@@ -168,7 +173,7 @@ def _scan(scanned: Scanned, expected: Iterable[_Expected]) -> list[Fault]:
                 size = window[-1].stop - start
                 with _read(source, start, size, copies=pace.by_rows) as memory:
                     for item in window:
-                        faults.extend(_faults(item, memory, start))
+                        faults.extend(faults_of(item, memory, start))
                 if scanned.progress:
                     scanned.progress(size)
 
@@ -186,8 +191,8 @@ def _read(source: Source, start: int, size: int, *, copies: bool) -> Iterator[me
         yield memory
 
 
-def _windows(expected: Iterable[_Expected], nbytes: int) -> Iterator[list[_Expected]]:
-    window: list[_Expected] = []
+def _windows(expected: Iterable[Expected], nbytes: int) -> Iterator[list[Expected]]:
+    window: list[Expected] = []
     for item in expected:
         if window and item.stop - window[0].start > nbytes:
             yield window
@@ -197,7 +202,8 @@ def _windows(expected: Iterable[_Expected], nbytes: int) -> Iterator[list[_Expec
         yield window
 
 
-def _faults(item: _Expected, memory: memoryview, start: int) -> Iterator[Fault]:
+def faults_of(item: Expected, memory: memoryview, start: int) -> Iterator[Fault]:
+    """What is wrong with an entry in memory that begins at byte `start` of the pack."""
     entry = item.entry
     at = entry.offset - start
     if item.header is not None:
@@ -225,7 +231,7 @@ def _same_document(actual: bytes, expected: bytes) -> bool:
     return bool(found == json.loads(expected))
 
 
-def _first_difference(actual: bytes, expected: bytes | bytearray) -> int:
+def first_difference(actual: bytes, expected: bytes | bytearray) -> int:
     for place, (a, b) in enumerate(zip(actual, expected, strict=False)):
         if a != b:
             return place

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ckptkit.checkpoint.locate import read_manifest
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import data_prefix, described
-from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError
+from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Source, Store
 from ckptkit.storage.closing import Closing
@@ -23,7 +24,9 @@ class Sources:
     def __init__(self, store: Store, prefix: str, manifest: Manifest) -> None:
         self.pace = Pace.of(store)
         self._store = store
-        self._folder = data_prefix(prefix, manifest.save.save_id)
+        self._prefix = prefix
+        self._save_id = manifest.save.save_id
+        self._folder = data_prefix(prefix, self._save_id)
         self._packs = manifest.packs
         self._open: dict[int, Source] = {}
         self._lock = threading.Lock()
@@ -76,8 +79,26 @@ class Sources:
             return error
         return self._of_size(pack, size) if size != self._packs[pack].size else error
 
-    def _missing(self, pack: int) -> CorruptionError:
+    def _missing(self, pack: int) -> CkptkitError:
+        """Why a pack is not there: a step is given up before its packs go, so its manifest says
+        whether this one was.
+        """
+        try:
+            now = read_manifest(self._store, self._prefix).save.save_id
+        except NotFoundError:
+            return self._gone("deleted")
+        except FormatError:
+            now = self._save_id
+        if now != self._save_id:
+            return self._gone("overwritten")
         return self._damaged(pack, "a pack of the step is missing")
+
+    def _gone(self, how: str) -> NotFoundError:
+        return NotFoundError(
+            f"the step was {how} while it was read",
+            where=described(self._store, self._prefix),
+            hint="open it again, or the run for its newest step",
+        )
 
     def _of_size(self, pack: int, size: int) -> CorruptionError:
         written = self._packs[pack].size

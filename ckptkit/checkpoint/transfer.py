@@ -1,8 +1,8 @@
 """Copying a committed step into another store as it is: its packs, and then its manifest.
 
 The rules are those of a commit (`checkpoint.commit`). What is copied keeps its save id, so a copy
-that was cut off goes on where it ended: packs that have arrived are not sent again. Every chunk is
-compared with its checksum on the way: damage is not passed on.
+that was cut off goes on where it ended: packs that have arrived are not sent again. Every byte is
+accounted for on the way, as `verify` does: damage is not passed on.
 
 Two processes may copy one step at once, as when one is slow to die: each pack gets its name when it
 is complete, and replaces one that has the same bytes. So nothing that is committed ever breaks.
@@ -11,20 +11,30 @@ is complete, and replaces one that has the same bytes. So nothing that is commit
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
-from isal import isal_zlib
 
-from ckptkit.checkpoint.barrier import Barrier
+from ckptkit.checkpoint.accounting import PackBytes, StepBytes
+from ckptkit.checkpoint.barrier import Gathering
 from ckptkit.checkpoint.commit import commit, committed_save_id, discard
 from ckptkit.checkpoint.locate import read_manifest
 from ckptkit.checkpoint.places import data_prefix, described, step_name
+from ckptkit.checkpoint.scan import Expected
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.checkpoint.threads import Progress, run_threads
-from ckptkit.errors import CorruptionError, NotFoundError, PeerError, StepExistsError
-from ckptkit.format.manifest import Manifest
+from ckptkit.errors import (
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    PeerError,
+    StepExistsError,
+    StorageError,
+)
 from ckptkit.storage import Sink, Store, default_pool
 
 _SEGMENT = 8 << 20
@@ -50,8 +60,19 @@ class Copied:
     """How many bytes this rank sent."""
 
 
+class UnsoundStepError(CorruptionError):
+    """What was to be copied is not as it was written, or no longer there: all ranks raise this in
+    the same place, and their barrier goes on to serve.
+    """
+
+    def __init__(self, what: str, *, where: str, save_id: str) -> None:
+        hint = "`ckpt verify` lists all damage of a step; delete what cannot be mended"
+        super().__init__(what, where=where, hint=hint)
+        self.save_id = save_id
+
+
 def copy_step(
-    source: Store, target: Store, step: int, barrier: Barrier, options: CopyOptions | None = None
+    source: Store, target: Store, step: int, barrier: Gathering, options: CopyOptions | None = None
 ) -> Copied:
     """Copy a committed step, each rank some of its packs.
 
@@ -61,6 +82,8 @@ def copy_step(
     try:
         copying = _Copying(source, target, step, options or CopyOptions())
         return Copied(copying.save_id, copying.run(barrier))
+    except UnsoundStepError:
+        raise
     except BaseException as error:
         barrier.leave(f"{type(error).__name__}: {error}".replace("\n", "; "))
         raise
@@ -76,10 +99,11 @@ class _Copying:
         self.save_id = self._manifest.save.save_id
         self._folder = data_prefix(self._prefix, self.save_id)
         self._sources = Sources(source, self._prefix, self._manifest)
+        self._bytes = StepBytes(source, self._folder, self._manifest)
         self._where = described(source, self._prefix)
         self._options = options
 
-    def run(self, barrier: Barrier) -> int:
+    def run(self, barrier: Gathering) -> int:
         told = ""
         if barrier.rank == 0:
             told = f"{self.save_id} {'there' if self._is_there() else ''}"
@@ -90,12 +114,8 @@ class _Copying:
             )
         if there:
             return 0
-        packs = range(barrier.rank, len(self._manifest.packs), barrier.world_size)
-        try:
-            sent = sum(self._copy(pack) for pack in packs)
-        finally:
-            self._sources.close()
-        barrier.wait()
+        sent, problem = self._send(barrier)
+        self._agree(barrier, problem)
         if barrier.rank == 0:
             self._commit()
             barrier.share("committed")
@@ -118,24 +138,90 @@ class _Copying:
             hint="delete one of the two steps, or pass overwrite=True",
         )
 
+    def _send(self, barrier: Gathering) -> tuple[int, UnsoundStepError | None]:
+        """Send this rank's packs; how many bytes that were, and what ended it early."""
+        sent = 0
+        try:
+            if barrier.rank == 0:
+                with self._reading(self._where):
+                    self._bytes.check_manifest()
+            for pack, info in enumerate(self._manifest.packs):
+                # What the one without a record holds follows from all others: rank 0 has them.
+                owner = 0 if info.record is None else pack % barrier.world_size
+                if owner == barrier.rank:
+                    sent += self._copy(pack)
+        except UnsoundStepError as problem:
+            return sent, problem
+        finally:
+            self._sources.close()
+        return sent, None
+
+    def _agree(self, barrier: Gathering, problem: UnsoundStepError | None) -> None:
+        """When all packs are complete, go on; where one is damaged, raise on all ranks."""
+        heard = barrier.collect(f"{problem.where}\n{problem.what}".encode() if problem else b"")
+        told = barrier.share(next(filter(None, heard), b"").decode())
+        if told:
+            where, _, what = told.partition("\n")
+            raise problem or UnsoundStepError(what, where=where, save_id=self.save_id)
+
+    @contextmanager
+    def _reading(self, where: str) -> Iterator[None]:
+        """Where what goes wrong is the source's fault."""
+        try:
+            yield
+        except (FormatError, NotFoundError) as error:
+            raise UnsoundStepError(
+                f"{error.what}: the step was not copied",
+                where=error.where or where,
+                save_id=self.save_id,
+            ) from error
+
     def _copy(self, pack: int) -> int:
         info = self._manifest.packs[pack]
         key = f"{self._folder}/{info.name}"
         # In a file system what was cut off can be seen, and have its full size already.
         if not self._target.abilities.is_file_system and _size(self._target, key) == info.size:
             return 0
-        memory, progress = self._options.memory, self._options.progress
-        reading = _PackReading(self._sources, self._manifest, pack)
+        memory = self._options.memory
+        with self._reading(self._sources.where(pack)):
+            reading = _PackReading(self._sources, pack, info.size, self._bytes.of(pack))
         sink = self._target.create(key, reading.extents, memory=memory, again=True)
-        _send(reading, sink, progress)
+        self._send_pack(reading, sink)
         return info.size
+
+    def _send_pack(self, reading: _PackReading, sink: Sink) -> None:
+        """Write all of a pack; nothing is left behind when that fails."""
+        pending = reading.segments()
+        progress = self._options.progress
+        lock = threading.Lock()
+        stopped = threading.Event()
+
+        def work() -> None:
+            while not stopped.is_set():
+                with lock:
+                    segment = next(pending, None)
+                if segment is None:
+                    return
+                with default_pool().take(segment.size) as memory:
+                    with self._reading(reading.where):
+                        reading.read(segment, memory)
+                    sink.write(segment.number, memory)
+                if progress:
+                    progress(segment.size)
+
+        try:
+            run_threads(work, min(_THREADS, len(reading.extents)), stopped)
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
 
     def _commit(self) -> None:
         arrived = {entry.key: entry.size for entry in self._target.list(self._folder)}
         for info in self._manifest.packs:
             size = arrived.get(f"{self._folder}/{info.name}")
             if size != info.size:
-                raise CorruptionError(
+                raise StorageError(
                     f"{info.size} bytes were sent, {size or 'none'} have arrived",
                     where=described(self._target, f"{self._folder}/{info.name}"),
                 )
@@ -147,62 +233,44 @@ class _Copying:
             raise
 
 
-class _PackReading:
-    """One pack in segments, each with whole chunks, which are checked when it is read."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Segment:
+    """Some of a pack: whole entries, or what follows them."""
 
-    def __init__(self, sources: Sources, manifest: Manifest, pack: int) -> None:
-        rows = np.flatnonzero(manifest.pack == pack)
-        rows = rows[np.argsort(manifest.offset[rows])]
+    number: int
+    start: int
+    size: int
+    entries: list[Expected]
+
+
+class _PackReading:
+    """One pack in segments, each with whole entries, which are checked when it is read."""
+
+    def __init__(self, sources: Sources, pack: int, size: int, known: PackBytes) -> None:
+        self.where = sources.where(pack)
         self._sources = sources
         self._pack = pack
-        self._starts = manifest.offset[rows].astype(np.int64)
-        self._stops = self._starts + manifest.length[rows].astype(np.int64)
-        self._crcs = manifest.crc32[rows]
-        self._edges = segment_edges(self._starts, self._stops, manifest.packs[pack].size)
+        self._known = known
+        stops = np.array(known.stops, dtype=np.int64)
+        starts = np.concatenate([[0], stops[:-1]])[: len(stops)]
+        self._edges = segment_edges(starts, stops, size)
+        # How many entries end at each edge or before it.
+        self._counts = np.searchsorted(stops, self._edges, side="right").tolist()
         self.extents: list[int] = np.diff(self._edges).tolist()
 
-    def read(self, segment: int, memory: memoryview) -> None:
-        """Read a segment; CorruptionError where a chunk is not as it was written."""
-        start = self._edges[segment]
+    def segments(self) -> Iterator[_Segment]:
+        """All, in the order of the pack."""
+        entries = self._known.entries()
+        counts = [after - before for before, after in pairwise(self._counts)]
+        for number, (start, size) in enumerate(zip(self._edges, self.extents, strict=False)):
+            yield _Segment(number, start, size, list(islice(entries, counts[number])))
+
+    def read(self, segment: _Segment, memory: memoryview) -> None:
+        """Read a segment; CorruptionError where a byte is not as it was written."""
         with self._sources.use(self._pack) as source:
-            source.read_into(start, memory)
-        first, last = np.searchsorted(self._starts, [start, start + len(memory)]).tolist()
-        for row in range(first, last):
-            begin, end = int(self._starts[row]) - start, int(self._stops[row]) - start
-            actual = int(isal_zlib.crc32(memory[begin:end]))
-            if actual != int(self._crcs[row]):
-                raise CorruptionError(
-                    f"a chunk has the checksum {actual:08x}, written was "
-                    f"{int(self._crcs[row]):08x}: the step was not copied",
-                    where=f"{self._sources.where(self._pack)} at byte {start + begin}",
-                    hint="`ckpt verify` lists all damage of a step; delete what cannot be mended",
-                )
-
-
-def _send(reading: _PackReading, sink: Sink, progress: Progress | None) -> None:
-    """Write all of a pack; nothing is left behind when that fails."""
-    pending = iter(enumerate(reading.extents))
-    lock = threading.Lock()
-    stopped = threading.Event()
-
-    def work() -> None:
-        while not stopped.is_set():
-            with lock:
-                part, size = next(pending, (-1, 0))
-            if part < 0:
-                return
-            with default_pool().take(size) as memory:
-                reading.read(part, memory)
-                sink.write(part, memory)
-            if progress:
-                progress(size)
-
-    try:
-        run_threads(work, min(_THREADS, len(reading.extents)), stopped)
-        sink.finish()
-    except BaseException:
-        sink.abort()
-        raise
+            source.read_into(segment.start, memory)
+        for at, what in self._known.faults(segment.entries, memory, segment.start):
+            raise CorruptionError(what, where=f"{self.where} at byte {at}")
 
 
 def segment_edges(

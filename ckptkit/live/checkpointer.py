@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from itertools import zip_longest
 from types import TracebackType
 from typing import Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
+from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier, Gathering
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.mirror import Retention
 from ckptkit.checkpoint.places import Place, store_at
@@ -43,16 +44,18 @@ class Checkpointer:
 
     With `asynchronous`, `save` returns when the state has been copied in memory, and a background
     thread writes it; what goes wrong there is raised by the next call, by `wait` and at the end of
-    the `with` block. A save that begins while another is being written waits for it, or with
-    `when_busy="skip"` does nothing and returns False.
+    the `with` block; without one nothing but the log tells of a last save that failed. A save that
+    begins while another is being written waits for it, or with `when_busy="skip"` does nothing and
+    returns False.
 
     With `local`, a folder that all ranks see (on the disk of a single machine, or in a shared file
     system), steps are saved there and copied to `location` in the background. A local step stays
     until it has been copied, or until the newer ones that `keep_last` keeps have been; a job that
     ends before that leaves the rest to the next one with the same two places. What goes wrong with
-    copying harms no local step: the next `save` saves, begins to copy again, and then raises it.
-    `wait` and the end of the `with` block wait for copies too, and raise what went wrong. Retention
-    is for both places; `local_keep_last` is how many steps that have been copied stay local.
+    copying harms no local step: the next `save` saves, begins to copy again, and then raises it;
+    only a local step that is damaged is reported in the log and left behind. `wait` and the end of
+    the `with` block wait for copies too, and raise what went wrong. Retention is for both places;
+    `local_keep_last` is how many steps that have been copied stay local.
 
     With `on_sigterm="finish"` a save under way is finished before the process ends, in the local
     folder where there is one: copying is left to the next job. `storage_options` say how to reach
@@ -114,6 +117,11 @@ class Checkpointer:
         if on_sigterm is not None:
             name = f"{self._name}/sigterm"
             self._preemption = Preemption(self._world, name, on_sigterm, self._leave)
+
+    def __repr__(self) -> str:
+        near = self._tiers.target
+        local = "" if near is self._store else f", local={str(near.location)!r}"
+        return f"Checkpointer({self.location!r}{local})"
 
     @property
     def location(self) -> str:
@@ -201,8 +209,9 @@ class Checkpointer:
     ) -> Restored | None:
         """Load the newest committed step, or the one asked for, into the objects; None when there
         is none. With `fallback`, a step that turns out to be damaged is reported in the log, and
-        the one before it is loaded. With `read_once`, what several ranks need alike is read by one
-        of them, and reaches the others through the job's own network.
+        the one before it is loaded; the same save in the other place, where there is one, is tried
+        first, and without `fallback` too. With `read_once`, what several ranks need alike is read
+        by one of them, and reaches the others through the job's own network.
         """
         self._check_open()
         options = LoadOptions(
@@ -225,7 +234,7 @@ class Checkpointer:
                 candidates = self._candidates(barrier, step, fallback=fallback)
                 # What a rank passes may be wrong: nobody goes on alone.
                 barrier.wait()
-            return self._first_whole(candidates, sources, options, fallback=fallback)
+            return self._first_whole(candidates, sources, options)
 
     def should_stop(self, step: int) -> bool:
         """Whether SIGTERM came and this is the step, the same on all ranks, to save and leave
@@ -307,11 +316,9 @@ class Checkpointer:
         candidates: Sequence[tuple[int, str]],
         sources: Sources,
         options: LoadOptions,
-        *,
-        fallback: bool,
     ) -> Restored | None:
-        """Load the first step, or with `fallback` the first that is not damaged."""
-        for number, place in candidates:
+        """Load the first candidate that is not damaged; the error of the last where all are."""
+        for (number, place), after in zip_longest(candidates, candidates[1:]):
             store = self._tiers.at(place)
             loading = Loading(
                 self._opener(store, number),
@@ -325,11 +332,13 @@ class Checkpointer:
             try:
                 return loading.run()
             except Exception as error:
-                is_last = (number, place) == candidates[-1]
-                if not fallback or is_last or not self._is_damage(error):
+                if after is None or not self._is_damage(error):
                     raise
-                where = store.location
-                log.error("step %d is damaged in %s, trying the next: %s", number, where, error)
+                # The same step elsewhere loses nothing, an older one does.
+                level = logging.WARNING if after[0] == number else logging.ERROR
+                then = f"step {after[0]} in {self._tiers.at(after[1]).location}"
+                said = f"step {number} is damaged in {store.location}, trying {then}"
+                log.log(level, "%s: %s", said, error)
         return None
 
     def _opener(self, store: Store, step: int) -> Callable[[Barrier], Checkpoint]:
@@ -361,10 +370,10 @@ class Checkpointer:
         """Whether rank 0 is still writing: one answer for all."""
         return barrier.share("busy" if self._background.is_running else "") == "busy"
 
-    def _barrier(self, what: str, failure: str = "there is no new step") -> Barrier:
+    def _barrier(self, what: str, failure: str = "there is no new step") -> Gathering:
         return barrier_of(self._world, self._next(what), self._timeout, failure)
 
-    def _copying(self) -> Barrier:
+    def _copying(self) -> Gathering:
         """Where ranks meet to copy: those with little to send wait long for the others."""
         name = self._next("copy")
         return barrier_of(self._world, name, _PATIENCE * self._timeout, "steps were not copied")

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier, SoloBarrier
+from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier, Gathering, SoloBarrier
 from ckptkit.errors import GivenUpError, PeerError
 from ckptkit.live.saying import in_one_line
 from ckptkit.live.world import World
@@ -196,6 +196,6 @@ def leaving(barrier: Barrier) -> Iterator[None]:
 
 def barrier_of(
     world: World, name: str, timeout: float, failure: str = "there is no new step"
-) -> Barrier:
+) -> Gathering:
     """A barrier of all ranks of a job; every rank has to ask for the same name."""
     return StoreBarrier(world, name, timeout, failure) if world.size > 1 else SoloBarrier()

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from ckptkit.checkpoint.barrier import Barrier
+from ckptkit.checkpoint.barrier import Barrier, Gathering
 from ckptkit.checkpoint.mirror import LOCAL, REMOTE, Mirror, Retention
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.run import Run
@@ -34,7 +34,7 @@ class Tiers(Protocol):
     def saved(self, step: int, *, is_first: bool) -> None:
         """A step is committed; on rank 0 (`is_first`) others may have to go."""
 
-    def turn(self, barrier: Barrier, step: int | None, /) -> Callable[[], None]:
+    def turn(self, barrier: Gathering, step: int | None, /) -> Callable[[], None]:
         """Before a save of a step or a load: what is to be called after it, however it ended."""
 
     def candidates(self, step: int | None, *, fallback: bool) -> list[tuple[int, str]]:
@@ -89,7 +89,7 @@ class OneTier:
             error.what = f"the step was saved, but older ones could not be deleted: {error.what}"
             raise
 
-    def turn(self, _: Barrier, __: int | None, /) -> Callable[[], None]:
+    def turn(self, _: Gathering, __: int | None, /) -> Callable[[], None]:
         """Nothing to do."""
         return lambda: None
 
@@ -152,7 +152,7 @@ class TwoTiers:
     def saved(self, step: int, *, is_first: bool) -> None:
         """Nothing goes before it has been copied."""
 
-    def turn(self, barrier: Barrier, step: int | None, /) -> Callable[[], None]:
+    def turn(self, barrier: Gathering, step: int | None, /) -> Callable[[], None]:
         """A round of copying, after those whose turn was taken before on this and all ranks."""
         return self._rounds.turn(lambda: self._round(barrier, step))
 
@@ -185,7 +185,7 @@ class TwoTiers:
         self._given_up.set()
         self._rounds.give_up()
 
-    def _round(self, barrier: Barrier, step: int | None) -> None:
+    def _round(self, barrier: Gathering, step: int | None) -> None:
         if not self._has_looked or self._given_up.is_set():
             return  # a folder that was refused may be that of another run
         try:

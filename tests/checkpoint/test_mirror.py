@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,12 +16,11 @@ from ckptkit.checkpoint.mirror import LOCAL, REMOTE, Mirror, Retention
 from ckptkit.checkpoint.transfer import CopyOptions
 from ckptkit.errors import (
     CkptkitError,
-    CorruptionError,
     StepExistsError,
     StorageError,
     UsageError,
 )
-from ckptkit.storage import Abilities, FailingStore, MemoryStore, Store
+from ckptkit.storage import Abilities, FailingStore, MemoryStore, Sink, Store
 from tests.checkpoint.saving import (
     Tensor,
     assert_holds,
@@ -135,10 +134,7 @@ def test_a_local_step_that_cannot_be_copied_stays_while_others_are_copied_and_go
     two.save(1, 2)
     two.local = flipped(two.local, state(2)["x"].whole.tobytes()[:16])
     mirror = two.mirror(local_keep_last=1)
-    for step in (3, 4, 5):
-        # What has failed comes last, and does not keep the others from being copied.
-        with pytest.raises(CorruptionError, match="the step was not copied"):
-            two.save(step, mirror=mirror)
+    two.save(3, 4, 5, mirror=mirror)
     assert two.steps == ([2, 5], [1, 3, 4, 5])
     Run(two.local).delete([2])
     two.save(6, mirror=mirror)
@@ -151,10 +147,53 @@ def test_retention_goes_on_there_while_a_step_cannot_be_copied() -> None:
     two.save(3)
     two.local = flipped(two.local, state(3)["x"].whole.tobytes()[:16])
     mirror = two.mirror(keep_last=1, keep_every=3)
-    for step in (4, 5):
-        with pytest.raises(CorruptionError):
-            two.save(step, mirror=mirror)
-    assert two.steps == ([3, 4, 5], [5])
+    two.save(4, 5, mirror=mirror)
+    assert two.steps == ([3, 5], [5])
+
+
+def test_damage_is_said_once_and_newer_steps_do_not_wait_behind_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    two = Two()
+    two.save(1, 2, 3)
+    two.local = flipped(two.local, state(2)["x"].whole.tobytes()[:16])
+    two.local.put("step-0000000001/manifest.msgpack", b"not a manifest")
+    mirror = two.mirror()
+    mirror.upload(SoloBarrier())
+    assert two.steps == ([1, 2, 3], [3])
+    two.save(4, mirror=mirror)
+    assert two.steps == ([1, 2, 3, 4], [3, 4])
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "step-0000000001 cannot be copied" in first
+    assert "`ckpt rebuild STEP`" in first
+    assert "step-0000000002 cannot be copied" in second
+    assert "`ckpt verify`" in second
+    two.save(2, mirror=mirror)
+    assert two.steps == ([1, 2, 3, 4], [2, 3, 4])
+
+
+def test_a_step_that_goes_while_it_is_copied_is_not_called_damaged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    two = Two()
+    mirror = two.mirror()
+    two.save(1, 2)
+
+    class Overtaking(RecordingStore):
+        def create(self, key: str, extents: Sequence[int], **options: Any) -> Sink:
+            if "step-0000000001" in key:
+                two.save(1, seed=7)
+            return super().create(key, extents, **options)
+
+    mirror.remote = Overtaking(two.remote)
+    mirror.upload(SoloBarrier())
+    assert two.steps == ([1, 2], [2])
+    mirror.remote = two.remote
+    mirror.upload(SoloBarrier())
+    with Run(two.remote).open(1) as step:
+        assert_holds(step, state(8))
+    assert caplog.records == []
 
 
 def test_a_step_that_is_saved_anew_while_it_is_copied_is_copied_again() -> None:
@@ -278,7 +317,9 @@ def test_the_newest_step_of_either_place_comes_first(
     Run(two.local).delete(set(there) - set(here))
     Run(two.remote).delete(set(here) - set(there))
     assert two.mirror().candidates(None, fallback=True) == found
-    assert two.mirror().candidates(None, fallback=False) == found[:1]
+    assert two.mirror().candidates(None, fallback=False) == [
+        each for each in found if each[0] == found[0][0]
+    ]
 
 
 def test_of_two_saves_of_a_step_the_later_comes_first() -> None:
@@ -289,6 +330,15 @@ def test_of_two_saves_of_a_step_the_later_comes_first() -> None:
     two.mirror(overwrite=True).upload(SoloBarrier())
     save(two.remote, state(3), overwrite=True)
     assert two.mirror().candidates(1, fallback=False) == [(1, REMOTE)]
+
+
+def test_without_a_fallback_a_step_is_loaded_from_any_place_that_has_this_save_of_it() -> None:
+    two = Two()
+    two.save(1, 2, mirror=two.mirror())
+    for _ in range(2):
+        assert two.mirror().candidates(None, fallback=False) == [(2, LOCAL), (2, REMOTE)]
+        assert two.mirror().candidates(1, fallback=False) == [(1, LOCAL), (1, REMOTE)]
+        two.local.put("step-0000000002/manifest.msgpack", b"not a manifest")
 
 
 def test_where_the_newest_step_is_unknown_only_a_fallback_goes_on() -> None:

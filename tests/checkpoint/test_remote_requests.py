@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from ckptkit.checkpoint import pace
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError
 from ckptkit.model import Box, layout_of, parse_placement
-from ckptkit.storage import MemoryStore
+from ckptkit.storage import MemoryStore, Store
 from tests.checkpoint.remote import MIB, RemoteStore
 from tests.checkpoint.saving import Tensor, memory_with, random_values, same, save
 
@@ -215,6 +216,26 @@ def test_a_missing_or_short_pack_is_told_by_the_read_as_it_is_by_opening_a_file(
                 checkpoint.read("model/1.down")
             told.append((caught.value.what, caught.value.hint, caught.value.where[-20:]))
         assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, RemoteStore])
+def test_a_step_that_goes_while_it_is_read_is_not_called_damaged(
+    kind: Callable[[], Store],
+) -> None:
+    store = kind()
+    state = {"w": Tensor(random_values((8,)))}
+    ways: dict[str, Callable[[], object]] = {
+        "overwritten": lambda: save(store, state, overwrite=True),
+        "deleted": lambda: Run(store).delete([1]),
+    }
+    for how, go in ways.items():
+        save(store, state, overwrite=True)
+        with ckptkit.open(store) as checkpoint:
+            go()
+            with pytest.raises(NotFoundError, match=f"{how} while it was read") as caught:
+                checkpoint.read("w")
+        assert caught.value.where.endswith("step-0000000001")
+        assert "open it again" in caught.value.hint
 
 
 def test_all_that_reads_finds_what_is_damaged(remote: RemoteStore) -> None:

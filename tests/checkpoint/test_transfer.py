@@ -15,9 +15,14 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit import Run, ThreadBarrier
+from ckptkit import Run, ThreadBarrier, Writer
 from ckptkit.checkpoint.barrier import SoloBarrier
-from ckptkit.checkpoint.transfer import CopyOptions, copy_step, segment_edges
+from ckptkit.checkpoint.transfer import (
+    CopyOptions,
+    UnsoundStepError,
+    copy_step,
+    segment_edges,
+)
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StepExistsError, StorageError
 from ckptkit.storage import Abilities, CountingStore, FailingStore, LocalStore, MemoryStore, Store
 from tests.checkpoint.saving import (
@@ -25,14 +30,17 @@ from tests.checkpoint.saving import (
     assert_holds,
     contents,
     flipped,
+    memory_with,
     random_values,
     save,
+    save_by,
     small_state,
 )
 from tests.checkpoint.watching import RecordingStore
 
 T = TypeVar("T")
 
+MANIFEST = "step-0000000001/manifest.msgpack"
 STATE, OTHER = small_state(1), small_state(2)
 
 
@@ -194,6 +202,68 @@ def test_damage_is_not_passed_on() -> None:
     with pytest.raises(CorruptionError, match="the step was not copied"):
         copy_step(damaged, remote, 1, SoloBarrier())
     assert contents(remote) == {}
+
+
+def sampled(size: int) -> list[int]:
+    """Some places of a pack, and all of its end."""
+    return [*range(0, size - 40, 61), *range(size - 40, size)]
+
+
+@pytest.mark.parametrize("pack", ["rank-00000.zip", "rank-00001.zip", "groups.zip"])
+def test_no_byte_of_a_pack_may_differ_from_what_was_written(pack: str) -> None:
+    """Headers, documents, records and directories are no chunks: `verify` looks at them too."""
+
+    def fill(writer: Writer) -> None:
+        placed = {"pp": f"stage({writer.rank})"}
+        writer.add(f"stage{writer.rank}/w", np.arange(3), placements=placed)
+
+    store = MemoryStore()
+    save_by(store, fill, strategy="pp:2")
+    whole = contents(store)
+    (key,) = [key for key in whole if key.endswith(pack)]
+    for place in sampled(len(whole[key])):
+        damaged = bytearray(whole[key])
+        damaged[place] ^= 1
+        remote = Remote()
+        with pytest.raises(CorruptionError, match="the step was not copied"):
+            copy_step(memory_with({**whole, key: bytes(damaged)}), remote, 1, SoloBarrier())
+        assert Run(remote).steps() == []
+
+
+def test_a_manifest_that_does_not_fit_its_packs_is_not_passed_on(local: MemoryStore) -> None:
+    manifest = Run(local).open(1).manifest
+    crc32 = manifest.crc32.copy()
+    crc32[0] ^= 1
+    local.put(MANIFEST, replace(manifest, crc32=crc32).to_bytes())
+    assert ckptkit.verify(local) != []
+    with pytest.raises(CorruptionError, match="the manifest says other things than the packs do"):
+        copy_step(local, Remote(), 1, SoloBarrier())
+
+
+def test_damage_is_told_to_all_ranks_which_go_on_with_other_steps() -> None:
+    local, remote = MemoryStore(), Remote()
+    values = [random_values((64,), seed=step) for step in (1, 2)]
+    for step, each in enumerate(values, 1):
+        save(local, {"x": Tensor(each, {"fsdp": "shard(0)"})}, strategy="fsdp:2", step=step)
+    damaged = flipped(local, values[0][32:].tobytes()[:16])
+    said: list[str] = []
+
+    def run(barrier: ThreadBarrier) -> None:
+        try:
+            copy_step(damaged, remote, 1, barrier)
+        except UnsoundStepError as error:
+            said.append(str(error))
+        copy_step(damaged, remote, 2, barrier)
+
+    barriers = ThreadBarrier.group(2, 20.0)
+    threads = [threading.Thread(target=run, args=(barrier,)) for barrier in barriers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 2
+    assert all("rank-00001.zip at byte" in each for each in said)
+    assert Run(remote).steps() == [2]
 
 
 def test_another_save_of_the_step_is_replaced_only_where_asked_for(local: MemoryStore) -> None:

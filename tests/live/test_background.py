@@ -85,3 +85,12 @@ def test_the_failure_of_a_round_is_said_at_once(caplog: pytest.LogCaptureFixture
     rounds.turn(lambda: failing(7))()
     rounds.settle()
     assert "the upload failed: ArithmeticError: 7" in caplog.text
+
+
+def test_the_failure_of_a_save_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    background = Background()
+    background.run(lambda: failing(7), "step 1")
+    background.settle()
+    assert "saving step 1 failed: 7" in caplog.text
+    with pytest.raises(ArithmeticError, match="7"):
+        background.wait()

@@ -206,11 +206,57 @@ def test_a_damaged_step_is_loaded_from_the_other_place(
         for step in (1, 2):
             checkpointer.save(step, state=value(step))
     damage(local, 2)
+    for fallback in (False, True):
+        found = gloo.run(2, restore_damaged, str(kept), str(local), fallback)
+        assert found == [(2, 2.0)] * 2
+    damage(kept, 2)
     for message in gloo.run(2, restore_damaged, str(kept), str(local), False):
         assert "has the checksum" in message
-    assert gloo.run(2, restore_damaged, str(kept), str(local), True) == [(2, 2.0)] * 2
-    damage(kept, 2)
     assert gloo.run(2, restore_damaged, str(kept), str(local), True) == [(1, 1.0)] * 2
+
+
+def test_a_step_whose_local_manifest_is_damaged_is_loaded_from_the_other_place(
+    places: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    local, kept = places
+    with Checkpointer(kept, local=local) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state=value(step))
+    (local / "step-0000000002" / MANIFEST).write_bytes(b"not a manifest")
+    with Checkpointer(kept, local=local) as checkpointer:
+        assert loaded(checkpointer) == (2, 2.0)
+    (said,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert f"step 2 is damaged in {local}, trying step 2 in {kept}" in said.getMessage()
+
+
+def save_beside_a_damaged_step(kept: str, local: str) -> list[str]:
+    with (
+        Checkpointer(kept, local=local, timeout=20) as checkpointer,
+        patch.object(mirror.log, "error") as said,
+    ):
+        assert loaded(checkpointer, fallback=True) == (1, 1.0)
+        for step in (4, 5):
+            checkpointer.save(step, state=value(step))
+            settle(checkpointer)
+    return [call.args[0] % call.args[1:] for call in said.call_args_list]
+
+
+def test_a_damaged_step_that_was_never_copied_does_not_end_the_training(
+    gloo: Pool, places: tuple[Path, Path]
+) -> None:
+    local, kept = places
+    with Checkpointer(local) as killed:
+        for step in (1, 2, 3):
+            killed.save(step, state=value(step))
+    damage(local, 2)
+    damage(local, 3)
+    first, second = gloo.run(2, save_beside_a_damaged_step, str(kept), str(local))
+    assert steps(local, kept) == [[1, 2, 3, 4, 5], [1, 4, 5]]
+    assert second == []
+    assert len(first) == 2
+    assert all(
+        f"{local}/step-000000000{step} cannot be copied" in first[step - 2] for step in (2, 3)
+    )
 
 
 def test_a_step_that_is_in_one_place_only_is_loaded_from_there(
@@ -335,5 +381,6 @@ def test_what_only_a_local_folder_needs_is_refused_without_one(tmp_path: Path) -
 def test_an_open_store_may_be_either_place(places: tuple[Path, Path]) -> None:
     local, kept = places
     with Checkpointer(open_store(kept), local=open_store(local)) as checkpointer:
+        assert repr(checkpointer) == f"Checkpointer('{kept}', local='{local}')"
         checkpointer.save(1, state=value(1))
     assert steps(local, kept) == [[1], [1]]

@@ -11,8 +11,11 @@ import pytest
 import zarr
 
 import ckptkit
+from ckptkit.checkpoint.barrier import SoloBarrier
+from ckptkit.checkpoint.transfer import copy_step
 from ckptkit.errors import FormatError
 from ckptkit.format.leaves import dumps
+from ckptkit.storage import MemoryStore, open_store
 from tests.old_checkpoints import write_v1 as written
 
 STEP = written.FOLDER / f"step-{written.STEP:010d}"
@@ -31,6 +34,13 @@ def same(found: Any, expected: Any) -> bool:
 def test_every_byte_is_as_it_was_written() -> None:
     assert ckptkit.verify(written.FOLDER) == []
     assert ckptkit.verify(STEP) == []
+
+
+def test_every_byte_can_be_accounted_for_when_it_is_copied() -> None:
+    there = MemoryStore()
+    copied = copy_step(open_store(written.FOLDER), there, written.STEP, SoloBarrier())
+    assert copied.nbytes == sum(pack.size for pack in CHECKPOINT.manifest.packs)
+    assert ckptkit.verify(there) == []
 
 
 def test_it_holds_every_form_that_version_1_has() -> None:
