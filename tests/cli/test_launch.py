@@ -23,10 +23,8 @@ LIMIT = 150
 HAS_MPI = bool(
     shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 )
-BACKENDS = [
-    "gloo",
-    pytest.param("mpi", marks=pytest.mark.skipif(not HAS_MPI, reason="there is no mpirun")),
-]
+NEEDS_MPI = pytest.mark.skipif(not HAS_MPI, reason="there is no mpirun")
+BACKENDS = ["gloo", pytest.param("mpi", marks=NEEDS_MPI)]
 
 HELLO = """
 import os, sys
@@ -83,6 +81,7 @@ def launch(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProc
     return subprocess.run(
         [*COMMAND, "launch", *arguments],
         env=environment(PYTHONPATH=str(ROOT)),
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=LIMIT,
@@ -100,6 +99,26 @@ def test_every_line_has_its_rank_and_its_stream(backend: str, tmp_path: Path) ->
     told = [f"[rank {n}] out {n} 2 {n} {backend} ['--lr', '3', '--json']" for n in range(2)]
     assert sorted(done.stdout.splitlines()) == told
     assert sorted(done.stderr.splitlines()) == ["[rank 0] err 0", "[rank 1] err 1"]
+
+
+LONG = """
+import sys
+print("10%\\r100%")
+sys.stdout.write("x" * 3_000_000 + "\\n")
+print("end", repr(sys.stdin.read()))
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lines_may_be_long_and_drawn_over(backend: str, tmp_path: Path) -> None:
+    options = ("--nproc-per-node", "2", "--backend", backend, "--")
+    done = launch(*options, script(tmp_path, LONG))
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        mark = f"[rank {rank}] "
+        mine = [x.removeprefix(mark) for x in done.stdout.splitlines() if x.startswith(mark)]
+        assert (mine[0], mine[-1]) == ("100%", "end ''")
+        assert "".join(mine[1:-1]) == "x" * 3_000_000
 
 
 def test_a_module_runs_as_python_m_runs_it(tmp_path: Path) -> None:
@@ -163,9 +182,22 @@ def test_a_failure_is_a_document_too(tmp_path: Path) -> None:
     assert (done.returncode, json.loads(done.stdout)) == (6, outcome)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ctrl_c_ends_all_ranks_and_their_children(backend: str, tmp_path: Path) -> None:
-    command = [*COMMAND, "launch", "--nproc-per-node", "2", "--backend", backend]
+# A shell has what runs with an & ignore it.
+IGNORING = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
+
+
+@pytest.mark.parametrize(
+    ("backend", "before"),
+    [
+        ("gloo", ()),
+        pytest.param("mpi", (), marks=NEEDS_MPI),
+        pytest.param("mpi", IGNORING, marks=NEEDS_MPI),
+    ],
+)
+def test_ctrl_c_ends_all_ranks_and_their_children(
+    backend: str, before: tuple[str, ...], tmp_path: Path
+) -> None:
+    command = [*before, *COMMAND, "launch", "--nproc-per-node", "2", "--backend", backend]
     process = subprocess.Popen(
         [*command, script(tmp_path, WAIT)],
         env=environment(PYTHONPATH=str(ROOT)),

@@ -27,6 +27,7 @@ def launch(job: Job, show: Show) -> Outcome:
     `show` gets every line of the ranks, with "stdout" or "stderr" and the rank before it. When a
     rank fails the others are ended, and what it said last is shown before what they say. A
     signal that ends the launcher ends all ranks and their children, as a KeyboardInterrupt here.
+    Under mpirun ranks have nothing to read on stdin; under the agent they share the launcher's.
     """
     script = job.program[0]
     if not script.startswith("-") and not Path(script).exists():

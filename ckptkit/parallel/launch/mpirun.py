@@ -21,6 +21,8 @@ from ckptkit.parallel.launch.streams import Streams
 
 _INTERVAL = 0.05
 _GRACE = 3.0
+# As the agent has it: also an interrupt that a shell has its background jobs ignore.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _ALWAYS = {
     # More ranks than cores are what a laptop and a test want; containers are often root's.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -36,8 +38,8 @@ _ALWAYS = {
 def run_by_mpirun(job: Job, output: Output) -> Outcome:
     """Run all ranks on this machine, again as often as the job allows."""
     mpirun = _mpirun()
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGHUP, _interrupt)
+    for number in _SIGNALS:
+        signal.signal(number, _interrupt)
     outcome = Outcome(ok=True)
     for restarts in range(job.max_restarts + 1):
         output.start_again()

@@ -17,6 +17,8 @@ MARK = "\x1e"
 BREAK = "\x1f"
 """Between the rank and its line."""
 
+_LONGEST = 2**19  # shorter than what the launcher takes apart, which would leave the rest unmarked
+
 _NAMES = (
     ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
     ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
@@ -33,6 +35,7 @@ def main() -> int:
     child = subprocess.Popen(  # noqa: S603 - what the user asked for
         sys.argv[1:],
         env={**os.environ, **told},
+        stdin=subprocess.DEVNULL,  # mpirun leaves rank 0 a pipe that never ends
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -53,8 +56,10 @@ def main() -> int:
 
 
 def _tell(rank: str, source: IO[bytes], to: IO[str]) -> None:
-    for line in source:
-        _write(to, f"{MARK}{rank}{BREAK}{line.decode(errors='replace').rstrip(chr(10))}\n")
+    while line := source.readline(_LONGEST):
+        # Of what was drawn over and over, as progress bars are, the last: a mark would be lost.
+        text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
+        _write(to, f"{MARK}{rank}{BREAK}{text}\n")
 
 
 def _write(to: IO[str], text: str) -> None:

@@ -46,6 +46,16 @@ def described(model: nn.Module) -> list[str]:
     ]
 
 
+def described_options(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The options in groups of parameters: by their types, where they are no plain values."""
+    return [
+        f"{name}={_plain(value)}"
+        for group in groups
+        for name, value in sorted(group.items())
+        if name != "params"
+    ]
+
+
 def give_values(model: nn.Module, device: torch.device) -> None:
     """Give all ranks the values of rank 0, by way of the device they communicate on; there is
     never more than a few tensors, as the whole model may be too large for it.
@@ -77,6 +87,13 @@ def _difference(wanted: Mapping[str, Any], said: Mapping[str, Any], rank: int) -
         if value != wanted[what]:
             return f"rank {rank} has another {what} than rank 0: {_told(wanted[what], value)}"
     return ""
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_plain, value))})"
+    is_plain = value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype))
+    return repr(value) if is_plain else type(value).__name__
 
 
 def _told(wanted: Any, found: Any) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from ckptkit.errors import UsageError
@@ -49,7 +50,7 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 
 
 def share(batch: Any, number: int, count: int) -> Any:
-    """One of `count` equal shares along the first dim of every tensor."""
+    """One of `count` equal shares along the first dim of every tensor; other values go whole."""
 
     def chunk(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.ndim or tensor.shape[0] % count:
@@ -60,7 +61,27 @@ def share(batch: Any, number: int, count: int) -> Any:
             )
         return tensor.chunk(count)[number]
 
-    return batch if count == 1 else mapped(batch, chunk)
+    if count == 1:
+        return batch
+    _check_cut(batch, {tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim})
+    return mapped(batch, chunk)
+
+
+def _check_cut(batch: Any, sizes: Collection[int]) -> None:
+    """Refuse arrays and lists that go with the entries of tensors, and would not be cut."""
+    if isinstance(batch, np.ndarray):
+        size = batch.shape[:1]
+    else:
+        size = (len(batch),) if isinstance(batch, list) and not tensors_of(batch) else ()
+    if size and size[0] in sizes:
+        raise UsageError(
+            "only tensors are cut, and this has an entry for each of theirs",
+            value=f"{type(batch).__name__} of {size[0]}",
+            hint="make it a tensor, or share it yourself; a tuple goes to all replicas whole",
+        )
+    if isinstance(batch, (Mapping, tuple, list)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            _check_cut(value, sizes)
 
 
 def microbatches(batch: Any, count: int) -> Iterator[Any]:

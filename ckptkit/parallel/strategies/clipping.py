@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.live.tensors import local_of
 
+_WIDE = (torch.float64, torch.complex128)
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
@@ -29,7 +30,7 @@ def clip(
     square = _square(trained, device)
     for group in stages:
         dist.all_reduce(square, group=group)
-    norm = square.sqrt()
+    norm = square.sqrt().to(_widest(trained))
     scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     for parameter in trained:
         if parameter.grad is not None:
@@ -46,18 +47,30 @@ def _cut_alike(parameter: torch.Tensor) -> None:
 
 def _square(parameters: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The square of the norm of what this rank and those have that share its tensors."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
     by_groups: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
     for parameter in parameters:
-        square = by_groups.setdefault(_cut_over(parameter), torch.zeros((), device=device))
+        square = by_groups.setdefault(_cut_over(parameter), torch.zeros_like(total))
         if parameter.grad is not None:
-            norm = torch.linalg.vector_norm(local_of(parameter.grad), dtype=torch.float32)
-            square += norm.square().to(device)
-    total = torch.zeros((), device=device)
+            square += _norm(local_of(parameter.grad)).square().to(device)
     for groups, square in by_groups.items():
         for group in groups:
             dist.all_reduce(square, group=group)
         total += square
     return total
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    """Of 16 bits in 32, of pairs for complex numbers."""
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=_widest([gradient]))
+    return norm.double()
+
+
+def _widest(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    is_wide = any(tensor.dtype in _WIDE for tensor in tensors)
+    return torch.float64 if is_wide else torch.float32
 
 
 def _cut_over(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:

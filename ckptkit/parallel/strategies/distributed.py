@@ -19,10 +19,13 @@ from ckptkit.live import Restored, ShardedOptimizerState, load, save
 from ckptkit.model import Strategy
 from ckptkit.parallel.strategies.batches import mapped, microbatches, opened, share
 from ckptkit.parallel.strategies.clipping import clip
+from ckptkit.parallel.strategies.frozen import Frozen
 from ckptkit.parallel.strategies.local_state import load_local_state, local_state
 from ckptkit.parallel.strategies.memory import Memory, measured
 from ckptkit.parallel.strategies.pipeline import Pipeline
+from ckptkit.parallel.strategies.replicated import check_reduced
 from ckptkit.parallel.strategies.residuals import RESIDUALS, Residuals, has_residuals
+from ckptkit.parallel.strategies.sharded import let_go
 from ckptkit.parallel.strategies.spec import SHARDED
 
 LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]
@@ -57,6 +60,7 @@ class Distributed:
         self._pipeline = pipeline
         self._accumulate = accumulate
         self._compression = compression
+        self._frozen = Frozen(modules, optimizer, is_spread=bool(strategy.mesh.axes))
 
     @property
     def model(self) -> Any:
@@ -119,44 +123,53 @@ class Distributed:
         return number
 
     def share(self, batch: Any) -> Any:
-        """The rank's share of a batch of the whole job: of every tensor, along the first dim."""
+        """The rank's share of a batch of the whole job: of every tensor, along the first dim. Other
+        values go to all ranks whole; arrays and lists of as many entries are refused.
+        """
         return share(batch, self.replica, self.replicas)
 
     def step(self, loss_fn: LossFunction, batch: Any) -> torch.Tensor:
         """Forward, backward and a step of the optimizer over this rank's share of a batch, a pair
         of inputs and targets; returns the mean loss of all shares, on every rank.
 
-        `loss_fn(outputs, targets)` is a mean over the batch.
+        `loss_fn(outputs, targets)` is a mean over the batch. Shares weigh alike, so that those of
+        different sizes do not give the gradient of all of their entries together.
         """
+        optimizer = self.optimizer
         self.zero_grad()
         losses = self.backward(loss_fn, batch)
-        self.optimizer.step()
+        optimizer.step()
         return self._mean(losses)
 
     def backward(self, loss_fn: LossFunction, batch: Any) -> list[torch.Tensor]:
         """Forward and backward only, for a loop that clips or inspects gradients; the losses of
         this rank's micro-batches (of the last stage, in a pipeline).
         """
+        self._frozen.check()
         batch = self._placed(batch)
         if self._pipeline is not None:
             inputs, named, targets = opened(batch)
             if named:
                 raise UsageError("a pipeline takes positional inputs", value=list(named))
             return self._pipeline.run(loss_fn, inputs, targets)
-        return [
+        losses = [
             self._one(loss_fn, piece, is_last=number == self._accumulate - 1)
             for number, piece in enumerate(microbatches(batch, self._accumulate))
         ]
+        check_reduced(self._modules[0])
+        return losses
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients of the whole model down to a norm of `max_norm`, where it is larger:
         between `backward` and `optimizer.step()`, on every rank. Returns the norm before.
         """
+        self._let_go()
         parameters = dict.fromkeys(p for module in self._modules for p in module.parameters())
         return clip(parameters, max_norm, self._groups("pp"), self._device)
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters, trained or not."""
+        self._let_go()
         for module in self._modules:
             module.zero_grad()
 
@@ -170,6 +183,7 @@ class Distributed:
         """The bytes of parameters, gradients and optimizer state, of this rank and in all; ranks
         that have different ones are asked, so every rank calls it.
         """
+        self._let_go()
         return measured(
             self._modules,
             self._optimizer,
@@ -214,6 +228,10 @@ class Distributed:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave on this rank of a job of the same strategy."""
         load_local_state(state, self.model, self._optimizer, self._mesh)
+
+    def _let_go(self) -> None:
+        for module in self._modules:
+            let_go(module)
 
     def _unsent(self) -> dict[str, Any]:
         return {RESIDUALS: Residuals(self._compression)}

@@ -28,7 +28,7 @@ _DTYPES = {
 _SCHEDULES = ("gpipe", "1f1b", "interleaved")
 _BALANCES = ("parameters", "time")
 _OF_THE_CALLER = ("example", "split")
-"""What only makes stages: it cannot be compared, and need not be."""
+"""What only makes stages, or is tried out: it cannot be compared, and need not be."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +130,9 @@ class Options:
 
 def precision_of(what: object) -> Precision | None:
     """The dtype of a name such as `bf16`, or a policy of `fully_shard`."""
-    if what is None or isinstance(what, (torch.dtype, MixedPrecisionPolicy)):
+    if what is None or isinstance(what, MixedPrecisionPolicy):
+        return what
+    if isinstance(what, torch.dtype) and what in _DTYPES.values():
         return what
     if isinstance(what, str) and what in _DTYPES:
         return _DTYPES[what]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from ckptkit.live.pending import settled_by
 from ckptkit.parallel.strategies.grouping import units_of
@@ -19,8 +20,9 @@ from ckptkit.parallel.strategies.grouping import units_of
 class OverlappingZero1(ZeroRedundancyOptimizer):
     """Returns from `step` with parameters still on their way from the ranks that updated them.
 
-    The forward pass waits for each layer as it comes to it; `state_dict`, checkpoints and the next
-    step wait for everything. Other code that reads parameters after a step calls `wait` before.
+    The forward pass waits for each layer as it comes to it, and for what it uses of layers that it
+    does not call; when it has ended all is here. `state_dict`, checkpoints and the next step wait
+    for everything. Other code that reads parameters after a step calls `wait` before.
     """
 
     def __init__(
@@ -60,16 +62,38 @@ class OverlappingZero1(ZeroRedundancyOptimizer):
     def _watch(self, module: nn.Module) -> None:
         if isinstance(module, DistributedDataParallel):
             module = module.module
-        layers = [layer for unit in units_of(module, 1) for layer in unit.modules]
-        inside = {parameter for layer in layers for parameter in layer.parameters()}
-        for layer in layers:
-            layer.register_forward_pre_hook(self._waiting_for(layer.parameters()))
-        others = (parameter for parameter in module.parameters() if parameter not in inside)
-        module.register_forward_pre_hook(self._waiting_for(others))
+        for unit in units_of(module, 1):
+            for layer in unit.modules:
+                layer.register_forward_pre_hook(self._waiting_for(layer.parameters()))
+        self._watch_pass(module)
         everything = self._waiting_for(None)
         module.register_state_dict_pre_hook(everything)
         module.register_load_state_dict_pre_hook(everything)
         settled_by(module, everything)
+
+    def _watch_pass(self, module: nn.Module) -> None:
+        """Wait for what no layer's hook does: parameters that are used without a call of theirs."""
+        optimizer = weakref.ref(self)
+        at_its_end = self._waiting_for(module.parameters())
+        passes: list[Any] = []
+
+        def begin(*_: object) -> None:
+            alive = optimizer()
+            if alive is None or not alive.on_their_way:
+                return
+            if _is_compiled(module):
+                alive.wait()
+            else:
+                passes.append(_Waiting(alive))
+                passes[-1].__enter__()
+
+        def end(*_: object) -> None:
+            if passes:
+                passes.pop().__exit__(None, None, None)
+            at_its_end()  # a loss may use the others
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end, always_call=True)
 
     def _waiting_for(self, parameters: Iterable[torch.Tensor] | None) -> Callable[..., None]:
         # The hooks live as long as the model, which may outlive the optimizer.
@@ -81,3 +105,39 @@ class OverlappingZero1(ZeroRedundancyOptimizer):
                 alive.wait(wanted)
 
         return wait
+
+
+class _Waiting(TorchFunctionMode):
+    """Has each of torch's operations wait for the parameters that it takes."""
+
+    def __init__(self, optimizer: OverlappingZero1) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Wait, and go on."""
+        named = kwargs or {}
+        self._optimizer.wait(_tensors_in((*args, *named.values())))
+        return func(*args, **named)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether parts of it are compiled: they would be anew, with the mode and without it."""
+    return torch.compiler.is_compiling() or any(
+        each._compiled_call_impl is not None or hasattr(each, "_orig_mod")
+        for each in module.modules()
+    )
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if torch.is_tensor(value):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)

@@ -25,6 +25,30 @@ class Part:
     """How many values it returns in a tuple; 0 for one that is not in a tuple."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffers:
+    """Those of a model, and the values that they had."""
+
+    kept: Sequence[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Buffers:
+        """As they are now."""
+        return cls(
+            [
+                (module, name, buffer, buffer.clone())
+                for module in model.modules()
+                for name, buffer in module.named_buffers(recurse=False)
+            ]
+        )
+
+    def put_back(self) -> None:
+        """Into the same memory, also where the model has put other tensors in their place."""
+        for module, name, buffer, value in self.kept:
+            buffer.copy_(value)
+            setattr(module, name, buffer)
+
+
 def parts_of(model: nn.Module) -> list[Part]:
     """The parts in the order in which the model defines them."""
     return [Part(name, nbytes_of(module.parameters())) for name, module in _inside("", model)]
@@ -82,7 +106,7 @@ def loose_parameters(model: nn.Module, parts: Sequence[Part]) -> list[str]:
 def _untouched(models: Sequence[nn.Module]) -> Iterator[None]:
     """Run in evaluation mode, and put back what that changes."""
     modes = [(m, m.training) for model in models for m in model.modules()]
-    buffers = [(b, b.clone()) for model in models for b in model.buffers()]
+    buffers = [Buffers.of(model) for model in models]
     for model in models:
         model.eval()
     try:
@@ -90,8 +114,8 @@ def _untouched(models: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        for each in buffers:
+            each.put_back()
 
 
 def _inside(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -20,9 +20,49 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptkit.errors import UsageError
 from ckptkit.parallel.strategies.batches import tensors_of
 from ckptkit.parallel.strategies.options import Options
+from ckptkit.parallel.strategies.parts import Buffers
 
 Schedule: TypeAlias = Any
 LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]
+
+
+class _Stage(PipelineStage):
+    """A stage whose buffers stay as they are when torch runs it once more to see its shapes."""
+
+    _before: Buffers | None = None
+
+    def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
+        self._before = Buffers.of(self.submod)
+        return super()._forward_metadata_inference(*args, **kwargs)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        super()._post_metadata_inference_cleanup()
+        if self._before is not None:
+            self._before.put_back()
+            self._before = None
+
+
+class _OnlySteps:
+    """What a schedule of torch lacks: an answer to those who take it for a module."""
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        raise UsageError(
+            "the model of a pipeline cannot be called: no rank has all of it",
+            hint="dist.step and dist.backward run it; to evaluate it, load its checkpoint into "
+            "another strategy",
+        )
+
+
+class _GPipe(_OnlySteps, ScheduleGPipe):
+    pass
+
+
+class _OneForwardOneBackward(_OnlySteps, Schedule1F1B):
+    pass
+
+
+class _Interleaved(_OnlySteps, ScheduleInterleaved1F1B):
+    pass
 
 
 class Pipeline:
@@ -38,11 +78,13 @@ class Pipeline:
         group: dist.ProcessGroup,
     ) -> None:
         self.stages = [
-            PipelineStage(module, number, count, device, group=group)
+            _Stage(module, number, count, device, group=group)
             for module, number in zip(modules, numbers, strict=True)
         ]
         self.microbatches = options.microbatches
         self._loss_function: LossFunction | None = None
+        self._losses: list[torch.Tensor] = []
+        self._shapes: list[torch.Size] = []
         self.schedule = self._schedule(options)
 
     def run(
@@ -50,15 +92,15 @@ class Pipeline:
     ) -> list[torch.Tensor]:
         """Forward and backward of a batch; the losses of its micro-batches on the last stage."""
         self._check_even(inputs, targets)
+        self._check_shapes(inputs, targets)
         self._loss_function = loss_function
-        losses: list[torch.Tensor] = []
+        self._losses.clear()
         given = inputs if any(stage.is_first for stage in self.stages) else ()
         is_last = any(stage.is_last for stage in self.stages)
         with self._unsynchronised():
-            self.schedule.step(
-                *given, target=targets if is_last else None, losses=losses, return_outputs=False
-            )
-        return losses
+            self.schedule.step(*given, target=targets if is_last else None, return_outputs=False)
+        # The first step has one more, of the run in which a stage sees its shapes.
+        return self._losses[-self.microbatches :]
 
     def _unsynchronised(self) -> ExitStack:
         """Only the last backward pass of a step sends gradients, as torch sees to, but for the
@@ -72,15 +114,19 @@ class Pipeline:
 
     def _schedule(self, options: Options) -> Schedule:
         count = self.microbatches
+        # It would divide the gradients of earlier passes, too, where these add up.
+        settings: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         if options.schedule == "interleaved":
-            return ScheduleInterleaved1F1B([*self.stages], count, self._loss)
-        make = ScheduleGPipe if options.schedule == "gpipe" else Schedule1F1B
-        return make(self.stages[0], count, self._loss)
+            return _Interleaved([*self.stages], count, **settings)
+        make = _GPipe if options.schedule == "gpipe" else _OneForwardOneBackward
+        return make(self.stages[0], count, **settings)
 
     def _loss(self, outputs: Any, targets: Any) -> torch.Tensor:
         # A schedule is made before anybody has a loss.
         assert self._loss_function is not None  # noqa: S101 — set by `run`
-        return self._loss_function(outputs, targets)
+        loss = self._loss_function(outputs, targets)
+        self._losses.append(loss.detach())
+        return loss / self.microbatches
 
     def _check_even(self, inputs: tuple[Any, ...], targets: Any) -> None:
         """Refuse what torch would cut into micro-batches of different sizes, and then hang."""
@@ -97,3 +143,18 @@ class Pipeline:
                     value=tuple(tensor.shape),
                     hint="choose microbatches= that divides the first dim",
                 )
+
+    def _check_shapes(self, inputs: tuple[Any, ...], targets: Any) -> None:
+        """Refuse what neighbours do not expect: torch would end the process."""
+        shapes = [tensor.shape for tensor in tensors_of((inputs, targets))]
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            raise UsageError(
+                "batches of a pipeline have the same shape in every step",
+                value=f"{_told(shapes)}, before {_told(self._shapes)}",
+                hint="leave out the last batch of a pass over the data, or fill it up",
+            )
+
+
+def _told(shapes: Sequence[torch.Size]) -> list[tuple[int, ...]]:
+    return [tuple(shape) for shape in shapes]

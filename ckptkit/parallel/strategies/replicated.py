@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ckptkit.errors import UsageError
 from ckptkit.parallel.strategies.grouping import nbytes_of
 
 _MIB = 2**20
@@ -37,6 +38,29 @@ def wrap(
     return wrapped
 
 
+def check_reduced(model: nn.Module) -> None:
+    """Refuse to go on after a backward pass in which DDP has not got all gradients, and has not
+    sent the others: it would say so in the next step only, after this one was made of what each
+    rank has by itself.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+    try:
+        # What DDP begins its next step with, and which does nothing but look after the first.
+        model.reducer._rebuild_buckets()
+    except RuntimeError as error:
+        if "finished reduction" not in str(error):
+            raise
+        trained = ((n, p) for n, p in model.module.named_parameters() if p.requires_grad)
+        missing = [name for name, parameter in trained if parameter.grad is None]
+        raise UsageError(
+            "some parameters got no gradient, so that replicas could not take the mean of any",
+            value=missing[:10] or "frozen since the model was spread",
+            hint="freeze what never runs before as_distributed; or use fsdp, where parameters may "
+            "be left out of a step",
+        ) from error
+
+
 def _settle_buckets(model: DistributedDataParallel) -> None:
     """Let DDP make its buckets anew now rather than after the first step: sums over several ranks
     round otherwise in other buckets, and a resumed job would not go on to the bit as it was.
@@ -61,7 +85,8 @@ class _Sum(nn.Module):
 
     def forward(self, _: None) -> torch.Tensor:
         """One number, whose gradients all parameters get."""
-        return torch.stack([p.sum().float() for p in self.parameters() if p.requires_grad]).sum()
+        trained = (p for p in self.parameters() if p.requires_grad)
+        return torch.stack([p.sum().real.float() for p in trained]).sum()
 
 
 def bucket_mib(nbytes: int) -> float:

@@ -8,7 +8,12 @@ import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 
 from ckptkit.parallel.strategies.grouping import units_of
 from ckptkit.parallel.strategies.options import Options
@@ -27,6 +32,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: Options, *, keep_gathered
     for unit in units_of(model, options.group_below):
         fully_shard(list(unit.modules), reshard_after_forward=again, **settings)
     fully_shard(model, reshard_after_forward=again, **settings)
+    model.register_forward_hook(_after_forward)
 
 
 def repeat(model: nn.Module, mesh: DeviceMesh, group_below: int) -> None:
@@ -34,6 +40,21 @@ def repeat(model: nn.Module, mesh: DeviceMesh, group_below: int) -> None:
     for unit in units_of(model, group_below):
         replicate(list(unit.modules), mesh=mesh)
     replicate(model, mesh=mesh)
+    model.register_forward_hook(_after_forward)
+
+
+def let_go(model: nn.Module) -> None:
+    """Let go of what a forward pass has gathered for a backward pass that did not come: whoever
+    looks at parameters and gradients would find those instead of the optimizer's.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _after_forward(model: nn.Module, *_: Any) -> None:
+    if not torch.is_grad_enabled():
+        let_go(model)
 
 
 def _precision(options: Options) -> MixedPrecisionPolicy:

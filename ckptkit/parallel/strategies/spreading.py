@@ -24,17 +24,20 @@ from ckptkit.parallel.strategies import replicated, sharded, tensor_parallel
 from ckptkit.parallel.strategies.alike import (
     check_alike,
     described,
+    described_options,
     give_random_numbers,
     give_values,
     room,
 )
 from ckptkit.parallel.strategies.already import Choices, check_same, known_as, remember
 from ckptkit.parallel.strategies.distributed import Distributed
+from ckptkit.parallel.strategies.dtypes import check_dtypes
 from ckptkit.parallel.strategies.options import Options, Precision, Split
 from ckptkit.parallel.strategies.pipeline import Pipeline, Schedule
 from ckptkit.parallel.strategies.spec import mesh_names, resolved, sharder_of
 from ckptkit.parallel.strategies.stages import stages_of
 from ckptkit.parallel.strategies.stepping import MakeOptimizer, check_optimizer, made_for
+from ckptkit.parallel.strategies.tried_out import try_out
 
 
 def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, all with defaults
@@ -114,6 +117,8 @@ class _Spreading:
         tp, options = self._ranks.get("tp", 1), self._options
         plan = tensor_parallel.plan_of(self._model, tp, options) if tp > 1 else {}
         self._align()
+        if plan and options.example is not None:
+            try_out(self._model, self._axis("tp"), plan, options.example, self._device)
         modules = [self._model]
         numbers = self._stage_numbers()
         count = self._ranks.get("pp", 1) * options.stages_per_rank
@@ -206,13 +211,19 @@ class _Spreading:
         group = self._axis("zero1").get_group() if "zero1" in self._ranks else None
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         overlapping = modules if self._options.overlap else ()
-        return made_for(parameters, choices.optimizer, choices.settings, group, overlapping)
+        # Each stage may have groups of its own.
+        barrier = SoloBarrier() if "pp" in self._ranks else room("optimizer")
+        with leaving(barrier):
+            made = made_for(parameters, choices.optimizer, choices.settings, group, overlapping)
+            check_alike(barrier, {"optimizer_options": described_options(made.param_groups)})
+        return made
 
 
 def _check(model: nn.Module, strategy: Strategy, choices: Choices) -> None:
     """Refuse what cannot be spread, before anything changes."""
     choices.options.check(strategy)
     _check_plain(model)
+    check_dtypes(model, strategy, choices.options.group_below)
     check_optimizer(model, choices.optimizer, choices.settings, strategy)
 
 
@@ -220,11 +231,12 @@ def _said(model: nn.Module, strategy: Strategy, choices: Choices) -> dict[str, A
     """What all ranks have to pass alike."""
     optimizer = choices.optimizer
     is_made = isinstance(optimizer, Optimizer)
-    name = getattr(type(optimizer) if is_made else optimizer, "__qualname__", "")
     return {
         "strategy": str(strategy),
         **choices.options.said(),
-        "optimizer": f"{name}{sorted(choices.settings)}" if optimizer is not None else "",
+        "example": "none" if choices.options.example is None else "given",
+        "optimizer": getattr(type(optimizer) if is_made else optimizer, "__qualname__", ""),
+        "optimizer_options": described_options([choices.settings]),
         "model": described(model),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -26,12 +27,58 @@ def check_optimizer(
     model: nn.Module, optimizer: object, options: Mapping[str, Any], strategy: Strategy
 ) -> None:
     """Refuse an optimizer that could not step the spread model, before anything is spread."""
-    if optimizer is None or (callable(optimizer) and not isinstance(optimizer, Optimizer)):
-        if optimizer is None and options:
+    if optimizer is None:
+        if options:
             raise UsageError("optimizer_options without an optimizer", value=dict(options))
         return
-    if not isinstance(optimizer, Optimizer):
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(
+            "nothing of the model is trained",
+            value=type(model).__name__,
+            hint="unfreeze some of it with requires_grad_(); or leave optimizer= out",
+        )
+    if isinstance(optimizer, Optimizer):
+        _check_made(model, optimizer, options, strategy)
+    elif callable(optimizer):
+        _check_callable(optimizer, options)
+    else:
         raise UsageError("no optimizer", value=optimizer, hint=_HINT)
+
+
+def _check_callable(optimizer: MakeOptimizer, options: Mapping[str, Any]) -> None:
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        _check_step(optimizer)
+    try:
+        signature = inspect.signature(optimizer)
+    except ValueError:
+        return  # written in C, and says nothing about itself
+    try:
+        signature.bind([], **options)
+    except TypeError as error:
+        taken = [name for name in signature.parameters if name != "self"][1:]
+        raise UsageError(
+            f"the optimizer cannot be called with these: {error}",
+            where="optimizer_options",
+            value=dict(options),
+            hint=f"it takes {', '.join(taken) or 'parameters only'}",
+        ) from error
+
+
+def _check_step(kind: type[Optimizer]) -> None:
+    """Refuse one that asks for losses as it goes, which each rank has for its share alone."""
+    wanted = inspect.signature(kind.step).parameters.get("closure")
+    if wanted is not None and wanted.default is inspect.Parameter.empty:
+        raise UsageError(
+            "an optimizer that cannot make a step without a closure",
+            value=kind.__name__,
+            hint="choose one that needs gradients only, such as torch.optim.AdamW",
+        )
+
+
+def _check_made(
+    model: nn.Module, optimizer: Optimizer, options: Mapping[str, Any], strategy: Strategy
+) -> None:
+    _check_step(type(optimizer))
     if options:
         raise UsageError("optimizer_options are for a class", value=dict(options))
     known = set(model.parameters())
@@ -82,6 +129,7 @@ def _called(
     made = optimizer([*trained] or [nothing], **options)
     if not isinstance(made, Optimizer):
         raise UsageError("not an optimizer", where="optimizer()", value=type(made).__name__)
+    _check_step(type(made))
     if not trained:
         for group in made.param_groups:
             group["params"] = []
@@ -105,9 +153,15 @@ def _shared_out(
         # It wants parameters, and torch calls it with groups: those that it has made of all.
         made = _called(optimizer, trained, options)
         groups, optimizer, options = [*made.param_groups], _narrowing(made), {}
+    shared: ZeroRedundancyOptimizer
     if overlapping:
-        return OverlappingZero1(overlapping, groups, optimizer, group, **options)
-    return ZeroRedundancyOptimizer(groups, cast("Any", optimizer), process_group=group, **options)
+        shared = OverlappingZero1(overlapping, groups, optimizer, group, **options)
+    else:
+        kind = cast("Any", optimizer)
+        shared = ZeroRedundancyOptimizer(groups, kind, process_group=group, **options)
+    # Schedulers look there for what they may change.
+    shared.defaults = {**shared.optim.defaults, **shared.defaults}
+    return shared
 
 
 def _narrowing(made: Optimizer) -> MakeOptimizer:
@@ -115,6 +169,9 @@ def _narrowing(made: Optimizer) -> MakeOptimizer:
 
     def narrowed(groups: list[dict[str, Any]]) -> Optimizer:
         made.param_groups = groups
+        kept = {parameter for each in groups for parameter in each["params"]}
+        for other in made.state.keys() - kept:
+            del made.state[other]
         return made
 
     return narrowed

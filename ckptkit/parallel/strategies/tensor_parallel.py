@@ -80,7 +80,8 @@ def plan_of(model: nn.Module, ranks: int, options: Options) -> dict[str, Paralle
             where=rules.name,
             hint='pass rules=, such as {"rules": [{"match": "*.up.weight", "tp": "shard(0)"}, …]}',
         )
-    return _styles(model, dims, kinds, ranks)
+    is_sure = options.rules != "auto" or options.example is not None
+    return _styles(model, dims, kinds, ranks, is_sure=is_sure)
 
 
 def _said(rules: Rules, name: str, parameter: nn.Parameter, ranks: int) -> _Said:
@@ -153,13 +154,25 @@ def _dim_of(path: str, module: nn.Module, said: list[_Said]) -> int:
 
 
 def _styles(
-    model: nn.Module, dims: Mapping[str, int], kinds: Mapping[str, nn.Module], ranks: int
+    model: nn.Module,
+    dims: Mapping[str, int],
+    kinds: Mapping[str, nn.Module],
+    ranks: int,
+    *,
+    is_sure: bool,
 ) -> dict[str, ParallelStyle]:
-    """Cut outputs stay cut where a row-wise module of the same block takes them on."""
+    """Cut outputs stay cut where a row-wise module of the same block takes them on, if somebody is
+    sure of that: else only where the block is one of those that the presets were made for.
+    """
     linear = [path for path in dims if isinstance(kinds[path], nn.Linear)]
     columns = [path for path in linear if dims[path] == 0]
     rows = [path for path in linear if dims[path] == 1]
-    pairs = [(a, b) for a in columns for b in rows if _goes_on(model, linear, a, b)]
+    pairs = [
+        (a, b)
+        for a in columns
+        for b in rows
+        if _goes_on(model, linear, a, b) and (is_sure or _is_known(model, a, b))
+    ]
     feeding, fed = {a for a, _ in pairs}, {b for _, b in pairs}
     for path in sorted(feeding | fed):
         # Between the two nobody knows how long the other ranks' slices are.
@@ -189,8 +202,21 @@ def _goes_on(model: nn.Module, order: list[str], column: str, row: str) -> bool:
         parent = model.get_submodule(".".join(first[:-1]))
         runs_in_order = parent is model or isinstance(parent, nn.Sequential)
         return not runs_in_order or order.index(column) < order.index(row)
-    shared = takewhile(lambda pair: pair[0] == pair[1], zip(first[:-1], second[:-1], strict=False))
-    return any(node.isdecimal() for node, _ in shared)
+    return any(node.isdecimal() for node in _shared(column, row))
+
+
+def _is_known(model: nn.Module, column: str, row: str) -> bool:
+    """Whether a model of Hugging Face has the two, of which it is known what lies between them:
+    others may have the same names, and a norm or a softmax there.
+    """
+    runs_both = model.get_submodule(".".join(_shared(column, row)))
+    return type(runs_both).__module__.startswith("transformers.")
+
+
+def _shared(one: str, other: str) -> list[str]:
+    """The names of the modules that contain both."""
+    pairs = zip(one.split(".")[:-1], other.split(".")[:-1], strict=False)
+    return [node for node, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 def _config(model: nn.Module) -> Mapping[str, Any]:

@@ -334,6 +334,11 @@ def test_what_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
         AsynchronousSGD(network(), SGD, **wrong)
 
 
+def test_an_optimizer_of_several_groups_is_refused() -> None:
+    with pytest.raises(UsageError, match="one group of parameters"):
+        AsynchronousSGD(network(), lambda each: SGD([{"params": [p]} for p in each]))
+
+
 def test_a_state_is_saved_only_when_all_have_met() -> None:
     model = network()
     with AsynchronousSGD(model, torch.optim.SGD) as sgd:

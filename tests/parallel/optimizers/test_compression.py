@@ -240,6 +240,49 @@ def test_only_models_of_ddp_send_gradients() -> None:
         compression_of("int8").attach(network())  # type: ignore[arg-type]
 
 
+class Factor(nn.Module):
+    """One matrix of some dtype, whose gradients are sines."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.zeros(16, 16, dtype=dtype))
+
+    def forward(self, scale: int) -> torch.Tensor:
+        """The sum of the sines times the matrix and the scale."""
+        sines = torch.arange(256).sin().view(16, 16).to(self.factor.dtype)
+        out: torch.Tensor = (self.factor * sines).sum() * scale
+        return out
+
+
+def gradient(spec: str | None, dtype: torch.dtype) -> torch.Tensor:
+    """The mean over the ranks of what is twice as large on rank 1."""
+    model = DistributedDataParallel(Factor(dtype))
+    if spec is not None:
+        compression_of(spec, after=0).attach(model)
+    (model(1 + dist.get_rank())).backward()
+    found: torch.Tensor | None = model.module.factor.grad
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("spec", ["fp16", "bf16", "int8", "topk:1.0", "powersgd:8"])
+def test_gradients_of_all_lengths_are_compressed(gloo: Pool, spec: str) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        (found, _), (wanted, _) = (gloo.run(2, gradient, each, dtype) for each in (spec, None))
+        assert found.dtype == dtype
+        assert torch.allclose(found.double(), wanted.double(), atol=0.03)
+
+
+def complex_numbers(spec: str) -> None:
+    with pytest.raises(UsageError, match=r"factor: gradients of this dtype"):
+        compression_of(spec).attach(DistributedDataParallel(Factor(torch.complex64)))
+
+
+@pytest.mark.parametrize("spec", ["fp16", "bf16", "int8", "topk:1.0", "powersgd:8"])
+def test_complex_gradients_are_refused(gloo: Pool, spec: str) -> None:
+    gloo.run(2, complex_numbers, spec)
+
+
 def twice() -> None:
     compression = compression_of("int8")
     compression.attach(DistributedDataParallel(network()))

@@ -30,6 +30,18 @@ def disagreeing(what: str) -> None:
         options["group_below"] = 17
     elif is_other and what == "optimizer":
         options["optimizer"] = torch.optim.AdamW
+    elif what == "options":
+        options["optimizer_options"] = {"lr": 0.2 if is_other else 0.1, "momentum": 0.9}
+    elif what == "function":
+        rate = 0.2 if is_other else 0.1
+        options["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=rate)
+    elif what == "instance":
+        spec = "ddp"
+        options["optimizer"] = torch.optim.AdamW(
+            model.parameters(), betas=(0.9, 0.95 if is_other else 0.99)
+        )
+    elif is_other and what == "example":
+        options["example"] = torch.zeros(1, 4)
     elif is_other and what == "refused":
         options["overlap"] = True
     as_distributed(model, spec, **options)
@@ -44,6 +56,10 @@ def disagreeing(what: str) -> None:
         ("mesh", 4, "another strategy than rank 0: ddp:2,fsdp:2"),
         ("group_below", 2, "another group_below than rank 0: 17"),
         ("optimizer", 2, "another optimizer than rank 0: AdamW"),
+        ("options", 2, "another optimizer_options than rank 0: lr=0.2 \\(on rank 0 lr=0.1\\)"),
+        ("function", 2, "another optimizer_options than rank 0: lr=0.2 \\(on rank 0 lr=0.1\\)"),
+        ("instance", 2, "another optimizer_options than rank 0: betas=\\(0.9, 0.95"),
+        ("example", 2, "another example than rank 0: given"),
     ],
 )
 def test_ranks_that_disagree_are_told_rather_than_left_waiting(

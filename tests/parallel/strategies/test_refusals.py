@@ -74,6 +74,8 @@ def test_a_strategy_that_does_not_fit_is_refused(spec: str, ranks: int, reason: 
     [
         ({"offload": True}, "offload is for"),
         ({"mixed_precision": "fp7"}, "no precision"),
+        ({"mixed_precision": torch.int8}, "no precision"),
+        ({"mixed_precision": torch.float64}, "no precision"),
         ({"group_below": "many"}, "no size"),
         ({"microbatches": 0}, "no number of micro-batches"),
         ({"schedule": "zigzag"}, "no schedule"),

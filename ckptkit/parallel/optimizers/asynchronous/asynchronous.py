@@ -102,8 +102,9 @@ class AsynchronousSGD:
 
     def meet(self) -> None:
         """Wait for all ranks; then all have the same parameters, and `state_dict` what belongs to
-        them. Every rank calls it, also one that is no worker, before a save and at the end: once
-        one is lost the others cannot meet, even with `on_loss="continue"`.
+        them; buffers stay each rank's own. Every rank calls it, also one that is no worker, before
+        a save and at the end: once one is lost the others cannot meet, even with
+        `on_loss="continue"`.
         """
         self._check_open()
         barrier = barrier_of(

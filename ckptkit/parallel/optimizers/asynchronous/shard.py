@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckptkit.errors import UsageError
+
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -36,6 +38,12 @@ class Shard:
             for name, parameter in parameters.items()
         }
         self._optimizer = make_optimizer(self._parameters.values()) if parameters else None
+        if self._optimizer is not None and len(self._optimizer.param_groups) > 1:
+            raise UsageError(
+                "the optimizer of a server has one group of parameters",
+                value=f"{len(self._optimizer.param_groups)} groups",
+                hint="pass a class of torch's, or a functools.partial of one",
+            )
 
     def push(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Step by a worker's gradients; those that are None are of parameters that stay."""

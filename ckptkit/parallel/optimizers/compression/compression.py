@@ -16,6 +16,8 @@ from ckptkit.parallel.optimizers.compression.wire import Wire
 
 Sent = torch.futures.Future[torch.Tensor]
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 class Compression(ABC):
     """Sends the gradients of a `DistributedDataParallel` model in fewer bytes.
@@ -47,6 +49,7 @@ class Compression(ABC):
                 "attached already", where=f"compression {self.spec}", hint="make one for each model"
             )
         self._names = parameter_names(Model(model).entries())
+        self._check_dtypes()
         self._wire = Wire(model.process_group)
         # DDP checks annotations, and cannot read those that are text.
         model.register_comm_hook(self, lambda self, bucket: self._hook(bucket))
@@ -85,6 +88,17 @@ class Compression(ABC):
         """Make what would be made in the first step, so that a load fills it in place: for a step
         of a job of as many ranks, and otherwise not.
         """
+
+    def _check_dtypes(self) -> None:
+        for parameter, name in self._names.items():
+            if parameter.requires_grad and parameter.dtype not in _DTYPES:
+                raise UsageError(
+                    "gradients of this dtype cannot be compressed",
+                    where=f"compression {self.spec}, {name}",
+                    value=str(parameter.dtype),
+                    hint="leave the compression out, or make the parameter of real numbers, such "
+                    "as by torch.view_as_real",
+                )
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names[cast("torch.nn.Parameter", parameter)]

@@ -89,7 +89,7 @@ class PowerSGD(Compression):
         """Put what two factors say of each gradient in its place, and keep the rest."""
         for name, gradient in gradients.items():
             self._prepare(name, gradient)
-        totals = {n: (self._residuals[n] + g).flatten(1) for n, g in gradients.items()}
+        totals = {n: (self._residuals[n] + g.float()).flatten(1) for n, g in gradients.items()}
         old = {name: self._factors[name].clone() for name in gradients}
         for factor in old.values():
             _orthogonalize(factor[None], _EPSILON)

@@ -74,7 +74,7 @@ class TopK(Compression):
     def _choose(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Where the largest elements are, what they are, and what is left without them."""
         residual = self._residual(name, gradient)
-        total = (residual + gradient).flatten()
+        total = (residual + gradient.float()).flatten()
         count = math.ceil(self._share * total.numel())
         index = total.abs().topk(count, sorted=False).indices
         return index, total[index], total.index_fill(0, index, 0).view_as(residual)
