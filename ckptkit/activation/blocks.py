@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -20,16 +21,21 @@ def blocks_of(model: nn.Module, wanted: Wanted | None = None) -> dict[str, nn.Mo
     """The blocks of a model by name, in their order.
 
     They are what lies in its outermost lists; or the outermost modules of a class, or whose names
-    match a pattern.
+    match a pattern. One of several names has its first.
     """
     found = dict(_listed(model, "") if wanted is None else _matching(model, wanted))
     canonical = canonical_names(model)
-    blocks = {canonical(name): _unsharded(block) for name, block in found.items()}
-    wrapped = [name for name, block in blocks.items() if _is_checkpointed(block)]
-    if wrapped:
-        raise UsageError(
-            "a block is checkpointed already", where=wrapped[0], hint="undo that, or leave it so"
-        )
+    blocks: dict[str, nn.Module] = {}
+    for name, outer in found.items():
+        block = _unsharded(outer)
+        if _is_checkpointed(block) or _is_within_checkpointed(model, name):
+            raise UsageError(
+                "a block is checkpointed already",
+                where=canonical(name),
+                hint="undo that, or leave it so",
+            )
+        if not any(block is each for each in blocks.values()):
+            blocks[canonical(name)] = block
     return blocks
 
 
@@ -45,7 +51,12 @@ def _listed(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _matching(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, nn.Module]]:
-    each = (wanted,) if isinstance(wanted, (type, str)) else tuple(wanted)
+    given: Any = (wanted,) if isinstance(wanted, (type, str)) else wanted
+    each = tuple(given) if isinstance(given, Iterable) else ()
+    if not each or not all(isinstance(one, (type, str)) for one in each):
+        raise UsageError(
+            "blocks= takes a class, or a list of classes and of patterns of names", value=wanted
+        )
     kinds = tuple(kind for kind in each if isinstance(kind, type))
     patterns = [pattern for pattern in each if isinstance(pattern, str)]
     canonical = canonical_names(model)
@@ -70,6 +81,13 @@ def _unsharded(block: nn.Module) -> nn.Module:
     while isinstance(block, FullyShardedDataParallel):
         block = block.module
     return block
+
+
+def _is_within_checkpointed(model: nn.Module, name: str) -> bool:
+    """Whether the block, or what it lies in, is wrapped by torch's own checkpointing."""
+    parts = name.split(".")
+    outer = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts))]
+    return any(isinstance(each, CheckpointWrapper) for each in outer)
 
 
 def _is_checkpointed(block: nn.Module) -> bool:

@@ -31,7 +31,9 @@ def fit(
     """Recompute the blocks that make the step stay within the budget, as measured; every rank
     takes part.
     """
-    costs = _agreed(measure(modules, blocks, step))
+    costs = measure(modules, blocks, step)
+    _check_ran(costs, blocks)
+    costs = _agreed(costs)
     search = Search(costs, budget)
     try:
         for _ in range(_ROUNDS):
@@ -44,6 +46,16 @@ def fit(
         undo()
         raise
     _LOG.info("%d of %d blocks are recomputed", len(undo.blocks), len(blocks))
+
+
+def _check_ran(costs: Costs, blocks: Mapping[str, nn.Module]) -> None:
+    """On some rank, that is: a stage of a pipeline may have no blocks."""
+    heard = _heard((bool(blocks), bool(costs.blocks) and costs.has_backward))
+    if any(has_blocks for has_blocks, _ in heard) and not any(ran for _, ran in heard):
+        raise UsageError(
+            "the step that a budget measures has no forward and backward of these blocks",
+            hint="pass step=lambda: loss_of(model(inputs), targets).backward(), with this model",
+        )
 
 
 def _best(search: Search, budget: int) -> frozenset[int]:
@@ -123,7 +135,7 @@ def _agreed(costs: Costs) -> Costs:
     before = max(each.around.before for each in alike)
     after = max(each.around.after for each in alike)
     blocks = tuple(map(_highest, *(each.blocks for each in alike)))
-    return Costs(blocks, Around(before, after))
+    return Costs(blocks, Around(before, after), costs.has_backward)
 
 
 def _highest(*costs: BlockCost) -> BlockCost:

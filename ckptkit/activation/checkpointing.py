@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptkit.activation.applied import Checkpointed, Undo, Way
 from ckptkit.activation.blocks import Wanted, blocks_of
 from ckptkit.activation.budget import fit
+from ckptkit.activation.copies import Copies
 from ckptkit.activation.offload import Offload, Offloaded
 from ckptkit.activation.partition import Partition, group_for
 from ckptkit.activation.policy import Policy
@@ -59,9 +60,10 @@ def checkpoint_activations(
         )
     undo = Undo()
     if parsed.kind == "budget":
-        if step is None:
+        if not callable(step):
             raise UsageError(
                 "a budget needs a step to measure",
+                value=step,
                 hint="pass step=lambda: loss_of(model(inputs), targets).backward()",
             )
         fit(modules, found, parsed.budget, step, undo)
@@ -84,7 +86,8 @@ def _blocks_of_all(modules: list[nn.Module], wanted: Wanted | None) -> dict[str,
     found: dict[str, nn.Module] = {}
     for number, module in enumerate(modules):
         for name, block in blocks_of(module, wanted).items():
-            found[f"stage {number}: {name}" if name in found else name] = block
+            if not any(block is each for each in found.values()):
+                found[f"stage {number}: {name}" if name in found else name] = block
     return found
 
 
@@ -109,5 +112,5 @@ def _way(
         return lambda name, block, plain: Recomputed(
             block, plain, around=partial(partition.around, name)
         )
-    contexts = selective if policy.kind == "selective" else None
-    return lambda _, block, plain: Recomputed(block, plain, contexts=contexts)
+    contexts, copies = selective if policy.kind == "selective" else None, Copies()
+    return lambda _, block, plain: Recomputed(block, plain, contexts=contexts, copies=copies)

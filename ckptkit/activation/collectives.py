@@ -64,7 +64,8 @@ class Collectives:
             yield
         except RuntimeError as error:
             raise PeerError(
-                f"another rank did not come within {self._timeout:g} s, or is lost: {error}"
+                f"another rank did not come within {self._timeout:g} s, or is lost: {error}",
+                hint="the ranks cannot meet again in this store: close it, and make another",
             ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from ckptkit.activation.sockets import SocketTransport
 from ckptkit.activation.stats import GroupMemoryStats, MemoryStats
-from ckptkit.activation.store import ActivationStore, LayerId
+from ckptkit.activation.store import ActivationStore, LayerId, check_layer
 from ckptkit.activation.transport import ThreadTransport, Transport
 from ckptkit.activation.wire import described, empty_like
 from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError, UsageError
@@ -104,6 +105,7 @@ class DistributedActivationStore:
         The other rank may have `wait` seconds to register it. What was fetched is not kept here.
         """
         self._check(source_rank)
+        _check_wait(wait)
         with suppress(NotFoundError):
             return self._store.retrieve(layer_id)
         return self.fetch(layer_id, source_rank, wait=wait)
@@ -111,6 +113,8 @@ class DistributedActivationStore:
     def fetch(self, layer_id: LayerId, source_rank: int, *, wait: float = 0.0) -> torch.Tensor:
         """What another rank keeps under a name, whatever this one has under it."""
         self._check(source_rank)
+        check_layer(layer_id)
+        _check_wait(wait)
         if source_rank == self.rank:
             return self._answer(layer_id, wait)
         return self._transport.fetch(source_rank, layer_id, wait=wait)
@@ -207,6 +211,11 @@ class DistributedActivationStore:
             raise UsageError(
                 "no rank of the group", value=rank, hint=f"they are 0 to {self.world_size - 1}"
             )
+
+
+def _check_wait(wait: object) -> None:
+    if type(wait) not in (int, float) or not 0 <= wait < math.inf:  # type: ignore[operator]
+        raise UsageError("not so many seconds to wait", value=wait, hint="pass 0 or more")
 
 
 def _transport(group: dist.ProcessGroup | None, timeout: float) -> Transport:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ckptkit.activation.meter import unmetered
+from ckptkit.errors import UsageError
 
 _GRAIN = 4096
 _Used = tuple[torch.Tensor, Sequence[torch.cuda.Event]]
@@ -22,6 +23,10 @@ class HostBuffers:
     """
 
     def __init__(self, *, pin: bool | None = None) -> None:
+        if pin and not torch.cuda.is_available():
+            raise UsageError(
+                "there is no CUDA here to pin host memory for", value="pin_memory=True"
+            )
         self._pin = torch.cuda.is_available() if pin is None else pin
         self._free: defaultdict[int, list[_Used]] = defaultdict(list)
         self._lock = threading.RLock()

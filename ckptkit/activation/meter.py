@@ -13,6 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 _SAID = threading.local()
+# What sparse tensors are made of.
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 @contextmanager
@@ -123,8 +131,13 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
         for each in inner:  # a DTensor has a mesh among them
             if isinstance(each, torch.Tensor):
                 yield from storages_of(each)
-    elif tensor.layout is torch.strided and tensor.device.type != "meta":
+    elif tensor.device.type == "meta":
+        return
+    elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
+    else:
+        for each in _PARTS.get(tensor.layout, ()):
+            yield from storages_of(getattr(tensor.detach(), each)())
 
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -21,6 +24,7 @@ from ckptkit.activation.moved import Lane, Moved
 
 _LEAST = 4096  # bytes: what is smaller stays
 _AHEAD = 1  # forwards that are brought back before backward asks
+_Key = tuple[int, int, int]
 
 
 class Offload:
@@ -32,9 +36,9 @@ class Offload:
         self.lane = Lane()
         self._forwards: list[weakref.ref[_Forward]] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
-        # What waits in host memory is the original's.
-        return Offload(pin_memory=self._pin_memory)
+    def __reduce__(self) -> tuple[Callable[[], Offload], tuple[()]]:
+        # A copy of the model, or a pickle of it: what waits in host memory is the original's.
+        return partial(Offload, pin_memory=self._pin_memory), ()
 
     def begin(self, block: nn.Module) -> _Forward:
         """A forward of a block, the next one in backward's reverse order."""
@@ -75,6 +79,8 @@ class _View:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    is_conj: bool
+    is_neg: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ class _Forward:
         self._offload = offload
         self._before = before
         self._owned = Owned(block)
-        self._moved: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[Moved]]] = {}
+        self._moved: dict[_Key, tuple[weakref.ref[Any], weakref.ref[Any], weakref.ref[Moved]]] = {}
         self._all: weakref.WeakSet[Moved] = weakref.WeakSet()
         self._back: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._asked = False
@@ -139,10 +145,16 @@ class _Forward:
     def _moved_view(self, tensor: torch.Tensor) -> _View | None:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return None
+        # Copies within forward derivatives crash, and within torch.func they are wrapped.
+        if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
+            return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < _LEAST or isinstance(tensor._base, nn.Parameter):
             return None
-        moved = self._known(storage, tensor._version)
+        # Tensors of one memory may count its changes each for itself; views count with their base.
+        counter = tensor if tensor._base is None else tensor._base
+        key = storage._cdata, id(counter), tensor._version
+        moved = self._known(key, storage, counter)
         if moved is None:
             if storage._cdata in self._owned.storages():
                 return None
@@ -150,21 +162,34 @@ class _Forward:
             # The flat one counts its changes for itself.
             watched = tensor.detach()
             moved = self._offload.move(flat, watched)
-            key = storage._cdata, tensor._version
-            self._moved[key] = weakref.ref(storage), weakref.ref(moved)
+            self._moved[key] = weakref.ref(storage), weakref.ref(counter), weakref.ref(moved)
             self._all.add(moved)
-        offset = int(tensor.storage_offset())
-        return _View(moved, self, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        return _View(
+            moved,
+            self,
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            is_conj=tensor.is_conj(),
+            is_neg=tensor.is_neg(),
+        )
 
     def _back_as(self, view: _View) -> torch.Tensor:
         storage = self._storage(view.moved)
         empty = torch.empty(0, dtype=view.dtype, device=storage.device)
-        return empty.set_(storage, view.offset, view.size, view.stride)
+        tensor = empty.set_(storage, view.offset, view.size, view.stride)
+        tensor = tensor.conj() if view.is_conj else tensor
+        return torch._neg_view(tensor) if view.is_neg else tensor
 
-    def _known(self, storage: torch.UntypedStorage, version: int) -> Moved | None:
-        same, moved = self._moved.get((storage._cdata, version), (None, None))
-        # The address alone may be that of another storage by now.
-        return moved() if same is not None and moved is not None and same() is storage else None
+    def _known(
+        self, key: _Key, storage: torch.UntypedStorage, counter: torch.Tensor
+    ) -> Moved | None:
+        if key not in self._moved:
+            return None
+        same_storage, same_counter, moved = self._moved[key]
+        # The addresses alone may be those of others by now.
+        return moved() if same_storage() is storage and same_counter() is counter else None
 
     def _storage(self, moved: Moved) -> torch.UntypedStorage:
         held = self._back.get(id(moved))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ckptkit.activation.held import Held
 from ckptkit.activation.meter import metered
+from ckptkit.activation.wire import bytes_of
 from ckptkit.errors import LayoutError, UsageError
 
 _LEAST = 1024  # elements: what is smaller stays whole
@@ -28,6 +30,8 @@ class Piece:
     """Its elements, flat; each rank's as many, the last ones padded."""
     shape: torch.Size
     group: dist.ProcessGroup
+    stride: tuple[int, ...] | None = None
+    """How they lay in memory, whose order is that of `own`; None: that of the indices is."""
     requires_grad: bool = False
     spread: tuple[DeviceMesh, tuple[Any, ...]] | None = None
     """Of a DTensor: its mesh and placements."""
@@ -37,12 +41,21 @@ def cut(tensor: torch.Tensor, group: dist.ProcessGroup) -> Piece:
     """What this rank keeps, which shares no memory with the tensor."""
     if isinstance(tensor, DTensor):
         piece = cut(tensor.to_local(), group)
-        spread = tensor.device_mesh, tensor.placements
-        return Piece(piece.own, piece.shape, group, piece.requires_grad, spread)
-    mine = share_of(tensor, group.rank(), group.size())
+        return replace(piece, spread=(tensor.device_mesh, tensor.placements))
+    flat, stride = _as_it_lies(tensor)
+    mine = share_of(flat, group.rank(), group.size())
     own = mine.new_zeros(-(-tensor.numel() // group.size()))
     own[: mine.numel()] = mine
-    return Piece(own, tensor.shape, group, tensor.requires_grad)
+    return Piece(own, tensor.shape, group, stride, tensor.requires_grad)
+
+
+def _as_it_lies(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """The elements in the order of their memory, and how they lie there; None: not without gaps."""
+    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+    in_order = tensor.detach().permute(order)
+    if not in_order.is_contiguous():
+        return tensor.detach().reshape(-1), None
+    return in_order.reshape(-1), tensor.stride()
 
 
 def share_of(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
@@ -58,6 +71,8 @@ def gather(piece: Piece) -> torch.Tensor:
         whole = piece.own.new_empty(piece.own.numel() * piece.group.size())
     dist.all_gather_into_tensor(whole, piece.own, group=piece.group)
     tensor = whole[: piece.shape.numel()].view(piece.shape)
+    if piece.stride is not None:
+        tensor = tensor.as_strided(piece.shape, piece.stride)
     if piece.spread is None:
         return tensor
     mesh, placements = piece.spread
@@ -69,11 +84,17 @@ class Partition:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._checked: set[str] = set()
+        self._seen: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
         # A copy of the model is cut by the same ranks: groups themselves cannot be copied.
         return Partition(self._group)
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "blocks whose inputs are shared by ranks cannot be pickled",
+            hint="call undo first, or save the state_dict",
+        )
 
     def around(self, name: str) -> saved_tensors_hooks:
         """Hooks for one forward of a block."""
@@ -97,12 +118,16 @@ class Partition:
         return tensor.is_floating_point() and tensor.layout is torch.strided
 
     def _check(self, what: str, tensor: torch.Tensor) -> None:
-        """Once for each: pieces of tensors that differ would make wrong gradients silently."""
-        if what in self._checked:
+        """In the first forward, the second, the fourth ...: pieces of tensors that differ would
+        make wrong gradients silently.
+        """
+        self._seen[what] += 1
+        if self._seen[what].bit_count() > 1:
             return
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        data = local.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
-        said = hashlib.blake2b(data, digest_size=16).hexdigest(), tuple(local.shape)
+        flat, stride = _as_it_lies(local)
+        data = bytes_of(flat).cpu().numpy().tobytes()
+        said = hashlib.blake2b(data, digest_size=16).hexdigest(), tuple(local.shape), stride
         heard: list[Any] = [None] * self._group.size()
         dist.all_gather_object(heard, said, group=self._group)
         if len(set(heard)) > 1:
@@ -112,7 +137,6 @@ class Partition:
                 hint="sequence parallelism cuts them already: use 'full'; if dropout differs "
                 "between the ranks, give them the same seed",
             )
-        self._checked.add(what)
 
 
 def _unpack(packed: Held | Piece) -> torch.Tensor:

@@ -15,9 +15,12 @@ from torch import nn
 
 from ckptkit.activation.applied import Undo
 from ckptkit.activation.buffers import restored
+from ckptkit.activation.copies import version_of
 from ckptkit.activation.meter import ActivationMeter, peak_bytes
 from ckptkit.activation.recompute import Recomputed
 from ckptkit.activation.solver import Around, BlockCost
+from ckptkit.activation.state import versions_of
+from ckptkit.errors import UsageError
 from ckptkit.live.rng import rng_state, set_rng_state
 
 Step = Callable[[], object]
@@ -29,6 +32,8 @@ class Costs:
 
     blocks: tuple[BlockCost, ...]
     around: Around
+    has_backward: bool = True
+    """Whether the step went back through a block."""
 
 
 def measure(modules: Sequence[nn.Module], blocks: Mapping[str, nn.Module], step: Step) -> Costs:
@@ -44,7 +49,7 @@ def measure(modules: Sequence[nn.Module], blocks: Mapping[str, nn.Module], step:
         for name in blocks
         if name in bytes_of.found
     )
-    return Costs(costs, Around(bytes_of.before, bytes_of.after))
+    return Costs(costs, Around(bytes_of.before, bytes_of.after), bytes_of.has_backward)
 
 
 def measured_peak(modules: Sequence[nn.Module], step: Step) -> int:
@@ -55,9 +60,14 @@ def measured_peak(modules: Sequence[nn.Module], step: Step) -> int:
 
 @contextmanager
 def traceless(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Gradients, buffers and random numbers are afterwards what they were."""
+    """Gradients, buffers and random numbers are afterwards what they were; what changes parameters
+    is refused.
+    """
     parameters = [each for module in modules for each in module.parameters()]
+    versions = versions_of([each for module in modules for each in module.modules()])
     gradients = [each.grad for each in parameters]
+    # Those of DDP lie in its buckets, which it goes on writing to.
+    copies = [None if each is None else each.detach().clone() for each in gradients]
     random = rng_state()
     with restored(modules):
         for each in parameters:
@@ -66,8 +76,17 @@ def traceless(modules: Sequence[nn.Module]) -> Iterator[None]:
             yield
         finally:
             set_rng_state(random)
-            for each, gradient in zip(parameters, gradients, strict=True):
-                each.grad = gradient
+            with torch.no_grad():
+                for each, gradient, copy in zip(parameters, gradients, copies, strict=True):
+                    each.grad = gradient
+                    if gradient is not None and copy is not None:
+                        gradient.copy_(copy)
+    if any(version_of(weight) != version for weight, version in versions):
+        raise UsageError(
+            "the step that a budget measures has changed parameters",
+            hint="pass a forward and a backward alone, and let no hook run the optimizer; load "
+            "the parameters again",
+        )
 
 
 @dataclass(slots=True)
@@ -110,7 +129,7 @@ class _Probes:
         self.found: dict[str, _Found] = {}
         self.before = 0
         self.after = 0
-        self._is_backward = False
+        self.has_backward = False
 
     def run(self, name: str, run: Callable[[], Any], onwards: Callable[[_Waiting], Any]) -> Any:
         """Run a block to measure it, and then as the step does."""
@@ -133,8 +152,8 @@ class _Probes:
 
     def begin_backward(self) -> None:
         """A block is computed again: the first that is tells what lay after the last one."""
-        if self.meter is not None and not self._is_backward:
-            self._is_backward = True
+        if self.meter is not None and not self.has_backward:
+            self.has_backward = True
             held = sum(found.waiting * found.recomputed for found in self.found.values())
             self.after = max(0, self.meter.marked_peak - self.before - held)
 

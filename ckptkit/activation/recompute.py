@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -18,7 +17,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ckptkit.activation.buffers import BufferGuard
+from ckptkit.activation.copies import Copies
+from ckptkit.activation.products import CopyOnWrite, Explained
+from ckptkit.activation.state import StateGuard
 from ckptkit.errors import UsageError
 
 Context = AbstractContextManager[Any]
@@ -62,12 +63,13 @@ class Recomputed:
         *,
         contexts: Contexts | None = None,
         around: Callable[[], Context] = nullcontext,
+        copies: Copies | None = None,
     ) -> None:
         self.plain_forward = plain
         self._block = block
         self._contexts = contexts
         self._around = around
-        self._guards: WeakSet[BufferGuard] = WeakSet()
+        self._copies = Copies() if copies is None else copies
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -76,7 +78,7 @@ class Recomputed:
             return self._compiled(*args, **kwargs)
         leaves, run = _flat(self.plain_forward, args, kwargs)
         with self._around():
-            return checkpoint(run, *leaves, use_reentrant=False, **self._own())
+            return checkpoint(run, *leaves, use_reentrant=False, context_fn=self._own)
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
         if self._around is not nullcontext:
@@ -88,15 +90,15 @@ class Recomputed:
         own: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
         return checkpoint(self.plain_forward, *args, use_reentrant=False, **own, **kwargs)
 
-    def _own(self) -> dict[str, Any]:
-        if not any(module._buffers for module in self._block.modules()):
-            return {} if self._contexts is None else {"context_fn": self._contexts}
-        guard = BufferGuard(self._block, self._guards)
-        watching = guard.watching()
+    def _own(self) -> tuple[Context, Context]:
+        guard = StateGuard(self._block, self._copies)
         if self._contexts is None:
-            return {"context_fn": lambda: (watching, guard)}
+            return guard.watching(), guard
         forward, again = self._contexts()
-        return {"context_fn": lambda: (_Both(watching, forward), _Both(guard, again))}
+        return (
+            _All(guard.watching(), forward, CopyOnWrite(forward)),
+            _All(guard, Explained(), again),
+        )
 
 
 def _flat(
@@ -140,17 +142,17 @@ def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return float(given.get("dropout_p", 0.0)) > 0
 
 
-class _Both(AbstractContextManager[None]):
-    """One context within another, entered again for each backward."""
+class _All(AbstractContextManager[None]):
+    """Contexts one within another, entered again for each backward."""
 
-    def __init__(self, outer: Context, inner: Context) -> None:
-        self._outer, self._inner = outer, inner
+    def __init__(self, *contexts: Context) -> None:
+        self._contexts = contexts
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            stack.enter_context(self._outer)
-            stack.enter_context(self._inner)
+            for each in self._contexts:
+                stack.enter_context(each)
             self._entered = stack.pop_all()
 
     def __exit__(

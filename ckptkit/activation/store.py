@@ -16,6 +16,7 @@ from ckptkit.activation.host import HostBuffers
 from ckptkit.activation.meter import storages_of
 from ckptkit.activation.moved import Lane, Moved
 from ckptkit.activation.stats import MemoryStats
+from ckptkit.activation.wire import bytes_of, is_plain
 from ckptkit.errors import NotFoundError, UnsupportedTypeError, UsageError
 from ckptkit.model.quantity import parse_size
 
@@ -71,15 +72,17 @@ class ActivationStore:
 
     def register(self, layer_id: LayerId, tensor: torch.Tensor) -> None:
         """Keep the activation of a layer, in the place of one that it may have had."""
-        _check(layer_id, tensor)
+        check_layer(layer_id)
+        _check_tensor(layer_id, tensor)
         with self._lock:
-            self._drop(layer_id)
             storages = self._memories(tensor)
+            self._drop(layer_id)
             if self._has_room_after_evicting(storages):
                 self._add(layer_id, self._made(tensor, storages))
 
     def retrieve(self, layer_id: LayerId) -> torch.Tensor:
         """The activation of a layer."""
+        check_layer(layer_id)
         with self._lock:
             kept = self._kept.get(layer_id)
             if kept is None:
@@ -94,10 +97,12 @@ class ActivationStore:
         self, layer_id: LayerId, fn: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """The activation of a layer, from `fn` where it is not kept; kept then if there is room."""
+        check_layer(layer_id)
         with self._lock:
             if layer_id in self._kept:
                 return self.retrieve(layer_id)
         made = fn()
+        _check_tensor(layer_id, made)
         with self._lock:
             storages = self._memories(made)
             if layer_id not in self._kept and self._has_room(storages):
@@ -164,9 +169,10 @@ class ActivationStore:
     def _memories(self, tensor: torch.Tensor) -> Memories:
         if self._buffers is None:
             return tuple((each._cdata, each.nbytes()) for each in storages_of(tensor))
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if not is_plain(tensor):
             raise UsageError(
-                "only plain tensors are moved to the host", value=type(tensor).__name__
+                "only plain tensors are moved to the host",
+                value=f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}",
             )
         return ((next(self._numbers), tensor.numel() * tensor.itemsize),)
 
@@ -175,8 +181,7 @@ class ActivationStore:
         if self._buffers is None:
             held, ready = detached.requires_grad_(tensor.requires_grad), _event_after(detached)
         else:
-            flat = detached.contiguous().reshape(-1).view(torch.uint8)
-            moved = Moved(flat, self._buffers, self._lane)
+            moved = Moved(bytes_of(detached), self._buffers, self._lane)
             held, ready = None, None  # what is moved waits for its own copy
         return _Kept(held, moved, tensor.shape, tensor.dtype, tensor.requires_grad, storages, ready)
 
@@ -212,9 +217,13 @@ class ActivationStore:
         return True
 
 
-def _check(layer_id: object, tensor: object) -> None:
+def check_layer(layer_id: object) -> None:
+    """Refuse what cannot name a layer."""
     if not isinstance(layer_id, (str, int)) or isinstance(layer_id, bool):
         raise UnsupportedTypeError("a layer is a name or a number", value=layer_id)
+
+
+def _check_tensor(layer_id: LayerId, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedTypeError(
             "an activation is a tensor", where=str(layer_id), value=type(tensor).__name__

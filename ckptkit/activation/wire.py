@@ -81,7 +81,7 @@ def receive_into(sock: socket.socket, view: memoryview, deadline: Deadline | Non
 
 def described(tensor: torch.Tensor, *, where: str = "") -> dict[str, Any]:
     """What a tensor is, as a document; only plain memory can be sent."""
-    if not _is_plain(tensor):
+    if not is_plain(tensor):
         raise UnsupportedTypeError(
             "only dense tensors can be sent to other ranks",
             where=where,
@@ -96,7 +96,8 @@ def described(tensor: torch.Tensor, *, where: str = "") -> dict[str, Any]:
     }
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is nothing but memory and its shape."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, HEADS, LENGTH, WORDS, BATCH = 32, 4, 16, 17, 8
 
@@ -83,6 +84,15 @@ def batch(batch_size: int = BATCH, length: int = LENGTH) -> tuple[torch.Tensor, 
 def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The mean over all words."""
     return cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def by_torch(blocks: Iterable[nn.Module]) -> None:
+    """Checkpoint each block as torch does by itself."""
+    for block in blocks:
+        plain = block.forward
+        vars(block)["forward"] = lambda *args, plain=plain, **kwargs: checkpoint(
+            plain, *args, use_reentrant=False, **kwargs
+        )
 
 
 Step = Callable[[], object]

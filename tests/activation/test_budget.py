@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from ckptkit.activation import checkpoint_activations, peak_bytes
 from ckptkit.activation.budget import Search
@@ -134,6 +135,53 @@ def test_measuring_leaves_no_trace() -> None:
     )
     assert all(map(torch.equal, model.buffers(), buffers))
     assert (rng_state()["torch"] == random).all()
+
+
+def test_gradients_stay_in_their_memory_although_the_step_writes_there() -> None:
+    model = nn.Sequential(gpt(2))
+    inputs, targets = batch()
+    buckets = {weight: torch.full_like(weight, 2.0) for weight in model.parameters()}
+    for weight, bucket in buckets.items():
+        weight.grad = bucket
+
+    def step() -> None:
+        loss_of(model(inputs), targets).backward()
+        for weight, bucket in buckets.items():
+            weight.grad = bucket.copy_(torch.as_tensor(weight.grad))
+
+    checkpoint_activations(model, "budget:1GiB", step=step)
+    for weight, bucket in buckets.items():
+        assert weight.grad is bucket
+        assert torch.equal(bucket, torch.full_like(bucket, 2.0))
+
+
+def test_a_step_that_changes_parameters_is_refused() -> None:
+    model = gpt(2)
+    optimizer = torch.optim.SGD(model.parameters())
+    inputs, targets = batch()
+
+    def step() -> None:
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+
+    with pytest.raises(UsageError, match="has changed parameters"):
+        checkpoint_activations(model, "budget:1GiB", step=step)
+    assert not [block for block in model.modules() if "forward" in vars(block)]
+
+
+@pytest.mark.parametrize("way", ["of another model", "no_grad", "no backward"])
+def test_a_step_that_does_not_train_the_blocks_is_refused(way: str) -> None:
+    model, other = gpt(2), gpt(2)
+    inputs, targets = batch()
+
+    def step() -> None:
+        with torch.set_grad_enabled(way != "no_grad"):
+            loss = loss_of((other if "another" in way else model)(inputs), targets)
+        if "another" in way:
+            loss.backward()
+
+    with pytest.raises(UsageError, match="no forward and backward of these blocks"):
+        checkpoint_activations(model, "budget:1GiB", step=step)
 
 
 def test_what_cannot_fit_is_refused_and_leaves_the_model_as_it_was() -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from ckptkit.activation import Policy, checkpoint_activations, kept_bytes, peak_bytes
 from ckptkit.errors import UsageError
 from ckptkit.live import load, save
-from tests.activation.network import Block, batch, gpt, gradients, loss_of, same
+from tests.activation.network import Block, batch, by_torch, gpt, gradients, loss_of, same
 
 POLICIES = ["full", "every:1", "every:2", "every:3", "selective", "offload"]
 
@@ -97,15 +98,6 @@ def test_less_is_kept_by_each_than_by_the_one_before() -> None:
     sizes = [kept(policy) for policy in (None, "selective", "every:2", "full", "offload")]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[3] < sizes[0] / 5
-
-
-def by_torch(blocks: Iterable[nn.Module]) -> None:
-    """Checkpoint each block as torch does by itself."""
-    for block in blocks:
-        plain = block.forward
-        vars(block)["forward"] = lambda *args, plain=plain, **kwargs: checkpoint(
-            plain, *args, use_reentrant=False, **kwargs
-        )
 
 
 def perceptrons() -> nn.Sequential:
@@ -223,6 +215,24 @@ def test_a_copy_of_the_model_runs_its_own_blocks(policy: str) -> None:
     assert len(moved) == ("offload" in policy)
 
 
+@pytest.mark.parametrize("policy", [*POLICIES, "budget:1MB"])
+def test_a_pickle_of_the_model_runs_its_own_blocks(policy: str) -> None:
+    model = gpt(dropout=0.0)
+    step = step_of(model) if "budget" in policy else None
+    checkpoint_activations(model, policy, step=step)
+    step_of(model)()
+    model.zero_grad()
+    model.load_state_dict(gpt(dropout=0.0).state_dict())
+    other = pickle.loads(pickle.dumps(model))
+    assert len(forwards_of(other)) == len(forwards_of(model))
+    assert not any(each in forwards_of(model) for each in forwards_of(other))
+    with torch.no_grad():
+        for parameter in model.layers.parameters():
+            parameter.zero_()
+    wanted = gpt(dropout=0.0)
+    assert same(gradients([other], step_of(other)), gradients([wanted], step_of(wanted)))
+
+
 def forwards_of(model: nn.Module) -> list[Any]:
     return [vars(each)["forward"] for each in model.modules() if "forward" in vars(each)]
 
@@ -269,6 +279,12 @@ def test_what_cannot_be_done_is_refused_before_anything_changes() -> None:
         checkpoint_activations(model, blocks=["blocks.*"])
     with pytest.raises(UsageError, match="step to measure"):
         checkpoint_activations(model, "budget:1GiB")
+    bad: Any = 3
+    with pytest.raises(UsageError, match="step to measure"):
+        checkpoint_activations(model, "budget:1GiB", step=bad)
+    for bad in (3, [3], []):
+        with pytest.raises(UsageError, match="takes a class, or a list"):
+            checkpoint_activations(model, blocks=bad)
     with pytest.raises(UsageError, match="what a budget measures"):
         checkpoint_activations(model, "full", step=lambda: None)
     with pytest.raises(UsageError, match="host memory of offload"):
@@ -307,6 +323,38 @@ def test_a_policy_cannot_be_wrong(given: dict[str, Any]) -> None:
 def test_a_policy_is_written_as_it_is_read(text: str) -> None:
     assert str(Policy.parse(text)) == text
     assert Policy.parse(Policy.parse(text)) == Policy.parse(text)
+
+
+def test_a_block_of_two_names_is_checkpointed_once_and_undone() -> None:
+    block, model = Block(), nn.Module()
+    model.first, model.second = nn.ModuleList([block]), nn.ModuleList([block, Block()])
+    for _ in range(2):
+        _, undo = checkpoint_activations(model)
+        assert undo.blocks == ("first.0", "second.1")
+        undo()
+        assert not forwards_of(model)
+    assert checkpoint_activations([model, model]).undo.blocks == ("first.0", "second.1")
+
+
+def test_undo_leaves_alone_and_names_what_somebody_changed_since() -> None:
+    model, undo = checkpoint_activations(gpt(2))
+    block = model.layers["1"]
+    ours = vars(block)["forward"]
+    vars(block)["forward"] = partial(ours)
+    with pytest.raises(UsageError, match=r"layers\.1: the forward of a block was changed again"):
+        undo()
+    assert undo.blocks == ("layers.1",)
+    assert len(forwards_of(model)) == 1
+    vars(block)["forward"] = ours
+    undo()
+    assert not forwards_of(model)
+
+
+def test_what_torch_has_wrapped_already_is_refused() -> None:
+    model = nn.Sequential(checkpoint_wrapper(Block()), Block())
+    for wanted in (None, Block, ["0"]):
+        with pytest.raises(UsageError, match="0: a block is checkpointed already"):
+            checkpoint_activations(model, blocks=wanted)
 
 
 def test_stages_with_blocks_of_equal_names_are_all_checkpointed() -> None:

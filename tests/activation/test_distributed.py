@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ckptkit.activation import DistributedActivationStore as Store
 from ckptkit.activation import GroupMemoryStats, MemoryStats, ThreadTransport, sockets, wire
-from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError
+from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError, UsageError
 from tests.activation import scenarios
 from tests.activation.scenarios import on_gloo, on_threads
 from tests.live.pool import Died, Pool
@@ -106,6 +106,21 @@ def test_an_exception_closes_the_store_without_waiting_for_the_others() -> None:
     other.close()
 
 
+def test_a_wait_that_is_no_time_and_a_layer_that_is_no_name_are_refused() -> None:
+    one, other = (Store(transport=each) for each in ThreadTransport.world(2))
+    bad: Any
+    for bad in (float("inf"), float("nan"), -1, "1", None, True):
+        for call in (one.fetch, one.retrieve_or_fetch):
+            with pytest.raises(UsageError, match="not so many seconds"):
+                call("a", 1, wait=bad)
+    bad = ("a", 1)
+    for call in (one.fetch, one.retrieve_or_fetch):
+        with pytest.raises(UnsupportedTypeError, match="a layer is a name or a number"):
+            call(bad, 1)
+    one.close()
+    other.close()
+
+
 def test_who_does_not_come_is_missed_in_time() -> None:
     alone = Store(transport=ThreadTransport.world(2, timeout=0.1)[0])
     with pytest.raises(PeerError, match="in time"):
@@ -132,8 +147,9 @@ def absent() -> float:
     with suppress(PeerError), Store(timeout=2.0) as store:
         if store.rank == 0:
             started = time.monotonic()
-            with pytest.raises(PeerError, match="did not come within 2 s"):
+            with pytest.raises(PeerError, match="did not come within 2 s") as caught:
                 store.memory_stats()
+            assert "make another" in str(caught.value.hint)
             dist.barrier()
             return time.monotonic() - started
         dist.barrier()

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -212,6 +213,71 @@ class Small(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The exponential."""
         return x.exp()
+
+
+class Gated(nn.Module):
+    """Changes the halves of a product in place, which count their changes each for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A gate, and what goes through."""
+        gate, value = self.layer(x).unsafe_chunk(2, 1)
+        return torch.as_tensor(gate.sigmoid_() * value.tanh_())
+
+
+class Recurrent(nn.Module):
+    """The gates of torch's own cells are such halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The states of all steps."""
+        return torch.as_tensor(self.layer(x)[0])
+
+
+class Conjugate(nn.Module):
+    """Saves views that read memory otherwise than it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, dtype=torch.complex64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A product with the conjugate, and one with its negative imaginary part."""
+        h = self.layer(x.to(torch.complex64))
+        turned = (2 * h).conj()
+        return torch.as_tensor((h * turned).abs() + turned.imag * h.real)
+
+
+@pytest.mark.parametrize("make", [Gated, Recurrent, Conjugate])
+def test_memory_is_known_by_more_than_its_place(make: Callable[[], nn.Module]) -> None:
+    def trained(policy: str | None) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([make()])
+        if policy:
+            checkpoint_activations(model, policy, blocks=["0"])
+        model[0](torch.randn(64, 64)).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for one, other in zip(trained("offload"), trained(None), strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
+def test_nothing_is_moved_within_a_transformation_of_functions() -> None:
+    model = nn.ModuleList([nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh())])
+    x, change = torch.randn(2, 64, 64)
+    jvp: Any = torch.func.jvp
+    _, wanted = jvp(model[0], (x,), (change,))
+    checkpoint_activations(model, "offload", blocks=["0"])
+    _, tangent = jvp(model[0], (x,), (change,))
+    assert torch.equal(tangent, wanted)
 
 
 def test_what_comes_back_is_counted() -> None:

@@ -66,6 +66,22 @@ class SmoothBlock(nn.Module):
         return torch.as_tensor(self.layer(x).tanh())
 
 
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_block_runs_again_in_the_mode_of_its_forward(policy: str) -> None:
+    found = []
+    for chosen in (None, policy):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 6))])
+        if chosen:
+            checkpoint_activations(model, chosen, blocks=["0"])
+        loss = model[0](torch.ones(2, 6)).square().sum()
+        model.eval()
+        loss.backward()
+        assert not any(module.training for module in model.modules())
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_a_selective_block_says_that_it_has_one_backward() -> None:
     model, _ = checkpoint_activations(gpt(), "selective")
     loss = loss_of(model(batch()[0]), batch()[1])

@@ -31,6 +31,8 @@ def test_what_is_registered_is_retrieved(make: Callable[..., ActivationStore]) -
         "half": torch.randn(2, 3).bfloat16(),
         "turned": torch.randn(4, 6).t(),
         "none": torch.empty(0, 3),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
         "one": torch.tensor(2.0),
         "flags": torch.tensor([True, False]),
     }
@@ -44,10 +46,53 @@ def test_what_is_registered_is_retrieved(make: Callable[..., ActivationStore]) -
         assert torch.equal(found, tensor)
     store.clear("a")
     assert not store.has("a")
-    assert len(store) == 6
+    assert len(store) == len(tensors) - 1
     store.clear()
     assert store.keys() == []
     assert store.memory_stats().current == store.memory_stats().on_host == 0
+
+
+@each_store
+def test_what_names_no_layer_or_is_no_tensor_is_refused(
+    make: Callable[..., ActivationStore],
+) -> None:
+    store = make()
+    bad: Any
+    for bad in (None, True, ("a", 1), ["a"], 1.5):
+        for call in (
+            store.retrieve,
+            lambda layer: store.register(layer, torch.ones(2)),
+            lambda layer: store.retrieve_or_recompute(layer, lambda: torch.ones(2)),
+        ):
+            with pytest.raises(UnsupportedTypeError, match="a layer is a name or a number"):
+                call(bad)
+    bad = 3
+    with pytest.raises(UnsupportedTypeError, match="a: an activation is a tensor"):
+        store.retrieve_or_recompute("a", lambda: bad)
+    assert store.keys() == []
+
+
+def test_only_what_has_plain_memory_is_moved() -> None:
+    store = ActivationStore(offload=True)
+    for tensor in (torch.eye(3).to_sparse(), torch.ones(3, device="meta")):
+        store.register("a", torch.ones(2))
+        with pytest.raises(UsageError, match="only plain tensors"):
+            store.register("a", tensor)
+        assert torch.equal(store.retrieve("a"), torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors_are_counted() -> None:
+    store = ActivationStore()
+    for tensor in (torch.eye(300).to_sparse(), torch.eye(300).to_sparse_csr()):
+        store.register("a", tensor)
+        assert 300 * (4 + 8) <= store.memory_stats().current <= 301 * (4 + 3 * 8)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is there")
+def test_pinned_memory_without_cuda_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="no CUDA here"):
+        ActivationStore(offload=True, pin_memory=True)
 
 
 @each_store
