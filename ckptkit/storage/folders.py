@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from ckptkit.storage.keys import is_temporary
@@ -84,9 +85,18 @@ def remove_empty(folder: Path, root: Path) -> None:
 
     Names the store made for its own use do not count: whoever still needs one starts over.
     """
+    _remove_upwards(folder, root, _removed)
+
+
+def remove_bare(folder: Path, root: Path) -> None:
+    """The same for folders with nothing at all in them, not even what another still writes."""
+    _remove_upwards(folder, root, _removed_bare)
+
+
+def _remove_upwards(folder: Path, root: Path, removed: Callable[[Path], bool]) -> None:
     while root in folder.parents:
         try:
-            if not _removed(folder):
+            if not removed(folder):
                 return
         except FileNotFoundError:
             pass
@@ -94,6 +104,11 @@ def remove_empty(folder: Path, root: Path) -> None:
             # The objects are gone, which is all that was promised.
             return
         folder = folder.parent
+
+
+def _removed_bare(folder: Path) -> bool:
+    folder.rmdir()
+    return True
 
 
 def _removed(folder: Path) -> bool:

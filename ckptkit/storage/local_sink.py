@@ -12,7 +12,7 @@ from ckptkit.errors import NotFoundError
 from ckptkit.storage.buffers import AlignedBuffer, address_of, default_pool
 from ckptkit.storage.direct import BLOCK, DirectFile
 from ckptkit.storage.edges import EdgeBlocks
-from ckptkit.storage.folders import make_folders, remove_empty, sync_above, sync_folder
+from ckptkit.storage.folders import make_folders, remove_bare, sync_above, sync_folder
 from ckptkit.storage.keys import new_temporary
 from ckptkit.storage.parts import Parts
 from ckptkit.storage.refusals import refusals
@@ -108,7 +108,7 @@ class LocalSink:
 
     def _remove_folders(self) -> None:
         # Whoever made a folder could not remove it while this file was in it.
-        remove_empty(self._path.parent, self._root)
+        remove_bare(self._path.parent, self._root)
         for folder in reversed(self._made):
             with suppress(OSError):
                 folder.rmdir()

@@ -225,6 +225,12 @@ class StoreContract:
         sink.abort()
         assert keys(store) == ["data/b"]
 
+    def test_abort_spares_what_others_write_under_the_same_name(self, store: Store) -> None:
+        mine, other = (store.create("data/a", [], again=True) for _ in range(2))
+        other.abort()
+        mine.finish()
+        assert keys(store) == ["data/a"]
+
     def test_abort_after_finish_changes_nothing(self, store: Store) -> None:
         sink = store.create("a", [3])
         sink.write(0, memoryview(b"abc"))
