@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 pytest.register_assert_rewrite(
-    "tests.checkpoint.saving", "tests.storage.contract", "tests.faults.scene", "tests.faults.racing"
+    "tests.checkpoint.saving",
+    "tests.storage.contract",
+    "tests.storage.sink_contract",
+    "tests.faults.scene",
+    "tests.faults.racing",
 )
 
 pytest_plugins = ["tests.servers.fixtures", "tests.live.fixtures"]

@@ -4,9 +4,7 @@ threads (DESIGN section 6).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from ckptkit.checkpoint.threads import DEFAULT_THREADS, Progress, run_threads
+from ckptkit.checkpoint.threads import DEFAULT_THREADS, Progress, share_out
 from ckptkit.format.pack import (
     Entry,
     data_offset,
@@ -167,19 +165,11 @@ def stage_image(
 ) -> AlignedBuffer:
     """The data of the whole pack in one piece of memory, which `write_image` can write from."""
     staged = pool.take(image.end)
-    pending = iter(image.segments(_STAGED_SEGMENT))
-    lock = threading.Lock()
-    stopped = threading.Event()
 
-    def work() -> None:
-        while not stopped.is_set():
-            with lock:
-                segment = next(pending, None)
-            if segment is None:
-                return
-            image.copy(segment, staged.view[segment.start : segment.stop])
+    def copy(segment: Segment) -> None:
+        image.copy(segment, staged.view[segment.start : segment.stop])
 
-    run_threads(work, threads, stopped)
+    share_out(image.segments(_STAGED_SEGMENT), copy, threads)
     return staged
 
 
@@ -206,14 +196,26 @@ class ImageWriting:
         self._image = image
         self._staged = staged
         self._largest = max(extents)
+        self._is_counted = memory is not None
         self._sink = store.create(key, extents, memory=memory)
 
     def write(self, number: int) -> int:
         """Fill and write one segment; returns its size."""
         segment = self.segments[number]
-        with self._produced(segment) as data:
+        size = segment.stop - segment.start
+        if self._staged is not None:
+            data = self._staged.view[segment.start : segment.stop]
+            self._image.close(segment, data)
             self._sink.write(number, data)
-        return segment.stop - segment.start
+        elif self._is_counted:
+            # What is being filled has a share of the memory apart from what the sink may keep.
+            with default_pool().take(self._largest) as memory, memory[:size] as data:
+                self._image.fill(segment, data)
+                self._sink.write(number, data)
+        else:
+            with self._sink.filling(number) as data:
+                self._image.fill(segment, data)
+        return size
 
     def finish(self) -> None:
         """Write the tail and make the pack durable."""
@@ -224,11 +226,6 @@ class ImageWriting:
         """Leave nothing behind."""
         self._sink.abort()
 
-    def _produced(self, segment: Segment) -> AbstractContextManager[memoryview]:
-        if self._staged is None:
-            return _filled(self._image, self._largest, segment)
-        return _cut(self._image, self._staged, segment)
-
 
 def write_image(
     writing: ImageWriting,
@@ -237,46 +234,16 @@ def write_image(
     progress: Progress | None = None,
 ) -> None:
     """Write a whole pack by a few threads; nothing is left behind when it fails."""
+
+    def write(number: int) -> None:
+        size = writing.write(number)
+        if progress:
+            progress(size)
+
+    count = len(writing.segments)
     try:
-        _write_segments(writing, threads, progress)
+        share_out(range(count), write, min(threads, count))
         writing.finish()
     except BaseException:
         writing.abort()
         raise
-
-
-@contextmanager
-def _filled(image: PackImage, largest: int, segment: Segment) -> Iterator[memoryview]:
-    """A segment's bytes, put together in memory that the next one uses again."""
-    size = segment.stop - segment.start
-    loan = default_pool().take(largest, congruent_to=segment.start)
-    # The slice is released before the loan ends: memory still looked at is not used again.
-    with loan as memory, memory[:size] as data:
-        image.fill(segment, data)
-        yield data
-
-
-@contextmanager
-def _cut(image: PackImage, staged: AlignedBuffer, segment: Segment) -> Iterator[memoryview]:
-    """A segment's bytes out of the image that was staged."""
-    data = staged.view[segment.start : segment.stop]
-    image.close(segment, data)
-    yield data
-
-
-def _write_segments(writing: ImageWriting, threads: int, progress: Progress | None) -> None:
-    pending = iter(range(len(writing.segments)))
-    lock = threading.Lock()
-    stopped = threading.Event()
-
-    def work() -> None:
-        while not stopped.is_set():
-            with lock:
-                number = next(pending, None)
-            if number is None:
-                return
-            size = writing.write(number)
-            if progress:
-                progress(size)
-
-    run_threads(work, min(threads, len(writing.segments)), stopped)

@@ -5,7 +5,6 @@ be.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from isal import isal_zlib
 from ckptkit.checkpoint.commit import groups_image
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.tail import PackRecord
-from ckptkit.checkpoint.threads import Progress, run_threads
+from ckptkit.checkpoint.threads import Progress, share_out
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.names import ancestors
@@ -156,28 +155,21 @@ def _document(array: ArrayInfo | None) -> bytes:
 
 def _scan(scanned: Scanned, expected: Iterable[Expected]) -> list[Fault]:
     pace = Pace.of(scanned.store)
-    pending = iter(_windows(expected, _WINDOW if pace.by_rows else pace.request_bytes))
-    lock = threading.Lock()
-    stopped = threading.Event()
+    windows = _windows(expected, _WINDOW if pace.by_rows else pace.request_bytes)
     faults: list[Fault] = []
 
     with scanned.store.open(scanned.key, scanned.size) as source:
 
-        def work() -> None:
-            while not stopped.is_set():
-                with lock:
-                    window = next(pending, None)
-                if window is None:
-                    return
-                start = window[0].start
-                size = window[-1].stop - start
-                with _read(source, start, size, copies=pace.by_rows) as memory:
-                    for item in window:
-                        faults.extend(faults_of(item, memory, start))
-                if scanned.progress:
-                    scanned.progress(size)
+        def scan(window: Sequence[Expected]) -> None:
+            start = window[0].start
+            size = window[-1].stop - start
+            with _read(source, start, size, copies=pace.by_rows) as memory:
+                for item in window:
+                    faults.extend(faults_of(item, memory, start))
+            if scanned.progress:
+                scanned.progress(size)
 
-        run_threads(work, scanned.threads or pace.requests, stopped)
+        share_out(windows, scan, scanned.threads or pace.requests)
     return faults
 
 

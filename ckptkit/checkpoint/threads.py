@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from itertools import islice
+from typing import TypeVar
+
+T = TypeVar("T")
 
 DEFAULT_THREADS = 6
 
@@ -18,6 +22,26 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def share_out(items: Iterable[T], do: Callable[[T], None], count: int) -> None:
+    """Let some threads take the items in their order, each the next one as soon as it is done with
+    the one before; after an error, which is raised, nobody takes another.
+    """
+    pending = iter(items)
+    lock = threading.Lock()
+    stopped = threading.Event()
+
+    def work() -> None:
+        while not stopped.is_set():
+            with lock:
+                # A list, since an item may be anything.
+                item = list(islice(pending, 1))
+            if not item:
+                return
+            do(item[0])
+
+    run_threads(work, count, stopped)
 
 
 def run_threads(work: Callable[[], None], count: int, stopped: threading.Event) -> None:

@@ -10,7 +10,6 @@ is complete, and replaces one that has the same bytes. So nothing that is commit
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from ckptkit.checkpoint.locate import read_manifest
 from ckptkit.checkpoint.places import data_prefix, described, step_name
 from ckptkit.checkpoint.scan import Expected
 from ckptkit.checkpoint.sources import Sources
-from ckptkit.checkpoint.threads import Progress, run_threads
+from ckptkit.checkpoint.threads import Progress, share_out
 from ckptkit.errors import (
     CorruptionError,
     FormatError,
@@ -35,7 +34,7 @@ from ckptkit.errors import (
     StepExistsError,
     StorageError,
 )
-from ckptkit.storage import Sink, Store, default_pool
+from ckptkit.storage import Sink, Store
 
 _SEGMENT = 8 << 20
 _THREADS = 4
@@ -191,26 +190,16 @@ class _Copying:
 
     def _send_pack(self, reading: _PackReading, sink: Sink) -> None:
         """Write all of a pack; nothing is left behind when that fails."""
-        pending = reading.segments()
         progress = self._options.progress
-        lock = threading.Lock()
-        stopped = threading.Event()
 
-        def work() -> None:
-            while not stopped.is_set():
-                with lock:
-                    segment = next(pending, None)
-                if segment is None:
-                    return
-                with default_pool().take(segment.size) as memory:
-                    with self._reading(reading.where):
-                        reading.read(segment, memory)
-                    sink.write(segment.number, memory)
-                if progress:
-                    progress(segment.size)
+        def send(segment: _Segment) -> None:
+            with sink.filling(segment.number) as memory, self._reading(reading.where):
+                reading.read(segment, memory)
+            if progress:
+                progress(segment.size)
 
         try:
-            run_threads(work, min(_THREADS, len(reading.extents)), stopped)
+            share_out(reading.segments(), send, min(_THREADS, len(reading.extents)))
             sink.finish()
         except BaseException:
             sink.abort()

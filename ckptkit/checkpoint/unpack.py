@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import threading
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.pace import at_once
 from ckptkit.checkpoint.streaming import STREAM_MEMORY
-from ckptkit.checkpoint.threads import Progress, run_threads
+from ckptkit.checkpoint.threads import Progress, share_out
 from ckptkit.checkpoint.zarr_view import ZarrView, presented_grid
 from ckptkit.errors import AlreadyExistsError, UsageError
 from ckptkit.model.quantity import parse_size
@@ -90,42 +89,20 @@ def _threads(checkpoint: Checkpoint, memory: int) -> int:
 
 
 def _write(view: ZarrView, root: Path, threads: int, progress: Progress | None) -> int:
-    keys = iter(view.keys())
-    lock = threading.Lock()
-    stopped = threading.Event()
-    counts: list[int] = []
+    def write(key: str) -> None:
+        size = _write_key(view, root, key)
+        if progress:
+            progress(size)
 
-    def work() -> None:
-        while not stopped.is_set():
-            with lock:
-                batch = list(islice(keys, 16))
-            if not batch:
-                return
-            for key in batch:
-                size = _write_key(view, root, key)
-                if progress:
-                    progress(size)
-            counts.append(len(batch))
-
-    run_threads(work, threads, stopped)
-    return sum(counts)
+    keys = list(view.keys())
+    share_out(keys, write, threads)
+    return len(keys)
 
 
 def _sync_below(root: Path) -> None:
     """Make a folder and all in it durable."""
     paths = chain([root], root.rglob("*"))
-    lock = threading.Lock()
-    stopped = threading.Event()
-
-    def work() -> None:
-        while not stopped.is_set():
-            with lock:
-                path = next(paths, None)
-            if path is None:
-                return
-            _sync(path)
-
-    run_threads(work, _SYNCING, stopped)
+    share_out(paths, _sync, _SYNCING)
 
 
 def _sync(path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from ckptkit.storage.closing import Closing
 from ckptkit.storage.location import Location
@@ -157,6 +158,13 @@ class _CountingSink:
     def write(self, part: int, data: memoryview) -> None:
         self._sink.write(part, data)
         self._counting.count("write", written=memoryview(data).nbytes)
+
+    @contextmanager
+    def filling(self, part: int) -> Iterator[memoryview]:
+        with self._sink.filling(part) as memory:
+            size = memory.nbytes
+            yield memory
+        self._counting.count("write", written=size)
 
     def finish(self) -> None:
         self._sink.finish()

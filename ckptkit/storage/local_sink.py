@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +56,13 @@ class LocalSink:
                 self._file.write([view] if view.nbytes else [], offset)
             elif view.nbytes:
                 self._write_blocks(offset, view)
+
+    @contextmanager
+    def filling(self, part: int) -> Iterator[memoryview]:
+        """Memory that is written from when the block ends."""
+        with self._parts.loan(part) as memory:
+            yield memory
+            self.write(part, memory)
 
     def finish(self) -> None:
         """Make the file durable, then its name and the way to it."""

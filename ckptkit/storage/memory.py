@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -230,6 +231,13 @@ class MemorySink:
         """Copy one part to its place."""
         with self._parts.writing(part, data) as (offset, view):
             memoryview(self._data)[offset : offset + view.nbytes] = view
+
+    @contextmanager
+    def filling(self, part: int) -> Iterator[memoryview]:
+        """Memory that is written from when the block ends."""
+        with self._parts.loan(part) as memory:
+            yield memory
+            self.write(part, memory)
 
     def finish(self) -> None:
         """Make the object visible."""

@@ -9,6 +9,7 @@ from itertools import accumulate
 from operator import index
 
 from ckptkit.errors import StorageError, UsageError
+from ckptkit.storage.buffers import default_pool
 from ckptkit.storage.ranges import as_bytes
 
 
@@ -23,6 +24,7 @@ class Parts:
         self._where = where
         self._sizes = sizes
         self._offsets = list(accumulate(sizes, initial=0))
+        self._largest = max(sizes, default=0)
         self._claimed = bytearray(len(sizes))
         self._missing = sum(1 for size in sizes if size)
         self._running = 0
@@ -34,9 +36,15 @@ class Parts:
     def writing(self, part: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
         """Claim a part: yields its offset and its bytes; an error inside spoils the object."""
         view = as_bytes(self._where, data)
-        self._claim(part, view.nbytes)
+        with self.claiming(part, view.nbytes) as offset:
+            yield offset, view
+
+    @contextmanager
+    def claiming(self, part: int, size: int) -> Iterator[int]:
+        """The same without the bytes."""
+        self._claim(part, size)
         try:
-            yield self._offsets[part], view
+            yield self._offsets[part]
         except BaseException:
             self._failed = True
             raise
@@ -44,6 +52,23 @@ class Parts:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
+
+    @contextmanager
+    def loan(self, part: int) -> Iterator[memoryview]:
+        """Memory for a part, whose address suits its offset; all are of a size, to be used again
+        for the next.
+        """
+        size = self.size(part)
+        loan = default_pool().take(self._largest, congruent_to=self._offsets[part])
+        # The slice is released before the loan ends: memory still looked at is not used again.
+        with loan as memory, memory[:size] as data:
+            yield data
+
+    def size(self, part: int) -> int:
+        """The number of bytes of a part."""
+        if not 0 <= part < len(self._sizes):
+            raise self._misuse(f"there is no part {part} of {len(self._sizes)}")
+        return self._sizes[part]
 
     def complete(self) -> None:
         """Take no more parts, wait for those being written, and make sure that none is missing."""
@@ -72,9 +97,7 @@ class Parts:
                 raise self._misuse("finished or aborted already")
             if self._failed:
                 raise self._spoiled()
-            if not 0 <= part < len(self._sizes):
-                raise self._misuse(f"there is no part {part} of {len(self._sizes)}")
-            if size != self._sizes[part]:
+            if size != self.size(part):
                 raise self._misuse(f"part {part} has {self._sizes[part]} bytes, not {size}")
             if self._claimed[part]:
                 raise self._misuse(f"part {part} was written before")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias, runtime_checkable
@@ -86,6 +87,11 @@ class Sink(Protocol):
     def write(self, part: int, data: memoryview) -> None:
         """Write part number `part`; the data may be reused as soon as this returns."""
 
+    def filling(self, part: int) -> AbstractContextManager[memoryview]:
+        """Memory to put part number `part` into, which is written when the block ends; what a sink
+        keeps anyway is not copied then. Nothing is written where the block raises.
+        """
+
     def finish(self) -> None:
         """Make the object durable, then visible; refused while parts are missing."""
 
@@ -146,7 +152,8 @@ class Store(Protocol):
 
         Until `finish` the object is invisible, or (in a local folder) visible but incomplete.
         What is there already is never touched: AlreadyExistsError. A sink that keeps what it was
-        given keeps at most about `memory` bytes, if its parts come about in order.
+        given, and what is being filled, keeps at most about `memory` bytes, if its parts come about
+        in order.
 
         With `again` the name may be taken, then or later, by another writer of the same bytes: the
         object is invisible until `finish`, which replaces what is there as a whole.

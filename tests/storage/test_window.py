@@ -5,26 +5,48 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from ckptkit.storage.objects.sink import piece_size
-from ckptkit.storage.objects.window import Stopped, Window
+from ckptkit.storage.objects.window import Stopped, Window, pieces_of
 
 PIECE = 1000
 
+Engine = Callable[[Window, list[bytes]], threading.Thread]
+
 
 def drained(window: Window, found: list[bytes]) -> threading.Thread:
-    """Takes all pieces, as an engine does: it lets go of each before it waits for the next."""
+    """Takes all blocks, as an engine does: it lets go of each before it waits for the next."""
 
     def take() -> None:
-        pieces: Iterator[memoryview] = window.pieces()
-        while (piece := next(pieces, None)) is not None:
-            found.append(bytes(piece))
-            del piece
+        blocks: Iterator[memoryview] = window.blocks()
+        while (block := next(blocks, None)) is not None:
+            found.append(bytes(block))
+            del block
 
+    return begun(take)
+
+
+def gathered(window: Window, found: list[bytes]) -> threading.Thread:
+    """Takes all blocks, and holds them until a piece of the object is complete."""
+
+    def take() -> None:
+        held: list[memoryview] = []
+        for block in window.blocks():
+            found.append(bytes(block))
+            held.append(block)
+            end, kept = sum(map(len, found)), sum(map(len, held))
+            del block
+            while held and end - kept + len(held[0]) <= end // PIECE * PIECE:
+                kept -= len(held.pop(0))
+
+    return begun(take)
+
+
+def begun(take: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
     return thread
@@ -35,72 +57,101 @@ def ended(thread: threading.Thread) -> None:
     assert not thread.is_alive(), "deadlock"
 
 
+def fill(window: Window, number: int, data: bytes) -> None:
+    """Put a part in place, if it can be."""
+    if not window.is_one_block(number):
+        window.write(number, memoryview(data))
+        return
+    with window.filling(number) as memory:
+        memory[:] = data
+
+
+@pytest.mark.parametrize("engine", [drained, gathered])
 @pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])
-def test_parts_come_out_in_order_whatever_order_they_come_in(order: str) -> None:
+def test_parts_come_out_in_order_whatever_order_they_come_in(order: str, engine: Engine) -> None:
     rng = random.Random(1)
-    parts = [rng.randbytes(rng.randrange(1, 2500)) for _ in range(40)]
-    offsets = [sum(map(len, parts[:number])) for number in range(40)]
-    window = Window(sum(map(len, parts)), PIECE, 3)
-    numbers = list(range(40))
+    parts = [rng.randbytes(rng.choice([0, 1, 300, 999, 1000, 1001, 2500])) for _ in range(60)]
+    window = Window([len(part) for part in parts], PIECE, 3 * PIECE)
+    numbers = list(range(60))
     if order == "backwards":
         numbers.reverse()
     elif order == "shuffled":
         rng.shuffle(numbers)
     found: list[bytes] = []
-    thread = drained(window, found)
+    thread = engine(window, found)
     for number in numbers:
-        window.write(offsets[number], memoryview(parts[number]))
+        fill(window, number, parts[number])
     window.seal()
     ended(thread)
     assert b"".join(found) == b"".join(parts)
-    assert {len(piece) for piece in found[:-1]} == {PIECE}
     assert window.is_empty
+    assert max(map(len, found)) <= PIECE
     window.close()
 
 
-def test_many_threads_never_wait_for_each_other_for_ever() -> None:
+@pytest.mark.parametrize("engine", [drained, gathered])
+@pytest.mark.parametrize("longest", [20, 1000, 2500])
+def test_many_threads_never_wait_for_each_other_for_ever(engine: Engine, longest: int) -> None:
     rng = random.Random(2)
-    parts = [rng.randbytes(rng.randrange(1, 2500)) for _ in range(200)]
-    offsets = [sum(map(len, parts[:number])) for number in range(200)]
-    window = Window(sum(map(len, parts)), PIECE, 2)
+    parts = [rng.randbytes(rng.randrange(1, longest)) for _ in range(300)]
+    window = Window([len(part) for part in parts], PIECE, 2 * PIECE)
     found: list[bytes] = []
-    thread = drained(window, found)
+    thread = engine(window, found)
     with ThreadPoolExecutor(8) as threads:
-        numbers = rng.sample(range(200), 200)
-        list(threads.map(lambda n: window.write(offsets[n], memoryview(parts[n])), numbers))
+        numbers = rng.sample(range(300), 300)
+        list(threads.map(lambda number: fill(window, number, parts[number]), numbers))
     window.seal()
     ended(thread)
     assert b"".join(found) == b"".join(parts)
 
 
+def test_a_part_that_cannot_be_filled_gives_its_memory_back() -> None:
+    window = Window([PIECE] * 3, PIECE, 2 * PIECE)
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="unreadable"), window.filling(0):
+            raise RuntimeError("unreadable")
+    fill(window, 0, b"a" * PIECE)
+    assert bytes(next(window.blocks())) == b"a" * PIECE
+
+
 def test_a_writer_waits_while_the_engine_holds_all_the_memory() -> None:
-    window = Window(4 * PIECE, PIECE, 2)
-    pieces = window.pieces()
-    window.write(0, memoryview(b"a" * PIECE))
-    window.write(PIECE, memoryview(b"b" * PIECE))
-    first, second = next(pieces), next(pieces)
-    writer = threading.Thread(
-        target=window.write, args=(2 * PIECE, memoryview(b"c" * PIECE)), daemon=True
-    )
+    window = Window([PIECE] * 4, PIECE, 2 * PIECE)
+    blocks = window.blocks()
+    fill(window, 0, b"a" * PIECE)
+    fill(window, 1, b"b" * PIECE)
+    first, second = next(blocks), next(blocks)
+    writer = threading.Thread(target=fill, args=(window, 2, b"c" * PIECE), daemon=True)
     writer.start()
     time.sleep(0.1)
     assert writer.is_alive()
     view = first[:10]
     del first
     time.sleep(0.05)
-    assert writer.is_alive(), "a slice of the piece is still in use"
+    assert writer.is_alive(), "a slice of the block is still in use"
     assert bytes(view) == b"a" * 10
     del view
     ended(writer)
     assert bytes(second) == b"b" * PIECE
-    assert bytes(next(pieces)) == b"c" * PIECE
+    assert bytes(next(blocks)) == b"c" * PIECE
 
 
-def test_the_last_piece_stays_until_it_is_sealed() -> None:
-    window = Window(2 * PIECE, PIECE, 2)
+def test_an_engine_that_waits_for_the_rest_of_a_piece_is_not_waited_for() -> None:
+    window = Window([400] * 10, PIECE, 2 * PIECE)
+    blocks = window.blocks()
+    for number in range(5):
+        fill(window, number, b"a" * 400)
+    held = [next(blocks) for _ in range(2)]
+    assert window.under_way == (2, 0)
+    held.append(next(blocks))
+    assert window.under_way == (3, 2)
+
+
+def test_the_last_block_stays_until_it_is_sealed() -> None:
+    window = Window([PIECE, PIECE], PIECE, 2 * PIECE)
     found: list[bytes] = []
     thread = drained(window, found)
-    window.write(0, memoryview(bytes(2 * PIECE)))
+    fill(window, 0, bytes(PIECE))
+    fill(window, 1, bytes(PIECE))
     time.sleep(0.1)
     assert len(found) == 1
     window.seal()
@@ -108,11 +159,22 @@ def test_the_last_piece_stays_until_it_is_sealed() -> None:
     assert len(found) == 2
 
 
+@pytest.mark.parametrize("size", [1, 7, 100, 1000, 5000])
+def test_blocks_are_cut_into_pieces(size: int) -> None:
+    rng = random.Random(3)
+    blocks = [rng.randbytes(rng.choice([1, 99, 100, 101, 350])) for _ in range(20)]
+    pieces = list(pieces_of(map(memoryview, blocks), size))
+    assert b"".join(pieces) == b"".join(blocks)
+    assert {len(piece) for piece in pieces[:-1]} <= {size}
+    assert 0 < len(pieces[-1]) <= size
+
+
 def test_stopping_ends_the_wait_of_everybody() -> None:
-    window = Window(4 * PIECE, PIECE, 2)
-    window.write(0, memoryview(bytes(2 * PIECE)))
-    pieces = window.pieces()
-    held = [next(pieces), next(pieces)]
+    window = Window([PIECE] * 4, PIECE, 2 * PIECE)
+    for number in range(2):
+        fill(window, number, bytes(PIECE))
+    blocks = window.blocks()
+    held = [next(blocks), next(blocks)]
     outcomes: list[str] = []
 
     def note(name: str, do: object) -> None:
@@ -122,10 +184,8 @@ def test_stopping_ends_the_wait_of_everybody() -> None:
             outcomes.append(name)
 
     waiting = [
-        threading.Thread(target=note, args=("reader", lambda: next(pieces))),
-        threading.Thread(
-            target=note, args=("writer", lambda: window.write(2 * PIECE, memoryview(b"x")))
-        ),
+        threading.Thread(target=note, args=("reader", lambda: next(blocks))),
+        threading.Thread(target=note, args=("writer", lambda: fill(window, 2, bytes(PIECE)))),
     ]
     for thread in waiting:
         thread.start()

@@ -4,7 +4,6 @@ and packs that an interrupted run has left.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 
@@ -18,7 +17,7 @@ from ckptkit.checkpoint.reshard.target import Target
 from ckptkit.checkpoint.scan import Scanned, scan_pack
 from ckptkit.checkpoint.stored import check_chunk
 from ckptkit.checkpoint.tail import PackRecord, read_record
-from ckptkit.checkpoint.threads import Progress, run_threads
+from ckptkit.checkpoint.threads import Progress, share_out
 from ckptkit.errors import FormatError, NotFoundError, PeerError
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import pack_name
@@ -40,17 +39,12 @@ def huge_chunks(target: Target, route: Route) -> list[int]:
 
 def check_chunks(route: Route, rows: Sequence[int]) -> None:
     """Compare chunks of the source with their checksums, a little of each at a time."""
-    pending, lock, stopped = iter(rows), threading.Lock(), threading.Event()
+    manifest, sources = route.checkpoint.manifest, route.sources
 
-    def work() -> None:
-        while not stopped.is_set():
-            with lock:
-                row = next(pending, None)
-            if row is None:
-                return
-            check_chunk(route.checkpoint.manifest, row, route.sources)
+    def check(row: int) -> None:
+        check_chunk(manifest, row, sources)
 
-    run_threads(work, min(route.budget.workers, len(rows)), stopped)
+    share_out(rows, check, min(route.budget.workers, len(rows)))
 
 
 def finished_packs(

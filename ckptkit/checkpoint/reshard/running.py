@@ -11,7 +11,7 @@ from itertools import islice
 from ckptkit.checkpoint.image import ImageWriting
 from ckptkit.checkpoint.reshard.copying import Route, begin_pack
 from ckptkit.checkpoint.reshard.target import Target
-from ckptkit.checkpoint.threads import Progress, run_threads
+from ckptkit.checkpoint.threads import Progress, share_out
 from ckptkit.errors import CkptkitError
 
 # Writers of one file wait for each other, where it is not written past the page cache; of many, few
@@ -34,21 +34,16 @@ class Packs:
         """Write all of them. Where one fails, those that are not finished are removed, and those
         that are stay.
         """
-        stopped = threading.Event()
 
-        def work() -> None:
-            while not stopped.is_set():
-                with self._lock:
-                    writing, number = next(self._work, (None, 0))
-                if writing is None:
-                    return
-                size = writing.write(number)
-                self._finish_last(writing)
-                if progress:
-                    progress(size)
+        def write(segment: tuple[ImageWriting, int]) -> None:
+            writing, number = segment
+            size = writing.write(number)
+            self._finish_last(writing)
+            if progress:
+                progress(size)
 
         try:
-            run_threads(work, self._route.budget.workers, stopped)
+            share_out(self._work, write, self._route.budget.workers)
         except BaseException:
             for writing in self._left:
                 with suppress(CkptkitError):

@@ -85,12 +85,13 @@ class Client(Protocol):
         """
 
     def upload(
-        self, key: str, pieces: Iterator[memoryview], piece_size: int, concurrency: int
+        self, key: str, blocks: Iterator[memoryview], piece_size: int, concurrency: int
     ) -> str | None:
-        """Store the pieces, all but the last of `piece_size` bytes, as one object; its ETag.
+        """Store the bytes of all blocks, of any lengths, as one object; its ETag.
 
-        Several pieces are under way at a time, and each is let go of once the server has it. An
-        error of the iterator, or of a piece, leaves nothing on the server as far as possible.
+        They are sent in pieces of `piece_size` bytes, several at a time, and each block is let go
+        of once the server has it. An error of the iterator, or of a piece, leaves nothing on the
+        server as far as possible.
         """
 
     def list(self, folder: str) -> Entries:

@@ -16,6 +16,7 @@ from ckptkit.storage.objects.answers import absent, below
 from ckptkit.storage.objects.client import Stat, Transient, Upload, Uploads
 from ckptkit.storage.objects.failures import answer_of, translated
 from ckptkit.storage.objects.settings import Settings
+from ckptkit.storage.objects.window import pieces_of
 from ckptkit.storage.ranges import checked_size
 from ckptkit.storage.store import Entries, Entry, Names
 
@@ -90,7 +91,7 @@ class FsspecClient:
     def upload(
         self,
         key: str,
-        pieces: Iterator[memoryview],
+        blocks: Iterator[memoryview],
         piece_size: int,
         concurrency: int,  # noqa: ARG002 — a file is written from its beginning to its end
     ) -> None:
@@ -101,10 +102,8 @@ class FsspecClient:
             block = -(-piece_size // _CHUNK) * _CHUNK
             file = self._fs.open(self._path(key), "wb", block_size=block, **options)
             try:
-                while (piece := next(pieces, None)) is not None:
+                for piece in pieces_of(blocks, piece_size):
                     file.write(piece)
-                    # Let go of it before the next one is waited for.
-                    del piece
                 file.close()
                 if not self._is_cloud and hasattr(file, "commit"):
                     file.commit()

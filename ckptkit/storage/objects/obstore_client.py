@@ -106,14 +106,14 @@ class ObstoreClient:
         return put["e_tag"]
 
     def upload(
-        self, key: str, pieces: Iterator[memoryview], piece_size: int, concurrency: int
+        self, key: str, blocks: Iterator[memoryview], piece_size: int, concurrency: int
     ) -> str | None:
-        """Stream a multipart upload, whose parts obstore sends again by itself."""
+        """Stream a multipart upload, whose parts obstore cuts, and sends again, by itself."""
         with self._answers(key):
             put = obstore.put(
                 self._store(in_flight=piece_size * concurrency, retries=True),
                 key,
-                pieces,
+                blocks,
                 chunk_size=piece_size,
                 max_concurrency=concurrency,
             )

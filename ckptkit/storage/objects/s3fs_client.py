@@ -22,6 +22,7 @@ from ckptkit.storage.objects.s3_options import config_options, new_session
 from ckptkit.storage.objects.settings import Settings
 from ckptkit.storage.objects.signed_bodies import SignedBodies
 from ckptkit.storage.objects.uploads import S3Uploads
+from ckptkit.storage.objects.window import pieces_of
 from ckptkit.storage.ranges import checked_size
 from ckptkit.storage.store import Entries, Entry, Names
 
@@ -83,13 +84,14 @@ class S3fsClient:
     def upload(
         self,
         key: str,
-        pieces: Iterator[memoryview],
+        blocks: Iterator[memoryview],
         piece_size: int,
         concurrency: int,
     ) -> str | None:
         """A multipart upload whose parts are sent again one by one."""
         identity = self._call_again("create_multipart_upload", key)["UploadId"]
         try:
+            pieces = pieces_of(blocks, piece_size)
             parts = self._send(key, identity, pieces, concurrency, piece_size * concurrency)
             put = self._call_again(
                 "complete_multipart_upload",
@@ -190,7 +192,7 @@ class S3fsClient:
         self,
         key: str,
         identity: str,
-        pieces: Iterator[memoryview],
+        pieces: Iterator[bytes],
         concurrency: int,
         in_flight: int,
     ) -> Parts:
@@ -204,12 +206,8 @@ class S3fsClient:
             return {"PartNumber": number, "ETag": sent["ETag"]}
 
         with ThreadPoolExecutor(concurrency, "upload") as threads:
-            number = 0
-            while (piece := next(pieces, None)) is not None:
-                number += 1
-                running.add(threads.submit(send, number, bytes(piece)))
-                # Let go of it before the next one is waited for.
-                del piece
+            for number, piece in enumerate(pieces, 1):
+                running.add(threads.submit(send, number, piece))
                 most = FIRST_COMPLETED if len(running) >= concurrency else None
                 parts += _ended(running, most)
             parts += _ended(running, ALL_COMPLETED)

@@ -135,11 +135,11 @@ class Server:
         for upload in uploads:
             self._ask("aborting", upload.key, partial(self.client.abort, [upload]))
 
-    def new_digest(self, key: str, size: int) -> Digest | None:
+    def new_digest(self, key: str, size: int, piece_size: int) -> Digest | None:
         """What tells whether a server stored what it was sent; None where that needs no check."""
         if self._checks_etags and size >= WORTH_ASKING:
             self._ask_who_compares(key)
-        return Digest() if self._checks_etags else None
+        return Digest(piece_size) if self._checks_etags else None
 
     def distrust_etags(self, key: str) -> None:
         """An object is as it was sent, but its ETag says otherwise: those of this server mean
@@ -192,9 +192,10 @@ class Server:
         self._check(key, data, self.client.put(key, data, create=False))
 
     def _check(self, key: str, data: memoryview, etag: str | None) -> None:
-        if (digest := self.new_digest(key, data.nbytes)) is None:
+        if (digest := self.new_digest(key, data.nbytes, max(1, data.nbytes))) is None:
             return
         digest.add(data)
+        digest.end()
         if digest.differs(etag):
             if not self._holds_once(key, data):
                 raise Transient("the server stored other bytes than were sent")

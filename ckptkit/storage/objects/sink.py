@@ -46,9 +46,10 @@ class ObjectSink:
         each = self._size * (2 if server.client.copies else 1)
         most = max(2, many + 2 if memory is None else memory // each)
         self._concurrency = min(many, most, -(-self._parts.total // self._size))
-        self._digest = server.new_digest(key, self._parts.total)
+        self._is_one_piece = self._parts.total <= self._size
+        self._digest = server.new_digest(key, self._parts.total, self._size)
         seen = self._digest.add if self._digest else None
-        self._window = Window(self._parts.total, self._size, most, seen)
+        self._window = Window(extents, self._size, most * self._size, seen)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._etag: str | None = None
@@ -56,26 +57,35 @@ class ObjectSink:
         self._ended = False
 
     def write(self, part: int, data: memoryview) -> None:
-        """Copy one part to its pieces; those that are whole are on their way."""
-        with self._parts.writing(part, data) as (offset, view):
-            try:
-                whole = self._window.write(offset, view)
-            except Stopped:
-                raise self._refusal() from self._error
-            if whole and self._window.count > 1:
-                self._start()
+        """Copy one part; what is whole is on its way."""
+        with self._parts.writing(part, data) as (_, view), self._refused():
+            self._window.write(part, view)
+            self._start()
+
+    @contextmanager
+    def filling(self, part: int) -> Iterator[memoryview]:
+        """Memory that is sent from, unless the part is longer than what is sent at a time."""
+        size = self._parts.size(part)
+        if not self._window.is_one_block(part):
+            with self._parts.loan(part) as memory:
+                yield memory
+                self.write(part, memory)
+            return
+        with self._parts.claiming(part, size), self._refused():
+            with self._window.filling(part) as memory:
+                yield memory
+            self._start()
 
     def finish(self) -> None:
         """Make the object visible, once the server has every piece of it."""
         self._parts.complete()
         self._window.seal()
-        if self._window.count > 1:
+        if self._is_one_piece:
+            self._server.put(self._key, memoryview(b"".join(self._window.blocks())))
+        else:
             self._start()
             self._join()
             self._settle()
-        else:
-            piece = next(self._window.pieces(), None)
-            self._server.put(self._key, memoryview(b"") if piece is None else piece)
         self._ended = True
         self._window.close()
 
@@ -89,7 +99,16 @@ class ObjectSink:
         self._join()
         self._window.close()
 
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        try:
+            yield
+        except Stopped:
+            raise self._refusal() from self._error
+
     def _start(self) -> None:
+        if self._is_one_piece:
+            return
         with self._starting:
             if self._thread is None:
                 # A daemon: a program that forgot to end a sink must be able to end.
@@ -98,10 +117,10 @@ class ObjectSink:
 
     def _run(self) -> None:
         try:
-            pieces = self._window.pieces()
+            blocks = self._window.blocks()
             with _watched(self._window, self._where):
                 self._etag = self._server.client.upload(
-                    self._key, pieces, self._size, self._concurrency
+                    self._key, blocks, self._size, self._concurrency
                 )
         except BaseException as error:  # noqa: BLE001 — whoever writes or finishes raises it
             self._error = error
@@ -115,8 +134,10 @@ class ObjectSink:
         """Whether the object is there, whatever became of the last answer."""
         if self._error is not None and not self._is_there():
             raise self._refusal() from self._error
-        if self._digest is not None and self._digest.differs(self._etag):
-            self._read_back(self._digest)
+        if self._digest is not None:
+            self._digest.end()
+            if self._digest.differs(self._etag):
+                self._read_back(self._digest)
 
     def _is_there(self) -> bool:
         """Whether the upload was completed, though the answer was lost.
@@ -135,8 +156,7 @@ class ObjectSink:
 
     def _read_back(self, digest: Digest) -> None:
         """An ETag is wrong: either it is of another kind, or a piece was damaged on its way."""
-        for number in range(self._window.count):
-            start = number * self._size
+        for number, start in enumerate(range(0, self._parts.total, self._size)):
             length = min(self._size, self._parts.total - start)
             if digest.piece_differs(number, self._server.read(self._key, start, length)):
                 self._server.delete([self._key])

@@ -1,92 +1,111 @@
-"""The pieces of an object on their way to a server: filled in any order, handed over in order."""
+"""What of an object is on its way to a server: filled in any order, handed over in order."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 
 import numpy as np
 
 from ckptkit.storage.buffers import AlignedBuffer, copy_bytes, default_pool
+
+_LEAST_PIECES = 2
 
 
 class Stopped(Exception):  # noqa: N818 — tells an engine to stop, and is never seen elsewhere
     """The upload was aborted."""
 
 
-class _Piece:
-    __slots__ = ("buffer", "missing")
-
-    def __init__(self, buffer: AlignedBuffer, size: int) -> None:
-        self.buffer = buffer
-        self.missing = size
-
-
 class Window:
-    """Pieces of `piece_size` bytes, of which about `most` hold memory at a time.
+    """The blocks of an object, of which about `most` bytes take memory at a time.
 
-    Engines read a piece from this very memory while they send it, and may keep it to send it
-    again: it is used for another piece only once nothing refers to it any more. The last piece
-    waits for `seal`, for with it the object is complete. `seen` looks at each one that leaves.
+    A block is a part, or a piece of one that is longer than the `piece_size` bytes which a server
+    is sent at a time. Engines read a block from this very memory while they send it, and may keep
+    it to send it again: it is used for another one only once nothing refers to it any more. The
+    last block waits for `seal`, for with it the object is complete. `seen` looks at each one that
+    leaves.
     """
 
     def __init__(
         self,
-        total: int,
+        extents: Sequence[int],
         piece_size: int,
         most: int,
         seen: Callable[[memoryview], None] | None = None,
     ) -> None:
-        self.count = -(-total // piece_size)
-        self._total = total
-        self._size = min(piece_size, total) or 1
+        self._piece_size = piece_size
         self._seen = seen
-        self._sealed = False
-        self._most = max(2, most)
-        self._pieces: dict[int, _Piece] = {}
+        counts = [-(-extent // piece_size) for extent in extents]
+        # The blocks of part n are those from first n to first n + 1.
+        self._firsts = list(accumulate(counts, initial=0))
+        self._sizes = [
+            min(piece_size, extent - begin)
+            for extent in extents
+            for begin in range(0, extent, piece_size)
+        ]
+        self._ends = list(accumulate(self._sizes))
+        self._largest = max(self._sizes, default=0)
+        # Of one length, since most blocks are about as long, and what is freed is used again.
+        length = self._largest or 1
+        self._most = max(-(-_LEAST_PIECES * piece_size // length), most // length)
+        self._filling = 0
+        self._whole: dict[int, AlignedBuffer] = {}
+        self._lent: dict[int, int] = {}
         self._free: list[AlignedBuffer] = []
         self._next = 0
-        self._lent = 0
-        self._copying = 0
+        self._sealed = False
         self._stopped = False
-        # Reentrant: a piece may be let go of by whoever holds the lock.
+        # Reentrant: a block may be let go of by whoever holds the lock.
         self._changed = threading.Condition()
 
-    def write(self, offset: int, data: memoryview) -> bool:
-        """Copy bytes to their pieces; whether one is whole now. Waits while memory is used up."""
-        completed = False
-        while data.nbytes:
-            number, start = divmod(offset, self._size)
-            count = min(data.nbytes, self._size - start)
-            completed |= self._fill(number, start, data[:count])
-            offset, data = offset + count, data[count:]
-        return completed
+    def is_one_block(self, part: int) -> bool:
+        """Whether a part can be filled in place."""
+        return self._firsts[part + 1] - self._firsts[part] == 1
+
+    @contextmanager
+    def filling(self, part: int) -> Iterator[memoryview]:
+        """The memory of a part that is one block. Waits while memory is used up."""
+        with self._block(self._firsts[part]) as memory:
+            yield memory
+
+    def write(self, part: int, data: memoryview) -> None:
+        """Copy a part to its blocks. Waits while memory is used up."""
+        first, last = self._firsts[part], self._firsts[part + 1]
+        for block in range(first, last):
+            with self._block(block) as memory:
+                copy_bytes(data[: memory.nbytes], memory)
+                data = data[memory.nbytes :]
 
     @property
     def is_empty(self) -> bool:
-        """Whether every piece was handed over."""
-        return self._next == self.count
+        """Whether every block was handed over."""
+        return self._next == len(self._sizes)
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """How many pieces were handed over, and how many of them nobody has let go of yet."""
-        return self._next, self._lent
+        """How many blocks were handed over, and how many of them the engine could let go of, but
+        has not yet.
+        """
+        with self._changed:
+            return self._next, self._sendable()
 
-    def pieces(self) -> Iterator[memoryview]:
-        """Each piece in turn, once it is whole; `Stopped` after `stop`."""
-        for number in range(self.count):
-            # No name may hold the piece: it could not be let go of while the next one is awaited.
+    def blocks(self) -> Iterator[memoryview]:
+        """Each block in turn, once it is whole; `Stopped` after `stop`."""
+        for number in range(len(self._sizes)):
+            # No name may hold the block: it could not be let go of while the next one is awaited.
             yield self._handed_over(number)
 
     def seal(self) -> None:
-        """Let the last piece go, too."""
+        """Let the last block go, too."""
         with self._changed:
             self._sealed = True
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Whoever fills, waits for or takes pieces gets `Stopped`."""
+        """Whoever fills, waits for or takes blocks gets `Stopped`."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -94,73 +113,104 @@ class Window:
     def close(self) -> None:
         """Give the memory back; nobody may use the window any more."""
         with self._changed:
-            buffers = [*self._free, *(piece.buffer for piece in self._pieces.values())]
+            buffers = [*self._free, *self._whole.values()]
             self._free.clear()
-            self._pieces.clear()
+            self._whole.clear()
         for buffer in buffers:
             buffer.give_back()
 
-    def _fill(self, number: int, start: int, data: memoryview) -> bool:
-        with self._changed:
-            piece = self._piece(number)
-            self._copying += 1
+    @contextmanager
+    def _block(self, number: int) -> Iterator[memoryview]:
+        buffer = self._taken()
+        is_whole = False
         try:
-            copy_bytes(data, piece.buffer.view[start : start + data.nbytes])
+            # The slice is released first: memory still looked at is not used again.
+            with buffer.view[: self._sizes[number]] as memory:
+                yield memory
+            is_whole = True
         finally:
             with self._changed:
-                self._copying -= 1
-                piece.missing -= data.nbytes
+                self._filling -= 1
+                if is_whole:
+                    self._whole[number] = buffer
+                else:
+                    self._free.append(buffer)
                 self._changed.notify_all()
-        return piece.missing == 0
 
-    def _piece(self, number: int) -> _Piece:
-        while True:
+    def _taken(self) -> AlignedBuffer:
+        with self._changed:
+            self._changed.wait_for(self._may_take)
             self._refuse_if_stopped()
-            if piece := self._pieces.get(number):
-                return piece
-            if len(self._pieces) + self._lent < self._most or not self._can_move():
-                piece = self._pieces[number] = _Piece(self._buffer(), self._size_of(number))
-                return piece
-            self._changed.wait()
+            buffer = self._free.pop() if self._free else default_pool().take(self._largest)
+            self._filling += 1
+            return buffer
+
+    def _may_take(self) -> bool:
+        used = self._filling + len(self._whole) + len(self._lent)
+        return self._stopped or used < self._most or not self._can_move()
 
     def _can_move(self) -> bool:
-        """Whether memory will come free without another piece: else waiting would never end."""
-        following = self._pieces.get(self._next)
-        whole = following is not None and following.missing == 0
-        return bool(self._lent or whole or self._copying)
+        """Whether memory will come free without another block: else waiting would never end."""
+        return bool(self._sendable() or self._may_leave(self._next) or self._filling)
 
-    def _buffer(self) -> AlignedBuffer:
-        return self._free.pop() if self._free else default_pool().take(self._size)
+    def _sendable(self) -> int:
+        """How many blocks were handed over whose pieces are complete: an engine may wait for the
+        rest of the others.
+        """
+        complete = self._end(self._next) // self._piece_size * self._piece_size
+        return sum(end <= complete or self.is_empty for end in self._lent.values())
 
     def _handed_over(self, number: int) -> memoryview:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._may_leave(number))
             self._refuse_if_stopped()
-            buffer = self._pieces.pop(number).buffer
+            buffer = self._whole.pop(number)
             self._next = number + 1
-            self._lent += 1
+            self._lent[number] = self._ends[number]
             # An array, because a memoryview cannot tell when the last of its users is gone.
-            array = np.frombuffer(buffer.view[: self._size_of(number)], np.uint8)
-            weakref.finalize(array, self._take_back, buffer).atexit = False
+            array = np.frombuffer(buffer.view[: self._sizes[number]], np.uint8)
+            weakref.finalize(array, self._take_back, number, buffer).atexit = False
             self._changed.notify_all()
         if self._seen is not None:
             self._seen(array.data)
         return array.data
 
-    def _take_back(self, buffer: AlignedBuffer) -> None:
+    def _take_back(self, number: int, buffer: AlignedBuffer) -> None:
         with self._changed:
-            self._lent -= 1
+            del self._lent[number]
             self._free.append(buffer)
             self._changed.notify_all()
 
     def _may_leave(self, number: int) -> bool:
-        piece = self._pieces.get(number)
-        last = number == self.count - 1
-        return piece is not None and piece.missing == 0 and (self._sealed or not last)
+        is_last = number == len(self._sizes) - 1
+        return number in self._whole and (self._sealed or not is_last)
 
-    def _size_of(self, number: int) -> int:
-        return min(self._size, self._total - number * self._size)
+    def _end(self, number: int) -> int:
+        """Where the blocks before this one end."""
+        return self._ends[number - 1] if number else 0
 
     def _refuse_if_stopped(self) -> None:
         if self._stopped:
             raise Stopped
+
+
+def pieces_of(blocks: Iterator[memoryview], size: int) -> Iterator[bytes]:
+    """Copies of all bytes, in pieces of `size`."""
+    held: list[memoryview] = []
+    missing = size
+    while (block := next(blocks, None)) is not None:
+        while block.nbytes:
+            count = min(missing, block.nbytes)
+            held.append(block[:count])
+            block = block[count:]
+            missing -= count
+            if not missing:
+                piece = b"".join(held)
+                # Nothing may be held while the next one is waited for.
+                held.clear()
+                missing = size
+                yield piece
+                del piece
+        del block
+    if held:
+        yield b"".join(held)
