@@ -47,6 +47,9 @@ class Attempt:
                 refuse_committed(self._store, self._prefix)
             shared = f"{new_save_id()} {time.time()} {digest.hex()}"
         save_id, seconds, first = self._barrier.share(shared).split(" ")
+        if self._barrier.rank == 0 and not self._overwrite:
+            # Before the data, so that nobody waits for it at the end, when the store is busy.
+            self._store.learn(self._prefix)
         save = SaveInfo(
             save_id=save_id,
             step=step,

@@ -112,6 +112,10 @@ class CountingStore:
         self._store.sync(keys)
         self.count("sync")
 
+    def learn(self, prefix: str = "") -> None:
+        """Not counted."""
+        self._store.learn(prefix)
+
     def room(self) -> int | None:
         """Not counted."""
         return self._store.room()

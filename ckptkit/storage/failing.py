@@ -125,6 +125,10 @@ class FailingStore:
         """One operation."""
         self.attempt("sync", lambda: self._store.sync(keys))
 
+    def learn(self, prefix: str = "") -> None:
+        """No operation."""
+        self._store.learn(prefix)
+
     def room(self) -> int | None:
         """No operation."""
         return self._store.room()

@@ -153,6 +153,9 @@ class LocalStore:
                 sync_folder(folder)
                 sync_above(folder, self._root, [])
 
+    def learn(self, prefix: str = "") -> None:
+        """Nothing: a file system's abilities are known."""
+
     def room(self) -> int | None:
         """The bytes that are free on the file system."""
         folder = self._root

@@ -168,6 +168,12 @@ class Store(Protocol):
         creators exactly one returns. An exclusive one that is killed may leave an empty object.
         """
 
+    def learn(self, prefix: str = "") -> None:
+        """Find out what of `abilities` only asking tells, by a scratch object below `prefix`;
+        nothing where that is known. Whoever does not call it pays for it at the first exclusive
+        `put`.
+        """
+
     def sync(self, keys: Iterable[str]) -> None:
         """Make objects durable whose writer may have died before it could; NotFoundError where
         there is none.

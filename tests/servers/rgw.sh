@@ -7,6 +7,9 @@ set -euo pipefail
 folder=$(cd "$1" && pwd) mon_port=$2 rgw_port=$3 access_key=$4 secret_key=$5 bytes=${6:-2147483648}
 export CEPH_CONF=$folder/ceph.conf
 daemons=()
+# First touch of memory takes these daemons longer than all else: what they free, they keep.
+export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=17179869184
+export MALLOC_TOP_PAD_=67108864 GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
 finish() {
   trap - EXIT INT TERM
@@ -47,6 +50,9 @@ auth_client_required = none
 auth_allow_insecure_global_id_reclaim = false
 # A gateway insists on encryption, which there is none of without keys.
 ms_mon_client_mode = crc
+# They talk to each other over the loopback only.
+ms_crc_data = false
+ms_crc_header = false
 run_dir = $folder/run
 admin_socket = $folder/run/\$name.asok
 pid_file = $folder/run/\$name.pid

@@ -29,8 +29,14 @@ class ExclusiveCreate:
 
     @property
     def is_safe(self) -> bool:
-        """Whether one of racing creators wins, as far as is known: the first `create` finds out."""
+        """Whether one of racing creators wins, as far as is known: `learn` finds out."""
         return self._listens is not False
+
+    def learn(self, scratch: str) -> None:
+        """Find out whether the server listens, by an object of a name that nobody uses."""
+        with self._probing:
+            if self._listens is None:
+                self._listens = self._probed(scratch)
 
     def create(self, key: str, data: memoryview) -> None:
         """Store an object; AlreadyExistsError where there is one.
@@ -38,9 +44,7 @@ class ExclusiveCreate:
         On a server that ignores the condition two racing creators may both believe that they won,
         if one of them is slower than `SETTLE_SECONDS` between looking and writing.
         """
-        with self._probing:
-            if self._listens is None:
-                self._listens = self._probed(temporary_beside(key))
+        self.learn(temporary_beside(key))
         if self._listens:
             self._server.create(key, data)
         else:

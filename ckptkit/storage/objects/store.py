@@ -16,6 +16,7 @@ from ckptkit.storage.keys import (
     folder_of,
     is_leftover,
     is_temporary,
+    temporary_beside,
 )
 from ckptkit.storage.location import BUCKETS, Location
 from ckptkit.storage.objects.answers import taken
@@ -62,8 +63,8 @@ class ObjectStore:
 
     @property
     def abilities(self) -> Abilities:
-        """Few large requests, many at a time; whether creators are told apart is known once one
-        has created something.
+        """Few large requests, many at a time; whether creators are told apart is known once
+        somebody has asked (`learn`) or created something.
         """
         return self._abilities if self._exclusive.is_safe else self._unsafe
 
@@ -124,6 +125,10 @@ class ObjectStore:
         """Only makes sure that they are there: what a server has accepted is durable."""
         for key in keys:
             self._server.head(self._path(key))
+
+    def learn(self, prefix: str = "") -> None:
+        """Three requests, once: whether creators are told apart."""
+        self._exclusive.learn(temporary_beside(f"{self._below(prefix)}/x".lstrip("/")))
 
     def room(self) -> int | None:
         """No telling."""
