@@ -83,7 +83,7 @@ def _overhead(repeat: int) -> Section:
     rows, bars, samples = [], [], dict[str, list[float]]()
     for spec, (ranks, _) in BY_HAND.items():
         makers = {"in one line": partial(_ours, spec), "by hand": partial(_theirs, spec)}
-        found = _slowest(_on_ranks(ranks, _in_turns, makers, repeat))
+        found = _slowest(_on_ranks(ranks, _in_turns, makers, 3 * repeat))
         samples |= {f"{spec}, {name}": seconds for name, seconds in found.items()}
         ratio = _ratio(found, "in one line", "by hand")
         times = (f"{median(s) * 1e3:.1f}" for s in found.values())

@@ -44,8 +44,8 @@ def units_of(model: nn.Module, below: int) -> list[Unit]:
     """The units of a model in the order of its modules; what is in none belongs to the model's own.
 
     Elements of containers are gathered whole, and so are modules without containers, unless they
-    hold more than half of the model. Those smaller than `below` bytes make up units of about that
-    size; modules that share parameters with others stay out.
+    hold more than half of the model. Those smaller than `below` bytes share a unit with what comes
+    next until it has that size; modules that share parameters with others stay out.
     """
     whole = nbytes_of(model.parameters())
     if whole <= below:
@@ -100,9 +100,8 @@ def _is_taken_apart(module: nn.Module, nbytes: int, sizes: _Sizes, *, is_element
 def _packed(atoms: Sequence[_Atom], below: int) -> Iterator[Unit]:
     run: list[_Atom] = []
     for atom in atoms:
-        if atom.nbytes >= below:
-            yield _unit([atom])
-            continue
+        # A large one ends the unit, since what is small before it runs just before it: a norm and
+        # the head after it.
         run.append(atom)
         if sum(each.nbytes for each in run) >= below:
             yield _unit(run)

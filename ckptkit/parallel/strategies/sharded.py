@@ -27,10 +27,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: Options, *, keep_gathered
     settings: dict[str, Any] = {"mesh": mesh, "mp_policy": _precision(options)}
     if options.offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    # None lets torch keep the outermost unit gathered, which the backward pass begins with.
+    # Not the last one, which the backward pass begins with; None has torch spare the outermost.
     again = False if keep_gathered else None
-    for unit in units_of(model, options.group_below):
-        fully_shard(list(unit.modules), reshard_after_forward=again, **settings)
+    units = units_of(model, options.group_below)
+    for unit in units:
+        kept = False if unit is units[-1] else again
+        fully_shard(list(unit.modules), reshard_after_forward=kept, **settings)
     fully_shard(model, reshard_after_forward=again, **settings)
     model.register_forward_hook(_after_forward)
 
