@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -94,9 +95,16 @@ def _write(view: ZarrView, root: Path, threads: int, progress: Progress | None) 
         if progress:
             progress(size)
 
-    keys = list(view.keys())
-    share_out(keys, write, threads)
-    return len(keys)
+    count = 0
+
+    def keys() -> Iterator[str]:
+        nonlocal count
+        for key in view.keys():  # noqa: SIM118 — no mapping
+            count += 1
+            yield key
+
+    share_out(keys(), write, threads)
+    return count
 
 
 def _sync_below(root: Path) -> None:

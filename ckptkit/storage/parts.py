@@ -41,7 +41,7 @@ class Parts:
 
     @contextmanager
     def claiming(self, part: int, size: int) -> Iterator[int]:
-        """The same without the bytes."""
+        """Claim a part of so many bytes: yields its offset; an error inside spoils the object."""
         self._claim(part, size)
         try:
             yield self._offsets[part]
@@ -63,6 +63,11 @@ class Parts:
         # The slice is released before the loan ends: memory still looked at is not used again.
         with loan as memory, memory[:size] as data:
             yield data
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The number of bytes of each part."""
+        return self._sizes
 
     def size(self, part: int) -> int:
         """The number of bytes of a part."""

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckptkit.errors import FormatError
+from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.storage import open_store
 from ckptkit.storage.objects.s3fs_client import S3fsClient
 from ckptkit.storage.objects.window import Window
@@ -29,8 +29,8 @@ def test_a_sink_keeps_the_memory_that_it_may_have_copies_included(
     sent: list[int] = []
     take, send = Window._taken, S3fsClient._call_again
 
-    def taken(window: Window) -> Any:
-        buffer = take(window)
+    def taken(window: Window, number: int) -> Any:
+        buffer = take(window, number)
         lent.add(buffer)
         return buffer
 
@@ -56,6 +56,58 @@ def test_a_sink_keeps_the_memory_that_it_may_have_copies_included(
     assert not writing.is_alive()
     assert 2 <= used <= pieces
     assert store.size("a") == 10 * PIECE
+
+
+@pytest.mark.parametrize("memory", [None, 2 * PIECE])
+@pytest.mark.parametrize(
+    "extents", [[4 * MIB] + [1000] * 60, [4 * MIB, 1, 12 * MIB, 1, 4 * MIB, 7 * MIB] + [1] * 30]
+)
+def test_uneven_parts_wait_for_nobody(
+    extents: list[int], memory: int | None, bucket: Bucket, engine: str
+) -> None:
+    options = {**bucket.options, "engine": engine, "part_size": PIECE}
+    store = open_store(bucket.url, options)
+    sink = store.create("a", extents, memory=memory)
+    parts = [bytes([number]) * extent for number, extent in enumerate(extents)]
+
+    def write() -> None:
+        for number, part in enumerate(parts):
+            sink.write(number, memoryview(part))
+        sink.finish()
+
+    writing = threading.Thread(target=write, daemon=True)
+    writing.start()
+    writing.join(60)
+    assert not writing.is_alive()
+    assert store.read("a") == b"".join(parts)
+
+
+def test_aborting_ends_the_wait_for_memory(bucket: Bucket, proxy: Proxy, engine: str) -> None:
+    held = Hold()
+    proxy.inject(held, kind("PUT", query="partNumber"), times=None)
+    options = {"engine": engine, "part_size": PIECE}
+    store = open_store(bucket.url, bucket.through(proxy.endpoint, **options))
+    sink = store.create("a", [PIECE] * 10, memory=2 * PIECE)
+    outcome: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            written(sink, 10)
+        except CkptkitError as error:
+            outcome.append(error)
+
+    writing = threading.Thread(target=write, daemon=True)
+    writing.start()
+    assert held.come.wait(30)
+    aborting = threading.Thread(target=sink.abort, daemon=True)
+    aborting.start()
+    writing.join(30)
+    assert not writing.is_alive()
+    assert outcome
+    held.go.set()
+    aborting.join(60)
+    assert not aborting.is_alive()
+    assert store.list() == []
 
 
 def written(sink: Any, parts: int) -> None:

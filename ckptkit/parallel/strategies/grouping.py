@@ -44,8 +44,9 @@ def units_of(model: nn.Module, below: int) -> list[Unit]:
     """The units of a model in the order of its modules; what is in none belongs to the model's own.
 
     Elements of containers are gathered whole, and so are modules without containers, unless they
-    hold more than half of the model. Those smaller than `below` bytes share a unit with what comes
-    next until it has that size; modules that share parameters with others stay out.
+    hold more than half of the model. Those smaller than `below` bytes make up units of about that
+    size, and those just before the last one go with it; modules that share parameters with others
+    stay out.
     """
     whole = nbytes_of(model.parameters())
     if whole <= below:
@@ -99,13 +100,18 @@ def _is_taken_apart(module: nn.Module, nbytes: int, sizes: _Sizes, *, is_element
 
 def _packed(atoms: Sequence[_Atom], below: int) -> Iterator[Unit]:
     run: list[_Atom] = []
+    is_parted = False
     for atom in atoms:
-        # A large one ends the unit, since what is small before it runs just before it: a norm and
-        # the head after it.
+        # What is left before the last one goes with it, as a norm with the head after it.
+        is_last = atom is atoms[-1] and not is_parted
+        if atom.nbytes >= below and not is_last:
+            yield _unit([atom])
+            is_parted = bool(run)
+            continue
         run.append(atom)
         if sum(each.nbytes for each in run) >= below:
             yield _unit(run)
-            run = []
+            run, is_parted = [], False
     # What is left is less than that, and comes with the model's own unit.
 
 

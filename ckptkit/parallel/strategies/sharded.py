@@ -27,7 +27,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: Options, *, keep_gathered
     settings: dict[str, Any] = {"mesh": mesh, "mp_policy": _precision(options)}
     if options.offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    # Not the last one, which the backward pass begins with; None has torch spare the outermost.
+    # Not the last as defined, which a backward pass mostly begins with, nor, by None, the
+    # outermost.
     again = False if keep_gathered else None
     units = units_of(model, options.group_below)
     for unit in units:

@@ -102,8 +102,11 @@ class FsspecClient:
             block = -(-piece_size // _CHUNK) * _CHUNK
             file = self._fs.open(self._path(key), "wb", block_size=block, **options)
             try:
-                for piece in pieces_of(blocks, piece_size):
+                pieces = pieces_of(blocks, piece_size)
+                while (piece := next(pieces, None)) is not None:
                     file.write(piece)
+                    # Let go of it before the next one is put together.
+                    del piece
                 file.close()
                 if not self._is_cloud and hasattr(file, "commit"):
                     file.commit()

@@ -206,8 +206,12 @@ class S3fsClient:
             return {"PartNumber": number, "ETag": sent["ETag"]}
 
         with ThreadPoolExecutor(concurrency, "upload") as threads:
-            for number, piece in enumerate(pieces, 1):
+            number = 0
+            while (piece := next(pieces, None)) is not None:
+                number += 1
                 running.add(threads.submit(send, number, piece))
+                # Let go of it before the next one is put together.
+                del piece
                 most = FIRST_COMPLETED if len(running) >= concurrency else None
                 parts += _ended(running, most)
             parts += _ended(running, ALL_COMPLETED)

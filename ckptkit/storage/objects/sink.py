@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 
@@ -31,25 +31,22 @@ def piece_size(total: int, preferred: int) -> int:
 
 
 class ObjectSink:
-    """A new object, invisible until it is finished; one of a single piece is sent whole."""
+    """A new object of several pieces, invisible until it is finished."""
 
-    def __init__(
-        self, server: Server, key: str, extents: Sequence[int], memory: int | None
-    ) -> None:
+    def __init__(self, server: Server, key: str, parts: Parts, memory: int | None) -> None:
         self._server = server
         self._key = key
         self._where = server.where(key)
-        self._parts = Parts(self._where, extents)
+        self._parts = parts
         preferred, many = server.settings.part_size, server.settings.concurrency
         self._size = piece_size(self._parts.total, preferred)
         # What the engine copies needs the same memory twice.
         each = self._size * (2 if server.client.copies else 1)
         most = max(2, many + 2 if memory is None else memory // each)
         self._concurrency = min(many, most, -(-self._parts.total // self._size))
-        self._is_one_piece = self._parts.total <= self._size
         self._digest = server.new_digest(key, self._parts.total, self._size)
         seen = self._digest.add if self._digest else None
-        self._window = Window(extents, self._size, most * self._size, seen)
+        self._window = Window(parts.sizes, self._size, most * self._size, seen)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._etag: str | None = None
@@ -80,22 +77,20 @@ class ObjectSink:
         """Make the object visible, once the server has every piece of it."""
         self._parts.complete()
         self._window.seal()
-        if self._is_one_piece:
-            self._server.put(self._key, memoryview(b"".join(self._window.blocks())))
-        else:
-            self._start()
-            self._join()
-            self._settle()
+        self._start()
+        self._join()
+        self._settle()
         self._ended = True
         self._window.close()
 
     def abort(self) -> None:
         """Abort the upload on the server, too."""
+        # First, or those that wait for memory would be waited for.
+        self._window.stop()
         self._parts.close()
         if self._ended:
             return
         self._ended = True
-        self._window.stop()
         self._join()
         self._window.close()
 
@@ -107,8 +102,6 @@ class ObjectSink:
             raise self._refusal() from self._error
 
     def _start(self) -> None:
-        if self._is_one_piece:
-            return
         with self._starting:
             if self._thread is None:
                 # A daemon: a program that forgot to end a sink must be able to end.

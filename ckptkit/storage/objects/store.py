@@ -25,9 +25,11 @@ from ckptkit.storage.objects.exclusive import ExclusiveCreate
 from ckptkit.storage.objects.server import Server
 from ckptkit.storage.objects.settings import Settings
 from ckptkit.storage.objects.sink import ObjectSink
+from ckptkit.storage.objects.whole_sink import WholeSink
 from ckptkit.storage.options import Address
+from ckptkit.storage.parts import Parts
 from ckptkit.storage.ranges import as_bytes, checked_range
-from ckptkit.storage.store import Abilities, Entries, Entry, Names
+from ckptkit.storage.store import Abilities, Entries, Entry, Names, Sink
 
 # As many as S3 deletes with one request.
 _BATCH = 1000
@@ -102,13 +104,15 @@ class ObjectStore:
 
     def create(
         self, key: str, extents: Sequence[int], *, memory: int | None = None, again: bool = False
-    ) -> ObjectSink:
+    ) -> Sink:
         """Begin a new object, invisible until it is finished."""
         path = self._path(key)
-        sink = ObjectSink(self._server, path, extents, memory)
+        parts = Parts(self._where(key), extents)
         if not again:
             self._refuse_taken(path)
-        return sink
+        if parts.total <= self._abilities.part_size:
+            return WholeSink(self._server, path, parts)
+        return ObjectSink(self._server, path, parts, memory)
 
     def put(
         self, key: str, data: bytes | bytearray | memoryview, *, exclusive: bool = False

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Stopped(Exception):  # noqa: N818 — tells an engine to stop, and is neve
 
 
 class Window:
-    """The blocks of an object, of which about `most` bytes take memory at a time.
+    """The blocks of an object, which take about `most` bytes of memory at a time.
 
     A block is a part, or a piece of one that is longer than the `piece_size` bytes which a server
     is sent at a time. Engines read a block from this very memory while they send it, and may keep
@@ -37,6 +37,7 @@ class Window:
         seen: Callable[[memoryview], None] | None = None,
     ) -> None:
         self._piece_size = piece_size
+        self._most = max(_LEAST_PIECES * piece_size, most)
         self._seen = seen
         counts = [-(-extent // piece_size) for extent in extents]
         # The blocks of part n are those from first n to first n + 1.
@@ -48,13 +49,14 @@ class Window:
         ]
         self._ends = list(accumulate(self._sizes))
         self._largest = max(self._sizes, default=0)
-        # Of one length, since most blocks are about as long, and what is freed is used again.
-        length = self._largest or 1
-        self._most = max(-(-_LEAST_PIECES * piece_size // length), most // length)
-        self._filling = 0
+        self._filling: set[int] = set()
         self._whole: dict[int, AlignedBuffer] = {}
         self._lent: dict[int, int] = {}
-        self._free: list[AlignedBuffer] = []
+        self._waiting: set[int] = set()
+        self._used = 0
+        # By length: what is freed is used again.
+        self._free: dict[int, list[AlignedBuffer]] = {}
+        self._free_bytes = 0
         self._next = 0
         self._sealed = False
         self._stopped = False
@@ -113,7 +115,7 @@ class Window:
     def close(self) -> None:
         """Give the memory back; nobody may use the window any more."""
         with self._changed:
-            buffers = [*self._free, *self._whole.values()]
+            buffers = [*chain.from_iterable(self._free.values()), *self._whole.values()]
             self._free.clear()
             self._whole.clear()
         for buffer in buffers:
@@ -121,33 +123,61 @@ class Window:
 
     @contextmanager
     def _block(self, number: int) -> Iterator[memoryview]:
-        buffer = self._taken()
+        buffer = self._taken(number)
         is_whole = False
         try:
-            # The slice is released first: memory still looked at is not used again.
             with buffer.view[: self._sizes[number]] as memory:
                 yield memory
             is_whole = True
         finally:
             with self._changed:
-                self._filling -= 1
+                self._filling.remove(number)
                 if is_whole:
                     self._whole[number] = buffer
                 else:
-                    self._free.append(buffer)
+                    self._put_back(number, buffer)
                 self._changed.notify_all()
 
-    def _taken(self) -> AlignedBuffer:
+    def _taken(self, number: int) -> AlignedBuffer:
+        length = self._length(number)
         with self._changed:
-            self._changed.wait_for(self._may_take)
+            self._waiting.add(number)
+            try:
+                self._changed.wait_for(lambda: self._stopped or self._may_take(number))
+            finally:
+                self._waiting.remove(number)
             self._refuse_if_stopped()
-            buffer = self._free.pop() if self._free else default_pool().take(self._largest)
-            self._filling += 1
+            if free := self._free.get(length):
+                self._free_bytes -= length
+                buffer = free.pop()
+            else:
+                if self._used + self._free_bytes + length > self._most:
+                    # Of other lengths.
+                    self._free.clear()
+                    self._free_bytes = 0
+                buffer = default_pool().take(length)
+            self._used += length
+            self._filling.add(number)
             return buffer
 
-    def _may_take(self) -> bool:
-        used = self._filling + len(self._whole) + len(self._lent)
-        return self._stopped or used < self._most or not self._can_move()
+    def _may_take(self, number: int) -> bool:
+        if self._used + self._length(number) <= self._most:
+            return True
+        # Beyond, so that waiting ends; for the block that all the others wait for, if there is
+        # somebody who has it.
+        is_next = number == self._next or self._next not in self._waiting
+        return is_next and not self._can_move()
+
+    def _length(self, number: int) -> int:
+        """Of the memory for a block: most are about as long, and use it by turns."""
+        size = self._sizes[number]
+        return self._largest if 2 * size > self._largest else size
+
+    def _put_back(self, number: int, buffer: AlignedBuffer) -> None:
+        length = self._length(number)
+        self._used -= length
+        self._free.setdefault(length, []).append(buffer)
+        self._free_bytes += length
 
     def _can_move(self) -> bool:
         """Whether memory will come free without another block: else waiting would never end."""
@@ -158,7 +188,7 @@ class Window:
         rest of the others.
         """
         complete = self._end(self._next) // self._piece_size * self._piece_size
-        return sum(end <= complete or self.is_empty for end in self._lent.values())
+        return sum(end <= complete or self.is_empty for end in list(self._lent.values()))
 
     def _handed_over(self, number: int) -> memoryview:
         with self._changed:
@@ -178,7 +208,7 @@ class Window:
     def _take_back(self, number: int, buffer: AlignedBuffer) -> None:
         with self._changed:
             del self._lent[number]
-            self._free.append(buffer)
+            self._put_back(number, buffer)
             self._changed.notify_all()
 
     def _may_leave(self, number: int) -> bool:
@@ -198,19 +228,18 @@ def pieces_of(blocks: Iterator[memoryview], size: int) -> Iterator[bytes]:
     """Copies of all bytes, in pieces of `size`."""
     held: list[memoryview] = []
     missing = size
+    # Nothing may be held of what the next block is waited for.
     while (block := next(blocks, None)) is not None:
-        while block.nbytes:
+        while block is not None:
             count = min(missing, block.nbytes)
             held.append(block[:count])
-            block = block[count:]
+            block = block[count:] if count < block.nbytes else None
             missing -= count
             if not missing:
                 piece = b"".join(held)
-                # Nothing may be held while the next one is waited for.
                 held.clear()
                 missing = size
                 yield piece
                 del piece
-        del block
     if held:
         yield b"".join(held)

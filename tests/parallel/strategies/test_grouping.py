@@ -82,15 +82,17 @@ def test_blocks_are_gathered_whole() -> None:
     assert names(units_of(Wrapper(model), 32 * KIB))[1] == ("model.blocks.0",)
 
 
-def test_small_blocks_share_a_unit_up_to_the_next_large_one() -> None:
+def test_small_blocks_share_a_unit_and_large_neighbours_do_not_part_them() -> None:
     assert names(units_of(Language(4), 150 * KIB)) == [
         ("embed",),
         ("blocks.0", "blocks.1"),
         ("blocks.2", "blocks.3"),
         ("norm", "head"),
     ]
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(256, 256), nn.Linear(256, 8))
-    assert names(units_of(model, 14 * KIB)) == [("0", "1")]
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(256, 256), nn.Linear(16, 200))
+    assert names(units_of(model, 14 * KIB)) == [("1",), ("0", "2")]
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(256, 256), nn.Linear(256, 256))
+    assert names(units_of(model, 14 * KIB)) == [("1",), ("2",)]
 
 
 def test_tied_weights_stay_with_the_model() -> None:
