@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
@@ -90,21 +90,24 @@ def _threads(checkpoint: Checkpoint, memory: int) -> int:
 
 
 def _write(view: ZarrView, root: Path, threads: int, progress: Progress | None) -> int:
-    def write(key: str) -> None:
-        size = _write_key(view, root, key)
-        if progress:
-            progress(size)
+    counts: list[int] = []
 
-    count = 0
+    def write(keys: Sequence[str]) -> None:
+        for key in keys:
+            size = _write_key(view, root, key)
+            if progress:
+                progress(size)
+        counts.append(len(keys))
 
-    def keys() -> Iterator[str]:
-        nonlocal count
-        for key in view.keys():  # noqa: SIM118 — no mapping
-            count += 1
-            yield key
+    share_out(_batches(view.keys()), write, threads)
+    return sum(counts)
 
-    share_out(keys(), write, threads)
-    return count
+
+def _batches(keys: Iterable[str]) -> Iterator[list[str]]:
+    """A few at a time, since threads that ask for each would mostly wait for one another."""
+    left = iter(keys)
+    while batch := list(islice(left, 16)):
+        yield batch
 
 
 def _sync_below(root: Path) -> None:
