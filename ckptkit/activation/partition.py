@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ckptkit.activation.held import Held
-from ckptkit.activation.meter import metered
+from ckptkit.activation.meter import metered, unmetered
 from ckptkit.activation.wire import bytes_of
 from ckptkit.errors import LayoutError, UsageError
 
@@ -129,7 +129,8 @@ class Partition:
         data = bytes_of(flat).cpu().numpy().tobytes()
         said = hashlib.blake2b(data, digest_size=16).hexdigest(), tuple(local.shape), stride
         heard: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(heard, said, group=self._group)
+        with unmetered():  # a backend may hold what it has sent a moment longer
+            dist.all_gather_object(heard, said, group=self._group)
         if len(set(heard)) > 1:
             raise LayoutError(
                 "the ranks of the tensor-parallel group hold different activations here",

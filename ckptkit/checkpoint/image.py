@@ -20,7 +20,7 @@ from ckptkit.format.pack import (
     directory_length,
     local_header,
 )
-from ckptkit.storage import AlignedBuffer, BufferPool, Store, default_pool
+from ckptkit.storage import AlignedBuffer, BufferPool, Store
 
 I64 = npt.NDArray[np.int64]
 
@@ -195,8 +195,6 @@ class ImageWriting:
         self.nbytes = sum(extents)
         self._image = image
         self._staged = staged
-        self._largest = max(extents)
-        self._is_counted = memory is not None
         self._sink = store.create(key, extents, memory=memory)
 
     def write(self, number: int) -> int:
@@ -207,11 +205,6 @@ class ImageWriting:
             data = self._staged.view[segment.start : segment.stop]
             self._image.close(segment, data)
             self._sink.write(number, data)
-        elif self._is_counted:
-            # What is being filled has a share of the memory apart from what the sink may keep.
-            with default_pool().take(self._largest) as memory, memory[:size] as data:
-                self._image.fill(segment, data)
-                self._sink.write(number, data)
         else:
             with self._sink.filling(number) as data:
                 self._image.fill(segment, data)

@@ -51,13 +51,25 @@ def run_threads(work: Callable[[], None], count: int, stopped: threading.Event) 
     if count <= 1:
         work()
         return
-    with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
-        futures = [executor.submit(work) for _ in range(count)]
+    errors: list[BaseException] = []
+
+    def noted() -> None:
         try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
+            work()
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
+        futures = [executor.submit(noted) for _ in range(count)]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             stopped.set()
-        for future in futures:
-            future.result()
+    # Others may fail because the first one did.
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        # A list of errors and a traceback of this frame would keep each other alive.
+        errors.clear()

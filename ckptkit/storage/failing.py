@@ -12,7 +12,6 @@ from ckptkit.errors import StorageError, UsageError
 from ckptkit.storage.closing import Closing
 from ckptkit.storage.location import Location
 from ckptkit.storage.options import Address
-from ckptkit.storage.parts import Parts
 from ckptkit.storage.store import Abilities, Entries, Names, Sink, Source, Store
 
 T = TypeVar("T")
@@ -113,7 +112,7 @@ class FailingStore:
         sink = self.attempt(
             "create", lambda: self._store.create(key, extents, memory=memory, again=again)
         )
-        return _FailingSink(self, sink, Parts(str(self.location), extents))
+        return _FailingSink(self, sink)
 
     def put(
         self, key: str, data: bytes | bytearray | memoryview, *, exclusive: bool = False
@@ -166,19 +165,18 @@ class _FailingSource(Closing):
 
 
 class _FailingSink:
-    def __init__(self, failing: FailingStore, sink: Sink, parts: Parts) -> None:
+    def __init__(self, failing: FailingStore, sink: Sink) -> None:
         self._failing = failing
         self._sink = sink
-        self._parts = parts
 
     def write(self, part: int, data: memoryview) -> None:
         self._failing.attempt("write", lambda: self._sink.write(part, data))
 
     @contextmanager
     def filling(self, part: int) -> Iterator[memoryview]:
-        with self._parts.loan(part) as memory:
+        with self._sink.filling(part) as memory:
             yield memory
-            self.write(part, memory)
+            self._failing.attempt("write", lambda: None)
 
     def finish(self) -> None:
         self._failing.attempt("finish", self._sink.finish)

@@ -151,9 +151,9 @@ class Store(Protocol):
         """Begin a new object: the concatenation of parts of these lengths.
 
         Until `finish` the object is invisible, or (in a local folder) visible but incomplete.
-        What is there already is never touched: AlreadyExistsError. What is being filled, and what a
-        sink keeps of what it was given, takes at most about `memory` bytes, if its parts come about
-        in order; a part longer than what is sent at a time is filled in memory of its own.
+        What is there already is never touched: AlreadyExistsError. A sink keeps at most about
+        `memory` bytes of what it was given, if its parts come about in order: those filled in place
+        count, what it lends for parts longer than what is sent at a time, and for files, does not.
 
         With `again` the name may be taken, then or later, by another writer of the same bytes: the
         object is invisible until `finish`, which replaces what is there as a whole.

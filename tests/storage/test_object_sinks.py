@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.checkpoint.threads import share_out
+from ckptkit.errors import CkptkitError, CorruptionError, FormatError, StorageError
 from ckptkit.storage import open_store
 from ckptkit.storage.objects.s3fs_client import S3fsClient
 from ckptkit.storage.objects.window import Window
@@ -80,6 +84,92 @@ def test_uneven_parts_wait_for_nobody(
     writing.join(60)
     assert not writing.is_alive()
     assert store.read("a") == b"".join(parts)
+
+
+def write(sink: Any, part: int, data: bytes) -> None:
+    sink.write(part, memoryview(data))
+
+
+def fill(sink: Any, part: int, data: bytes) -> None:
+    with sink.filling(part) as memory:
+        memory[:] = data
+
+
+@pytest.mark.parametrize("put", [write, fill])
+def test_a_part_longer_than_all_the_memory_comes_first(
+    put: Callable[[Any, int, bytes], None], bucket: Bucket, engine: str
+) -> None:
+    store = open_store(bucket.url, {**bucket.options, "engine": engine, "part_size": PIECE})
+    sink = store.create("a", [22 * MIB, 1], memory=2 * PIECE)
+    parts = [random.Random(5).randbytes(22 * MIB), b"x"]
+
+    def all_of_it() -> None:
+        for number, part in enumerate(parts):
+            put(sink, number, part)
+        sink.finish()
+
+    writing = threading.Thread(target=all_of_it, daemon=True)
+    writing.start()
+    writing.join(60)
+    assert not writing.is_alive()
+    assert store.read("a") == b"".join(parts)
+
+
+@pytest.mark.parametrize("memory", [None, 3 * PIECE])
+def test_what_many_threads_fill_in_place_is_what_is_stored(
+    memory: int | None, bucket: Bucket, engine: str
+) -> None:
+    rng = random.Random(6)
+    store = open_store(bucket.url, {**bucket.options, "engine": engine, "part_size": PIECE})
+    sizes = [rng.choice([1, 1000, MIB, 3 * MIB, PIECE, 7 * MIB]) for _ in range(24)]
+    parts = [rng.randbytes(size) for size in sizes]
+    sink = store.create("a", sizes, memory=memory)
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(lambda n: fill(sink, n, parts[n]), range(24)))
+    sink.finish()
+    assert store.read("a") == b"".join(parts)
+
+
+def test_of_a_part_that_could_not_be_filled_nothing_is_left(bucket: Bucket, engine: str) -> None:
+    store = open_store(bucket.url, {**bucket.options, "engine": engine, "part_size": PIECE})
+    for failing in (PIECE, 2 * PIECE):
+        sink = store.create("a", [PIECE, PIECE, failing])
+        fill(sink, 0, bytes(PIECE))
+        with pytest.raises(RuntimeError, match="unreadable"), sink.filling(2):
+            raise RuntimeError("unreadable")
+        with pytest.raises(StorageError):
+            fill(sink, 1, bytes(PIECE))
+        sink.abort()
+        assert store.list() == []
+        assert store.leftovers() == []
+
+
+def test_a_failure_ends_the_wait_for_a_server_that_takes_nothing(
+    bucket: Bucket, proxy: Proxy, engine: str
+) -> None:
+    held = Hold()
+    proxy.inject(held, kind("PUT", query="partNumber"), times=None)
+    options = {"engine": engine, "part_size": PIECE}
+    store = open_store(bucket.url, bucket.through(proxy.endpoint, **options))
+    sink = store.create("a", [PIECE] * 10, memory=(8 if engine == "fsspec" else 4) * PIECE)
+
+    def put(part: int) -> None:
+        with sink.filling(part):
+            if part == 2:
+                assert held.come.wait(30)
+                raise CorruptionError("damaged", where="the source")
+
+    def all_of_it() -> None:
+        with pytest.raises(CorruptionError, match="damaged"):
+            share_out(range(10), put, 3)
+        failed.set()
+
+    failed = threading.Event()
+    threading.Thread(target=all_of_it, daemon=True).start()
+    assert failed.wait(30)
+    held.go.set()
+    sink.abort()
+    assert store.list() == []
 
 
 def test_aborting_ends_the_wait_for_memory(bucket: Bucket, proxy: Proxy, engine: str) -> None:

@@ -7,9 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
+from ckptkit.storage.buffers import default_pool
+from ckptkit.storage.objects import window as window_module
 from ckptkit.storage.objects.sink import piece_size
 from ckptkit.storage.objects.window import Stopped, Window, pieces_of
 
@@ -133,6 +136,47 @@ def test_a_writer_waits_while_the_engine_holds_all_the_memory() -> None:
     ended(writer)
     assert bytes(second) == b"b" * PIECE
     assert bytes(next(blocks)) == b"c" * PIECE
+
+
+def test_no_memory_beyond_the_limit_while_the_next_part_is_put_together() -> None:
+    window = Window([2 * PIECE, *[PIECE] * 4], PIECE, 2 * PIECE)
+    with window.coming():
+        fill(window, 1, b"b" * PIECE)
+        fill(window, 2, b"c" * PIECE)
+        writer = threading.Thread(target=fill, args=(window, 3, b"d" * PIECE), daemon=True)
+        writer.start()
+        time.sleep(0.1)
+        assert writer.is_alive(), "the first part comes without it"
+    ended(writer)
+
+
+def test_without_memory_for_one_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    window = Window([PIECE] * 5, PIECE, 2 * PIECE)
+    fill(window, 1, b"b" * PIECE)
+    fill(window, 2, b"c" * PIECE)
+    in_hand = window.coming()
+    in_hand.__enter__()
+    outcomes: list[str] = []
+
+    def first() -> None:
+        with pytest.raises(MemoryError):
+            fill(window, 0, b"a" * PIECE)
+        outcomes.append("first")
+
+    take = default_pool().take
+
+    def refuse(size: int) -> object:
+        if threading.current_thread() is waiting[0]:
+            raise MemoryError
+        return take(size)
+
+    monkeypatch.setattr(window_module, "default_pool", lambda: SimpleNamespace(take=refuse))
+    waiting = [begun(first), begun(lambda: fill(window, 3, b"d" * PIECE))]
+    time.sleep(0.1)
+    in_hand.__exit__(None, None, None)
+    for thread in waiting:
+        ended(thread)
+    assert outcomes == ["first"]
 
 
 def test_an_engine_that_waits_for_the_rest_of_a_piece_is_not_waited_for() -> None:

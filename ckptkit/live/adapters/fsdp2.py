@@ -35,7 +35,7 @@ class FSDP2Adapter(InPlace):
         groups = _param_groups(module)
         if not groups:
             return {}
-        # The outermost module stays gathered on its own, so all others are asked.
+        # The outermost module stays gathered on its own, and often the last of several units.
         gathered = [group.post_forward_mesh_info is None for group in groups]
         policy = groups[0].mp_policy
         return {
@@ -58,13 +58,15 @@ def fsdp_lines(module: nn.Module) -> set[tuple[int, ...]]:
 
 
 def _param_groups(module: nn.Module) -> list[Any]:
-    states = [m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule)]
-    groups = []
-    for state in states:
-        several = getattr(state, "_fsdp_param_groups", None)
-        single = getattr(state, "_fsdp_param_group", None)
-        groups += list(several) if several else [single] if single else []
-    return groups
+    return [g for m in module.modules() if isinstance(m, FSDPModule) for g in own_param_groups(m)]
+
+
+def own_param_groups(module: FSDPModule) -> list[Any]:
+    """What is gathered for a module, or for it and others, by the names of several torches."""
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    single = getattr(state, "_fsdp_param_group", None)
+    return list(several) if several else [single] if single else []
 
 
 def _name(dtype: object) -> str | None:

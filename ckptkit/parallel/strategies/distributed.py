@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -60,6 +61,9 @@ class Distributed:
         self._pipeline = pipeline
         self._accumulate = accumulate
         self._compression = compression
+        if optimizer is not None:
+            # What is still gathered would keep the old values.
+            optimizer.register_step_pre_hook(partial(_let_go_of, self._modules))
         self._frozen = Frozen(modules, optimizer, is_spread=bool(strategy.mesh.axes))
 
     @property
@@ -230,8 +234,7 @@ class Distributed:
         load_local_state(state, self.model, self._optimizer, self._mesh)
 
     def _let_go(self) -> None:
-        for module in self._modules:
-            let_go(module)
+        _let_go_of(self._modules)
 
     def _unsent(self) -> dict[str, Any]:
         return {RESIDUALS: Residuals(self._compression)}
@@ -275,3 +278,8 @@ class Distributed:
     @property
     def _rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _let_go_of(modules: Sequence[nn.Module], *_: Any) -> None:
+    for module in modules:
+        let_go(module)

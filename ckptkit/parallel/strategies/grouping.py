@@ -45,8 +45,8 @@ def units_of(model: nn.Module, below: int) -> list[Unit]:
 
     Elements of containers are gathered whole, and so are modules without containers, unless they
     hold more than half of the model. Those smaller than `below` bytes make up units of about that
-    size, and those just before the last one go with it; modules that share parameters with others
-    stay out.
+    size, and if only those just before the last one are left they go with it, where they are
+    trained in the same dtype; modules that share parameters with others stay out.
     """
     whole = nbytes_of(model.parameters())
     if whole <= below:
@@ -103,7 +103,7 @@ def _packed(atoms: Sequence[_Atom], below: int) -> Iterator[Unit]:
     is_parted = False
     for atom in atoms:
         # What is left before the last one goes with it, as a norm with the head after it.
-        is_last = atom is atoms[-1] and not is_parted
+        is_last = atom is atoms[-1] and not is_parted and len(_trained_in([*run, atom])) < 2
         if atom.nbytes >= below and not is_last:
             yield _unit([atom])
             is_parted = bool(run)
@@ -113,6 +113,11 @@ def _packed(atoms: Sequence[_Atom], below: int) -> Iterator[Unit]:
             yield _unit(run)
             run, is_parted = [], False
     # What is left is less than that, and comes with the model's own unit.
+
+
+def _trained_in(atoms: Iterable[_Atom]) -> set[torch.dtype]:
+    trained = (p for atom in atoms for p in atom.module.parameters() if p.requires_grad)
+    return {parameter.dtype for parameter in trained}
 
 
 def _unit(atoms: Sequence[_Atom]) -> Unit:

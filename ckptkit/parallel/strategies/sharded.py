@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from ckptkit.live.adapters.fsdp2 import own_param_groups
 from ckptkit.parallel.strategies.grouping import units_of
 from ckptkit.parallel.strategies.options import Options
 
@@ -32,7 +33,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: Options, *, keep_gathered
     again = False if keep_gathered else None
     units = units_of(model, options.group_below)
     for unit in units:
-        kept = False if unit is units[-1] else again
+        kept = False if len(units) > 1 and unit is units[-1] else again
         fully_shard(list(unit.modules), reshard_after_forward=kept, **settings)
     fully_shard(model, reshard_after_forward=again, **settings)
     model.register_forward_hook(_after_forward)
@@ -52,7 +53,22 @@ def let_go(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            _end_forward(module)
             module.reshard()
+
+
+def _end_forward(module: FSDPModule) -> None:
+    """Where one of several modules that are gathered together was called by itself, torch waits for
+    the others until the next backward pass, and lets go of nothing before.
+    """
+    state: Any = module._get_fsdp_state()
+    if not state._modules_to_run_forward:
+        return
+    state._modules_to_run_forward.clear()
+    for each in (state, *own_param_groups(module)):
+        each._training_state = type(each._training_state).IDLE
+    if state._state_ctx.iter_forward_root is state:
+        state._state_ctx.iter_forward_root = None
 
 
 def _after_forward(model: nn.Module, *_: Any) -> None:

@@ -55,23 +55,22 @@ class ObjectSink:
 
     def write(self, part: int, data: memoryview) -> None:
         """Copy one part; what is whole is on its way."""
-        with self._parts.writing(part, data) as (_, view), self._refused():
+        with self._parts.writing(part, data) as (_, view), self._under_way():
             self._window.write(part, view)
-            self._start()
 
     @contextmanager
     def filling(self, part: int) -> Iterator[memoryview]:
         """Memory that is sent from, unless the part is longer than what is sent at a time."""
         size = self._parts.size(part)
-        if not self._window.is_one_block(part):
+        with self._parts.claiming(part, size), self._under_way():
+            if self._window.is_one_block(part):
+                with self._window.filling(part) as memory:
+                    yield memory
+                return
             with self._parts.loan(part) as memory:
-                yield memory
-                self.write(part, memory)
-            return
-        with self._parts.claiming(part, size), self._refused():
-            with self._window.filling(part) as memory:
-                yield memory
-            self._start()
+                with self._window.coming():
+                    yield memory
+                self._window.write(part, memory)
 
     def finish(self) -> None:
         """Make the object visible, once the server has every piece of it."""
@@ -95,11 +94,23 @@ class ObjectSink:
         self._window.close()
 
     @contextmanager
-    def _refused(self) -> Iterator[None]:
+    def _under_way(self) -> Iterator[None]:
+        """While something is sent. Where that fails nobody waits for anything any more."""
+        # Before, because whoever waits for memory waits for what is sent.
+        self._start()
         try:
             yield
         except Stopped:
             raise self._refusal() from self._error
+        except BaseException as error:
+            self._stop(error)
+            raise
+
+    def _stop(self, error: BaseException) -> None:
+        """All else fails, too, by the first error."""
+        if self._error is None:
+            self._error = error
+        self._window.stop()
 
     def _start(self) -> None:
         with self._starting:
@@ -116,8 +127,7 @@ class ObjectSink:
                     self._key, blocks, self._size, self._concurrency
                 )
         except BaseException as error:  # noqa: BLE001 — whoever writes or finishes raises it
-            self._error = error
-            self._window.stop()
+            self._stop(error)
 
     def _join(self) -> None:
         if self._thread is not None:

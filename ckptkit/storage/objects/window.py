@@ -49,7 +49,8 @@ class Window:
         ]
         self._ends = list(accumulate(self._sizes))
         self._largest = max(self._sizes, default=0)
-        self._filling: set[int] = set()
+        # Who has something in hand, and does not wait.
+        self._busy = 0
         self._whole: dict[int, AlignedBuffer] = {}
         self._lent: dict[int, int] = {}
         self._waiting: set[int] = set()
@@ -72,6 +73,18 @@ class Window:
         """The memory of a part that is one block. Waits while memory is used up."""
         with self._block(self._firsts[part]) as memory:
             yield memory
+
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """While a part that will be written is put together elsewhere: others may wait for it."""
+        with self._changed:
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy -= 1
+                self._changed.notify_all()
 
     def write(self, part: int, data: memoryview) -> None:
         """Copy a part to its blocks. Waits while memory is used up."""
@@ -131,7 +144,7 @@ class Window:
             is_whole = True
         finally:
             with self._changed:
-                self._filling.remove(number)
+                self._busy -= 1
                 if is_whole:
                     self._whole[number] = buffer
                 else:
@@ -146,6 +159,8 @@ class Window:
                 self._changed.wait_for(lambda: self._stopped or self._may_take(number))
             finally:
                 self._waiting.remove(number)
+                # Others may go beyond the limit as soon as nobody waits for the next block.
+                self._changed.notify_all()
             self._refuse_if_stopped()
             if free := self._free.get(length):
                 self._free_bytes -= length
@@ -157,7 +172,7 @@ class Window:
                     self._free_bytes = 0
                 buffer = default_pool().take(length)
             self._used += length
-            self._filling.add(number)
+            self._busy += 1
             return buffer
 
     def _may_take(self, number: int) -> bool:
@@ -181,7 +196,7 @@ class Window:
 
     def _can_move(self) -> bool:
         """Whether memory will come free without another block: else waiting would never end."""
-        return bool(self._sendable() or self._may_leave(self._next) or self._filling)
+        return bool(self._sendable() or self._may_leave(self._next) or self._busy)
 
     def _sendable(self) -> int:
         """How many blocks were handed over whose pieces are complete: an engine may wait for the

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
+from ckptkit.parallel import as_distributed
 from tests.live.network import batch, loss_of
 from tests.live.pool import Pool
 from tests.parallel.strategies.test_losses import ranks_of
@@ -67,6 +68,65 @@ def test_an_evaluation_sees_what_the_optimizer_has_made(gloo: Pool, spec: str) -
     for parameters, is_current in gloo.run(ranks_of(spec), evaluated_before_the_update, spec):
         assert parameters < 1e-5
         assert is_current
+
+
+def looked_at_before_the_update(spec: str) -> tuple[float, bool]:
+    """The same, where something is computed with gradients in mind, and no backward pass comes."""
+    dist = spread(spec)
+    inputs, _ = batch(0)
+    changes = []
+    for step in range(3):
+        dist.zero_grad()
+        dist.backward(loss_of, dist.share(batch(step)))
+        before = dist.model(inputs).detach()
+        dist.optimizer.step()
+        changes.append(not before.equal(dist.model(inputs).detach()))
+    return farthest(values(dist), reference(3)[1]), all(changes)
+
+
+@pytest.mark.parametrize("spec", ["fsdp:2", "zero2:2", "ddp:2,tp:2"])
+def test_what_was_gathered_before_an_update_is_not_used_after_it(gloo: Pool, spec: str) -> None:
+    for parameters, is_current in gloo.run(ranks_of(spec), looked_at_before_the_update, spec):
+        assert parameters < 1e-5
+        assert is_current
+
+
+class Headed(torch.nn.Module):
+    """Its last two modules are gathered together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Linear(8, 64)
+        self.norm = torch.nn.LayerNorm(64)
+        self.head = torch.nn.Linear(64, 64)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.head(self.norm(self.body(inputs))))
+
+
+def squared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).square().mean()
+
+
+def asked_for_its_head_alone(spec: str) -> float:
+    """How far parameters are from those of a model whose head is never called by itself."""
+    made = [
+        as_distributed(Headed(), spec, optimizer=torch.optim.AdamW, group_below=2048)
+        for _ in range(2)
+    ]
+    data = torch.randn(4, 8), torch.randn(4, 64)
+    for _ in range(3):
+        for dist in made:
+            dist.step(squared, data)
+        with torch.no_grad():
+            made[0].model.head(torch.ones(2, 64))
+    return farthest(values(made[0]), values(made[1]))
+
+
+@pytest.mark.parametrize("spec", ["fsdp:2", "zero2:2"])
+def test_a_module_may_be_called_by_itself(gloo: Pool, spec: str) -> None:
+    assert max(gloo.run(2, asked_for_its_head_alone, spec)) == 0
 
 
 def zeroed_late(spec: str) -> float:

@@ -95,6 +95,14 @@ def test_small_blocks_share_a_unit_and_large_neighbours_do_not_part_them() -> No
     assert names(units_of(model, 14 * KIB)) == [("1",), ("2",)]
 
 
+def test_a_norm_goes_with_a_head_of_its_own_dtype_only() -> None:
+    model = Language(1).bfloat16()
+    model.head.float()
+    assert names(units_of(model, 32 * KIB)) == [("embed",), ("blocks.0",), ("head",)]
+    model.norm.requires_grad_(requires_grad=False)
+    assert names(units_of(model, 32 * KIB))[2] == ("norm", "head")
+
+
 def test_tied_weights_stay_with_the_model() -> None:
     assert names(units_of(Language(2, tied=True), 32 * KIB)) == [("blocks.0",), ("blocks.1",)]
 
