@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from typing import TypeVar
 
@@ -60,16 +60,25 @@ def run_threads(work: Callable[[], None], count: int, stopped: threading.Event) 
             errors.append(error)
             raise
 
-    with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
-        futures = [executor.submit(noted) for _ in range(count)]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            stopped.set()
-    # Others may fail because the first one did.
+    futures: list[Future[None]] = []
     try:
+        with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
+            try:
+                futures += [executor.submit(noted) for _ in range(count)]
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                stopped.set()
         if errors:
-            raise errors[0]
+            raise _first(errors)
     finally:
-        # A list of errors and a traceback of this frame would keep each other alive.
+        # Errors, whose tracebacks know this frame, would be kept alive by it.
         errors.clear()
+        futures.clear()
+
+
+def _first(errors: Sequence[BaseException]) -> BaseException:
+    """The one that came first, or that it came from: threads that fail because another one did may
+    be faster.
+    """
+    cause = errors[0].__cause__
+    return cause if cause is not None and any(cause is error for error in errors) else errors[0]

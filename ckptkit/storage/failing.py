@@ -47,15 +47,20 @@ class FailingStore:
 
     def attempt(self, operation: str, action: Callable[[], T]) -> T:
         """Do one operation, unless it is the one that fails."""
+        with self.attempting(operation):
+            return action()
+
+    @contextmanager
+    def attempting(self, operation: str) -> Iterator[None]:
+        """One operation, unless it is the one that fails."""
         with self._lock:
             self.operations += 1
             fails = self.operations == self._fail_at
         if fails and not self._after:
             self._fail(operation)
-        result = action()
+        yield
         if fails:
             self._fail(operation)
-        return result
 
     def _fail(self, operation: str) -> None:
         if self._how == "exit":
@@ -174,9 +179,8 @@ class _FailingSink:
 
     @contextmanager
     def filling(self, part: int) -> Iterator[memoryview]:
-        with self._sink.filling(part) as memory:
+        with self._failing.attempting("write"), self._sink.filling(part) as memory:
             yield memory
-            self._failing.attempt("write", lambda: None)
 
     def finish(self) -> None:
         self._failing.attempt("finish", self._sink.finish)

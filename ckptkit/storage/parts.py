@@ -29,7 +29,7 @@ class Parts:
         self._missing = sum(1 for size in sizes if size)
         self._running = 0
         self._closed = False
-        self._failed = False
+        self._error: BaseException | None = None
         self._changed = threading.Condition()
 
     @contextmanager
@@ -45,8 +45,9 @@ class Parts:
         self._claim(part, size)
         try:
             yield self._offsets[part]
-        except BaseException:
-            self._failed = True
+        except BaseException as error:
+            if self._error is None:
+                self._error = error
             raise
         finally:
             with self._changed:
@@ -83,13 +84,15 @@ class Parts:
             if self._missing:
                 raise self._misuse(f"{self._missing} of {len(self._sizes)} parts were not written")
             self._wait()
-        if self._failed:
-            raise self._spoiled()
+        if self._error is not None:
+            raise self._spoiled() from self._error
 
     def close(self) -> None:
         """Take no more parts and wait for those being written."""
         with self._changed:
             self._wait()
+        # Its traceback knows whoever keeps this.
+        self._error = None
 
     def _wait(self) -> None:
         # A descriptor closed under a running write may by then belong to another file.
@@ -100,8 +103,8 @@ class Parts:
         with self._changed:
             if self._closed:
                 raise self._misuse("finished or aborted already")
-            if self._failed:
-                raise self._spoiled()
+            if self._error is not None:
+                raise self._spoiled() from self._error
             if size != self.size(part):
                 raise self._misuse(f"part {part} has {self._sizes[part]} bytes, not {size}")
             if self._claimed[part]:

@@ -70,6 +70,17 @@ def test_only_the_chosen_operation_fails() -> None:
     assert (store.read("a"), store.read("b")) == (b"x", b"z")
 
 
+@pytest.mark.parametrize(("after", "left"), [(False, b""), (True, b"abc")])
+def test_a_part_that_is_filled_fails_before_or_after_it_is_written(
+    after: bool, left: bytes, tmp_path: Path
+) -> None:
+    store = FailingStore(LocalStore(tmp_path), fail_at=2, after=after)
+    sink = store.create("a", [3])
+    with pytest.raises(StorageError, match="operation 2, write"), sink.filling(0) as memory:
+        memory[:] = b"abc"
+    assert LocalStore(tmp_path).read("a").rstrip(b"\0") == left
+
+
 def test_a_deletion_can_fail_half_way() -> None:
     inner = MemoryStore()
     for key in ("a", "b", "c"):

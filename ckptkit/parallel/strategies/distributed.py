@@ -26,7 +26,7 @@ from ckptkit.parallel.strategies.memory import Memory, measured
 from ckptkit.parallel.strategies.pipeline import Pipeline
 from ckptkit.parallel.strategies.replicated import check_reduced
 from ckptkit.parallel.strategies.residuals import RESIDUALS, Residuals, has_residuals
-from ckptkit.parallel.strategies.sharded import let_go
+from ckptkit.parallel.strategies.sharded import end_passes, is_cut, let_go, zero_grad
 from ckptkit.parallel.strategies.spec import SHARDED
 
 LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]
@@ -61,9 +61,9 @@ class Distributed:
         self._pipeline = pipeline
         self._accumulate = accumulate
         self._compression = compression
-        if optimizer is not None:
+        if optimizer is not None and any(map(is_cut, modules)):
             # What is still gathered would keep the old values.
-            optimizer.register_step_pre_hook(partial(_let_go_of, self._modules))
+            optimizer.register_step_pre_hook(partial(_end_passes, self._modules))
         self._frozen = Frozen(modules, optimizer, is_spread=bool(strategy.mesh.axes))
 
     @property
@@ -167,15 +167,14 @@ class Distributed:
         """Scale the gradients of the whole model down to a norm of `max_norm`, where it is larger:
         between `backward` and `optimizer.step()`, on every rank. Returns the norm before.
         """
-        self._let_go()
+        _end_passes(self._modules)
         parameters = dict.fromkeys(p for module in self._modules for p in module.parameters())
         return clip(parameters, max_norm, self._groups("pp"), self._device)
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters, trained or not."""
-        self._let_go()
         for module in self._modules:
-            module.zero_grad()
+            zero_grad(module)
 
     def optimizer_state(self) -> ShardedOptimizerState:
         """What the optimizer keeps on this rank, parameter by parameter: the same interface for
@@ -187,7 +186,8 @@ class Distributed:
         """The bytes of parameters, gradients and optimizer state, of this rank and in all; ranks
         that have different ones are asked, so every rank calls it.
         """
-        self._let_go()
+        for module in self._modules:
+            let_go(module)
         return measured(
             self._modules,
             self._optimizer,
@@ -233,9 +233,6 @@ class Distributed:
         """Take over what `state_dict` gave on this rank of a job of the same strategy."""
         load_local_state(state, self.model, self._optimizer, self._mesh)
 
-    def _let_go(self) -> None:
-        _let_go_of(self._modules)
-
     def _unsent(self) -> dict[str, Any]:
         return {RESIDUALS: Residuals(self._compression)}
 
@@ -280,6 +277,6 @@ class Distributed:
         return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _let_go_of(modules: Sequence[nn.Module], *_: Any) -> None:
+def _end_passes(modules: Sequence[nn.Module], *_: Any) -> None:
     for module in modules:
-        let_go(module)
+        end_passes(module)

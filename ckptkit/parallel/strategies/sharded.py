@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,24 +52,41 @@ def let_go(model: nn.Module) -> None:
     """Let go of what a forward pass has gathered for a backward pass that did not come: whoever
     looks at parameters and gradients would find those instead of the optimizer's.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            _end_forward(module)
-            module.reshard()
+    for module in _cut_in(model):
+        module.reshard()
 
 
-def _end_forward(module: FSDPModule) -> None:
-    """Where one of several modules that are gathered together was called by itself, torch waits for
-    the others until the next backward pass, and lets go of nothing before.
+def end_passes(model: nn.Module) -> None:
+    """The same where no backward pass can come any more, of forward passes that did not end, too:
+    one raised, or of several modules that are gathered together one was called by itself.
     """
-    state: Any = module._get_fsdp_state()
-    if not state._modules_to_run_forward:
-        return
-    state._modules_to_run_forward.clear()
-    for each in (state, *own_param_groups(module)):
-        each._training_state = type(each._training_state).IDLE
-    if state._state_ctx.iter_forward_root is state:
+    for module in _cut_in(model):
+        state: Any = module._get_fsdp_state()
+        state._modules_to_run_forward.clear()
         state._state_ctx.iter_forward_root = None
+        for each in (state, *own_param_groups(module)):
+            if each._training_state.name == "FORWARD":
+                each._training_state = type(each._training_state).IDLE
+        module.reshard()
+
+
+def zero_grad(model: nn.Module) -> None:
+    """Forget all gradients, the optimizer's also where parameters are gathered."""
+    let_go(model)
+    model.zero_grad()
+    for module in _cut_in(model):
+        for group in own_param_groups(module):
+            for each in group.fsdp_params:
+                each.sharded_param.grad = None
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether parameters are gathered for passes."""
+    return any(True for _ in _cut_in(model))
+
+
+def _cut_in(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def _after_forward(model: nn.Module, *_: Any) -> None:

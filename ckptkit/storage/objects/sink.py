@@ -92,13 +92,15 @@ class ObjectSink:
         self._ended = True
         self._join()
         self._window.close()
+        # Its traceback knows this sink.
+        self._error = None
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
         """While something is sent. Where that fails nobody waits for anything any more."""
-        # Before, because whoever waits for memory waits for what is sent.
-        self._start()
         try:
+            # Before, because whoever waits for memory waits for what is sent.
+            self._start()
             yield
         except Stopped:
             raise self._refusal() from self._error
@@ -116,8 +118,9 @@ class ObjectSink:
         with self._starting:
             if self._thread is None:
                 # A daemon: a program that forgot to end a sink must be able to end.
-                self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="upload", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         try:
@@ -173,6 +176,9 @@ class ObjectSink:
     def _refusal(self) -> CkptkitError:
         if isinstance(self._error, CkptkitError):
             return copy(self._error)
+        if not isinstance(self._error, Transient | Stopped | None):
+            what = f"the upload was given up: {self._error!r}"
+            return StorageError(what, where=self._where, hint="mend that, and start over")
         reason = self._error.reason if isinstance(self._error, Transient) else "it broke off"
         return StorageError(
             f"the upload failed: {reason}",

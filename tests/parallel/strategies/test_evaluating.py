@@ -124,6 +124,70 @@ def asked_for_its_head_alone(spec: str) -> float:
     return farthest(values(made[0]), values(made[1]))
 
 
+def asked_for_its_head_in_pieces(spec: str) -> float:
+    """The same for a loss of a head by itself, too, where gradients are forgotten late."""
+    made = [
+        as_distributed(Headed(), spec, optimizer=torch.optim.AdamW, group_below=2048)
+        for _ in range(2)
+    ]
+    inputs, targets = torch.randn(4, 8), torch.randn(4, 64)
+    for _ in range(3):
+        outputs = made[0].model(inputs)
+        again = made[0].model.head(torch.ones(2, 64))
+        made[0].zero_grad()
+        (squared(outputs, targets) + again.square().mean()).backward()
+        made[0].optimizer.step()
+        made[1].zero_grad()
+        outputs = made[1].model(inputs)
+        again = made[1].model.head(torch.ones(2, 64))
+        (squared(outputs, targets) + again.square().mean()).backward()
+        made[1].optimizer.step()
+    return farthest(values(made[0]), values(made[1]))
+
+
+@pytest.mark.parametrize("spec", ["fsdp:2", "zero2:2"])
+def test_gradients_may_be_forgotten_while_a_module_is_called_by_itself(
+    gloo: Pool, spec: str
+) -> None:
+    assert max(gloo.run(2, asked_for_its_head_in_pieces, spec)) == 0
+
+
+class Fragile(Headed):
+    """Refuses inputs without a sign, in its middle."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.body(inputs))
+        if not inputs.any():
+            raise ValueError("no inputs")
+        return torch.as_tensor(self.head(hidden))
+
+
+def interrupted(spec: str) -> tuple[float, bool]:
+    """The same where a forward pass raises between gradients and the update that they make, and
+    whether the next one is of the new parameters.
+    """
+    made = [
+        as_distributed(kind(), spec, optimizer=torch.optim.AdamW, group_below=2048)
+        for kind in (Fragile, Headed)
+    ]
+    inputs, targets = torch.randn(4, 8), torch.randn(4, 64)
+    for _ in range(3):
+        for dist in made:
+            dist.zero_grad()
+            dist.backward(squared, (inputs, targets))
+            if dist is made[0]:
+                with pytest.raises(ValueError, match="no inputs"):
+                    dist.model(torch.zeros(4, 8))
+            dist.optimizer.step()
+    is_alike = made[0].model(inputs).equal(made[1].model(inputs))
+    return farthest(values(made[0]), values(made[1])), bool(is_alike)
+
+
+@pytest.mark.parametrize("spec", ["fsdp:2", "zero2:2"])
+def test_a_forward_pass_that_raises_leaves_nothing_old(gloo: Pool, spec: str) -> None:
+    assert gloo.run(2, interrupted, spec) == [(0, True)] * 2
+
+
 @pytest.mark.parametrize("spec", ["fsdp:2", "zero2:2"])
 def test_a_module_may_be_called_by_itself(gloo: Pool, spec: str) -> None:
     assert max(gloo.run(2, asked_for_its_head_alone, spec)) == 0
