@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Literal, TypeVar
 
 from ckptkit.errors import StorageError, UsageError
@@ -47,20 +47,15 @@ class FailingStore:
 
     def attempt(self, operation: str, action: Callable[[], T]) -> T:
         """Do one operation, unless it is the one that fails."""
-        with self.attempting(operation):
-            return action()
-
-    @contextmanager
-    def attempting(self, operation: str) -> Iterator[None]:
-        """One operation, unless it is the one that fails."""
         with self._lock:
             self.operations += 1
             fails = self.operations == self._fail_at
         if fails and not self._after:
             self._fail(operation)
-        yield
+        result = action()
         if fails:
             self._fail(operation)
+        return result
 
     def _fail(self, operation: str) -> None:
         if self._how == "exit":
@@ -179,8 +174,9 @@ class _FailingSink:
 
     @contextmanager
     def filling(self, part: int) -> Iterator[memoryview]:
-        with self._failing.attempting("write"), self._sink.filling(part) as memory:
-            yield memory
+        with ExitStack() as stack:
+            yield stack.enter_context(self._sink.filling(part))
+            self._failing.attempt("write", stack.close)
 
     def finish(self) -> None:
         self._failing.attempt("finish", self._sink.finish)

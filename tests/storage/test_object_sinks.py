@@ -153,9 +153,14 @@ def test_a_failure_ends_the_wait_for_a_server_that_takes_nothing(
     store = open_store(bucket.url, bucket.through(proxy.endpoint, **options))
     sink = store.create("a", [PIECE] * 10, memory=(8 if engine == "fsspec" else 4) * PIECE)
 
+    in_hand = threading.Event()
+
     def put(part: int) -> None:
+        # Or the memory would be used up by others that come after it.
+        assert part <= 2 or in_hand.wait(30)
         with sink.filling(part):
             if part == 2:
+                in_hand.set()
                 assert held.come.wait(30)
                 raise CorruptionError("damaged", where="the source")
 
