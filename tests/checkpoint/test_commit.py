@@ -296,7 +296,7 @@ def test_a_refusal_that_cannot_be_told_from_success_deletes_nothing() -> None:
 
         def read_whole(self, key: str, most: int) -> bytes:
             data = super().read_whole(key, most)
-            return data[:-1] + b"!" if key.endswith("manifest.msgpack") else data
+            return data[:-1] + bytes([data[-1] ^ 1]) if key.endswith("manifest.msgpack") else data
 
     store = MemoryStore()
     with pytest.raises(CkptkitError):
