@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ PAGE = 4096
 _AHEAD = 256
 
 _MANY_ROWS = 512
+_KEPT_PIECES = 4096
 
 # Copied and checked at a time: so much stays in the cache of a core.
 _CACHED = 256 << 10
@@ -62,13 +64,17 @@ class Job:
     stop: npt.NDArray[np.int64]
     crc32: npt.NDArray[np.uint32]
     runs: list[tuple[int, int]]
-    bands: frozenset[int]
-    """The first rows of the runs that are chunks side by side along the last dim."""
+    made: Callable[[Pieces, np.int64], Piece]
+    """Keeps some pieces: those of arrays that are cut alike are the same."""
+    bands: Mapping[int, int]
+    """Rows [i, j) of one run that are chunks side by side along the last dim: in a file system
+    all of the run, elsewhere at equal distances.
+    """
 
     def piece(self, row: int) -> tuple[Request, Piece]:
         """One piece and the request it is for."""
-        number = int(self.request[row])
-        return self.requests[number], self.pieces[number][int(self.place[row])]
+        number = self.request[row]
+        return self.requests[number], self.made(self.pieces[number], self.place[row])
 
 
 def default_threads() -> int:
@@ -80,10 +86,12 @@ def plan_job(manifest: Manifest, requests: Sequence[Request], pace: Pace, *, ver
     """Which bytes to read for the requests. With `verify` always whole chunks, so that each can be
     checked.
     """
-    pieces = [pieces_of(manifest.arrays[r.array].grid, r.box) for r in requests]
+    # Layers are alike: what one has found out holds for all.
+    made, chunks = cache(pieces_of), cache(Pieces.chunks)
+    pieces = [made(manifest.arrays[r.array].grid, r.box) for r in requests]
     counts = [len(each) for each in pieces]
     rows = _joined(
-        [p.chunks() + manifest.starts[r.array] for p, r in zip(pieces, requests, strict=True)]
+        [chunks(p) + manifest.starts[r.array] for p, r in zip(pieces, requests, strict=True)]
     )
     start = manifest.offset[rows].astype(np.int64)
     stop = start + manifest.length[rows].astype(np.int64)
@@ -98,11 +106,18 @@ def plan_job(manifest: Manifest, requests: Sequence[Request], pace: Pace, *, ver
     pack, start, stop = pack[order], start[order], stop[order]
     request = np.repeat(np.arange(len(requests)), counts)[order]
     place = _joined([np.arange(count) for count in counts])[order]
-    bands = side_by_side(pieces, request, place, pack) if pace.by_rows else []
     gap, limit = min(GAP_BYTES, pace.gap_bytes), pace.request_bytes
-    runs = coalesce(pack, start, stop, gap=gap, limit=limit, together=bands)
-    if not pace.by_rows:
+    if pace.by_rows:
+        bands = side_by_side(pieces, request, place, pack)
+        runs = coalesce(pack, start, stop, gap=gap, limit=limit, together=bands)
+    else:
+        runs = coalesce(pack, start, stop, gap=gap, limit=limit)
         runs = join_runs(runs, pack, start, stop, gap=pace.gap_bytes, limit=limit)
+        apart = np.zeros(max(0, len(start) - 1), np.bool_)
+        apart[[first - 1 for first, _ in runs[1:]]] = True
+        bands = side_by_side(pieces, request, place, pack, apart)
+        steps = np.diff(start)
+        bands = [(i, j) for i, j in bands if len(set(steps[i : j - 1].tolist())) == 1]
     return Job(
         requests,
         pieces,
@@ -113,8 +128,13 @@ def plan_job(manifest: Manifest, requests: Sequence[Request], pace: Pace, *, ver
         stop,
         manifest.crc32[rows][order],
         runs,
-        frozenset(first for first, _ in bands),
+        lru_cache(_KEPT_PIECES)(_piece_of),
+        dict(bands),
     )
+
+
+def _piece_of(pieces: Pieces, place: np.int64) -> Piece:
+    return pieces[int(place)]
 
 
 def _joined(parts: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
@@ -171,11 +191,11 @@ class Reader:
         size = int(job.stop[first:last].max()) - start
         with ExitStack() as stack:
             source = stack.enter_context(self._sources.use(int(job.pack[first])))
-            if first in job.bands:
+            if self._pace.by_rows and first in job.bands:
                 self._read_band(job, run, source, scratch, verify=verify)
             elif not self._pace.by_rows and size <= self._pace.request_bytes:
                 self._scatter(job, run, source.fetch(start, size), verify=verify)
-            elif (direct := _direct_target(job, run)) is not None:
+            elif last == first + 1 and (direct := _direct_target(*job.piece(first))) is not None:
                 crc = self._fill(source, start, direct, verify=verify)
                 if verify:
                     self._compare(job, first, crc)
@@ -200,19 +220,44 @@ class Reader:
 
     def _scatter(self, job: Job, run: tuple[int, int], memory: memoryview, *, verify: bool) -> None:
         """Check what was read, and bring it where it belongs."""
-        start = int(job.start[run[0]])
-        for row in range(*run):
-            at = int(job.start[row]) - start
-            data = memory[at : at + int(job.stop[row] - job.start[row])]
-            if (direct := _direct_target(job, (row, row + 1))) is not None:
-                crc = _copied(data, direct, 0, verify=verify)
+        row, last = run
+        base = int(job.start[row])
+        while row < last:
+            end = job.bands.get(row, row + 1)
+            data = memory[int(job.start[row]) - base : int(job.stop[end - 1]) - base]
+            if end > row + 1:
+                self._scatter_band(job, (row, end), data, verify=verify)
             else:
-                crc = int(isal_zlib.crc32(data)) if verify else 0
-            if verify:
-                self._compare(job, row, crc)
-            if direct is None:
-                request, piece = job.piece(row)
-                _place(piece, data, _view(request.target, piece.target), partial=not verify)
+                self._scatter_one(job, row, data, verify=verify)
+            row = end
+
+    def _scatter_one(self, job: Job, row: int, data: memoryview, *, verify: bool) -> None:
+        request, piece = job.piece(row)
+        direct = _direct_target(request, piece)
+        if direct is not None:
+            crc = _copied(data, direct, 0, verify=verify)
+        else:
+            crc = int(isal_zlib.crc32(data)) if verify else 0
+        if verify:
+            self._compare(job, row, crc)
+        if direct is None:
+            _place(piece, data, _view(request.target, piece.target), partial=not verify)
+
+    def _scatter_band(
+        self, job: Job, band: tuple[int, int], data: memoryview, *, verify: bool
+    ) -> None:
+        """Chunks side by side at once, so that the target's rows are written whole."""
+        first, last = band
+        size = int(job.stop[first] - job.start[first])
+        step = int(job.start[first + 1] - job.start[first])
+        if verify:
+            for row in range(first, last):
+                here = data[(row - first) * step :][:size]
+                self._compare(job, row, int(isal_zlib.crc32(here)))
+        target, shape = _across(job, band)
+        bits = target.dtype
+        *rows, column = _steps(shape, bits.itemsize)
+        _copy(np.ndarray(target.shape, bits, data, 0, (*rows, step, column)), target)
 
     def _read_band(
         self, job: Job, run: tuple[int, int], source: Source, scratch: memoryview, *, verify: bool
@@ -222,11 +267,8 @@ class Reader:
         """
         first, last = run
         count = last - first
-        request, piece = job.piece(first)
-        shape, bits = piece.stored_shape, request.target.dtype
-        across = slice(piece.target[-1].start, job.piece(last - 1)[1].target[-1].stop)
-        target = _view(request.target, (*piece.target[:-1], across))
-        target = target.reshape(*shape[:-1], count, shape[-1])
+        target, shape = _across(job, run)
+        bits = target.dtype
         row_bytes = math.prod(shape[1:]) * bits.itemsize
         rows = max(1, min(shape[0], (len(scratch) - PAGE) // (count * row_bytes)))
         slot = rows * row_bytes
@@ -263,15 +305,24 @@ class Reader:
         )
 
 
-def _direct_target(job: Job, run: tuple[int, int]) -> memoryview | None:
-    """The caller's memory, where a run is one whole chunk that lands there without a gap."""
-    if run[1] - run[0] != 1:
-        return None
-    request, piece = job.piece(run[0])
+def _direct_target(request: Request, piece: Piece) -> memoryview | None:
+    """The caller's memory, where a whole chunk lands there without a gap."""
     target = _view(request.target, piece.target)
     if not piece.is_whole or not target.flags.c_contiguous or not target.size:
         return None
     return target.reshape(-1).view(np.uint8).data
+
+
+def _across(job: Job, band: tuple[int, int]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
+    """Where chunks side by side belong, with a dim for them before the last one; and the shape
+    of each.
+    """
+    first, last = band
+    request, piece = job.piece(first)
+    shape = piece.stored_shape
+    along = slice(piece.target[-1].start, job.piece(last - 1)[1].target[-1].stop)
+    target = _view(request.target, (*piece.target[:-1], along))
+    return target.reshape(*shape[:-1], last - first, shape[-1]), shape
 
 
 def _copied(source: memoryview, target: memoryview, crc: int, *, verify: bool) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import overload
 
@@ -151,20 +152,28 @@ def _along(grid: Grid, dim: int, span: range, box: Box) -> list[_Step]:
 
 
 def side_by_side(
-    pieces: Sequence[Pieces], request: I64, place: I64, pack: npt.NDArray[np.uint32]
+    pieces: Sequence[Pieces],
+    request: I64,
+    place: I64,
+    pack: npt.NDArray[np.uint32],
+    apart: npt.NDArray[np.bool_] | None = None,
 ) -> list[tuple[int, int]]:
     """Runs [i, j) of two or more whole chunks of one pack that are neighbours along the last dim,
-    among pieces given as (number of their `Pieces`, place in it).
+    among pieces given as (number of their `Pieces`, place in it); where `apart` says so of a piece
+    and the next one, another run begins.
     """
     if not len(place):
         return []
     across = np.array([each.across for each in pieces], np.int64)[request]
     counts = np.array([len(each) for each in pieces], np.int64)
     starts = np.cumsum(counts) - counts
-    alike = np.concatenate([each.alike() for each in pieces])[starts[request] + place]
+    alike = cache(Pieces.alike)
+    is_alike = np.concatenate([alike(each) for each in pieces])[starts[request] + place]
     beside = (request[1:] == request[:-1]) & (pack[1:] == pack[:-1])
     beside &= (place[1:] == place[:-1] + 1) & (place[1:] % across[1:] > 0)
-    beside &= alike[1:] & alike[:-1]
+    beside &= is_alike[1:] & is_alike[:-1]
+    if apart is not None:
+        beside &= ~apart
     borders = [0, *(np.flatnonzero(~beside) + 1).tolist(), len(place)]
     return [(first, last) for first, last in pairwise(borders) if last - first > 1]
 

@@ -83,7 +83,8 @@ memstore_device_bytes = $bytes
 osd_class_update_on_start = false
 osd_memory_target = 1073741824
 [client.rgw.test]
-rgw_frontends = beast endpoint=127.0.0.1:$rgw_port
+# Without tcp_nodelay a small answer waits up to 40 ms for the acknowledgement of the one before.
+rgw_frontends = beast endpoint=127.0.0.1:$rgw_port tcp_nodelay=1
 rgw_thread_pool_size = 32
 rgw_enable_usage_log = false
 # What was deleted is freed within seconds, not hours.
