@@ -141,9 +141,6 @@ def _free_port() -> int:
 
 _Hosted = tuple[Memory, dict[str, Contender]]
 
-# What obstore alone does: so many at a time, of so many MiB.
-_RAW = (("put", 4, 16), ("put", 8, 16), ("get", 8, 8), ("get", 16, 8), ("get", 8, 16))
-
 
 # Each imports what it needs, so that a job with torch does not have what one without it has, nor
 # the other way round.
@@ -180,7 +177,7 @@ def _bucket(tensors: list[Tensor], rank: int, world_size: int, address: str) -> 
     part, bucket = Part(tensors, rank, world_size), Bucket.told()
     raw = {
         f"obstore {what}: {at_once} x {mib} MiB": Raw(part, bucket, at_once, mib)
-        for what, at_once, mib in _RAW
+        for what, at_once, mib in (("put", 4, 16), ("put", 8, 16), ("get", 8, 8), ("get", 16, 8))
     }
     return part, {"ckptkit": ToBucket(part, bucket), **raw}
 

@@ -87,8 +87,8 @@ def plan_job(manifest: Manifest, requests: Sequence[Request], pace: Pace, *, ver
     checked.
     """
     # Layers are alike: what one has found out holds for all.
-    made, chunks = cache(pieces_of), cache(Pieces.chunks)
-    pieces = [made(manifest.arrays[r.array].grid, r.box) for r in requests]
+    cut, chunks = cache(pieces_of), cache(Pieces.chunks)
+    pieces = [cut(manifest.arrays[r.array].grid, r.box) for r in requests]
     counts = [len(each) for each in pieces]
     rows = _joined(
         [chunks(p) + manifest.starts[r.array] for p, r in zip(pieces, requests, strict=True)]

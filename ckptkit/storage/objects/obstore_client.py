@@ -7,7 +7,6 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 import obstore
@@ -23,7 +22,6 @@ from ckptkit.storage.objects.obstore_stores import AnyStore, built
 from ckptkit.storage.objects.settings import Settings
 from ckptkit.storage.objects.signed_bodies import SignedBodies
 from ckptkit.storage.objects.uploads import begun_uploads
-from ckptkit.storage.objects.waiting import waited_for
 from ckptkit.storage.ranges import checked_size
 from ckptkit.storage.store import Entries, Entry, Names
 
@@ -76,8 +74,7 @@ class ObstoreClient:
         """A range in one request."""
         with self._answers(key):
             try:
-                ask = partial(obstore.get_range_async, self._store(), key)
-                return memoryview(waited_for(partial(ask, start=start, length=length)))
+                return memoryview(obstore.get_range(self._store(), key, start=start, length=length))
             except BaseError as error:
                 if _answer(error).status != 416:
                     raise
