@@ -96,7 +96,7 @@ class Pieces(Sequence[Piece]):
         whole = np.full(1, uniform)
         for along in self._dims:
             here = [s.source.start == 0 and s.source.stop == s.stored for s in along]
-            whole = (whole[:, None] & np.array(here)[None, :]).reshape(-1)
+            whole = (whole[:, None] & np.array(here, np.bool_)[None, :]).reshape(-1)
         return whole
 
     def chunks(self) -> I64:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.reading import Job, plan_job
 from ckptkit.errors import CorruptionError
 from ckptkit.model import Box
+from ckptkit.storage import MemoryStore, Store
 from tests.checkpoint.remote import RemoteStore
 from tests.checkpoint.saving import Tensor, memory_with, random_values, same, save
 
@@ -83,6 +84,23 @@ def test_some_are_brought_at_once_from_one_request_at_equal_distances(step: Chec
         uneven += len(set(np.diff(job.start).tolist())) > 1
     assert at_once > len(STATE)
     assert uneven
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, RemoteStore])
+def test_empty_parts_are_read_with_others(kind: Callable[[], Store]) -> None:
+    store = kind()
+    save(store, {"none": Tensor(random_values((0, 2))), "some": Tensor(random_values((4, 4)))})
+    parts = {
+        ("none", Box.whole((0, 2))),
+        ("some", Box((2, 0), (0, 4))),
+        ("some", Box((0, 3), (4, 0))),
+        ("some", Box.whole((4, 4))),
+    }
+    wanted = [(name, box, np.zeros(box.shape, np.float32)) for name, box in parts]
+    with ckptkit.open(store) as checkpoint:
+        checkpoint.read_many(wanted)
+        for name, box, values in wanted:
+            assert same(values, checkpoint.read(name, box))
 
 
 def test_a_target_that_is_no_block_of_memory_is_filled(step: Checkpoint) -> None:
