@@ -170,6 +170,10 @@ def _with_torch(tensors: list[Tensor], rank: int, world_size: int, address: str)
     }
 
 
+# What is done, by how many threads, with how many MiB at a time.
+_OBSTORE = (("put", 4, 16), ("put", 8, 16), ("get", 8, 8), ("get", 8, 16), ("get", 16, 16))
+
+
 def _bucket(tensors: list[Tensor], rank: int, world_size: int, address: str) -> _Hosted:  # noqa: ARG001
     from benchmarks.bucket import Bucket  # noqa: PLC0415
     from benchmarks.to_bucket import Raw, ToBucket  # noqa: PLC0415
@@ -177,7 +181,7 @@ def _bucket(tensors: list[Tensor], rank: int, world_size: int, address: str) -> 
     part, bucket = Part(tensors, rank, world_size), Bucket.told()
     raw = {
         f"obstore {what}: {at_once} x {mib} MiB": Raw(part, bucket, at_once, mib)
-        for what, at_once, mib in (("put", 4, 16), ("put", 8, 16), ("get", 8, 8), ("get", 16, 8))
+        for what, at_once, mib in _OBSTORE
     }
     return part, {"ckptkit": ToBucket(part, bucket), **raw}
 

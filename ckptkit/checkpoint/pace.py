@@ -17,6 +17,8 @@ R = TypeVar("R")
 # A request is in memory twice for a moment: as it came, and where it was asked for.
 _COPIES = 2
 _LEAST_REQUEST = 1 << 20
+# Above that, many requests at a time are worth more than larger ones.
+_GOOD_REQUEST = 8 << 20
 _MOST_THREADS = 8
 # Of small questions, each of which a file system answers at once.
 _FEW = 8
@@ -53,11 +55,15 @@ class Pace:
         return 0 if self.by_rows else self.requests * self.request_bytes * _COPIES
 
     def within(self, memory: int) -> Pace:
-        """The same in so much memory: fewer requests, smaller ones where even one is too much."""
+        """The same in so much memory: smaller requests, as long as they are good ones, then fewer
+        of them, and where even one is too much a smaller one.
+        """
         if self.by_rows or self.nbytes <= memory:
             return self
-        requests = max(1, memory // (self.request_bytes * _COPIES))
-        return self._sized(requests, memory // _COPIES // requests)
+        room = memory // _COPIES
+        good = min(self.request_bytes, max(_GOOD_REQUEST, room // self.requests))
+        requests = min(self.requests, max(1, room // good))
+        return self._sized(requests, room // requests)
 
     def shared(self, workers: int) -> Pace:
         """What each of some workers gets of it; in a file system, where each does its own reading,

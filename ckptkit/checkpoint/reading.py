@@ -64,7 +64,7 @@ class Job:
     stop: npt.NDArray[np.int64]
     crc32: npt.NDArray[np.uint32]
     runs: list[tuple[int, int]]
-    made: Callable[[Pieces, np.int64], Piece]
+    piece_of: Callable[[Pieces, np.int64], Piece]
     """Keeps some pieces: those of arrays that are cut alike are the same."""
     bands: Mapping[int, int]
     """Rows [i, j) of one run that are chunks side by side along the last dim: in a file system
@@ -74,7 +74,7 @@ class Job:
     def piece(self, row: int) -> tuple[Request, Piece]:
         """One piece and the request it is for."""
         number = self.request[row]
-        return self.requests[number], self.made(self.pieces[number], self.place[row])
+        return self.requests[number], self.piece_of(self.pieces[number], self.place[row])
 
 
 def default_threads() -> int:

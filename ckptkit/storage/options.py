@@ -24,7 +24,7 @@ OPTION_NAMES: Mapping[str, str] = MappingProxyType(
         "access_key": "the public half of a key",
         "secret_key": "the secret half of a key",
         "session_token": "what comes with a temporary key",
-        "timeout": "seconds for one request",
+        "timeout": "seconds until a request is answered, or goes on being answered",
         "deadline": "seconds for one operation with its retries",
         "part_size": "bytes per part of an upload",
         "concurrency": "how many requests at a time",

@@ -37,7 +37,7 @@ class RemoteStore(CountingStore):
             self._store.abilities,
             is_file_system=False,
             part_size=16 * MIB,
-            request_bytes=8 * MIB,
+            request_bytes=16 * MIB,
             gap_bytes=256 << 10,
             concurrency=16,
             **abilities,  # type: ignore[arg-type]

@@ -281,11 +281,23 @@ def test_zarr_reads_what_is_far_away(remote: RemoteStore) -> None:
 def test_a_pace_stays_within_memory() -> None:
     store = RemoteStore()
     whole = Pace.of(store)
-    assert (whole.requests, whole.request_bytes, whole.by_rows) == (16, 8 * MIB, False)
+    assert (whole.requests, whole.request_bytes, whole.by_rows) == (16, 16 * MIB, False)
     for memory in (1 * MIB, 5 * MIB, 16 * MIB, 100 * MIB, 1024 * MIB):
         held = Pace.of(store, memory)
         assert held.nbytes <= max(memory, 2 * MIB)
-        assert held.gap_bytes * 32 <= held.request_bytes
+        assert held.gap_bytes * 64 <= held.request_bytes
+    # Many good ones before few large ones.
+    for memory, requests, size in (
+        (1024, 16, 16),
+        (384, 16, 12),
+        (256, 16, 8),
+        (48, 3, 8),
+        (8, 1, 4),
+    ):
+        held = Pace.of(store, memory * MIB)
+        assert (held.requests, held.request_bytes) == (requests, size * MIB)
+    little = Pace.of(RemoteStore(), 4 * MIB)
+    assert (little.requests, little.request_bytes) == (1, 2 * MIB)
     assert Pace.of(store).shared(4).requests == 4
     assert Pace.of(store).shared(64).requests == 1
     local = Pace.of(MemoryStore(), 1)

@@ -25,6 +25,7 @@ from tests.servers.faults import (
     ResetDownload,
     ResetUpload,
     Stall,
+    StallDownload,
     Truncate,
 )
 
@@ -45,6 +46,7 @@ PASSING = {
     "a reset in the manifest": Trouble(ResetDownload(50), READ_MANIFEST, times=2),
     "a reset in a listing": Trouble(ResetDownload(50), LIST, times=2),
     "a stall at a pack": Trouble(Stall(), READ),
+    "a stall in mid-body": Trouble(StallDownload(1000), READ),
     "a stall at the manifest": Trouble(Stall(), READ_MANIFEST),
     "bodies cut short": Trouble(Truncate(1000), READ, times=2),
     "bodies cut short without a word": Trouble(Truncate(1000, honest=True), READ, times=2),
@@ -56,6 +58,7 @@ FAILING = {
     "503 for ever": Trouble(Answer(503), READ, times=None),
     "500 for ever, later on": Trouble(Answer(500), READ, times=None, skip=2),
     "no answers": Trouble(Stall(), READ, times=None),
+    "no answer is whole": Trouble(StallDownload(1000), READ, times=None),
     "resets for ever": Trouble(ResetDownload(1000), READ, times=None),
     "403": Trouble(Answer(403), READ),
     "bits flip for ever": Trouble(FlipDownload(1000), READ, times=None),
@@ -86,6 +89,7 @@ def assert_loaded(found: Mapping[str, Any]) -> None:
         "a burst of 503",
         "resets in mid-body",
         "a stall at a pack",
+        "a stall in mid-body",
         "bodies cut short",
         "bodies cut short without a word",
         "the manifest cut short",

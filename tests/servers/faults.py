@@ -86,6 +86,21 @@ class Stall:
 
 
 @dataclass(frozen=True, slots=True)
+class StallDownload:
+    """Pass on so many bytes of the answer's body, and nothing more."""
+
+    after: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SlowDownload:
+    """Pass on the answer's body in pieces, with a pause before each."""
+
+    piece: int = 1000
+    seconds: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
 class Delay:
     """Pass the request on later."""
 
@@ -119,6 +134,8 @@ Fault: TypeAlias = (
     | FlipDownload
     | LoseAnswer
     | Stall
+    | StallDownload
+    | SlowDownload
     | Delay
     | Hold
     | Strip

@@ -27,7 +27,9 @@ from tests.servers.faults import (
     ResetDownload,
     ResetUpload,
     Rule,
+    SlowDownload,
     Stall,
+    StallDownload,
     Strip,
     Truncate,
     everything,
@@ -252,6 +254,15 @@ async def _broken(fault: Fault | None, body: AsyncIterator[bytes]) -> AsyncItera
             if isinstance(fault, Truncate) and fault.honest:
                 return
             raise _CutError(hard=isinstance(fault, ResetDownload))
+        if isinstance(fault, StallDownload) and sent + len(piece) > fault.after:
+            yield piece[: fault.after - sent]
+            await asyncio.sleep(_MOST_HELD)
+            raise _CutError
+        if isinstance(fault, SlowDownload):
+            for begin in range(0, len(piece), fault.piece):
+                await asyncio.sleep(fault.seconds)
+                yield piece[begin : begin + fault.piece]
+            continue
         yield _flipped(piece, fault.at - sent if isinstance(fault, FlipDownload) else -1)
         sent += len(piece)
 

@@ -381,3 +381,16 @@ def test_no_request_is_made_to_open_a_store_or_a_source_of_known_size(
         assert store.open("a", 10).size == 10
         assert store.abilities.concurrency == 16
     assert not proxy.counts
+
+
+def test_an_obstore_that_is_too_old_is_refused(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**bucket.options, "engine": "obstore", "timeout": 7}
+    monkeypatch.setattr("obstore.__version__", "0.9.5")
+    with pytest.raises(UsageError, match=r"obstore is too old .got '0\.9\.5'") as caught:
+        open_store(bucket.url, options)
+    assert "obstore>=0.11" in str(caught.value.hint)
+    for version in ("0.11.0", "0.12.1", "1.0.0rc1"):
+        monkeypatch.setattr("obstore.__version__", version)
+        open_store(bucket.url, options)

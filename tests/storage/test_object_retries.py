@@ -22,7 +22,9 @@ from tests.servers.faults import (
     LoseAnswer,
     ResetDownload,
     ResetUpload,
+    SlowDownload,
     Stall,
+    StallDownload,
     Truncate,
     kind,
 )
@@ -50,6 +52,7 @@ PASSING: list[Fault] = [
     ResetDownload(1000),
     Truncate(1000),
     Stall(),
+    StallDownload(1000),
 ]
 
 
@@ -68,6 +71,48 @@ def test_a_read_survives(
     assert "reading" in caplog.text
     assert f"{bucket.url}/run/a" in caplog.text
     assert "attempt 2" in caplog.text
+
+
+def test_an_answer_may_take_as_long_as_it_keeps_coming(
+    bucket: Bucket, proxy: Proxy, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.objects.settings.LEAST_RATE", 1e6)
+    data = random.Random(8).randbytes(100_000)
+    direct(bucket).put("a", data)
+    more = {"engine": engine, "timeout": 1, "deadline": 20}
+    store = open_store(f"{bucket.url}/run", bucket.through(proxy.endpoint, **more))
+    proxy.inject(SlowDownload(len(data) // 5, seconds=0.5), kind("GET"), times=None)
+    assert store.read("a", 0, len(data)) == data
+    assert store.read_whole("a", len(data)) == data
+    assert len(proxy.met) == 2, "nothing was asked for twice"
+
+
+def test_an_answer_that_comes_too_slowly_is_given_up(
+    bucket: Bucket, proxy: Proxy, engine: str
+) -> None:
+    direct(bucket).put("a", bytes(100_000))
+    more = {"engine": engine, "timeout": 1, "deadline": 2}
+    store = open_store(f"{bucket.url}/run", bucket.through(proxy.endpoint, **more))
+    proxy.inject(SlowDownload(10), kind("GET"), times=None)
+    with pytest.raises(StorageError, match="reading failed: no answer in time"):
+        store.read("a", 0, 100_000)
+
+
+def test_google_s_answers_too_may_be_slow_and_must_not_stall(
+    gcs_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.objects.settings.LEAST_RATE", 1e6)
+    data = random.Random(9).randbytes(100_000)
+    direct(gcs_bucket).put("a", data)
+    with Proxy(str(gcs_bucket.options["endpoint"])) as proxy:
+        options = gcs_bucket.through(proxy.endpoint, timeout=1, deadline=20)
+        store = open_store(f"{gcs_bucket.url}/run", options)
+        proxy.inject(SlowDownload(len(data) // 5, seconds=0.5), kind("GET"))
+        proxy.inject(StallDownload(1000), kind("GET"), skip=1)
+        assert store.read("a", 0, len(data)) == data
+        assert proxy.counts["GET"] == 1
+        assert store.read("a", 0, len(data)) == data
+        assert proxy.counts["GET"] == 3
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])

@@ -13,7 +13,13 @@ import obstore
 from obstore.exceptions import AlreadyExistsError as ObstoreAlreadyExists
 from obstore.exceptions import BaseError, InvalidPathError
 
-from ckptkit.errors import CkptkitError, InvalidNameError, NotFoundError, StorageError
+from ckptkit.errors import (
+    CkptkitError,
+    InvalidNameError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
 from ckptkit.storage.location import Location
 from ckptkit.storage.objects import answers
 from ckptkit.storage.objects.answers import taken
@@ -31,6 +37,8 @@ _DEBUG = "Debug source:"
 _URLS = re.compile(r"""https?://\S+|path: "[^"]*\"""")
 _GIVES_CREDENTIALS = re.compile(r"https?://(?:169\.254\.169\.254|metadata\.google\.internal)[:/]")
 _LONGEST = 300
+# The first one that tells an answer that stalls from one that is long.
+_OLDEST = (0, 11)
 _SMALL = 1 << 20
 # Without an answer only the text tells what happened.
 _SIGNS: tuple[tuple[str, Callable[[str], CkptkitError | Transient]], ...] = (
@@ -63,6 +71,7 @@ class ObstoreClient:
     copies = False
 
     def __init__(self, top: Location, settings: Settings) -> None:
+        _refuse_old(obstore.__version__)
         self._top = top
         self._settings = settings
         self._stores: dict[tuple[int, bool], AnyStore] = {}
@@ -204,6 +213,15 @@ class ObstoreClient:
             raise InvalidNameError("no key of this server", where=ascii(where)) from None
         except (BaseError, FileNotFoundError) as error:
             raise _translated(error, where, self._settings.secrets) from None
+
+
+def _refuse_old(version: str) -> None:
+    if tuple(map(int, re.findall(r"[0-9]+", version)[:2])) < _OLDEST:
+        raise UsageError(
+            "this obstore is too old",
+            value=version,
+            hint=f"pip install 'obstore>={_OLDEST[0]}.{_OLDEST[1]}', or pass engine=fsspec",
+        )
 
 
 def _answer(error: Exception) -> answers.Answer:

@@ -23,13 +23,16 @@ AnyStore: TypeAlias = S3Store | GCSStore | AzureStore
 def built(
     top: Location, settings: Settings, *, in_flight: int, retries: bool, signs_bodies: bool
 ) -> AnyStore:
-    """The store of one bucket, for requests that send about so many bytes at a time; with
-    `retries` it repeats what fails, by itself and in silence.
+    """The store of one bucket, for requests that send about so many bytes at a time, or none and
+    are answered with many; with `retries` it repeats what fails, by itself and in silence.
 
     Bodies are signed at most over plain http: that costs a hash, and https protects them anyway.
     """
-    extra = settings.extra_seconds(in_flight)
+    extra = settings.extra_seconds(in_flight or settings.coming)
     client = _client_options(settings, extra)
+    if not in_flight:
+        # While one is sent nothing comes.
+        client["read_timeout"] = timedelta(seconds=settings.timeout)
     retry = _retry_config(settings, extra, retries=retries)
     if top.scheme == "s3":
         signs = signs_bodies and settings.is_plain

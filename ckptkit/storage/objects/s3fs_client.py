@@ -156,8 +156,8 @@ class S3fsClient:
             )
 
     def _limited(self, ask: Callable[[], Awaitable[T]], in_flight: int = 0) -> T:
-        """Ask in the loop of the file system, for as long as one request may take: aiohttp waits
-        without end for a server to welcome a body.
+        """Ask in the loop of the file system, for as long as one request may take while so many
+        bytes are on their way: aiohttp waits without end for a server to welcome a body.
         """
         limit = self._settings.timeout + self._settings.extra_seconds(in_flight)
 
@@ -186,7 +186,7 @@ class S3fsClient:
                     checked_size(below(self._top, key), size, most)
                 return await body.read(), size
 
-        return self._limited(read)
+        return self._limited(read, self._settings.coming)
 
     def _send(
         self,

@@ -54,7 +54,7 @@ class Settings:
     deadline: float = 300.0
     part_size: int = 16 << 20
     concurrency: int = 16
-    request_bytes: int = 8 << 20
+    request_bytes: int = 16 << 20
     gap_bytes: int = 256 << 10
     others: Options = field(default_factory=lambda: MappingProxyType({}), repr=False, hash=False)
     """What only the file system behind fsspec understands."""
@@ -75,6 +75,11 @@ class Settings:
     def connect_timeout(self) -> float:
         """Seconds until a server has to take a connection."""
         return min(_CONNECT_SECONDS, self.timeout)
+
+    @property
+    def coming(self) -> int:
+        """The most bytes that are read at a time."""
+        return self.concurrency * self.request_bytes
 
     def extra_seconds(self, nbytes: int) -> float:
         """How much longer a request may take while so many bytes share the way to the server."""
@@ -103,7 +108,7 @@ def read_settings(
         deadline=_seconds(given, "deadline", 300.0),
         part_size=_size(given, "part_size", 16 << 20, least=SMALLEST_PART),
         concurrency=_size(given, "concurrency", 16, least=1),
-        request_bytes=_size(given, "request_bytes", 8 << 20, least=1),
+        request_bytes=_size(given, "request_bytes", 16 << 20, least=1),
         gap_bytes=_size(given, "gap_bytes", 256 << 10, least=0),
         others={name: value for name, value in options.items() if name not in OPTION_NAMES},
     )
