@@ -76,7 +76,7 @@ class Pace:
 
     def _sized(self, requests: int, size: int) -> Pace:
         size = min(self.request_bytes, max(_LEAST_REQUEST, size))
-        gap = self.gap_bytes * size // self.request_bytes
+        gap = min(self.gap_bytes, self.gap_bytes * size // min(_GOOD_REQUEST, self.request_bytes))
         return replace(self, requests=requests, request_bytes=size, gap_bytes=gap)
 
 

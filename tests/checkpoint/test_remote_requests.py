@@ -285,7 +285,7 @@ def test_a_pace_stays_within_memory() -> None:
     for memory in (1 * MIB, 5 * MIB, 16 * MIB, 100 * MIB, 1024 * MIB):
         held = Pace.of(store, memory)
         assert held.nbytes <= max(memory, 2 * MIB)
-        assert held.gap_bytes * 64 <= held.request_bytes
+        assert held.gap_bytes * 32 <= held.request_bytes
     # Many good ones before few large ones.
     for memory, requests, size in (
         (1024, 16, 16),

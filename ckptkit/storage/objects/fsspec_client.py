@@ -215,7 +215,8 @@ def _options(scheme: str, settings: Settings) -> dict[str, Any]:
             "project": "",
             "token": "anon" if settings.anonymous else None,
             "endpoint_url": settings.endpoint,
-            "requests_timeout": _google_timeout(settings),
+            # In all: what aiohttp itself finds stalled gcsfs asks for six times, in silence.
+            "requests_timeout": settings.answer_seconds,
         }
     if scheme == "az":
         return {
@@ -225,14 +226,6 @@ def _options(scheme: str, settings: Settings) -> dict[str, Any]:
             "anon": settings.anonymous,
         }
     return dict(settings.others)
-
-
-def _google_timeout(settings: Settings) -> Any:
-    """An answer may take as long as it keeps coming."""
-    from aiohttp import ClientTimeout  # noqa: PLC0415 — gcsfs brings it
-
-    longest = settings.timeout + settings.extra_seconds(settings.coming)
-    return ClientTimeout(total=longest, sock_read=settings.timeout)
 
 
 def _discard(file: Any) -> None:

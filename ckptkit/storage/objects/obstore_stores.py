@@ -28,11 +28,14 @@ def built(
 
     Bodies are signed at most over plain http: that costs a hash, and https protects them anyway.
     """
-    extra = settings.extra_seconds(in_flight or settings.coming)
-    client = _client_options(settings, extra)
-    if not in_flight:
+    extra = settings.extra_seconds(in_flight)
+    client = _client_options(settings)
+    if in_flight:
         # While one is sent nothing comes.
-        client["read_timeout"] = timedelta(seconds=settings.timeout)
+        client["timeout"] = timedelta(seconds=settings.stall_seconds + extra)
+    else:
+        client["read_timeout"] = timedelta(seconds=settings.stall_seconds)
+        client["timeout"] = timedelta(seconds=settings.answer_seconds)
     retry = _retry_config(settings, extra, retries=retries)
     if top.scheme == "s3":
         signs = signs_bodies and settings.is_plain
@@ -98,10 +101,9 @@ def _az(container: str, settings: Settings, client: ClientConfig, retry: RetryCo
         ) from error
 
 
-def _client_options(settings: Settings, extra: float) -> ClientConfig:
+def _client_options(settings: Settings) -> ClientConfig:
     return {
         "allow_http": settings.is_plain,
-        "timeout": timedelta(seconds=min(settings.timeout, settings.deadline) + extra),
         "connect_timeout": timedelta(seconds=settings.connect_timeout),
     }
 

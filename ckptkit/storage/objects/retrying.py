@@ -59,5 +59,6 @@ def _given_up(operation: str, where: str, reason: str, attempts: int, spent: flo
     return StorageError(
         f"{operation} failed: {reason} (tried {times})",
         where=where,
-        hint="check the endpoint and the network; the option deadline says how long to try",
+        hint="check the endpoint and the network (over a slow line less concurrency helps); "
+        "the option deadline says how long to try",
     )

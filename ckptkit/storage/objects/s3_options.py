@@ -53,7 +53,7 @@ def config_options(settings: Settings) -> dict[str, Any]:
     found: dict[str, Any] = {
         "retries": {"total_max_attempts": 1},
         "connect_timeout": settings.connect_timeout,
-        "read_timeout": settings.timeout,
+        "read_timeout": settings.stall_seconds,
         "max_pool_connections": max(10, settings.concurrency),
         "s3": {"addressing_style": style},
     }

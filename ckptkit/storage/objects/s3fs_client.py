@@ -147,19 +147,19 @@ class S3fsClient:
     ) -> Any:
         """One request, while about so many bytes are sent."""
         named = {} if of_bucket else {"Key": key}
+        limit = self._settings.stall_seconds + self._settings.extra_seconds(in_flight)
         with self._answers(key):
             return self._limited(
                 lambda: self._fs._call_s3(  # noqa: SLF001 — the time-out must be in its loop
                     method, Bucket=self._top.path, **named, **asked
                 ),
-                in_flight,
+                limit,
             )
 
-    def _limited(self, ask: Callable[[], Awaitable[T]], in_flight: int = 0) -> T:
-        """Ask in the loop of the file system, for as long as one request may take while so many
-        bytes are on their way: aiohttp waits without end for a server to welcome a body.
+    def _limited(self, ask: Callable[[], Awaitable[T]], limit: float) -> T:
+        """Ask in the loop of the file system, for so many seconds at most: aiohttp waits without
+        end for a server to welcome a body.
         """
-        limit = self._settings.timeout + self._settings.extra_seconds(in_flight)
 
         async def ask_once() -> T:
             return await wait_for(ask(), limit)
@@ -186,7 +186,7 @@ class S3fsClient:
                     checked_size(below(self._top, key), size, most)
                 return await body.read(), size
 
-        return self._limited(read, self._settings.coming)
+        return self._limited(read, self._settings.answer_seconds)
 
     def _send(
         self,

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 # For this much hashing it is worth asking whether the server does it.
 WORTH_ASKING = 128 << 20
-# A request that takes longer than the time-out can never succeed.
+# What takes longer than an answer may take can never succeed.
 _MOST_AT_ONCE = 64 << 20
 
 _log = logging.getLogger("ckptkit.storage")

@@ -19,8 +19,10 @@ ENGINE_VARIABLE = "CKPTKIT_STORAGE_ENGINE"
 # Every server of the S3 kind refuses parts that are smaller, unless they are the last.
 SMALLEST_PART = 5 << 20
 
-# Bytes per second: what is slower than this fails.
+# Bytes per second: an upload that is slower than this fails.
 LEAST_RATE = 1e6
+# Of a line that is slow, and not of a connection that is broken.
+READ_RATE = 4e6
 
 _CONNECT_SECONDS = 5.0
 _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -77,9 +79,17 @@ class Settings:
         return min(_CONNECT_SECONDS, self.timeout)
 
     @property
-    def coming(self) -> int:
-        """The most bytes that are read at a time."""
-        return self.concurrency * self.request_bytes
+    def stall_seconds(self) -> float:
+        """How long nothing may come of an answer."""
+        return min(self.timeout, self.deadline)
+
+    @property
+    def answer_seconds(self) -> float:
+        """How long an answer may take that keeps coming, among as many as are asked for at a time;
+        one that has taken that long had better be asked for again.
+        """
+        coming = self.concurrency * self.request_bytes
+        return min(self.timeout + coming / READ_RATE, self.deadline)
 
     def extra_seconds(self, nbytes: int) -> float:
         """How much longer a request may take while so many bytes share the way to the server."""
