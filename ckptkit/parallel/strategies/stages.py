@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
+from ckptkit.checkpoint.barrier import Barrier
 from ckptkit.errors import LayoutError, UsageError
 from ckptkit.live.meeting import leaving
-from ckptkit.parallel.strategies.alike import room
+from ckptkit.parallel.strategies.alike import check_alike, room
 from ckptkit.parallel.strategies.grouping import CONTAINERS
 from ckptkit.parallel.strategies.options import Options
 from ckptkit.parallel.strategies.parts import (
@@ -23,7 +25,7 @@ from ckptkit.parallel.strategies.parts import (
     parts_of,
     run,
 )
-from ckptkit.plan.staging import balanced
+from ckptkit.parallel.strategies.splitting import most_even
 
 _HOW = "pass split=, a function of the model and the names of a stage's parts that returns the rest"
 
@@ -67,15 +69,23 @@ def stages_of(
         parts = parts_as_run(model, inputs, output)
     else:
         parts = parts_of(model)
-    split = _split(parts, count, options)
-    _check_tied(model, _places(model, split))
+    barrier = room("stages")
+    with leaving(barrier):
+        if len(parts) < count:
+            raise LayoutError(
+                f"the model has {len(parts)} parts, too few for {count} stages",
+                value=[part.name for part in parts][:20],
+            )
+
+        def way_of(begins: Sequence[int]) -> _Way:
+            """How a model goes that is cut where these stages begin."""
+            return _way_of(model, parts, _cut(parts, begins), options, inputs, output)
+
+        begins, way = most_even(_weights(parts, options, barrier), count, way_of)
+        split = _cut(parts, begins)
+        check_alike(barrier, {"split into stages": [str(_names(stage)) for stage in split]})
     if options.split is not None:
-        return _by_hand(model, split, mine, options)
-    if isinstance(model, nn.Sequential):
-        way = _Way(drops=False, loose=0)
-    else:
-        way = _found_way(model, parts, split, inputs, output)
-    _check_tied(model, _places(model, split, way.loose))
+        return _by_hand(model, split, mine, options.split)
     made = [_stage(model, parts, split, number, way) for number in mine]
     _forget(model, [part for n, stage in enumerate(split) if n not in mine for part in stage])
     return made
@@ -89,30 +99,43 @@ def _example(model: nn.Module, example: Any) -> tuple[Any, ...] | None:
     return tuple(value.to(device) if torch.is_tensor(value) else value for value in inputs)
 
 
-def _split(parts: Sequence[Part], count: int, options: Options) -> list[list[Part]]:
-    """The parts of each stage."""
-    if len(parts) < count:
-        raise LayoutError(
-            f"the model has {len(parts)} parts, too few for {count} stages",
-            value=[part.name for part in parts][:20],
-        )
-    weights = [part.nbytes for part in parts]
-    if options.balance == "time":
-        if options.example is None:
-            raise UsageError('balance="time" takes an example to measure', hint="pass example=")
-        weights = _as_rank_0_has([round(part.seconds * 1e9) for part in parts])
-    stages: list[list[Part]] = [[] for _ in range(count)]
-    for part, stage in zip(parts, balanced(weights, count), strict=True):
-        stages[stage].append(part)
-    return stages
-
-
-def _as_rank_0_has(times: list[int]) -> list[int]:
-    """Clocks differ from rank to rank."""
-    barrier = room("stages")
-    with leaving(barrier):
-        agreed: list[int] = json.loads(barrier.share(json.dumps(times)))
+def _weights(parts: Sequence[Part], options: Options, barrier: Barrier) -> list[int]:
+    """What is to be shared out evenly; of times those of rank 0, as clocks differ."""
+    if options.balance != "time":
+        return [part.nbytes for part in parts]
+    if options.example is None:
+        raise UsageError('balance="time" takes an example to measure', hint="pass example=")
+    times = [round(part.seconds * 1e9) for part in parts]
+    agreed: list[int] = json.loads(barrier.share(json.dumps(times)))
     return agreed
+
+
+def _cut(parts: Sequence[Part], begins: Sequence[int]) -> list[Sequence[Part]]:
+    """The parts of each stage."""
+    return [parts[a:b] for a, b in pairwise([*begins, len(parts)])]
+
+
+def _names(stage: Sequence[Part]) -> list[str]:
+    return [part.name for part in stage]
+
+
+def _way_of(
+    model: nn.Module,
+    parts: Sequence[Part],
+    split: Sequence[Sequence[Part]],
+    options: Options,
+    inputs: tuple[Any, ...] | None,
+    output: Sequence[Any],
+) -> _Way:
+    """How stages go without what others have; raises where they cannot."""
+    _check_tied(model, _places(model, split))
+    way = _Way(drops=False, loose=0)
+    if options.split is not None:
+        return way
+    if not isinstance(model, nn.Sequential):
+        way = _found_way(model, parts, split, inputs, output)
+    _check_tied(model, _places(model, split, way.loose))
+    return way
 
 
 def _check_tied(model: nn.Module, places: Iterable[tuple[str, int]]) -> None:
@@ -178,19 +201,20 @@ def _found_way(
             problem = error
     raise LayoutError(
         "the stages, one after another, do not give what the whole model gives",
-        value=[[part.name for part in stage] for stage in split],
+        value=[_names(stage) for stage in split],
         hint=f"the model may do more to its hidden state than run its parts; {_HOW}",
     ) from problem
 
 
 def _by_hand(
-    model: nn.Module, split: Sequence[Sequence[Part]], mine: Sequence[int], options: Options
+    model: nn.Module,
+    split: Sequence[Sequence[Part]],
+    mine: Sequence[int],
+    keep: Callable[[nn.Module, tuple[str, ...]], nn.Module],
 ) -> list[nn.Module]:
-    assert options.split is not None  # noqa: S101 — the caller has looked
     models = [model, *(copy.deepcopy(model) for _ in mine[1:])]
     return [
-        options.split(each, tuple(part.name for part in split[number]))
-        for each, number in zip(models, mine, strict=True)
+        keep(each, tuple(_names(split[number]))) for each, number in zip(models, mine, strict=True)
     ]
 
 
@@ -202,11 +226,11 @@ def _stage(
     way: _Way,
 ) -> nn.Module:
     """A copy of the model's frame around the very modules that the stage has."""
-    kept = {part.name for part in split[number]}
-    missing = {part.name: part for part in parts if part.name not in kept}
-    frame = _frame(model, "", {part.name for part in parts})
-    for part in missing.values():
-        _replace(frame, part, drops=way.drops)
+    kept = set(_names(split[number]))
+    frame = _frame(model, "", set(_names(parts)))
+    for part in parts:
+        if part.name not in kept:
+            _replace(frame, part, drops=way.drops)
     if way.loose != number:
         for name in loose_parameters(model, parts):
             path, _, own = name.rpartition(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,6 +74,81 @@ def tied(by_name: bool) -> str:
     except LayoutError as error:
         return str(error)
     return ""
+
+
+class WithTail(Layered):
+    """A model that runs its norm and its head only where it has both."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__(4, WIDTH)
+        self.norm: nn.LayerNorm | None = nn.LayerNorm(WIDTH)
+        self.head: nn.Linear | None = head
+        self.scale: nn.Parameter | None = nn.Parameter(torch.ones(1))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden state, where a part of the tail is missing."""
+        hidden = super().forward(hidden)
+        if self.norm is None or self.head is None or self.scale is None:
+            return hidden
+        found: torch.Tensor = self.head(self.norm(hidden)) * self.scale
+        return found
+
+
+class SlowLinear(nn.Linear):
+    """A layer that takes longer than all others together."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As it is, after a while."""
+        time.sleep(0.1)
+        return super().forward(hidden)
+
+
+def parts_with_tail(count: int, balance: str) -> list[str]:
+    """The parameters of a stage of a model that the evenest split cuts where it cannot be cut."""
+    torch.manual_seed(0)
+    head = SlowLinear(WIDTH, WIDTH) if balance == "time" else nn.Linear(WIDTH, 100 * WIDTH)
+    model = WithTail(head)
+    inputs = torch.randn(count, WIDTH)
+    wanted = model(inputs).detach()
+    made = as_distributed(
+        model,
+        f"pp:{count}",
+        optimizer=torch.optim.SGD,
+        balance=balance,
+        example=inputs,
+        microbatches=count,
+    )
+    loss = made.step(mse_loss, (inputs, torch.zeros_like(wanted)))
+    torch.testing.assert_close(loss, mse_loss(wanted, torch.zeros_like(wanted)))
+    return list(values(made))
+
+
+@pytest.mark.parametrize("balance", ["parameters", "time"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_split_that_does_not_work_gives_way_to_the_next_best(
+    gloo: Pool, count: int, balance: str
+) -> None:
+    *_, last = gloo.run(count, parts_with_tail, count, balance)
+    assert {name.partition(".")[0] for name in last} == {"norm", "head", "scale"}
+
+
+class Shared(Layered):
+    """Two neighbours in the middle have the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__(4, WIDTH)
+        self.layers[2].weight = self.layers[1].weight
+
+
+def stage_of_shared() -> list[str]:
+    made = as_distributed(Shared(), "pp:2", example=torch.ones(2, WIDTH), microbatches=2)
+    (stage,) = made.modules
+    return [name for name, _ in stage.named_parameters(remove_duplicate=False)]
+
+
+def test_neighbours_with_the_same_weights_are_on_one_stage(gloo: Pool) -> None:
+    stages = gloo.run(2, stage_of_shared)
+    assert any({"layers.1.weight", "layers.2.weight"} <= set(stage) for stage in stages)
 
 
 STAGES = (("embed", "layers.0"), ("layers.1", "norm", "head", "scale"))

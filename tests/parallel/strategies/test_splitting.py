@@ -1,0 +1,89 @@
+"""The most even split that works, found by trials."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.errors import LayoutError, UsageError
+from ckptkit.parallel.strategies.splitting import most_even
+
+
+def refusing(places: set[int]) -> Callable[[Sequence[int]], str]:
+    """A trial of a model that cannot be cut at some places."""
+
+    def trial(begins: Sequence[int]) -> str:
+        if places.intersection(begins[1:]):
+            raise LayoutError(f"not at {begins}")
+        return f"cut at {begins}"
+
+    return trial
+
+
+def largest(weights: Sequence[int], begins: Sequence[int]) -> int:
+    """The weight of the heaviest stage."""
+    return max(sum(weights[a:b]) for a, b in pairwise([*begins, len(weights)]))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_it_is_the_most_even_of_those_that_work(data: st.DataObject) -> None:
+    weights = data.draw(st.lists(st.integers(0, 100), min_size=2, max_size=7))
+    count = data.draw(st.integers(2, len(weights)))
+    refused = data.draw(st.sets(st.integers(1, len(weights) - 1)))
+    allowed = sorted({*range(1, len(weights))} - refused)
+    possible = [[0, *cuts] for cuts in combinations(allowed, count - 1)]
+    if not possible:
+        with pytest.raises(LayoutError, match="not at"):
+            most_even(weights, count, refusing(refused))
+        return
+    begins, found = most_even(weights, count, refusing(refused))
+    assert begins in possible
+    assert largest(weights, begins) == min(largest(weights, each) for each in possible)
+    assert found == f"cut at {begins}"
+
+
+def test_the_error_is_that_of_the_most_even_split_of_all() -> None:
+    with pytest.raises(LayoutError, match=r"not at \[0, 2\]"):
+        most_even([1] * 4, 2, refusing({1, 2, 3}))
+
+
+def test_a_model_that_cannot_be_cut_is_not_tried_out_everywhere() -> None:
+    tried = list[Sequence[int]]()
+
+    def never(begins: Sequence[int]) -> None:
+        tried.append(begins)
+        raise LayoutError("not at all")
+
+    with pytest.raises(LayoutError, match="not at all"):
+        most_even([1] * 1000, 2, never)
+    assert len(tried) < 10
+
+
+def test_places_that_work_alone_and_not_together_are_no_reason_to_go_on() -> None:
+    tried = list[Sequence[int]]()
+
+    def two_at_most(begins: Sequence[int]) -> None:
+        tried.append(begins)
+        if len(begins) > 2:
+            raise LayoutError("not three")
+
+    with pytest.raises(LayoutError, match="not three"):
+        most_even([1] * 6, 3, two_at_most)
+    assert tried == [[0, 2, 4], [0, 2], [0, 4]]
+
+
+def test_what_is_wrong_with_the_call_is_said_at_once() -> None:
+    tried = list[Sequence[int]]()
+
+    def wrong(begins: Sequence[int]) -> None:
+        tried.append(begins)
+        raise UsageError("no example")
+
+    with pytest.raises(UsageError, match="no example"):
+        most_even([1] * 6, 3, wrong)
+    assert len(tried) == 1
