@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.array import Array
+from ckptkit.checkpoint.job import Request
 from ckptkit.checkpoint.locate import manifest_at, read_manifest
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import Place, described, store_at
-from ckptkit.checkpoint.reading import Reader, Request
+from ckptkit.checkpoint.reading import Reader
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import FormatError, LayoutError, NotFoundError

@@ -6,29 +6,25 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
+from ckptkit.checkpoint.job import Job, Request, plan_job
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.checkpoint.threads import Progress, cores, run_threads
 from ckptkit.errors import CorruptionError
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.zarr_documents import chunk_key
-from ckptkit.model import Box
-from ckptkit.plan.load import Piece, Pieces, coalesce, join_runs, pieces_of, side_by_side
+from ckptkit.plan.load import Piece
 from ckptkit.storage import Source, default_pool
 from ckptkit.storage.buffers import copy_bytes
 
-# So many bytes between two pieces are read along everywhere: headers are no longer.
-GAP_BYTES = 4 << 10
 BAND_BYTES = 4 << 20
 PAGE = 4096
 
@@ -36,109 +32,14 @@ PAGE = 4096
 _AHEAD = 256
 
 _MANY_ROWS = 512
-_KEPT_PIECES = 4096
 
 # Copied and checked at a time: so much stays in the cache of a core.
 _CACHED = 256 << 10
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """One box of one array, and the memory it goes to: raw elements in the box's shape."""
-
-    array: int
-    box: Box
-    target: npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
-    """All pieces of some requests, sorted by where they lie; columns with one row a piece."""
-
-    requests: Sequence[Request]
-    pieces: Sequence[Pieces]
-    request: npt.NDArray[np.int64]
-    place: npt.NDArray[np.int64]
-    pack: npt.NDArray[np.uint32]
-    start: npt.NDArray[np.int64]
-    stop: npt.NDArray[np.int64]
-    crc32: npt.NDArray[np.uint32]
-    runs: list[tuple[int, int]]
-    piece_of: Callable[[Pieces, np.int64], Piece]
-    """Keeps some pieces: those of arrays that are cut alike are the same."""
-    bands: Mapping[int, int]
-    """Rows [i, j) of one run that are chunks side by side along the last dim: in a file system
-    all of the run, elsewhere at equal distances.
-    """
-
-    def piece(self, row: int) -> tuple[Request, Piece]:
-        """One piece and the request it is for."""
-        number = self.request[row]
-        return self.requests[number], self.piece_of(self.pieces[number], self.place[row])
-
-
 def default_threads() -> int:
     """As many as the processor has cores, within reason: reading is copying."""
     return min(8, cores())
-
-
-def plan_job(manifest: Manifest, requests: Sequence[Request], pace: Pace, *, verify: bool) -> Job:
-    """Which bytes to read for the requests. With `verify` always whole chunks, so that each can be
-    checked.
-    """
-    # Layers are alike: what one has found out holds for all.
-    cut, chunks = cache(pieces_of), cache(Pieces.chunks)
-    pieces = [cut(manifest.arrays[r.array].grid, r.box) for r in requests]
-    counts = [len(each) for each in pieces]
-    rows = _joined(
-        [chunks(p) + manifest.starts[r.array] for p, r in zip(pieces, requests, strict=True)]
-    )
-    start = manifest.offset[rows].astype(np.int64)
-    stop = start + manifest.length[rows].astype(np.int64)
-    if not verify:
-        sizes = [manifest.arrays[r.array].dtype.itemsize for r in requests]
-        spans = [p.element_spans() for p in pieces]
-        first = _joined([span[0] * size for span, size in zip(spans, sizes, strict=True)])
-        last = _joined([span[1] * size for span, size in zip(spans, sizes, strict=True)])
-        start, stop = start + first, start + last
-    pack = manifest.pack[rows]
-    order = np.lexsort((start, pack))
-    pack, start, stop = pack[order], start[order], stop[order]
-    request = np.repeat(np.arange(len(requests)), counts)[order]
-    place = _joined([np.arange(count) for count in counts])[order]
-    gap, limit = min(GAP_BYTES, pace.gap_bytes), pace.request_bytes
-    if pace.by_rows:
-        bands = side_by_side(pieces, request, place, pack)
-        runs = coalesce(pack, start, stop, gap=gap, limit=limit, together=bands)
-    else:
-        runs = coalesce(pack, start, stop, gap=gap, limit=limit)
-        runs = join_runs(runs, pack, start, stop, gap=pace.gap_bytes, limit=limit)
-        apart = np.zeros(max(0, len(start) - 1), np.bool_)
-        apart[[first - 1 for first, _ in runs[1:]]] = True
-        bands = side_by_side(pieces, request, place, pack, apart)
-        steps = np.diff(start)
-        bands = [(i, j) for i, j in bands if len(set(steps[i : j - 1].tolist())) == 1]
-    return Job(
-        requests,
-        pieces,
-        request,
-        place,
-        pack,
-        start,
-        stop,
-        manifest.crc32[rows][order],
-        runs,
-        lru_cache(_KEPT_PIECES)(_piece_of),
-        dict(bands),
-    )
-
-
-def _piece_of(pieces: Pieces, place: np.int64) -> Piece:
-    return pieces[int(place)]
-
-
-def _joined(parts: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
 class Reader:
@@ -195,7 +96,7 @@ class Reader:
                 self._read_band(job, run, source, scratch, verify=verify)
             elif not self._pace.by_rows and size <= self._pace.request_bytes:
                 self._scatter(job, run, source.fetch(start, size), verify=verify)
-            elif last == first + 1 and (direct := _direct_target(*job.piece(first))) is not None:
+            elif last == first + 1 and (direct := job.direct(first)) is not None:
                 crc = self._fill(source, start, direct, verify=verify)
                 if verify:
                     self._compare(job, first, crc)
@@ -227,21 +128,16 @@ class Reader:
             data = memory[int(job.start[row]) - base : int(job.stop[end - 1]) - base]
             if end > row + 1:
                 self._scatter_band(job, (row, end), data, verify=verify)
+            elif (direct := job.direct(row)) is not None:
+                crc = _copied(data, direct, 0, verify=verify)
+                if verify:
+                    self._compare(job, row, crc)
             else:
-                self._scatter_one(job, row, data, verify=verify)
+                if verify:
+                    self._compare(job, row, int(isal_zlib.crc32(data)))
+                request, piece = job.piece(row)
+                _place(piece, data, _view(request.target, piece.target), partial=not verify)
             row = end
-
-    def _scatter_one(self, job: Job, row: int, data: memoryview, *, verify: bool) -> None:
-        request, piece = job.piece(row)
-        direct = _direct_target(request, piece)
-        if direct is not None:
-            crc = _copied(data, direct, 0, verify=verify)
-        else:
-            crc = int(isal_zlib.crc32(data)) if verify else 0
-        if verify:
-            self._compare(job, row, crc)
-        if direct is None:
-            _place(piece, data, _view(request.target, piece.target), partial=not verify)
 
     def _scatter_band(
         self, job: Job, band: tuple[int, int], data: memoryview, *, verify: bool
@@ -303,14 +199,6 @@ class Reader:
             where=f"{self._sources.where(int(job.pack[row]))} at byte {int(job.start[row])}",
             hint="`ckpt verify` lists all damage of a step; `ckpt ls RUN` shows the other steps",
         )
-
-
-def _direct_target(request: Request, piece: Piece) -> memoryview | None:
-    """The caller's memory, where a whole chunk lands there without a gap."""
-    target = _view(request.target, piece.target)
-    if not piece.is_whole or not target.flags.c_contiguous or not target.size:
-        return None
-    return target.reshape(-1).view(np.uint8).data
 
 
 def _across(job: Job, band: tuple[int, int]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:

@@ -93,7 +93,26 @@ class Pieces(Sequence[Piece]):
         the last dim.
         """
         uniform = len(self._dims) > 1 and len({step.stored for step in self._dims[-1]}) == 1
-        whole = np.full(1, uniform)
+        return self._whole() & uniform
+
+    def begins(self) -> I64:
+        """For each piece the element at which it begins in an array that holds exactly the box, if
+        it is a whole chunk and lies there without a gap; -1 if not.
+        """
+        begins, elements = np.zeros(1, dtype=np.int64), 1
+        gapless = full = np.ones(1, np.bool_)
+        for along in reversed(self._dims):
+            start = np.array([step.target.start for step in along], dtype=np.int64)
+            count = np.array([step.target.stop for step in along], dtype=np.int64) - start
+            extent = int(count.sum())
+            begins = ((start * elements)[:, None] + begins[None, :]).reshape(-1)
+            gapless = (((count == 1)[:, None] | full[None, :]) & gapless[None, :]).reshape(-1)
+            full = ((count == extent)[:, None] & full[None, :]).reshape(-1)
+            elements *= extent
+        return np.where(gapless & self._whole(), begins, -1)
+
+    def _whole(self) -> npt.NDArray[np.bool_]:
+        whole = np.ones(1, np.bool_)
         for along in self._dims:
             here = [s.source.start == 0 and s.source.stop == s.stored for s in along]
             whole = (whole[:, None] & np.array(here, np.bool_)[None, :]).reshape(-1)

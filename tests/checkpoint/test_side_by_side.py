@@ -10,7 +10,7 @@ import pytest
 
 import ckptkit
 from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.reading import Job, plan_job
+from ckptkit.checkpoint.job import Job, plan_job
 from ckptkit.errors import CorruptionError
 from ckptkit.model import Box
 from ckptkit.storage import MemoryStore, Store

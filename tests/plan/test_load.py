@@ -70,6 +70,22 @@ def test_pieces_put_together_are_the_slice(case: tuple[Grid, Box]) -> None:
 
 
 @given(grids_and_boxes())
+def test_whole_chunks_without_a_gap_in_the_target_are_found(case: tuple[Grid, Box]) -> None:
+    grid, box = case
+    target = np.arange(box.size).reshape(box.shape)
+    pieces = pieces_of(grid, box)
+    found = pieces.begins()
+    assert len(found) == len(pieces)
+    for piece, begin in zip(pieces, found.tolist(), strict=True):
+        view = target[at(piece.target)]
+        if begin < 0:
+            assert not (piece.is_whole and view.flags.c_contiguous)
+        else:
+            assert piece.is_whole
+            assert view.reshape(-1).tolist() == list(range(begin, begin + view.size))
+
+
+@given(grids_and_boxes())
 def test_pieces_are_a_sequence(case: tuple[Grid, Box]) -> None:
     pieces = pieces_of(*case)
     assert len(pieces) == len(list(pieces)) == len(pieces.chunks())

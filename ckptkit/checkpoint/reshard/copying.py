@@ -12,8 +12,9 @@ import numpy.typing as npt
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.content import PackContent, PackedArray
 from ckptkit.checkpoint.image import ImageWriting
+from ckptkit.checkpoint.job import Request
 from ckptkit.checkpoint.pack_writer import Pack, documents_of
-from ckptkit.checkpoint.reading import Reader, Request
+from ckptkit.checkpoint.reading import Reader
 from ckptkit.checkpoint.reshard.budget import Budget
 from ckptkit.checkpoint.reshard.casting import cast
 from ckptkit.checkpoint.reshard.objects import objects_of
