@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,10 @@ import numpy.typing as npt
 from ckptkit.errors import LayoutError, UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.zarr_documents import chunk_key
-from ckptkit.model import Box, DType, Part
+from ckptkit.model import Box, DType, Grid, Part
+from ckptkit.storage.buffers import copy_elements
+
+_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,10 +39,7 @@ class PackedArray:
         """The box of a chunk, and its place in the memory that the chunk is stored as; what the
         box leaves of that is zero.
         """
-        grid = self.info.grid
-        index = grid.index(chunk)
-        box = grid.box(index)
-        stored_shape = grid.stored_shape(index)
+        box, stored_shape = _chunk_of(self.info.grid, chunk)
         stored = np.frombuffer(target, dtype=self.info.dtype.bits).reshape(stored_shape)
         if box.shape != stored_shape:
             stored.fill(0)
@@ -56,18 +57,30 @@ class LocalArray(PackedArray):
     def fill(self, chunk: int, target: memoryview) -> None:
         """Copy one chunk, in stored order, out of the part."""
         box, stored = self.opened(chunk, target)
-        stored[...] = self._local(box)
+        at = _place_in(self.part, box)
+        if at is None or self.data is None:
+            raise LayoutError("this rank does not hold the chunk", where=self.info.name, value=box)
+        copy_elements(self.data[at], stored)
 
-    def _local(self, box: Box) -> npt.NDArray[Any]:
-        for held, place in zip(self.part.boxes, self.part.places, strict=True):
-            if held.contains(box):
-                inner = box.within(held)
-                at = tuple(
-                    slice(s.start + first, s.stop + first)
-                    for s, first in zip(inner, place.offset, strict=True)
-                )
-                return self.data[at]  # type: ignore[index]  # a part with boxes has data
-        raise LayoutError("this rank does not hold the chunk", where=self.info.name, value=box)
+
+# Layers are alike: what one has found out holds for all.
+@lru_cache(_KEPT)
+def _chunk_of(grid: Grid, chunk: int) -> tuple[Box, tuple[int, ...]]:
+    """The box of a chunk, and the shape that it is stored in."""
+    index = grid.index(chunk)
+    return grid.box(index), grid.stored_shape(index)
+
+
+@lru_cache(_KEPT)
+def _place_in(part: Part, box: Box) -> tuple[Any, ...] | None:
+    """The index of a box in the memory of a part, a view also where there are no dims; None where
+    the part does not hold it.
+    """
+    for held, place in zip(part.boxes, part.places, strict=True):
+        if held.contains(box):
+            inner = zip(box.within(held), place.offset, strict=True)
+            return (*(slice(s.start + first, s.stop + first) for s, first in inner), ...)
+    return None
 
 
 class PackContent(ABC):

@@ -6,13 +6,16 @@ import mmap
 import threading
 from contextlib import suppress
 from functools import cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptkit.errors import UsageError
 
 PAGE = 4096
 _HUGE = 2 << 20
+_MANY_ROWS = 500
 
 
 def address_of(view: memoryview) -> int:
@@ -24,6 +27,20 @@ def address_of(view: memoryview) -> int:
 def copy_bytes(source: memoryview, target: memoryview) -> None:
     """Copy as many bytes while other threads go on: a memoryview would keep the interpreter."""
     np.frombuffer(target, np.uint8)[...] = np.frombuffer(source, np.uint8)
+
+
+def copy_elements(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
+    """Copy an array into another of its shape; many short rows as one element each, which numpy
+    does a fifth faster.
+
+    Not few rows: with 500 elements or less numpy keeps the interpreter to itself.
+    """
+    if source.ndim > 1 and source.size > _MANY_ROWS * source.shape[-1]:
+        size = source.itemsize
+        if source.strides[-1] == target.strides[-1] == size:
+            row = np.dtype((np.void, source.shape[-1] * size))
+            source, target = source.view(row), target.view(row)
+    target[...] = source
 
 
 class AlignedBuffer:

@@ -16,6 +16,7 @@ from ckptkit.checkpoint.job import Request
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box
 from ckptkit.plan.load import Piece, pieces_of
+from ckptkit.storage.buffers import copy_elements
 
 Key = tuple[int, int]
 """The number of an array of the source, and that of a chunk."""
@@ -123,7 +124,7 @@ class PartsOfChunks:
             if chunk.failed:
                 left.append(part)
             else:
-                part.target[...] = chunk.values[piece.source]
+                copy_elements(chunk.values[piece.source], part.target)
         return left
 
     def __enter__(self) -> Self:
