@@ -1,7 +1,7 @@
 """Save to S3, load from it, reshard within it: on a moto server that this program starts.
 
-Run: python examples/save_to_s3.py   (pip install 'ckptkit[s3]' 'moto[server]' 'boto3<1.43.118',
-which keeps pip from a boto3 that no s3fs goes with yet)
+Run: python examples/save_to_s3.py   (it says what to install first; the boto3 there keeps pip from
+one that no s3fs goes with yet)
 The lines with ckptkit are the same for a real bucket: leave `storage_options` out, and set AWS_*.
 """
 
@@ -20,6 +20,7 @@ import numpy as np
 
 import ckptkit
 
+INSTALL = "pip install -e '.[s3]' 'moto[server]' 'boto3<1.43.118'"
 RUN, RESHARDED = "s3://example/runs/7b", "s3://example/runs/7b-tp2"
 RULES = {"rules": [{"match": "wq", "tp": "shard(1)"}, {"match": "*", "tp": "replicate"}]}
 
@@ -30,6 +31,8 @@ def moto() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     program = Path(sys.executable).with_name("moto_server")
+    if not program.exists():
+        raise SystemExit(f"there is no moto here: {INSTALL}")
     quiet = subprocess.DEVNULL
     server = subprocess.Popen([program, "-p", port], stdout=quiet, stderr=quiet)
     try:
