@@ -18,6 +18,7 @@ from ckptkit.format.zarr_documents import chunk_key
 from ckptkit.model import Box, DType, Grid, Part
 from ckptkit.storage.buffers import copy_elements
 
+# Places of chunks: as many as a few layers have.
 _KEPT = 4096
 
 
@@ -63,7 +64,7 @@ class LocalArray(PackedArray):
         copy_elements(self.data[at], stored)
 
 
-# Layers are alike: what one has found out holds for all.
+# Cached, because layers are alike: what one has found out holds for all.
 @lru_cache(_KEPT)
 def _chunk_of(grid: Grid, chunk: int) -> tuple[Box, tuple[int, ...]]:
     """The box of a chunk, and the shape that it is stored in."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import UsageError
 from ckptkit.storage import BufferPool, default_pool
-from ckptkit.storage.buffers import PAGE, address_of
+from ckptkit.storage.buffers import PAGE, address_of, copy_elements
 
 
 @given(st.integers(1, 3 << 20), st.integers(0, 1 << 40))
@@ -86,3 +88,37 @@ def test_a_negative_size_is_refused() -> None:
 
 def test_there_is_one_pool_for_the_process() -> None:
     assert default_pool() is default_pool()
+
+
+VIEWS: dict[str, Callable[[npt.NDArray[np.int32]], npt.NDArray[np.int32]]] = {
+    "whole": lambda a: a,
+    "rows with gaps": lambda a: a[:, 1:4],
+    "every other column": lambda a: a[:, ::2],
+    "backwards": lambda a: a[::-1, ::-1],
+    "rows backwards": lambda a: a[::-1, 2:5],
+    "transposed": lambda a: a.T,
+    "the same row again": lambda a: np.broadcast_to(a[:1], (700, 7)),
+    "the same element again": lambda a: np.broadcast_to(a[:, :1], (700, 7)),
+    "three dims": lambda a: a.reshape(70, 10, 7)[:, 2:, 1:],
+    "no columns": lambda a: a[:, :0],
+    "no rows": lambda a: a[:0],
+    "one element": lambda a: a[0, 0, ...],
+}
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("kind", VIEWS)
+def test_elements_are_copied_between_memory_of_any_order(
+    kind: str, order: Literal["C", "F"]
+) -> None:
+    source = VIEWS[kind](np.arange(4900, dtype=np.int32).reshape(700, 7))
+    target = np.full(source.shape, -1, np.int32, order=order)
+    copy_elements(source, target)
+    assert np.array_equal(target, source)
+    spread = np.full(
+        (*source.shape[:-1], 2 * source.shape[-1]) if source.ndim else (), -1, np.int32
+    )
+    beside = spread[..., : source.shape[-1]] if source.ndim else spread
+    copy_elements(source, beside)
+    assert np.array_equal(beside, source)
+    assert np.count_nonzero(spread == -1) == spread.size - source.size

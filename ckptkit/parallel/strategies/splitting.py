@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
 from ckptkit.errors import LayoutError
 from ckptkit.plan.staging import balanced
 
-_ROUNDS = 8
-"""A model that cannot be cut where any of so many splits cuts it can hardly be cut at all, and each
-trial runs it."""
+# Each trial runs the model, and one that so many find no place in can hardly be cut at all.
+_TRIALS_FOR_A_STAGE = 4
 
 Found = TypeVar("Found")
 
 
 def most_even(
-    weights: Sequence[int], count: int, trial: Callable[[Sequence[int]], Found]
+    weights: Sequence[int],
+    count: int,
+    places: Iterable[int],
+    trial: Callable[[Sequence[int]], Found],
 ) -> tuple[list[int], Found]:
     """Where the stages of the most even split begin that a trial takes, and what that returns.
 
-    The trial is given such beginnings, [0, 3, 5] for three stages, and raises LayoutError where
-    there cannot be stages. The error raised is the one about the most even split of all.
+    Stages but the first begin at some of `places`, of which there are enough. The trial is given
+    such beginnings, [0, 3, 5] for three stages, and raises LayoutError where there cannot be
+    stages. The error raised is the one about the most even split of all.
     """
-    begins = list(range(len(weights)))  # where a stage may begin
-    first: LayoutError | None = None
-    for _ in range(_ROUNDS):
-        split = _balanced(weights, begins, count)
-        try:
-            return split, trial(split)
-        except LayoutError as error:
-            first = first or error
-        # One place alone is the split itself, where there are two stages.
-        refused = {at for at in split[1:] if count == 2 or not _takes(trial, at)}
-        begins = [at for at in begins if at not in refused]
-        if not refused or len(begins) < count:
-            break
-    assert first is not None  # noqa: S101 — there was a round, which returned nothing
-    raise first
+    begins = [0, *places]
+    left, fine = count * _TRIALS_FOR_A_STAGE, set[int]()
+    problem: LayoutError | None = None
+    try:
+        while len(begins) >= count and left > 0:
+            split = _balanced(weights, begins, count)
+            try:
+                return split, trial(split)
+            except LayoutError as error:
+                problem = problem or error
+            refused = set(split[1:])
+            left -= 1
+            if count > 2:  # with two stages the split is its only place
+                unknown = refused - fine
+                left -= len(unknown)
+                refused = {at for at in unknown if not _takes(trial, at)}
+                fine |= unknown - refused
+            if not refused:
+                break
+            begins = [at for at in begins if at not in refused]
+        assert problem is not None  # noqa: S101 — there are places enough for a first trial
+        raise problem
+    finally:
+        problem = None  # what it holds would live on, and with it the stages that were tried
 
 
 def _balanced(weights: Sequence[int], begins: Sequence[int], count: int) -> list[int]:

@@ -62,28 +62,25 @@ def stages_of(
 
     The model given is left with what the stages have.
     """
-    inputs, output = _example(model, options.example), list[Any]()
-    if inputs is not None and options.split is None:
-        if options.balance == "time":
-            run(model, inputs)  # the first is slower than those to come
-        parts = parts_as_run(model, inputs, output)
-    else:
-        parts = parts_of(model)
     barrier = room("stages")
     with leaving(barrier):
-        if len(parts) < count:
-            raise LayoutError(
-                f"the model has {len(parts)} parts, too few for {count} stages",
-                value=[part.name for part in parts][:20],
-            )
+        inputs, output = _example(model, options.example), list[Any]()
+        if inputs is not None and options.split is None:
+            if options.balance == "time":
+                run(model, inputs)  # the first is slower than those to come
+            parts = parts_as_run(model, inputs, output)
+        else:
+            parts = parts_of(model)
 
         def way_of(begins: Sequence[int]) -> _Way:
             """How a model goes that is cut where these stages begin."""
             return _way_of(model, parts, _cut(parts, begins), options, inputs, output)
 
-        begins, way = most_even(_weights(parts, options, barrier), count, way_of)
+        places = _places_to_cut(model, parts, count)
+        begins, way = most_even(_weights(parts, options, barrier), count, places, way_of)
         split = _cut(parts, begins)
-        check_alike(barrier, {"split into stages": [str(_names(stage)) for stage in split]})
+        said = [*(str(_names(stage)) for stage in split), str(way)]
+        check_alike(barrier, {"split into stages": said})
     if options.split is not None:
         return _by_hand(model, split, mine, options.split)
     made = [_stage(model, parts, split, number, way) for number in mine]
@@ -97,6 +94,25 @@ def _example(model: nn.Module, example: Any) -> tuple[Any, ...] | None:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     inputs = example if isinstance(example, (tuple, list)) else (example,)
     return tuple(value.to(device) if torch.is_tensor(value) else value for value in inputs)
+
+
+def _places_to_cut(model: nn.Module, parts: Sequence[Part], count: int) -> list[int]:
+    """Where another stage may begin: not between parts that share weights."""
+    if len(parts) < count:
+        raise LayoutError(
+            f"the model has {len(parts)} parts, too few for {count} stages",
+            value=_names(parts)[:20],
+        )
+    each = [[part] for part in parts]
+    firsts = dict[int, int]()
+    refused = set[int]()
+    for name, number in _places(model, each):
+        first = firsts.setdefault(id(model.get_parameter(name)), number)
+        refused.update(range(first + 1, number + 1))
+    places = [at for at in range(1, len(parts)) if at not in refused]
+    if len(places) < count - 1:
+        _check_tied(model, _places(model, each))
+    return places
 
 
 def _weights(parts: Sequence[Part], options: Options, barrier: Barrier) -> list[int]:
@@ -128,7 +144,6 @@ def _way_of(
     output: Sequence[Any],
 ) -> _Way:
     """How stages go without what others have; raises where they cannot."""
-    _check_tied(model, _places(model, split))
     way = _Way(drops=False, loose=0)
     if options.split is not None:
         return way
@@ -190,20 +205,23 @@ def _found_way(
     if not loose_parameters(model, parts):
         ways = [_Way(drops=False, loose=0), ways[0]]
     problem: Exception | None = None
-    for way in ways:
-        try:
-            given: Any = inputs
-            for number in range(len(split)):
-                given = (run(_stage(model, parts, split, number, way), given),)
-            if given[0].shape == output[0].shape and torch.allclose(given[0], output[0], 1e-4):
-                return way
-        except Exception as error:  # noqa: BLE001 — the model's own, of any kind
-            problem = error
-    raise LayoutError(
-        "the stages, one after another, do not give what the whole model gives",
-        value=[_names(stage) for stage in split],
-        hint=f"the model may do more to its hidden state than run its parts; {_HOW}",
-    ) from problem
+    try:
+        for way in ways:
+            try:
+                given: Any = inputs
+                for number in range(len(split)):
+                    given = (run(_stage(model, parts, split, number, way), given),)
+                if given[0].shape == output[0].shape and torch.allclose(given[0], output[0], 1e-4):
+                    return way
+            except Exception as error:  # noqa: BLE001 — the model's own, of any kind
+                problem = error
+        raise LayoutError(
+            "the stages, one after another, do not give what the whole model gives",
+            value=[_names(stage) for stage in split],
+            hint=f"the model may do more to its hidden state than run its parts; {_HOW}",
+        ) from problem
+    finally:
+        problem = None  # what it holds would live on, and with it the stages that were tried
 
 
 def _by_hand(

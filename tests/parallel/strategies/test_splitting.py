@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 
@@ -39,9 +41,9 @@ def test_it_is_the_most_even_of_those_that_work(data: st.DataObject) -> None:
     possible = [[0, *cuts] for cuts in combinations(allowed, count - 1)]
     if not possible:
         with pytest.raises(LayoutError, match="not at"):
-            most_even(weights, count, refusing(refused))
+            most_even(weights, count, range(1, len(weights)), refusing(refused))
         return
-    begins, found = most_even(weights, count, refusing(refused))
+    begins, found = most_even(weights, count, range(1, len(weights)), refusing(refused))
     assert begins in possible
     assert largest(weights, begins) == min(largest(weights, each) for each in possible)
     assert found == f"cut at {begins}"
@@ -49,10 +51,11 @@ def test_it_is_the_most_even_of_those_that_work(data: st.DataObject) -> None:
 
 def test_the_error_is_that_of_the_most_even_split_of_all() -> None:
     with pytest.raises(LayoutError, match=r"not at \[0, 2\]"):
-        most_even([1] * 4, 2, refusing({1, 2, 3}))
+        most_even([1] * 4, 2, range(1, 4), refusing({1, 2, 3}))
 
 
-def test_a_model_that_cannot_be_cut_is_not_tried_out_everywhere() -> None:
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_a_model_that_cannot_be_cut_is_not_tried_out_everywhere(count: int) -> None:
     tried = list[Sequence[int]]()
 
     def never(begins: Sequence[int]) -> None:
@@ -60,8 +63,33 @@ def test_a_model_that_cannot_be_cut_is_not_tried_out_everywhere() -> None:
         raise LayoutError("not at all")
 
     with pytest.raises(LayoutError, match="not at all"):
-        most_even([1] * 1000, 2, never)
-    assert len(tried) < 10
+        most_even([1] * 100, count, range(1, 100), never)
+    assert len(tried) <= 4 * count + count
+
+
+def test_only_places_that_are_given_are_tried() -> None:
+    begins, _ = most_even([1] * 40, 2, [*range(1, 12), *range(29, 40)], refusing(set()))
+    assert begins in ([0, 11], [0, 29])
+
+
+def test_what_was_tried_is_not_kept() -> None:
+    class Stage:
+        """What a trial makes."""
+
+    kept = weakref.WeakSet[Stage]()
+
+    def trial(begins: Sequence[int]) -> None:
+        made = Stage()
+        kept.add(made)
+        if begins != [0, 1]:
+            raise LayoutError(f"not at {begins}, with {type(made)}")
+
+    gc.disable()
+    try:
+        most_even([1] * 4, 2, range(1, 4), trial)
+        assert not kept
+    finally:
+        gc.enable()
 
 
 def test_places_that_work_alone_and_not_together_are_no_reason_to_go_on() -> None:
@@ -73,7 +101,7 @@ def test_places_that_work_alone_and_not_together_are_no_reason_to_go_on() -> Non
             raise LayoutError("not three")
 
     with pytest.raises(LayoutError, match="not three"):
-        most_even([1] * 6, 3, two_at_most)
+        most_even([1] * 6, 3, range(1, 6), two_at_most)
     assert tried == [[0, 2, 4], [0, 2], [0, 4]]
 
 
@@ -85,5 +113,5 @@ def test_what_is_wrong_with_the_call_is_said_at_once() -> None:
         raise UsageError("no example")
 
     with pytest.raises(UsageError, match="no example"):
-        most_even([1] * 6, 3, wrong)
+        most_even([1] * 6, 3, range(1, 6), wrong)
     assert len(tried) == 1

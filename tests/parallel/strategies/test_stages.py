@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear, mse_loss
 
-from ckptkit.errors import LayoutError, UsageError
+from ckptkit.errors import LayoutError, PeerError, UsageError
 from ckptkit.parallel import as_distributed
 from tests.live.network import batch, loss_of, network
 from tests.live.pool import Pool
@@ -149,6 +150,32 @@ def stage_of_shared() -> list[str]:
 def test_neighbours_with_the_same_weights_are_on_one_stage(gloo: Pool) -> None:
     stages = gloo.run(2, stage_of_shared)
     assert any({"layers.1.weight", "layers.2.weight"} <= set(stage) for stage in stages)
+
+
+class Particular(Layered):
+    """A model that rank 1 cannot cut in its middle."""
+
+    def __init__(self) -> None:
+        super().__init__(4, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Something else there."""
+        second, third = self.layers[1:3]
+        is_cut = isinstance(second, nn.Linear) and not isinstance(third, nn.Linear)
+        return super().forward(hidden) + (is_cut and dist.get_rank() == 1)
+
+
+def cut_differently() -> str:
+    try:
+        as_distributed(Particular(), "pp:2", example=torch.ones(2, WIDTH), microbatches=2)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_cut_at_different_places_are_told(gloo: Pool) -> None:
+    for said in gloo.run(2, cut_differently):
+        assert "rank 1 has another split into stages than rank 0" in said
 
 
 STAGES = (("embed", "layers.0"), ("layers.1", "norm", "head", "scale"))
