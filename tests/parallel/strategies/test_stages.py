@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear, mse_loss
 
-from ckptkit.errors import LayoutError, PeerError, UsageError
+from ckptkit.errors import LayoutError, UsageError
 from ckptkit.parallel import as_distributed
 from tests.live.network import batch, loss_of, network
 from tests.live.pool import Pool
@@ -63,18 +65,19 @@ class Tied(nn.Module):
         return hidden if self.weight is None else linear(hidden, self.weight)
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-def test_weights_that_two_stages_would_have_are_refused(gloo: Pool, by_name: bool) -> None:
-    for said in gloo.run(2, tied, by_name):
-        assert ("tied weights on two stages" if by_name else "do not give what") in said
-
-
-def tied(by_name: bool) -> str:
+def refused(make: Callable[[], nn.Module]) -> str:
+    """How a pipeline of a model is refused on this rank."""
     try:
-        as_distributed(Tied(by_name=by_name), "pp:2", example=torch.ones(2, WIDTH), microbatches=2)
-    except LayoutError as error:
+        as_distributed(make(), "pp:2", example=torch.ones(2, WIDTH), microbatches=2)
+    except (LayoutError, RuntimeError) as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_weights_that_two_stages_would_have_are_refused(gloo: Pool, by_name: bool) -> None:
+    for said in gloo.run(2, refused, partial(Tied, by_name=by_name)):
+        assert ("tied weights on two stages" if by_name else "do not give what") in said
 
 
 class WithTail(Layered):
@@ -165,17 +168,27 @@ class Particular(Layered):
         return super().forward(hidden) + (is_cut and dist.get_rank() == 1)
 
 
-def cut_differently() -> str:
-    try:
-        as_distributed(Particular(), "pp:2", example=torch.ones(2, WIDTH), microbatches=2)
-    except PeerError as error:
-        return str(error)
-    return ""
-
-
 def test_ranks_that_would_cut_at_different_places_are_told(gloo: Pool) -> None:
-    for said in gloo.run(2, cut_differently):
+    for said in gloo.run(2, refused, Particular):
         assert "rank 1 has another split into stages than rank 0" in said
+
+
+class Failing(Layered):
+    """A model that rank 1 cannot run."""
+
+    def __init__(self) -> None:
+        super().__init__(4, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As when memory is short there."""
+        if dist.get_rank() == 1:
+            raise RuntimeError("no room on rank 1")
+        return super().forward(hidden)
+
+
+def test_a_rank_that_cannot_run_the_example_keeps_nobody_waiting(gloo: Pool) -> None:
+    for said in gloo.run(2, refused, Failing):
+        assert "no room on rank 1" in said
 
 
 STAGES = (("embed", "layers.0"), ("layers.1", "norm", "head", "scale"))
