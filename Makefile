@@ -12,10 +12,10 @@ TURNS := $(shell flock -n -E 0 Makefile true 2>/dev/null && echo flock Makefile)
 SET_UP = $(TURNS) $(MAKE) --no-print-directory FOR=$@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench clean base torch dev
+.PHONY: help demo test test-long bench clean base torch dev
 
 help: ## show this
-	@sed -n 's/^\([a-z]*\):.*## /\1	/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile
 
 demo: ## write a small sharded checkpoint and look at it; then, with torch, train, be killed, go on
 	+@$(SET_UP) base
@@ -29,6 +29,10 @@ test: ## set up with torch, then ruff, mypy and pytest
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(TYPED)
 	$(BIN)/pytest -n 2
+
+test-long: ## set up with torch, then the tests that take minutes each
+	+@$(SET_UP) dev
+	$(BIN)/pytest -n 2 -m long
 
 bench: ## set up with torch, then measure side by side with peers
 	+@$(SET_UP) dev
