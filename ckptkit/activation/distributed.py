@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,10 +41,14 @@ class DistributedActivationStore:
         store: ActivationStore | None = None,
     ) -> None:
         self._store = ActivationStore() if store is None else store
-        self._registered = threading.Condition()
         self._is_closed = False
         self._transport = _transport(group, timeout) if transport is None else transport
         self._transport.serve(self._answer)
+
+    @property
+    def local(self) -> ActivationStore:
+        """What this rank keeps; what is registered there can be fetched as well."""
+        return self._store
 
     @property
     def rank(self) -> int:
@@ -61,8 +64,8 @@ class DistributedActivationStore:
         """Keep an activation here, where other ranks may fetch it."""
         if isinstance(tensor, torch.Tensor):  # the store refuses what is none
             described(tensor, where=str(layer_id))
+        self._check_open(layer_id)
         self._store.register(layer_id, tensor)
-        self._wake()
 
     def register_broadcast(
         self, layer_id: LayerId, tensor: torch.Tensor | None = None, *, source_rank: int = 0
@@ -93,9 +96,8 @@ class DistributedActivationStore:
         self, layer_id: LayerId, fn: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """An activation that this rank keeps, or what `fn` makes."""
-        found = self._store.retrieve_or_recompute(layer_id, fn)
-        self._wake()
-        return found
+        self._check_open(layer_id)
+        return self._store.retrieve_or_recompute(layer_id, fn)
 
     def retrieve_or_fetch(
         self, layer_id: LayerId, source_rank: int, *, wait: float = 0.0
@@ -160,7 +162,7 @@ class DistributedActivationStore:
         """Forget everything here and stop answering; ranks that ask later get an error."""
         if not self._is_closed:
             self._is_closed = True
-            self._wake()
+            self._store.wake()
             self._transport.close()
             self._store.clear()
 
@@ -180,10 +182,7 @@ class DistributedActivationStore:
             self.close()
 
     def _answer(self, layer_id: LayerId, wait: float) -> torch.Tensor:
-        with self._registered:
-            self._registered.wait_for(
-                lambda: self._is_closed or self._store.has(layer_id), timeout=wait
-            )
+        self._store.wait_for(layer_id, wait, until=lambda: self._is_closed)
         try:
             return self._store.retrieve(layer_id)
         except NotFoundError:
@@ -193,10 +192,13 @@ class DistributedActivationStore:
                 hint=f"it keeps {_listed(set(self._store.keys()))}",
             ) from None
 
-    def _wake(self) -> None:
-        """Let the fetches that wait look again."""
-        with self._registered:
-            self._registered.notify_all()
+    def _check_open(self, layer_id: LayerId) -> None:
+        if self._is_closed:
+            raise UsageError(
+                "this store is closed: no rank could fetch what it keeps",
+                value=layer_id,
+                hint="make another one, on all ranks",
+            )
 
     def _together(self, call: str, value: Any) -> list[Any]:
         """What all ranks say, each of which has to be in the same call."""

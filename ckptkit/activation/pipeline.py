@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import torch
 
+from ckptkit.activation.distributed import DistributedActivationStore
 from ckptkit.activation.saving import Saving
 from ckptkit.activation.stats import MemoryStats
 from ckptkit.activation.store import ActivationStore
@@ -27,11 +28,13 @@ class PipelineActivations:
     """Activations by stage and micro-batch, held from its forward to the end of its backward.
 
     `attach` lets the stages of `torch.distributed.pipelining` tell it of their micro-batches: what
-    a stage hands on is its boundary.
+    a stage hands on is its boundary. In a distributed store other ranks may fetch it, under the
+    name `<stage>/<micro-batch>/<name>`.
     """
 
-    def __init__(self, store: ActivationStore | None = None) -> None:
-        self._store = ActivationStore() if store is None else store
+    def __init__(self, store: ActivationStore | DistributedActivationStore | None = None) -> None:
+        local = store.local if isinstance(store, DistributedActivationStore) else store
+        self._store = ActivationStore() if local is None else local
         self._names: dict[tuple[int, int], dict[str, bool]] = {}  # is it a boundary?
         self._saved: dict[tuple[int, int], Saving] = {}
         self._peaks: defaultdict[int, int] = defaultdict(int)
@@ -46,9 +49,9 @@ class PipelineActivations:
         is_boundary: bool = False,
     ) -> None:
         """Keep an activation of a micro-batch; a boundary is what the next stage gets."""
-        self._begin(stage, microbatch)
         key = f"{stage}/{microbatch}/{name}"
         self._store.register(key, tensor)
+        self._begin(stage, microbatch)
         self._names[stage, microbatch][name] = is_boundary
 
     @overload

@@ -57,17 +57,17 @@ class GroupMemoryStats:
     @property
     def mean(self) -> float:
         """The bytes of a rank on average."""
-        return self.total / len(self.ranks)
+        return self.total / max(len(self.ranks), 1)
 
     @property
     def max(self) -> int:
         """The bytes of the rank that has most."""
-        return max(self._current())
+        return max(self._current(), default=0)
 
     @property
     def min(self) -> int:
         """The bytes of the rank that has least."""
-        return min(self._current())
+        return min(self._current(), default=0)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -79,8 +79,8 @@ class GroupMemoryStats:
         lines = [
             (
                 f"activations of {len(self.ranks)} ranks at {when}: {sum(self.counts)}, "
-                f"{in_words(self.total)} (mean {in_words(self.mean)}, min {in_words(self.min)}, "
-                f"max {in_words(self.max)})"
+                f"{in_words(self.total)} (peak {in_words(self.peak)}, mean {in_words(self.mean)}, "
+                f"min {in_words(self.min)}, max {in_words(self.max)})"
             )
         ]
         lines += [f"  rank {number}: {rank}" for number, rank in enumerate(self.ranks)]

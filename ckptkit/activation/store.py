@@ -64,6 +64,7 @@ class ActivationStore:
         self._sizes: dict[int, int] = {}
         self._current = self._peak = self._evicted = 0
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     @property
     def has_budget(self) -> bool:
@@ -113,6 +114,18 @@ class ActivationStore:
         """Whether the activation of a layer is kept."""
         with self._lock:
             return layer_id in self._kept
+
+    def wait_for(
+        self, layer_id: LayerId, seconds: float, *, until: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Return when the layer is kept, `until` holds after a `wake`, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: layer_id in self._kept or until(), timeout=seconds)
+
+    def wake(self) -> None:
+        """Let those that wait look again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def keys(self) -> list[LayerId]:
         """The layers whose activations are kept, the oldest first."""
@@ -193,6 +206,7 @@ class ActivationStore:
                 self._sizes[key] = size
                 self._current += size
         self._peak = max(self._peak, self._current)
+        self._changed.notify_all()
 
     def _drop(self, layer_id: LayerId) -> None:
         kept = self._kept.pop(layer_id, None)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptkit.activation import DistributedActivationStore as Store
-from ckptkit.activation import GroupMemoryStats, ThreadTransport
+from ckptkit.activation import GroupMemoryStats, PipelineActivations, ThreadTransport
 from ckptkit.errors import NotFoundError, PeerError, UsageError
 
 TENSORS = [
@@ -87,6 +87,33 @@ def waits(store: Store) -> None:
             store.retrieve_or_fetch("never", 0, wait=0.05)
         assert "late" in caught.value.hint
     store.memory_stats()
+
+
+def wakes(store: Store) -> None:
+    """A fetch that waits is woken by whatever registers in the store of the other rank."""
+    kept = PipelineActivations(store)
+    store.memory_stats()
+    if store.rank == 0:
+        time.sleep(0.2)  # the others wait by now
+        store.local.register("by hand", torch.ones(2))
+        kept.register(0, 3, torch.zeros(2), is_boundary=True)
+    else:
+        started = time.monotonic()
+        assert torch.equal(store.fetch("by hand", 0, wait=60.0), torch.ones(2))
+        assert torch.equal(store.fetch("0/3/output", 0, wait=60.0), torch.zeros(2))
+        assert time.monotonic() - started < 30.0  # neither waited for its whole minute
+    store.memory_stats()
+
+
+def ended(store: Store) -> None:
+    """A store that is closed takes nothing more."""
+    store.clear_everywhere()
+    store.close()
+    with pytest.raises(UsageError, match="is closed"):
+        store.register("late", torch.ones(1))
+    with pytest.raises(UsageError, match="is closed"):
+        store.retrieve_or_recompute("late", lambda: torch.ones(1))
+    assert store.local.keys() == []
 
 
 def unknown(store: Store) -> None:

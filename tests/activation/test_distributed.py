@@ -40,6 +40,7 @@ def run(request: pytest.FixtureRequest) -> Run:
         scenarios.fetches,
         scenarios.fetch_is_a_copy,
         scenarios.waits,
+        scenarios.wakes,
         scenarios.unknown,
         scenarios.broadcasts,
         scenarios.clears,
@@ -72,6 +73,18 @@ def test_memory_is_counted_over_all_ranks(run: Run) -> None:
         assert "activations of 3 ranks" in str(stats)
         assert "rank 2: 3 activations, 1.2 KiB (peak 1.2 KiB)" in str(stats)
         assert stats.to_dict()["ranks"][1] == MemoryStats(800, 800, 2).to_dict()
+
+
+def test_a_closed_store_takes_nothing() -> None:
+    scenarios.ended(Store())
+
+
+def test_the_memory_of_no_ranks_is_nothing() -> None:
+    stats = GroupMemoryStats((), 0.0)
+    assert str(stats) == (
+        "activations of 0 ranks at 1970-01-01T00:00:00Z: 0, 0 B (peak 0 B, mean 0 B, min 0 B, max 0 B)"
+    )
+    assert (stats.mean, stats.min, stats.max) == (0.0, 0, 0)
 
 
 def test_random_interleavings_never_deadlock(run: Run) -> None:

@@ -13,17 +13,20 @@ from torch.nn.functional import mse_loss
 
 from ckptkit.activation import (
     ActivationStore,
+    DistributedActivationStore,
     PipelineActivations,
     checkpoint_activations,
 )
-from ckptkit.errors import UsageError
+from ckptkit.errors import UnsupportedTypeError, UsageError
 from tests.activation.network import batch, gpt, gradients, pipeline, same
 from tests.live.pool import Pool
 
 STAGES, MICROBATCHES = 4, 8
 
 
-def followed(kind: Any, keep_saved: bool, policy: str | None, offload: bool) -> dict[str, Any]:
+def followed(
+    kind: Any, keep_saved: bool, policy: str | None, offload: bool, shared: bool = False
+) -> dict[str, Any]:
     """Three steps with and without it; what was in flight, and what was left."""
     stage, _, step = pipeline(kind, MICROBATCHES, layers=4)
     step()
@@ -32,11 +35,15 @@ def followed(kind: Any, keep_saved: bool, policy: str | None, offload: bool) -> 
     step()
     if policy:
         checkpoint_activations(schedule, policy)
-    kept = PipelineActivations(ActivationStore(offload=offload))
+    store: Any = ActivationStore(offload=offload)
+    store = DistributedActivationStore(store=store) if shared else store
+    kept = PipelineActivations(store)
     undo = kept.attach(schedule, keep_saved=keep_saved)
     equal = all(same(gradients([stage.submod], step), each) for each in wanted)
     left = kept.memory_stats()
     undo()
+    if shared:
+        store.close()
     return {
         "equal": equal and "forward_one_chunk" not in vars(stage),
         "most": kept.most_in_flight(stage.stage_index),
@@ -70,6 +77,12 @@ def test_it_goes_with_recomputing_and_offloading(
     gloo: Pool, policy: str | None, offload: bool
 ) -> None:
     found = gloo.run(STAGES, followed, Schedule1F1B, True, policy, offload)
+    assert all(each["equal"] for each in found)
+    assert [each["left"] for each in found] == [(0, 0, [])] * STAGES
+
+
+def test_it_goes_with_a_store_that_spans_the_stages(gloo: Pool) -> None:
+    found = gloo.run(STAGES, followed, Schedule1F1B, True, None, True, True)
     assert all(each["equal"] for each in found)
     assert [each["left"] for each in found] == [(0, 0, [])] * STAGES
 
@@ -225,6 +238,15 @@ def test_micro_batches_are_kept_by_hand() -> None:
     assert kept.boundaries(0) == {}
     assert kept.memory_stats().current == 0
     assert kept.most_in_flight(0) == 3
+
+
+def test_what_is_no_tensor_leaves_no_micro_batch() -> None:
+    kept = PipelineActivations()
+    bad: Any = "x"
+    with pytest.raises(UnsupportedTypeError):
+        kept.register(0, 0, bad)
+    assert kept.in_flight(0) == []
+    assert kept.most_in_flight(0) == 0
 
 
 def test_what_is_no_stage_is_refused() -> None:

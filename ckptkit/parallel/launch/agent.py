@@ -135,7 +135,7 @@ class Agent(LocalElasticAgent):
         if result is None or not result.is_failed():
             return Outcome(ok=True, restarts=restarts)
         rank, code = self._output.first_failure() or (min(result.failures, default=None), None)
-        if code is None and rank in result.failures:
+        if code is None and rank in result.failures and result.failures[rank].exitcode > 0:
             code = result.failures[rank].exitcode
         return Outcome(ok=False, restarts=restarts, failed_rank=rank, exit_code=code)
 

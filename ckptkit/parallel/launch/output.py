@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -75,7 +77,9 @@ class Output:
                     self._release(rank)
 
     def first_failure(self) -> tuple[int, int | None] | None:
-        """The rank that failed first, and how: by its traceback if there is one, else its end."""
+        """The rank that failed first, by its traceback if there is one, else by its end; and how it
+        ended, None where that is not what it failed of.
+        """
         with self._lock:
             times = {rank: at for rank, (at, code) in self._ended.items() if code}
             if not times:
@@ -85,7 +89,11 @@ class Output:
                 if times.get(rank, first) - since <= GRACE:
                     times[rank] = since
             rank = min(times, key=lambda r: (times[r], r))
-            return rank, self._ended.get(rank, (0.0, None))[1]
+            at, code = self._ended.get(rank, (math.inf, None))
+            if at > first and code == -signal.SIGTERM:
+                # It was slow to die of what its traceback says, and was made to end with the rest.
+                code = None
+            return rank, code
 
     def tell(self) -> None:
         """Show the first failure, once; the tracebacks of the others come with `finish`."""

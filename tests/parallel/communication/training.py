@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -23,9 +25,13 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def train(net: nn.Module, rank: int, *, alike: bool = False) -> Numbers:
+def train(net: nn.Module, rank: int, *, alike: bool = False, sharded: bool = False) -> Numbers:
     """Three steps; what the parameters are then."""
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    optimizer: torch.optim.Optimizer
+    if sharded:
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
+    else:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     for step in range(3):
         torch.manual_seed(100 * step + (0 if alike else rank))
         inputs = torch.randn(4, 6)
@@ -65,6 +71,30 @@ def tp() -> Numbers:
     return train(net, dist.get_rank(), alike=True)
 
 
+def pipeline() -> Numbers:
+    """One linear layer a rank; what a stage receives into requires gradients from step two on."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    stage = PipelineStage(net, rank, world, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for step in range(3):
+        torch.manual_seed(100 * step)
+        inputs, wanted = torch.randn(4, 6), torch.randn(4, 6)
+        optimizer.zero_grad()
+        given = (inputs,) if rank == 0 else ()
+        schedule.step(*given, **({"target": wanted} if rank == world - 1 else {}))
+        optimizer.step()
+    return [number for value in net.state_dict().values() for number in value.flatten().tolist()]
+
+
+def zero1() -> Numbers:
+    """Each rank updates some parameters, and sends them to the others."""
+    net = nn.parallel.DistributedDataParallel(model())
+    return train(net, dist.get_rank(), sharded=True)
+
+
 def half_sums() -> Numbers:
     """Sums as the engines ask for them."""
     rank = dist.get_rank()
@@ -83,7 +113,14 @@ def half_sums() -> Numbers:
     return found + whole + (total.tolist() if rank == 0 else [])
 
 
-TRAININGS = {"ddp": ddp, "fsdp": fsdp, "tp": tp, "sums": half_sums}
+TRAININGS = {
+    "ddp": ddp,
+    "zero1": zero1,
+    "fsdp": fsdp,
+    "tp": tp,
+    "pipeline": pipeline,
+    "sums": half_sums,
+}
 
 
 def all_trainings() -> dict[str, Numbers]:

@@ -133,6 +133,22 @@ def test_a_rank_that_takes_its_time_to_end_is_to_blame(shown: Shown, clock: Cloc
     assert out.first_failure() == (0, 1)
 
 
+def test_a_rank_that_is_ended_while_it_dies_failed_of_its_traceback(
+    shown: Shown, clock: Clock
+) -> None:
+    out = Output(shown)
+    fail(out, 0, "ValueError: the reason")
+    fail(out, 1, "RuntimeError: connection closed")
+    clock.now = 0.5
+    out.ended(1, 1)
+    clock.now = 3.0
+    out.ended(0, -15)
+    out.tell()
+    assert out.first_failure() == (0, None)
+    assert shown.lines[0] == "stderr: rank 0 failed, before any other rank failed:"
+    assert shown.lines[3] == "stderr: [rank 0] ValueError: the reason"
+
+
 def test_a_rank_that_goes_on_printing_is_not_to_blame(shown: Shown, clock: Clock) -> None:
     out = Output(shown)
     fail(out, 0, "KeyError: caught and logged")

@@ -104,7 +104,10 @@ class Message(dist.Work):
             finish(piece, given if given > 0 else self._seconds, "message", self._data)
         self._pieces = []
         if self._landing is not None:
-            self._landing.copy_(self._data.view(self._landing.dtype).reshape(self._landing.shape))
+            with torch.no_grad():  # pipelines receive into leaves that require gradients
+                self._landing.copy_(
+                    self._data.view(self._landing.dtype).reshape(self._landing.shape)
+                )
             self._landing = None
         return True
 
