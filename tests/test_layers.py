@@ -101,5 +101,7 @@ def test_modules_are_short_and_named_after_what_they_hold() -> None:
     paths = _sources("ckptkit", "cli", "schemas", "tests", "examples", "benchmarks")
     lengths = {path: len(path.read_text().splitlines()) for path in paths}
     assert not [path for path in paths if {path.stem, path.parent.name} & BANNED], "name the idea"
-    assert not {path: n for path, n in lengths.items() if n > 400}, "split it by idea"
+    assert not {path: n for path, n in lengths.items() if n > 500}, (
+        "a chapter has 100 to 500 lines: split it by idea"
+    )
     assert statistics.median(n for path, n in lengths.items() if path.stem != "__init__") <= 150

@@ -54,12 +54,21 @@ class SoloBarrier:
     rank = 0
     world_size = 1
 
+    def __init__(self) -> None:
+        self._cancelled = ""
+
     def share(self, value: str) -> str:
         """The value itself."""
         return value
 
     def wait(self) -> None:
         """Nobody to wait for."""
+        if self._cancelled:
+            raise GivenUpError(f"there is no new step: {self._cancelled}")
+
+    def cancel(self, problem: str) -> None:
+        """Let the next call of `wait` raise."""
+        self._cancelled = problem
 
     def collect(self, data: bytes) -> list[bytes]:
         """The data itself."""

@@ -68,10 +68,12 @@ class Background:
         self._thread = threading.Thread(target=run, name=f"ckptkit {name}")
         self._thread.start()
 
-    def settle(self) -> None:
-        """Return when nothing runs; what went wrong is still raised by `wait`."""
+    def settle(self, seconds: float | None = None) -> None:
+        """Return when nothing runs, or after so many seconds; what went wrong is still raised by
+        `wait`.
+        """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
 
     def wait(self) -> None:
         """Return when nothing runs; raises the error of what ran."""

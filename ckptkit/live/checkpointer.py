@@ -12,17 +12,17 @@ from typing import Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier, Gathering
+from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.mirror import Retention
-from ckptkit.checkpoint.places import Place, store_at
+from ckptkit.checkpoint.places import Place, step_name, store_at
 from ckptkit.checkpoint.run import Run
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.live.arena import Arena
 from ckptkit.live.background import Background
 from ckptkit.live.loading import Loading, LoadOptions, Restored
-from ckptkit.live.meeting import StoreBarrier, barrier_of, leaving, next_name
+from ckptkit.live.meeting import JobBarrier, StoreBarrier, barrier_of, leaving, next_name
 from ckptkit.live.opening import open_together
 from ckptkit.live.preemption import Preemption
 from ckptkit.live.rules import HandCuts, RulesLike
@@ -112,6 +112,7 @@ class Checkpointer:
         self._arena = Arena()
         self._background = Background()
         self._used: list[Barrier] = []
+        self._writing: PreparedSave | None = None
         self._closed = False
         self._preemption = None
         if on_sigterm is not None:
@@ -149,8 +150,8 @@ class Checkpointer:
         scaler: object = None,
         state: Mapping[str, object] | None = None,
         extra: Mapping[str, object] | None = None,
-    ) -> bool:
-        """Save a step; returns whether it did (see `when_busy`)."""
+    ) -> str | None:
+        """Save a step; returns its location, or None where it was skipped (see `when_busy`)."""
         self._check_open()
         sources = partial(Sources.of, model, optimizer, scheduler, dataloader, scaler, state)
         with nullcontext() if self._preemption is None else self._preemption.held_off():
@@ -158,7 +159,7 @@ class Checkpointer:
 
     def _save(
         self, step: int, sources: Callable[[], Sources], extra: Mapping[str, object] | None
-    ) -> bool:
+    ) -> str | None:
         # First of all, so that what goes wrong on one rank from here on reaches the others.
         barrier = self._barrier("save")
         with ExitStack() as after:
@@ -168,7 +169,7 @@ class Checkpointer:
                 found = sources()
                 failed = self._tiers.meet(barrier)
                 if self._asynchronous and self._skips and self._is_busy(barrier):
-                    return False
+                    return None
                 self._background.wait()
                 save = PreparedSave(
                     self._tiers.target,
@@ -185,11 +186,12 @@ class Checkpointer:
                 )
             self._forget_before(barrier)
             if self._asynchronous:
+                self._writing = save
                 self._background.run(partial(self._end, save, after.pop_all()), f"step {step}")
             else:
                 self._finish(save)
         self._tiers.raise_failed(failed)
-        return True
+        return f"{self._tiers.target.location}/{step_name(step)}"
 
     def restore(  # noqa: PLR0913 — everything that a step may hold, and how much may differ
         self,
@@ -244,6 +246,23 @@ class Checkpointer:
             raise UsageError("nobody listens for SIGTERM", hint='pass on_sigterm="save"')
         return self._preemption.should_stop(step)
 
+    def cancel(self, *, patience: float = 0.0) -> bool:
+        """Give up the asynchronous save that is under way, unless it ends within `patience`
+        seconds; returns whether it was given up. One rank's word is enough, and the others hear of
+        it as of a failed save. Nothing is left behind, and a step that is committed stays.
+        """
+        self._background.settle(patience)
+        save = self._writing
+        if save is None:
+            return False
+        save.cancel()
+        try:
+            self._background.wait()
+        except PeerError as error:
+            log.info("the save of step %d was given up: %s", save.step, error)
+            return True
+        return False
+
     def wait(self) -> None:
         """Return when nothing is being written or copied any more; raises what went wrong."""
         self._background.wait()
@@ -281,7 +300,10 @@ class Checkpointer:
 
     def _end(self, save: PreparedSave, after: ExitStack) -> None:
         with after:
-            self._finish(save)
+            try:
+                self._finish(save)
+            finally:
+                self._writing = None  # it knows the memory that it wrote
 
     def _finish(self, save: PreparedSave) -> None:
         save.commit()
@@ -370,10 +392,10 @@ class Checkpointer:
         """Whether rank 0 is still writing: one answer for all."""
         return barrier.share("busy" if self._background.is_running else "") == "busy"
 
-    def _barrier(self, what: str, failure: str = "there is no new step") -> Gathering:
+    def _barrier(self, what: str, failure: str = "there is no new step") -> JobBarrier:
         return barrier_of(self._world, self._next(what), self._timeout, failure)
 
-    def _copying(self) -> Gathering:
+    def _copying(self) -> JobBarrier:
         """Where ranks meet to copy: those with little to send wait long for the others."""
         name = self._next("copy")
         return barrier_of(self._world, name, _PATIENCE * self._timeout, "steps were not copied")

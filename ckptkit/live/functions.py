@@ -41,8 +41,8 @@ def save(  # noqa: PLR0913 — everything that a step may hold
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     timeout: float = DEFAULT_TIMEOUT,
     storage_options: Options | None = None,
-) -> None:
-    """Save a step of the run at `location`; every rank calls it alike.
+) -> str:
+    """Save a step of the run at `location`, and return the step's own; every rank calls it alike.
 
     `storage_options` say how to reach an object store (see `ckptkit.open`).
     """
@@ -55,7 +55,7 @@ def save(  # noqa: PLR0913 — everything that a step may hold
         timeout=timeout,
         storage_options=storage_options,
     ) as checkpointer:
-        checkpointer.save(
+        saved = checkpointer.save(
             step,
             model=model,
             optimizer=optimizer,
@@ -65,6 +65,8 @@ def save(  # noqa: PLR0913 — everything that a step may hold
             state=state,
             extra=extra,
         )
+    assert saved is not None  # noqa: S101 — only asynchronous saves are skipped
+    return saved
 
 
 def load(  # noqa: PLR0913 — everything that a step may hold, and how much may differ

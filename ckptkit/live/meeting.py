@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier, Gathering, SoloBarrier
+from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier, SoloBarrier
 from ckptkit.errors import GivenUpError, PeerError
 from ckptkit.live.saying import in_one_line
 from ckptkit.live.world import World
@@ -47,6 +47,7 @@ class StoreBarrier:
         self._failure = failure
         self._shares = 0
         self._meetings = 0
+        self._cancelled = ""
 
     def share(self, value: str) -> str:
         """Rank 0's value; only rank 0 decides how this ends."""
@@ -63,7 +64,9 @@ class StoreBarrier:
         self._meetings += 1
         key = f"meeting/{number}"
         self._set(f"{key}/{self.rank}", "")
-        if self._count(f"{key}/count") == self.world_size:
+        if self._cancelled:
+            self._decide(key, self._cancelled)
+        elif self._count(f"{key}/count") == self.world_size:
             self._decide(key, _DONE)
         self._outcome(key, lambda: self._give_up_waiting(key))
 
@@ -88,6 +91,12 @@ class StoreBarrier:
         except (RuntimeError, PeerError):
             # The store is gone, and with it rank 0: the others notice by themselves.
             return
+
+    def cancel(self, problem: str) -> None:
+        """From another thread: end the meeting that this rank waits for, or the next one. What
+        rank 0 says is not waited for any longer either, although it may still say it.
+        """
+        self._cancelled = f"{_FAILED}rank {self.rank}: {problem}"
 
     def forget(self) -> None:
         """Remove what this barrier left in the store, once no rank can look at it any more."""
@@ -114,7 +123,10 @@ class StoreBarrier:
         shortest = _SHORTEST_PAUSE + _PAUSE_PER_RANK * self.world_size
         while not self._has(key):
             waited = time.monotonic() - started
-            if waited > self._timeout:
+            if self._cancelled and key.startswith("meeting"):
+                self._decide(key, self._cancelled)
+                break
+            if waited > self._timeout or self._cancelled:
                 problem = late()
                 if problem is not None:
                     raise problem
@@ -152,6 +164,10 @@ class StoreBarrier:
     def _count(self, key: str) -> int:
         with _reachable():
             return int(self._store.add(key, 1))
+
+
+JobBarrier = StoreBarrier | SoloBarrier
+"""Where the ranks of a job meet, and what another thread may cancel."""
 
 
 class _reachable:  # noqa: N801 — reads as a statement
@@ -196,6 +212,6 @@ def leaving(barrier: Barrier) -> Iterator[None]:
 
 def barrier_of(
     world: World, name: str, timeout: float, failure: str = "there is no new step"
-) -> Gathering:
+) -> JobBarrier:
     """A barrier of all ranks of a job; every rank has to ask for the same name."""
     return StoreBarrier(world, name, timeout, failure) if world.size > 1 else SoloBarrier()

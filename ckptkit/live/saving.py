@@ -13,14 +13,15 @@ import numpy as np
 from isal import isal_zlib
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
+from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.checkpoint.writer import Writer
-from ckptkit.errors import UsageError
+from ckptkit.errors import GivenUpError, UsageError
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.live.agree import agree
 from ckptkit.live.arena import Arena
 from ckptkit.live.held import Held
+from ckptkit.live.meeting import JobBarrier
 from ckptkit.live.rules import HandCuts
 from ckptkit.live.saying import in_one_line, readable
 from ckptkit.live.snapshot import Snapshot, Sources, take_snapshot
@@ -52,7 +53,7 @@ class PreparedSave:
         store: Store,
         step: int,
         world: World,
-        barrier: Barrier,
+        barrier: JobBarrier,
         sources: Sources,
         *,
         extra: Mapping[str, object] | None,
@@ -68,6 +69,7 @@ class PreparedSave:
         self.step = step
         self._barrier = barrier
         self._options = options
+        self._is_cancelled = False
         try:
             snapshot = take_snapshot(world, sources, extra=extra, mesh=mesh, rules=rules)
             self._nbytes = _whole_bytes(snapshot)
@@ -79,6 +81,11 @@ class PreparedSave:
         except BaseException as error:
             self._barrier.leave(in_one_line(error))
             raise
+
+    def cancel(self) -> None:
+        """From another thread: write nothing more and do not commit, if it is not too late."""
+        self._is_cancelled = True
+        self._barrier.cancel("the save was cancelled")
 
     def commit(self) -> None:
         """Write, and make the step exist."""
@@ -93,6 +100,12 @@ class PreparedSave:
                 seconds,
                 self._nbytes / seconds / 1e9,
             )
+
+    def _progress(self, nbytes: int) -> None:
+        if self._is_cancelled:
+            raise GivenUpError("the save was cancelled", where=f"step {self.step}")
+        if self._options.progress is not None:
+            self._options.progress(nbytes)
 
     def _filled(self, snapshot: Snapshot, tensors: Sequence[Held]) -> Writer:
         topology, options = snapshot.topology, self._options
@@ -126,7 +139,7 @@ class PreparedSave:
             details=details,
             overwrite=options.overwrite,
             chunk_bytes=options.chunk_bytes,
-            progress=options.progress,
+            progress=self._progress,
             **threads,
         )
         for held in tensors:

@@ -81,9 +81,7 @@ def test_a_closed_store_takes_nothing() -> None:
 
 def test_the_memory_of_no_ranks_is_nothing() -> None:
     stats = GroupMemoryStats((), 0.0)
-    assert str(stats) == (
-        "activations of 0 ranks at 1970-01-01T00:00:00Z: 0, 0 B (peak 0 B, mean 0 B, min 0 B, max 0 B)"
-    )
+    assert str(stats).endswith("00Z: 0, 0 B (peak 0 B, mean 0 B, min 0 B, max 0 B)")
     assert (stats.mean, stats.min, stats.max) == (0.0, 0, 0)
 
 

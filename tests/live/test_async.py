@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import ckptkit
 from ckptkit.checkpoint.pack_writer import Pack
-from ckptkit.errors import CkptkitError, StorageError, UsageError
-from ckptkit.live import Checkpointer
+from ckptkit.errors import CkptkitError, PeerError, StorageError, UsageError
+from ckptkit.live import Checkpointer, save
 from tests.live.gathering import Arrays, gathered, same, scramble
 from tests.live.pool import Pool
 from tests.live.strategies import LAYOUTS, build
@@ -52,6 +52,57 @@ def broken(rank: int) -> Iterator[None]:
 def value(number: float) -> dict[str, Any]:
     """A state of one number."""
     return {"s": {"x": torch.full((3,), number)}}
+
+
+def cancelled(folder: str, by: tuple[int, ...]) -> tuple[bool, str, list[str], list[int]]:
+    """What `cancel` says, what is raised then, what is left of the step, and what comes after."""
+    rank = dist.get_rank()
+    with Checkpointer(folder, timeout=30, asynchronous=True) as checkpointer:
+        checkpointer.save(1, state=value(1))
+        checkpointer.wait()
+        with held_up() as go:
+            checkpointer.save(2, state=value(2))
+            threading.Timer(0.2, go.set).start()
+            given_up = rank in by and checkpointer.cancel()
+            said = ""
+            try:
+                checkpointer.wait()
+            except PeerError as error:
+                said = str(error)
+        dist.barrier()
+        left = sorted(path.name for path in Path(folder).iterdir())
+        dist.barrier()
+        checkpointer.save(2, state=value(3))
+        checkpointer.wait()
+        return given_up, said, left, checkpointer.run.steps()
+
+
+@pytest.mark.parametrize("by", [(0,), (1,), (0, 1)])
+def test_a_save_that_is_cancelled_leaves_nothing(
+    gloo: Pool, tmp_path: Path, by: tuple[int, ...]
+) -> None:
+    for rank, (given_up, said, left, steps) in enumerate(gloo.run(2, cancelled, str(tmp_path), by)):
+        assert given_up is (rank in by)
+        assert ("the save was cancelled" in said) is (rank not in by)
+        assert left == ["step-0000000001"]
+        assert steps == [1, 2]
+
+
+def test_only_what_is_under_way_can_be_cancelled(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, asynchronous=True) as checkpointer:
+        assert checkpointer.cancel() is False
+        with held_up() as go:
+            checkpointer.save(1, state=value(1))
+            threading.Timer(0.1, go.set).start()
+            assert checkpointer.cancel(patience=30) is False
+        assert checkpointer.run.steps() == [1]
+        with held_up() as go:
+            checkpointer.save(2, state=value(2))
+            threading.Timer(0.1, go.set).start()
+            assert checkpointer.cancel() is True
+        checkpointer.wait()
+        assert checkpointer.run.steps() == [1]
+        assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
 
 
 def save_and_change(layout: str, location: str) -> Arrays:
@@ -140,7 +191,7 @@ def save_while_busy(location: str, when_busy: str) -> list[bool]:
         did = [checkpointer.save(step, state=value(step)) for step in (1, 2)]
         checkpointer.wait()
         did.append(checkpointer.save(3, state=value(3)))
-    return did
+    return [each is not None for each in did]
 
 
 @pytest.mark.parametrize(
@@ -204,3 +255,16 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all_and_then_forgotten(
         assert rank == 1 or "rank 1" in message
         assert took < 10
         assert (step, found) == (4, 4.0)
+
+
+def test_a_save_says_where_the_step_is(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, asynchronous=True, when_busy="skip") as checkpointer:
+        with held_up() as go:
+            said = checkpointer.save(1, state=value(1))
+            assert checkpointer.save(2, state=value(2)) is None
+            go.set()
+        checkpointer.wait()
+    assert said is not None
+    with ckptkit.open(said) as checkpoint:
+        assert checkpoint.step == 1
+    assert save(tmp_path, step=3, state=value(3)).endswith("/step-0000000003")

@@ -27,6 +27,8 @@ _GRACE = 5.0
 """Seconds that the other ranks have to end by themselves once one has failed."""
 _GRACE_AT_INTERRUPT = 3.0
 _LAST_CALL = 5  # seconds to wait for more machines once there are enough
+_SIGN_OF_LIFE = 1  # seconds between two
+_MISSED = 4  # signs of life of a machine, and it counts as lost
 _INTERVAL = 0.1
 
 
@@ -43,6 +45,8 @@ def run_by_agent(job: Job, output: Output) -> Outcome:
         # Names of hosts can take seconds to look up, where nobody knows them.
         local_addr="127.0.0.1" if alone else None,
         last_call_timeout=_LAST_CALL,
+        keep_alive_interval=_SIGN_OF_LIFE,
+        keep_alive_max_attempt=_MISSED,
     )
     rendezvous_handler = rendezvous.get_rendezvous_handler(meeting)
     spec = WorkerSpec(

@@ -84,7 +84,7 @@ def pipeline() -> Numbers:
         inputs, wanted = torch.randn(4, 6), torch.randn(4, 6)
         optimizer.zero_grad()
         given = (inputs,) if rank == 0 else ()
-        schedule.step(*given, **({"target": wanted} if rank == world - 1 else {}))
+        schedule.step(*given, target=wanted if rank == world - 1 else None)
         optimizer.step()
     return [number for value in net.state_dict().values() for number in value.flatten().tolist()]
 

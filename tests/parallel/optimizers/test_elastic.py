@@ -11,15 +11,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ckptkit import Run
-from ckptkit.parallel.optimizers.elastic import GlobalSampler
+from ckptkit.live import Checkpointer
+from ckptkit.parallel.optimizers.elastic import ElasticTraining, GlobalSampler
+from tests.live.pool import Pool
 from tests.parallel.optimizers import warm
 from tests.parallel.optimizers.elastic_job import BATCH, SIZE, STEPS, data
 from tests.parallel.optimizers.network_ports import free_port, until_listening
@@ -238,6 +241,83 @@ def test_a_job_shrinks_and_grows_with_its_machines(tmp_path: Path, started: dict
                 assert first.wait(150) == 0, watched.logs()
     assert {line["ranks"] for line in watched.steps()} >= {3, 4}
     check(watched)
+
+
+def alone(folder: str) -> list[int]:
+    """A step is done, and its replica waits for a rank that does not come; then the loop fails."""
+    model, (inputs, targets) = network(), data()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    with (
+        suppress(ZeroDivisionError),
+        Checkpointer(Path(folder) / "run", asynchronous=True) as checkpointer,
+        ElasticTraining(
+            checkpointer,
+            model=model,
+            optimizer=optimizer,
+            sampler=GlobalSampler(SIZE),
+            batch=BATCH,
+            replicas=Path(folder) / "replicas",
+        ) as training,
+    ):
+        for step in training.steps(2):
+            assert 1 // (step.number < 2 and dist.get_rank() == 0)
+            given, wanted = inputs[step.samples], targets[step.samples]
+            torch.nn.functional.mse_loss(model(given), wanted).backward()
+            optimizer.step()
+    return checkpointer.run.steps()
+
+
+def test_a_rank_that_fails_does_not_wait_for_one_that_is_gone(gloo: Pool, tmp_path: Path) -> None:
+    # The time-out of a save is ten minutes, that of the pool two.
+    assert gloo.run(2, alone, str(tmp_path)) == [[0]] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gone", [0, 1])
+def test_the_example_goes_on_when_a_machine_is_lost(tmp_path: Path, gone: int) -> None:
+    """Two launchers as README has them, of which the second is killed with its rank."""
+    port = free_port()
+    job = ("--nnodes", "1:4", "--max-restarts", 9, "--rdzv-endpoint", f"127.0.0.1:{port}")
+    command = [str(Path(sys.executable).parent / "ckpt"), "launch", *map(str, job)]
+    command += [str(FOLDER / "elastic.py"), "--dir", str(tmp_path / "run"), "--steps", "100000"]
+
+    def said(name: str) -> str:
+        return (tmp_path / name).read_text()
+
+    def until(name: str, pattern: str, process: subprocess.Popen[bytes]) -> str:
+        deadline = time.monotonic() + 90
+        while not (found := re.search(pattern, said(name))):
+            assert process.poll() is None, said(name)
+            assert time.monotonic() < deadline, said(name)
+            time.sleep(0.1)
+        return found[1]
+
+    @contextmanager
+    def machine(name: str, pause: int) -> Iterator[subprocess.Popen[bytes]]:
+        # The pause is in a shell that becomes the launcher: the older process has the lower rank.
+        line = ["sh", "-c", f'sleep {pause}; exec "$@"', "sh", *command]
+        with (tmp_path / name).open("wb") as log:
+            process = subprocess.Popen(
+                line,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+            try:
+                yield process
+            finally:
+                stop(process)
+
+    with ExitStack() as machines:
+        order = [("second", 5), ("first", 0)] if gone == 0 else [("first", 0), ("second", 5)]
+        started = {name: machines.enter_context(machine(name, n)) for name, n in order}
+        first, second = started["first"], started["second"]
+        assert until("second", r"rank (\d) of 2", second) == str(gone)
+        until("second" if gone == 0 else "first", r"(step 20): 2 ranks", second)
+        stop(second)
+        until("first", r"(rank 0 of 1), process", first)
+        until("first", r"(1 ranks, loss)", first)
 
 
 def test_the_example_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ log = logging.getLogger("ckptkit.parallel")
 
 _STAY = 10.0  # seconds, for ranks that come to the end a little later
 _PAUSE = 0.005
+_PATIENCE = 5.0  # seconds, for a save to end once the training has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +152,17 @@ class ElasticTraining:
     ) -> None:
         if error is None:
             self.close()
-        elif self._replicas is not None:
-            try:
-                self._replicas.close()
-            except CkptkitError as problem:
-                # The error that ends the block says more.
-                log.warning("the last replica was not written: %s", problem)
+        else:
+            # What is being written may wait for a rank that is gone: the newest step before it is
+            # what the job goes on with, now and not when the time is over.
+            self._checkpointer.cancel(patience=_PATIENCE)
+            if self._replicas is not None:
+                self._replicas.checkpointer.cancel()
+                try:
+                    self._replicas.close()
+                except CkptkitError as problem:
+                    # The error that ends the block says more.
+                    log.warning("the last replica was not written: %s", problem)
 
     def _begin(self, rule: Rule) -> None:
         newest = self._newest()
