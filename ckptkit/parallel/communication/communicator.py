@@ -5,14 +5,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.errors import PeerError, UsageError
 from ckptkit.parallel.communication.calls import Form, check_same_dtypes, check_same_forms
 from ckptkit.parallel.communication.talk import Talk
-from ckptkit.parallel.communication.transport import Transport
+from ckptkit.parallel.communication.torch_group import TorchTransport
+from ckptkit.parallel.communication.transport import DEFAULT_TIMEOUT, Transport
 from ckptkit.parallel.communication.values import (
     as_bytes,
     carried_op,
@@ -41,8 +44,37 @@ class Communicator:
     """
 
     def __init__(self, transport: Transport) -> None:
+        given: object = transport
+        if isinstance(given, (dist.ProcessGroup, DeviceMesh)):
+            raise UsageError(
+                "a communicator is not made of this directly",
+                value=type(given).__name__,
+                hint="Communicator.of(group), or Communicator.of(mesh, 'fsdp') for one of its axes",
+            )
         self._transport = transport
         self._talk = Talk(transport)
+
+    @classmethod
+    def of(
+        cls,
+        ranks: dist.ProcessGroup | DeviceMesh | None = None,
+        axis: str | int | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> Communicator:
+        """The ranks of a process group (None: all), or those along an axis of a device mesh, which
+        may be left out where the mesh has just one. Closing it leaves the group as it is.
+        """
+        if not dist.is_initialized():
+            raise UsageError(
+                "there is no process group yet", hint="call ckptkit.parallel.init() first"
+            )
+        group = ranks.get_group(axis) if isinstance(ranks, DeviceMesh) else ranks
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise UsageError(
+                "neither a process group nor a device mesh that this rank is in", value=group
+            )
+        return cls(TorchTransport(group, timeout=timeout))
 
     @property
     def rank(self) -> int:
@@ -72,8 +104,18 @@ class Communicator:
         """The tensor of rank `src`, on every rank; what the others pass is ignored."""
         return self._broadcast("broadcast", tensor, src)
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """The sum, mean, max or min of the tensors of all ranks, which are of one form."""
+    @overload
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor: ...
+
+    @overload
+    def all_reduce(self, tensor: float, op: str = "sum") -> float: ...
+
+    def all_reduce(self, tensor: torch.Tensor | float, op: str = "sum") -> torch.Tensor | float:
+        """The sum, mean, max or min of the tensors of all ranks, which are of one form, or of plain
+        numbers: sums of whole numbers are exact, and all ranks get the same float to the last bit.
+        """
+        if isinstance(tensor, (bool, int, float)):
+            return self._reduced_number(tensor, op)
         agreed = self._talk.agree(
             "all_reduce", [tensor], options=op, check=lambda mine: check_reduction(op, mine)
         )
@@ -84,6 +126,22 @@ class Communicator:
             with self._talk.going_on("all_reduce") as transport:
                 transport.all_reduce(wide, carried_op(op, mine.dtype))
         return narrowed(wide, op, self.world_size, mine)
+
+    def reduce(self, tensor: torch.Tensor, dst: int = 0, op: str = "sum") -> torch.Tensor | None:
+        """The reduction of the tensors of all ranks, on rank `dst`; elsewhere None."""
+
+        def check(mine: list[torch.Tensor]) -> None:
+            check_rank(dst, self.world_size)
+            check_reduction(op, mine)
+
+        agreed = self._talk.agree("reduce", [tensor], options=f"{op}, dst={dst}", check=check)
+        check_same_forms(agreed.calls)
+        (mine,) = agreed.mine
+        wide, is_here = widened(mine, op, self.device), self.rank == dst
+        parts = [wide if rank == dst else None for rank in range(self.world_size)]
+        forms = [Form.of(wide) if is_here else None] * self.world_size
+        found = self._talk.move(agreed, parts, forms)
+        return self._combined(found, op, mine) if is_here else None
 
     def reduce_scatter(self, tensors: Tensors, op: str = "sum") -> torch.Tensor:
         """The reduction of what all ranks have for this one; they have one tensor for each."""
@@ -97,10 +155,8 @@ class Communicator:
         like = agreed.mine[self.rank]
         wide = [widened(tensor, op, self.device) for tensor in agreed.mine]
         form = Form.of(wide[self.rank])
-        total, *others = self._talk.move(agreed, wide, [form] * self.world_size)
-        for other in others:  # in the order of the ranks: the same sum whatever the timing
-            combine(total, other, carried_op(op, like.dtype))
-        return narrowed(total, op, self.world_size, like)
+        found = self._talk.move(agreed, wide, [form] * self.world_size)
+        return self._combined(found, op, like)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks, of one dtype and any shapes."""
@@ -205,8 +261,34 @@ class Communicator:
         found = from_bytes(data, form.torch_dtype, form.shape)
         return found.to(agreed.mine[0].device) if agreed.mine else found
 
-    def _all_gather(self, name: str, tensor: object) -> list[torch.Tensor]:
-        agreed = self._talk.agree(name, [tensor])
+    def _combined(self, found: list[torch.Tensor], op: str, like: torch.Tensor) -> torch.Tensor:
+        total, *others = found
+        for other in others:  # in the order of the ranks: the same sum whatever the timing
+            combine(total, other, carried_op(op, like.dtype))
+        return narrowed(total, op, self.world_size, like)
+
+    def _reduced_number(self, number: float, op: str) -> float:
+        kind = {bool: torch.bool, int: torch.int64}.get(type(number), torch.float64)
+        fits = kind != torch.int64 or -(2**63) <= number < 2**63
+        given = torch.tensor(number, dtype=kind) if fits else number
+        # Gathered and not reduced: whole numbers would wrap, and floats depend on the backend.
+        found = self._all_gather("all_reduce", given, f"{op} of numbers", self._is_reduction(op))
+        values = [each.item() for each in found]
+        if op in ("max", "min"):
+            return max(values) if op == "max" else min(values)
+        return sum(values) / len(values) if op == "mean" else sum(values)
+
+    def _is_reduction(self, op: str) -> Callable[[list[torch.Tensor]], None]:
+        return lambda _: check_reduction(op, ())
+
+    def _all_gather(
+        self,
+        name: str,
+        tensor: object,
+        options: str = "",
+        check: Callable[[list[torch.Tensor]], None] = lambda _: None,
+    ) -> list[torch.Tensor]:
+        agreed = self._talk.agree(name, [tensor], options=options, check=check)
         check_same_dtypes(agreed.calls)
         forms = [call.forms[0] for call in agreed.calls]
         found = self._talk.move(agreed, agreed.mine * self.world_size, forms)

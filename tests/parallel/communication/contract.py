@@ -160,6 +160,33 @@ def a_reduce_scatter_gives_each_rank_its_own_sum(comm: Communicator) -> None:
         same(comm.reduce_scatter(mine, op), total(comm, (3,), torch.float32, op))
 
 
+def a_reduction_goes_to_one_rank(comm: Communicator) -> None:
+    for dst in ranks(comm):
+        for dtype in DTYPES:
+            mine = values(comm.rank, (2, 3), dtype)
+            found = comm.reduce(mine, dst)
+            assert (found is None) == (comm.rank != dst)
+            if found is not None:
+                same(found, total(comm, (2, 3), dtype, "sum"))
+            same(mine, values(comm.rank, (2, 3), dtype))
+        for op in ("mean", "max", "min"):
+            best = comm.reduce(values(comm.rank, (3,), torch.float32), dst, op)
+            if best is not None:
+                same(best, total(comm, (3,), torch.float32, op))
+
+
+def plain_numbers_are_reduced_exactly(comm: Communicator) -> None:
+    size, rank = comm.world_size, comm.rank
+    assert comm.all_reduce(2**62 + rank) == size * 2**62 + sum(ranks(comm))
+    assert type(comm.all_reduce(rank)) is int
+    assert comm.all_reduce(0.1 * rank) == sum(0.1 * each for each in ranks(comm))
+    assert comm.all_reduce(rank, "mean") == (size - 1) / 2
+    assert comm.all_reduce(float(-rank), "min") == 1.0 - size
+    assert comm.all_reduce(rank == size - 1, "max") is True
+    assert comm.all_reduce(rank == size, "max") is False
+    assert comm.all_reduce(True) == size
+
+
 def messages_arrive_in_their_order_by_sender_and_tag(comm: Communicator) -> None:
     if comm.world_size == 1:
         return
@@ -238,6 +265,10 @@ def ranks_that_disagree_all_hear_of_it_and_go_on(comm: Communicator) -> None:
         comm.barrier() if odd else comm.all_gather(torch.zeros(3))
     with pytest.raises(PeerError, match=rf"different calls: .*rank {last}: all_reduce\(max\)"):
         comm.all_reduce(torch.zeros(3), "max" if odd else "sum")
+    with pytest.raises(PeerError, match="dtypes of the ranks differ"):
+        comm.all_reduce(1 if odd else 1.0)
+    with pytest.raises(PeerError, match=r"different calls: .*of numbers"):
+        comm.all_reduce(1.0 if odd else torch.tensor(1.0))
     assert comm.all_gather_object(comm.rank) == list(ranks(comm))
 
 
@@ -258,6 +289,9 @@ def what_cannot_be_is_refused_with_a_reason(comm: Communicator) -> None:
     cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (UsageError, "no such rank: there are 0 to", lambda: comm.broadcast(torch.ones(1), beyond)),
         (UsageError, "no such rank", lambda: comm.gather(torch.ones(1), -1)),
+        (UsageError, "no such rank", lambda: comm.reduce(torch.ones(1), beyond)),
+        (UsageError, "no such reduction", lambda: comm.all_reduce(1, "product")),
+        (UnsupportedTypeError, "is no tensor", lambda: comm.all_reduce(2**63)),
         (UsageError, "no such rank", lambda: comm.send(torch.ones(1), beyond)),
         (UsageError, "nothing to say to itself", lambda: comm.recv(comm.rank)),
         (UsageError, "no such reduction", lambda: comm.all_reduce(torch.ones(1), "product")),
@@ -295,6 +329,8 @@ CONTRACT = {
         a_scatter_gives_each_rank_its_own_shape,
         all_to_all_moves_any_shapes_and_nothing,
         a_reduce_scatter_gives_each_rank_its_own_sum,
+        a_reduction_goes_to_one_rank,
+        plain_numbers_are_reduced_exactly,
         messages_arrive_in_their_order_by_sender_and_tag,
         objects_travel_as_copies,
         a_barrier_lets_all_ranks_go_on,

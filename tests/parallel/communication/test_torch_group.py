@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from ckptkit.errors import PeerError, UsageError
 from ckptkit.parallel.communication.communicator import Communicator
@@ -44,6 +46,32 @@ def test_one_rank_keeps_the_contract(gloo: Pool) -> None:
 
 def test_a_subgroup_keeps_the_contract(gloo: Pool) -> None:
     gloo.run(3, keep_in_a_subgroup)
+
+
+def over_groups() -> tuple[list[int], list[int], list[int], str]:
+    """Who is in the communicator of all, of a group, and of each axis of a mesh."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    group = dist.new_group([0, 2])
+    pair = Communicator.of(group).all_gather_object(rank) if rank in (0, 2) else []
+    with Communicator.of(mesh, "fsdp") as along:
+        line = along.all_gather_object(rank)
+    said = ""
+    bad: Any
+    for made, bad in ((Communicator, dist.group.WORLD), (Communicator.of, "fsdp")):
+        with pytest.raises(UsageError) as caught:
+            made(bad)
+        said += caught.value.what
+    return Communicator.of().all_gather_object(rank), pair, line, said
+
+
+def test_a_communicator_is_made_of_a_group_or_of_an_axis_of_a_mesh(gloo: Pool) -> None:
+    for rank, (whole, pair, line, said) in enumerate(gloo.run(4, over_groups)):
+        assert whole == [0, 1, 2, 3]
+        assert pair == ([0, 2] if rank in (0, 2) else [])
+        assert line == [rank % 2, rank % 2 + 2]
+        assert "not made of this directly" in said
+        assert "neither a process group nor a device mesh" in said
 
 
 def wait_in_vain() -> str:
