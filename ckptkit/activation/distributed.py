@@ -20,6 +20,7 @@ from ckptkit.activation.wire import described, empty_like
 from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError, UsageError
 
 _SHOWN = 8
+_PAUSE = 0.01  # seconds, before all ranks are asked again
 
 
 class DistributedActivationStore:
@@ -100,23 +101,31 @@ class DistributedActivationStore:
         return self._store.retrieve_or_recompute(layer_id, fn)
 
     def retrieve_or_fetch(
-        self, layer_id: LayerId, source_rank: int, *, wait: float = 0.0
+        self, layer_id: LayerId, source_rank: int | None = None, *, wait: float = 0.0
     ) -> torch.Tensor:
-        """An activation that this rank keeps, or else a copy of another rank's.
+        """An activation that this rank keeps, or else a copy of another rank's (None: of whichever
+        keeps it).
 
         The other rank may have `wait` seconds to register it. What was fetched is not kept here.
         """
-        self._check(source_rank)
+        if source_rank is not None:
+            self._check(source_rank)
         _check_wait(wait)
         with suppress(NotFoundError):
             return self._store.retrieve(layer_id)
         return self.fetch(layer_id, source_rank, wait=wait)
 
-    def fetch(self, layer_id: LayerId, source_rank: int, *, wait: float = 0.0) -> torch.Tensor:
-        """What another rank keeps under a name, whatever this one has under it."""
-        self._check(source_rank)
+    def fetch(
+        self, layer_id: LayerId, source_rank: int | None = None, *, wait: float = 0.0
+    ) -> torch.Tensor:
+        """What another rank keeps under a name, whatever this one has under it; with None the
+        ranks are asked one after another, this one last.
+        """
         check_layer(layer_id)
         _check_wait(wait)
+        if source_rank is None:
+            return self._fetched_from_any(layer_id, wait)
+        self._check(source_rank)
         if source_rank == self.rank:
             return self._answer(layer_id, wait)
         return self._transport.fetch(source_rank, layer_id, wait=wait)
@@ -133,15 +142,13 @@ class DistributedActivationStore:
         """Forget one activation, or all, on this rank."""
         self._store.clear(layer_id)
 
-    def synchronize(self) -> list[LayerId]:
-        """The layers that all ranks keep; an error on all says who lacks what."""
+    def synchronize(self) -> dict[int, set[LayerId]]:
+        """Wait for all ranks; by rank, the layers that it lacks and another one keeps. It is empty
+        where all keep the same.
+        """
         heard = [set(keys) for keys in self._together("synchronize", self._store.keys())]
         every = set().union(*heard)
-        lacking = {rank: every - keys for rank, keys in enumerate(heard) if keys != every}
-        if lacking:
-            said = "; ".join(f"rank {rank} lacks {_listed(keys)}" for rank, keys in lacking.items())
-            raise PeerError(f"the ranks do not keep the same activations: {said}")
-        return self._store.keys()
+        return {rank: every - keys for rank, keys in enumerate(heard) if keys != every}
 
     def clear_everywhere(self) -> None:
         """Forget everything on all ranks; when it returns, none keeps anything."""
@@ -180,6 +187,16 @@ class DistributedActivationStore:
                 self.clear_everywhere()
         finally:
             self.close()
+
+    def _fetched_from_any(self, layer_id: LayerId, wait: float) -> torch.Tensor:
+        deadline = time.monotonic() + wait
+        while True:
+            for step in range(1, self.world_size + 1):
+                with suppress(NotFoundError):
+                    return self.fetch(layer_id, (self.rank + step) % self.world_size)
+            if time.monotonic() >= deadline:
+                raise NotFoundError("no rank keeps an activation of this layer", value=layer_id)
+            time.sleep(_PAUSE)
 
     def _answer(self, layer_id: LayerId, wait: float) -> torch.Tensor:
         self._store.wait_for(layer_id, wait, until=lambda: self._is_closed)

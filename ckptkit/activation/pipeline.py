@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import torch
 
@@ -38,6 +38,7 @@ class PipelineActivations:
         self._names: dict[tuple[int, int], dict[str, bool]] = {}  # is it a boundary?
         self._saved: dict[tuple[int, int], Saving] = {}
         self._peaks: defaultdict[int, int] = defaultdict(int)
+        self._attached = ExitStack()
 
     def register(
         self,
@@ -49,6 +50,8 @@ class PipelineActivations:
         is_boundary: bool = False,
     ) -> None:
         """Keep an activation of a micro-batch; a boundary is what the next stage gets."""
+        _check_number("stage", stage)
+        _check_number("microbatch", microbatch)
         key = f"{stage}/{microbatch}/{name}"
         self._store.register(key, tensor)
         self._begin(stage, microbatch)
@@ -99,6 +102,17 @@ class PipelineActivations:
                 if (saved := self._saved.pop((at, number), None)) is not None:
                     saved.clear()
 
+    def close(self) -> None:
+        """Forget everything, and follow no stage any more; the store stays open."""
+        self._attached.close()
+        self.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def memory_stats(self) -> MemoryStats:
         """Of all that is kept."""
         return self._store.memory_stats()
@@ -124,6 +138,7 @@ class PipelineActivations:
             for name in _FOLLOWED:
                 setattr(stage, name, getattr(follower, name))
                 undo.callback(vars(stage).pop, name, None)
+        self._attached.callback(undo.close)
         return undo.close
 
     def _begin(self, stage: int, microbatch: int) -> None:
@@ -196,6 +211,11 @@ class _Follower:
         saving = Saving(self._kept._store, f"{self._number}/{microbatch}")
         self._kept._saved[self._number, microbatch] = saving
         return saving.hooks(self._stage.submod, given)
+
+
+def _check_number(what: str, number: object) -> None:
+    if type(number) is not int or number < 0:
+        raise UsageError("is no number from 0", where=what, value=number)
 
 
 def _tensors(output: Any) -> Sequence[torch.Tensor]:

@@ -152,6 +152,12 @@ class ActivationStore:
             on_host = sum(size for kept in moved for _, size in kept.storages)
             return MemoryStats(self._current, self._peak, len(self._kept), on_host, self._evicted)
 
+    def close(self) -> None:
+        """Forget everything, and free the host memory that activations were moved to."""
+        self.clear()
+        if self._buffers is not None:
+            self._buffers.release()
+
     def __len__(self) -> int:
         return len(self.keys())
 
@@ -167,9 +173,7 @@ class ActivationStore:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.clear()
-        if self._buffers is not None:
-            self._buffers.release()
+        self.close()
 
     def _register_moved(self, layer_id: LayerId, moved: Moved, size: int) -> None:
         """Keep, and count, what has been moved to this store's host memory already."""

@@ -21,6 +21,8 @@ Kind = Literal["once", "cut", "each"]
 class TensorParallelPolicy:
     """What the ranks of a group keep of an activation that all of them hold alike.
 
+    `owners` says which rank keeps which layer, where the layer's name is not to decide that.
+
     "once": one rank keeps it, the others fetch it from there; "cut": each keeps a piece. What
     differs between the ranks (`is_sharded`) each keeps for itself. All ranks register the same
     layers, so that each knows alone what the others keep.
@@ -29,12 +31,15 @@ class TensorParallelPolicy:
     rank: int
     world_size: int
     replicated: Literal["once", "cut"] = "once"
-    _owners: dict[LayerId, int] = field(default_factory=dict)
+    owners: dict[LayerId, int] = field(default_factory=dict)
     _sharded: set[LayerId] = field(default_factory=set)
     _shapes: dict[LayerId, torch.Size] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._check(self.rank)
+        self.owners = dict(self.owners)  # the caller's map may be that of all ranks
+        for rank in self.owners.values():
+            self._check(rank)
         if self.replicated not in ("once", "cut"):
             raise UsageError(
                 "no way to keep what is replicated", value=self.replicated, hint="'once' or 'cut'"
@@ -46,7 +51,7 @@ class TensorParallelPolicy:
         """Say which rank keeps a layer (None: as the layer's name decides), or that each does."""
         if rank is not None:
             self._check(rank)
-            self._owners[layer_id] = rank
+            self.owners[layer_id] = rank
         if is_sharded:
             self._sharded.add(layer_id)
 
@@ -55,13 +60,13 @@ class TensorParallelPolicy:
         if layer_id in self._sharded:
             return "each"
         # Who says which rank keeps it wants it whole.
-        return "once" if layer_id in self._owners else self.replicated
+        return "once" if layer_id in self.owners else self.replicated
 
     def owner(self, layer_id: LayerId) -> int | None:
         """The rank that keeps a layer; None where each keeps something of it."""
         if self.kind(layer_id) != "once":
             return None
-        return self._owners.get(layer_id, zlib.crc32(str(layer_id).encode()) % self.world_size)
+        return self.owners.get(layer_id, zlib.crc32(str(layer_id).encode()) % self.world_size)
 
     def keeps(self, layer_id: LayerId) -> bool:
         """Whether this rank keeps a layer, or a part of it."""

@@ -249,6 +249,26 @@ def test_what_is_no_tensor_leaves_no_micro_batch() -> None:
     assert kept.most_in_flight(0) == 0
 
 
+@pytest.mark.parametrize("bad", [-1, "a", None, True, 1.0])
+def test_stages_and_micro_batches_are_numbers(bad: Any) -> None:
+    kept = PipelineActivations()
+    for numbers in ((bad, 0), (0, bad)):
+        with pytest.raises(UsageError, match="no number from 0"):
+            kept.register(numbers[0], numbers[1], torch.ones(1))
+    assert kept.memory_stats().count == 0
+
+
+def test_what_is_closed_keeps_nothing() -> None:
+    with ActivationStore(offload=True) as store, PipelineActivations(store) as kept:
+        store.register("own", torch.ones(3))
+        kept.register(0, 0, torch.ones(2))
+        kept.close()
+        assert kept.in_flight(0) == []
+        assert store.keys() == ["own"]
+        store.close()
+        assert store.memory_stats().current == 0
+
+
 def test_what_is_no_stage_is_refused() -> None:
     with pytest.raises(UsageError, match="no stage"):
         PipelineActivations().attach(gpt(1))

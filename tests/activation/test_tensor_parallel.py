@@ -44,6 +44,16 @@ def test_a_layer_goes_to_the_rank_that_it_is_registered_for() -> None:
         assert (policy.owner("c"), policy.keeps("c"), policy.kind("c")) == (None, True, "cut")
 
 
+def test_who_keeps_what_can_be_said_from_the_start() -> None:
+    said = {"a": 1, 7: 0}
+    for policy in policies(2, owners=said, replicated="cut"):
+        policy.register("b", 0)
+        assert (policy.owner("a"), policy.owner(7), policy.kind("c")) == (1, 0, "cut")
+    assert said == {"a": 1, 7: 0}
+    with pytest.raises(UsageError):
+        TensorParallelPolicy(0, 2, owners={"a": 2})
+
+
 def test_ranks_and_ways_that_do_not_exist_are_refused() -> None:
     bad: Any
     for bad in (-1, 2, True, "0"):
