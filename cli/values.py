@@ -36,6 +36,12 @@ def in_short(value: Any, width: int = 72) -> str:
 class _Short(reprlib.Repr):
     """repr with bounds, by the name of the type, as `reprlib` asks for."""
 
+    def repr_int(self, value: int, level: int) -> str:
+        try:
+            return super().repr_int(value, level)
+        except ValueError:  # Python turns no integer of thousands of digits into text
+            return f"<an integer of {value.bit_length()} bits>"
+
     def repr_bytes(self, value: bytes, level: int) -> str:  # noqa: ARG002
         return f"<{len(value)} bytes>"
 

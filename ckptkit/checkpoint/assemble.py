@@ -253,5 +253,8 @@ def _merge_object(by_rank: dict[int, ObjectInfo], world_size: int) -> ObjectInfo
 
 
 def _shown(value: object) -> str:
-    text = str(value) if not isinstance(value, tuple) else ", ".join(map(str, value))
+    try:
+        text = str(value) if not isinstance(value, tuple) else ", ".join(map(str, value))
+    except ValueError:  # an integer of thousands of digits
+        return f"a value of {type(value).__name__} that is too large to show"
     return text if len(text) <= 100 else f"{text[:99]}…"

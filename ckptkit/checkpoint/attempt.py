@@ -16,6 +16,7 @@ from ckptkit.checkpoint.commit import (
 from ckptkit.checkpoint.places import new_save_id
 from ckptkit.errors import GivenUpError, PeerError, StepExistsError
 from ckptkit.format.manifest import pack_name
+from ckptkit.format.objects import check_total
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import Strategy
 from ckptkit.storage import Store
@@ -93,6 +94,8 @@ class Attempt:
     def _commit(self, save: SaveInfo) -> None:
         try:
             manifest = gather(self._store, self._prefix, save.save_id)
+            for item in manifest.objects:
+                check_total(item)
         except BaseException:
             # Only rank 0 ever commits, and now it will not; all others have finished writing.
             self._discard(save)

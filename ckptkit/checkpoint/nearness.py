@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -81,7 +82,11 @@ def is_near(a: Any, b: Any, tolerance: Tolerance) -> bool:
     if isinstance(a, (float, np.generic, np.ndarray)):
         return _is_near_array(np.asarray(a), np.asarray(b), tolerance)
     if isinstance(a, int) and not isinstance(a, bool):
-        return bool(abs(a - b) <= tolerance.atol + tolerance.rtol * abs(b))
+        try:
+            return bool(abs(a - b) <= tolerance.atol + tolerance.rtol * abs(b))
+        except OverflowError:  # too large for a float
+            allowed = Fraction(tolerance.atol) + Fraction(tolerance.rtol) * abs(b)
+            return bool(abs(a - b) <= allowed)
     return bool(a == b)
 
 

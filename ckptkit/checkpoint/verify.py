@@ -20,6 +20,7 @@ from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import CkptkitError, FormatError, NotFoundError, StorageError
 from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.manifest import Manifest
+from ckptkit.format.objects import whole
 from ckptkit.format.record import Record
 from ckptkit.storage import Options, Store
 
@@ -80,6 +81,7 @@ def _findings(
     for findings, record in looked:
         yield from findings
         records += [] if record is None else [record]
+    yield from _totals(manifest, described(store, prefix))
     if len(records) == manifest.save.world_size:
         for number in set(there).difference(ranks):
             yield from look.at_groups(number, records)
@@ -173,6 +175,15 @@ def _files(store: Store, folder: str, manifest: Manifest) -> Iterator[tuple[Find
         hint = "nothing refers to it; delete it if you did not put it there"
         where = described(store, f"{folder}/{name}")
         yield Finding("extra", where, "not a pack of the step", hint), name
+
+
+def _totals(manifest: Manifest, where: str) -> Iterator[Finding]:
+    """Sums that have no total: older versions wrote them."""
+    for item in manifest.objects:
+        try:
+            whole(item)
+        except FormatError as error:
+            yield _as_finding(error, where)
 
 
 def _compare(

@@ -25,7 +25,7 @@ from ckptkit.errors import (
 from ckptkit.format.arrays import ROLES, Alias, ArrayInfo
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.format.names import ancestors, checked_path
-from ckptkit.format.objects import ObjectInfo
+from ckptkit.format.objects import ObjectInfo, is_number
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import (
     DType,
@@ -143,6 +143,13 @@ class Writer:
         # In a manifest the values of all ranks are a list, one level deeper. Decoded again it is
         # a copy, which later changes of the caller's value do not reach.
         (copy,) = unpack(dumps([inner], name), name)
+        if semantics == "sum" and not is_number(copy):
+            raise UnsupportedTypeError(
+                "only numbers can be summed over ranks",
+                where=name,
+                value=copy,
+                hint="use PerRank or Replicated",
+            )
         self._objects[name] = ObjectInfo(name, semantics, copy)
 
     def stage(self, pool: BufferPool | None = None, *, threads: int | None = None) -> None:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptkit.errors import FormatError
 from ckptkit.format.fields import Fields
@@ -75,26 +76,70 @@ def _ranks(entry: Fields, semantics: str, value: Any) -> int:
     return ranks
 
 
-def total(values: Sequence[Any]) -> Any:
-    """The sum of one value of each rank, in the widest type of their kind: it must not wrap."""
-    if isinstance(values[0], np.ndarray):
-        kind = values[0].dtype.kind
-        widest = {"i": np.int64, "u": np.uint64, "c": np.complex128}.get(kind, np.float64)
-        return np.asarray(reduce(operator.add, [value.astype(widest) for value in values], 0))
-    numbers = [_widest(value) if isinstance(value, np.generic) else value for value in values]
-    # Not `sum`, which rounds otherwise in later Pythons: digests are made of this.
-    return reduce(operator.add, numbers, 0)
+def total(values: Sequence[Any], where: str = "") -> Any:
+    """The sum of one value of each rank, in a type that holds them all; FormatError where there is
+    none: a total never wraps.
+
+    Scalars add up as plain numbers, so that whole ones stay exact. Arrays have the first rank's
+    type widened to 64 bits, or what another rank's floats or complex numbers need.
+    """
+    for value in values:
+        check_number(value, where)
+    if len({np.shape(value) for value in values}) > 1:
+        raise FormatError("values of different shapes have no sum", where=where)
+    with np.errstate(all="ignore"):  # infinities and NaNs add up to what IEEE 754 says
+        if all(isinstance(value, np.ndarray) for value in values):
+            return _total_of_arrays([_numeric(value) for value in values], where)
+        try:
+            # Not `sum`, which rounds otherwise in later Pythons: digests are made of this.
+            return reduce(operator.add, map(_plain, values), 0)
+        except OverflowError as error:
+            raise FormatError("an integer too large to be added to a float", where=where) from error
 
 
-def _widest(value: np.generic) -> Any:
+def _total_of_arrays(arrays: Sequence[npt.NDArray[Any]], where: str) -> npt.NDArray[Any]:
+    widest: Any = {"i": np.int64, "u": np.uint64}.get(arrays[0].dtype.kind, np.float64)
+    kinds = {array.dtype.kind for array in arrays}
+    if kinds - set("iub"):
+        widest = np.complex128 if "c" in kinds else np.float64
+    if widest in (np.int64, np.uint64) and arrays[0].size:
+        low = sum(int(array.min()) for array in arrays)
+        high = sum(int(array.max()) for array in arrays)
+        limits = np.iinfo(widest)
+        if low < limits.min or high > limits.max:
+            exact = np.asarray(reduce(operator.add, [array.astype(object) for array in arrays]))
+            if exact.min() < limits.min or exact.max() > limits.max:
+                raise FormatError(
+                    f"the total does not fit {limits.dtype}",
+                    where=where,
+                    hint="add the numbers as Python integers, or as floats",
+                )
+    # Integers on the way may wrap, and wrap back: the total fits.
+    return np.asarray(reduce(operator.add, [array.astype(widest) for array in arrays], 0))
+
+
+def _numeric(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """An array that numpy can add: it knows no complex number of two float16."""
+    if array.dtype.names is None:
+        return array
+    wide = np.empty(array.shape, np.complex128)
+    wide.real, wide.imag = array["real"], array["imag"]
+    return wide
+
+
+def _plain(value: Any) -> Any:
+    """A scalar without a dtype, a 0-d array too, which older writers let stand beside scalars."""
+    if not isinstance(value, (np.generic, np.ndarray)):
+        return value
+    number = _numeric(np.asarray(value))
     # Python's own complex numbers have no form in the format.
-    return np.complex128(value) if value.dtype.kind == "c" else value.item()
+    return np.complex128(number[()]) if number.dtype.kind == "c" else number.item()
 
 
 def whole(item: ObjectInfo) -> Any:
     """An object of a manifest as a reader without ranks sees it: totals, and items in order."""
     if item.semantics == "sum":
-        return total(item.value)
+        return total(item.value, item.name)
     return joined(item.value) if item.semantics == "split" else item.value
 
 
@@ -110,9 +155,12 @@ def share_of_total(values: Sequence[Any], rank: int, world_size: int) -> Any:
     whole = total(values)
     if isinstance(whole, int):
         return whole // world_size + (rank < whole % world_size)
-    if isinstance(whole, np.ndarray) and whole.dtype.kind in "iu":
-        return whole // world_size + (rank < whole % world_size)
-    return whole / world_size
+    if not isinstance(whole, np.ndarray):
+        return whole / world_size
+    # Arrays without dims stay arrays.
+    if whole.dtype.kind in "iu":
+        return np.asarray(whole // world_size + (rank < whole % world_size))
+    return np.asarray(whole / world_size)
 
 
 def share_of_items(values: Sequence[Any], rank: int, world_size: int) -> Any:
@@ -135,5 +183,28 @@ def check_items(values: Sequence[object], where: str) -> None:
 
 def check_number(value: object, where: str) -> None:
     """Refuse what cannot be one of the values of a sum."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.generic, np.ndarray)):
+    if not is_number(value):
         raise FormatError("not a number, in a sum over ranks", where=where, value=value)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value can be one of those of a sum."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float, np.generic, np.ndarray))
+
+
+def check_total(item: ObjectInfo) -> None:
+    """Refuse values whose total no reader could give, before they are committed."""
+    if item.semantics != "sum":
+        return
+    arrays = [isinstance(value, np.ndarray) for value in item.value]
+    if len(set(arrays)) > 1:
+        rank = arrays.index(not arrays[0])
+        raise FormatError(
+            f"rank {0 if arrays[0] else rank} adds an array, "
+            f"rank {rank if arrays[0] else 0} a plain number",
+            where=item.name,
+            hint="pass arrays on all ranks, or numbers on all",
+        )
+    total(item.value, item.name)
