@@ -16,7 +16,14 @@ from typing import Any
 import click
 import numpy as np
 from ckptkit.cli.command import command
-from ckptkit.cli.demo_job import STEPS, STRATEGY, save_as_a_job, state, uninterrupted
+from ckptkit.cli.demo_job import (
+    HEAD_DIM,
+    STEPS,
+    STRATEGY,
+    save_as_a_job,
+    state,
+    uninterrupted,
+)
 from ckptkit.cli.exits import CORRUPT, OK, PEER
 from ckptkit.cli.output import emit, emit_json
 
@@ -104,7 +111,8 @@ class Demo:
     def _reshard(self) -> None:
         run, resharded = str(self._run), str(self._resharded)
         self._say("for 4 tensor-parallel ranks, without the model")
-        self._ckpt("reshard", "--from", STRATEGY, "--to", "tp:4", run, resharded)
+        to = ("--to", "tp:4", "--set", f"head_dim={HEAD_DIM}")
+        self._ckpt("reshard", "--from", STRATEGY, *to, run, resharded)
         self._ckpt("show", resharded, "model/layers.0.*", "--rank", "1")
         self._check("it is the same state", self._ckpt("diff", run, resharded) == OK)
 

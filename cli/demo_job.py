@@ -18,6 +18,7 @@ from ckptkit.errors import PeerError
 
 STRATEGY = "fsdp:8"
 STEPS = (100, 200)
+HEAD_DIM = 8
 _WRITERS = 8
 _DIM, _HIDDEN, _VOCABULARY, _LAYERS = 64, 172, 250, 2
 _TIMEOUT = 60.0

@@ -18,9 +18,9 @@ import ckptkit
 
 
 @command(
-    "ckpt reshard --from fsdp:8 --to tp:4 runs/7b runs/7b-tp4",
-    "ckpt reshard --to tp:2,pp:2 --rules llama --dry-run runs/7b runs/7b-2x2",
-    "ckpt reshard --to tp:8 --no-optimizer --cast bf16 runs/7b runs/serving",
+    "ckpt reshard --from fsdp:8 --to tp:4 --config config.json runs/7b runs/tp4",
+    "ckpt reshard --to tp:2,pp:2 --set head_dim=128 --dry-run runs/7b runs/2x2",
+    "ckpt reshard --to fsdp:2 --no-optimizer --cast bf16 runs/7b runs/serving",
     exits={OK: "the step is there"},
     codes=[CORRUPT, PEER],
 )
@@ -32,6 +32,9 @@ import ckptkit
 @click.option("--config", metavar="FILE", help="A config.json with the sizes that rules refer to.")
 @click.option("--set", "sizes", metavar="NAME=N", multiple=True, help="One such size.")
 @click.option("--replicate-unknown", is_flag=True, help="Replicate what no rule knows.")
+@click.option(
+    "--allow-split-heads", is_flag=True, help="Cut where no size says whether a head ends there."
+)
 @click.option("--include", metavar="PATTERN", multiple=True, help="Take only these arrays.")
 @click.option("--exclude", metavar="PATTERN", multiple=True, help="Leave these arrays out.")
 @click.option("--no-optimizer", is_flag=True, help="Leave all optimizer state out.")
@@ -77,7 +80,8 @@ def reshard(src: str, dst: str, *, dry_run: bool, as_json: bool, **given: Any) -
     may be given more than once; renamings are applied in order, the last cast that fits counts.
 
     --rules says which dims tensor parallelism cuts, and how pipelines are split (`ckpt rules`
-    shows it); a SRC that was trained so has its own.
+    shows it); a SRC that was trained so has its own. They need the length of an attention head,
+    from --config or as --set head_dim=N, where SRC was not cut at the same places before.
     """
     options = _options(**given)
     plan = ckptkit.plan_reshard(src, dst, **options, probe=dry_run)

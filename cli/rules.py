@@ -93,8 +93,8 @@ def _notes(unknown: list[str], missing: list[str]) -> list[str]:
     if missing:
         are = "is" if len(missing) == 1 else "are"
         notes.append(
-            f"{', '.join(missing)} {are} unknown: cuts are not checked against heads; pass --config"
-            " config.json"
+            f"{', '.join(missing)} {are} unknown: attention heads may be cut in two, which `ckpt"
+            " reshard` refuses; pass --config config.json"
         )
     if unknown:
         notes.append(

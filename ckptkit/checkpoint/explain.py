@@ -31,7 +31,7 @@ class Explained:
     unknown: tuple[str, ...] = ()
     """The axes for which no rule knows the tensor."""
     unknown_sizes: tuple[str, ...] = ()
-    """Sizes that the rule would check cuts against, and that nobody gave."""
+    """Sizes that nobody gave, and without which heads may be cut in two; `reshard` refuses that."""
 
 
 def explain_rules(

@@ -62,17 +62,23 @@ def rules_between(
 ) -> Rules | None:
     """The rules that are given, or else the detected ones, for what the source does not tell: how
     it cuts along tp and ep itself, or which stages it has, goes on.
+
+    Tensors seldom say how long a head is, so where another number of ranks would cut one in two,
+    the rules are asked for that.
     """
     if rules is not None:
         return load_rules(rules, names=names, sizes=sizes)
     had, wanted = _ranks_by_kind(source), _ranks_by_kind(target)
     cuts = {"tp", "ep"} & wanted.keys() - had.keys()
+    if wanted.get("tp", 1) not in (1, had.get("tp")):
+        cuts.add("tp")
     stages = "pp" in wanted and wanted["pp"] != had.get("pp")
     if not cuts and not stages:
         return None
     found = load_rules("auto", names=names, sizes=sizes)
     return replace(
         found,
+        is_guess=True,
         rules=found.rules if cuts else (),
         pipeline=found.pipeline if stages else None,
     )

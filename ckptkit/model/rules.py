@@ -134,6 +134,8 @@ class Rules:
     pipeline: Pipeline | None = None
     default: Literal["error", "replicate"] = "error"
     sizes: tuple[tuple[str, int], ...] = ()
+    is_guess: bool = False
+    """Whether they were detected by names, so that what the source tells of itself wins."""
 
     @classmethod
     def from_doc(cls, doc: object, *, where: str = "rules") -> Rules:

@@ -1,13 +1,18 @@
-"""How tp and ep cut tensors: as rules say, and where these are silent as the source has it."""
+"""How tp and ep cut tensors: as rules say, and where these are silent as the source has it.
+
+A rule whose unit (the length of a head) nobody gave cannot tell where a head ends. Where the source
+is cut is such an end: it was trained so.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import (
     Axis,
+    Cut,
     Experts,
     Owner,
     Placement,
@@ -18,6 +23,7 @@ from ckptkit.model import (
     Strategy,
     Strided,
 )
+from ckptkit.model.cut import AxisCut, DimCut
 from ckptkit.plan.subjects import Subject
 
 AS_IN_SOURCE = "as in the source"
@@ -37,8 +43,9 @@ class Cutter:
 
     def __init__(self, subjects: Sequence[Subject], source: Strategy, rules: Rules | None) -> None:
         self._names = [subject.inner for subject in subjects]
+        self._axes = source.mesh.axes
         self._source = {
-            axis.kind: i for i, axis in reversed(list(enumerate(source.mesh.axes))) if axis.size > 1
+            axis.kind: i for i, axis in reversed(list(enumerate(self._axes))) if axis.size > 1
         }
         self._rules = rules
         self._sizes = rules.known if rules else {}
@@ -48,7 +55,8 @@ class Cutter:
     def said(self, subject: Subject, axis: Axis) -> Said | None:
         """How the axis cuts a tensor; None where nobody knows."""
         rule = self._rule(subject)
-        if rule is not None and self._rules is not None:
+        is_told = axis.kind in self._source
+        if rule is not None and self._rules is not None and not (is_told and self._rules.is_guess):
             why = f"{self._rules.name}: {rule.pattern(subject.inner)}"
             try:
                 return self._by_rule(subject, axis, rule, why)
@@ -57,8 +65,8 @@ class Cutter:
                 raise
         if not subject.tensor.shape:
             return Said(Replicate(), "0-d")
-        if axis.kind in self._source:
-            return _as_in_source(subject.tensor.placements[self._source[axis.kind]])
+        if is_told:
+            return self._as_in_source(subject, axis, rule)
         if subject.tensor.shape != subject.lead.shape:
             return Said(Replicate(), "not of the shape of its parameter")
         if self._rules is not None and self._rules.default == "replicate":
@@ -84,7 +92,43 @@ class Cutter:
         if cut is None:
             return Said(Replicate(), why)
         placement = cut.placement(subject.tensor.shape, self._sizes)
-        return Said(placement, why, tuple(cut.unknown(self._sizes)))
+        return Said(placement, why, self._unknown(cut, placement, subject, axis))
+
+    def _unknown(
+        self, cut: Cut, placement: Placement, subject: Subject, axis: Axis
+    ) -> tuple[str, ...]:
+        """The sizes without which nobody knows whether the axis cuts heads in two."""
+        unknown = tuple(cut.unknown(self._sizes))
+        if not unknown or not isinstance(placement, Shard) or axis.size == 1:
+            return ()
+        known = self._known_edges(subject, axis, placement.dim)
+        return () if known and _edges(placement, subject, axis) <= known else unknown
+
+    def _known_edges(self, subject: Subject, axis: Axis, dim: int) -> set[int]:
+        """Where the source was cut by an axis of the kind, hence between heads."""
+        index = self._source.get(axis.kind)
+        if index is None:
+            return set()
+        placement = _plain(subject.tensor.placements[index])
+        if not isinstance(placement, Shard) or placement.dim != dim:
+            return set()
+        return _edges(placement, subject, self._axes[index])
+
+    def _as_in_source(self, subject: Subject, axis: Axis, rule: Rule | None) -> Said | None:
+        placement = _plain(subject.tensor.placements[self._source[axis.kind]])
+        if placement is None:
+            return None
+        cut = rule.tp if rule is not None and axis.kind == "tp" else None
+        if not (
+            isinstance(cut, Cut)
+            and isinstance(placement, Shard)
+            and (cut.dim, placement.unit) == (placement.dim, 1)
+        ):
+            return Said(placement, AS_IN_SOURCE)
+        # It cuts what the rule cuts, and lacks only the unit, which tensors do not tell.
+        unit = cut.unit.value(self._sizes) if cut.unit is not None else 1
+        placement = replace(placement, unit=unit)
+        return Said(placement, AS_IN_SOURCE, self._unknown(cut, placement, subject, axis))
 
     def _owner(self, experts: Experts, name: str, axis: Axis) -> Placement:
         number = experts.number(name)
@@ -96,10 +140,17 @@ class Cutter:
         return Owner(number // -(-self._experts[experts.expert] // axis.size))
 
 
-def _as_in_source(placement: Placement) -> Said | None:
+def _plain(placement: Placement) -> Replicate | Shard | None:
+    """A placement of a source as one for other meshes, if there is one."""
     match placement:
         case Replicate() | Shard():
-            return Said(placement, AS_IN_SOURCE)
+            return placement
         case Strided(dim, unit):
-            return Said(Shard(dim, None, unit), AS_IN_SOURCE)
+            return Shard(dim, None, unit)
     return None
+
+
+def _edges(placement: Shard, subject: Subject, axis: Axis) -> set[int]:
+    """Where an axis cuts the dim, were it the only one."""
+    cut = AxisCut(0, axis.name, axis.size, placement.blocks, placement.unit)
+    return set(DimCut(subject.tensor.shape[placement.dim], (cut,)).edges())

@@ -32,7 +32,7 @@ class Placed:
     """How a tensor is cut: one placement per axis of the target's mesh, and who says so.
 
     `unknown` are the axes for which nobody said anything, so that they replicate; `unknown_sizes`
-    those that a rule would rather know.
+    those without which heads may be cut in two.
     """
 
     name: str
@@ -49,8 +49,11 @@ def place(
     target: Strategy,
     rules: Rules | None = None,
     replicate_unknown: bool = False,
+    allow_split_heads: bool = False,
 ) -> list[Placed]:
-    """How the target cuts the tensors; a RulesError names all for which nobody says how."""
+    """How the target cuts the tensors; a RulesError names all for which nobody says how, and those
+    of which heads may be cut in two.
+    """
     found = decide(tensors, source=source, target=target, rules=rules)
     unknown = [placed.name for placed in found if placed.unknown]
     if unknown and not replicate_unknown:
@@ -60,6 +63,16 @@ def place(
             where=rules.name if rules else "",
             hint="give rules with --rules (`ckpt rules` shows what they do), or replicate these"
             " tensors with --replicate-unknown",
+        )
+    blind = [placed for placed in found if placed.unknown_sizes]
+    if blind and not allow_split_heads:
+        sizes = sorted({size for placed in blind for size in placed.unknown_sizes})
+        raise RulesError(
+            f"without {' and '.join(sizes)} nobody knows whether attention heads are cut in two, of"
+            f" {_listed([placed.name for placed in blind])}",
+            where=rules.name if rules else "",
+            hint=f"pass --config config.json, or --set {sizes[0]}=N (sizes={{...}} in Python);"
+            " --allow-split-heads (allow_split_heads=True) cuts them wherever it falls",
         )
     return found
 

@@ -90,7 +90,10 @@ def test_auto_is_the_preset_that_fits_the_names() -> None:
     [
         ("fsdp:2", "tp:2", True, False),
         ("fsdp:2", "pp:2,tp:2", True, True),
-        ("tp:2", "pp:2,tp:4", False, True),
+        ("tp:2", "pp:2,tp:4", True, True),
+        ("tp:2", "pp:2,tp:2", False, True),
+        ("tp:2", "tp:4", True, False),
+        ("pp:2,tp:2", "tp:4,pp:2", True, False),
         ("pp:2", "pp:2,tp:4", True, False),
         ("pp:2,tp:2", "pp:4,tp:2", False, True),
         ("tp:1", "tp:2", True, False),
@@ -110,8 +113,8 @@ def test_rules_are_detected_for_what_the_source_does_not_tell(
     ("source", "target"),
     [
         ("fsdp:2", "ddp:4"),
-        ("tp:2", "tp:4"),
-        ("pp:2,tp:2", "tp:4,pp:2"),
+        ("tp:2", "fsdp:2,tp:2"),
+        ("pp:2,tp:2", "tp:2,pp:2"),
         ("tp:2", "fsdp:2,tp:1"),
         ("pp:4", "a=pp:2,b=pp:2"),
     ],

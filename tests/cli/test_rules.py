@@ -78,9 +78,40 @@ def test_what_cannot_be_checked_is_told(llama: Path) -> None:
     result = ckpt("rules", llama, "--to", "tp:2")
     assert result.exit_code == 0
     assert result.stderr == (
-        "head_dim is unknown: cuts are not checked against heads; pass --config config.json\n"
+        "head_dim is unknown: attention heads may be cut in two, which `ckpt reshard` refuses;"
+        " pass --config config.json\n"
     )
     assert document("rules", llama, "--to", "tp:2")["unknown_sizes"] == ["head_dim"]
+
+
+def test_a_reshard_never_cuts_heads_in_two_unasked(
+    llama: Path, config: Path, tmp_path: Path
+) -> None:
+    to = (llama, tmp_path / "new", "--to", "tp:2", "--dry-run")
+    given: tuple[object, ...]
+    for given in ((), ("--set", "num_attention_heads=4")):
+        result = ckpt("reshard", *to, *given)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith(
+            "error: llama: without head_dim nobody knows whether attention heads are cut in two, of"
+            " 2 tensors: model/model.layers.0.self_attn.k_proj.weight, model/"
+        )
+        assert "\nhint: pass --config config.json, or --set head_dim=N " in result.stderr
+    for given in (("--config", config), ("--set", "head_dim=4"), ("--allow-split-heads",)):
+        assert ckpt("reshard", *to, *given).exit_code == 0
+    assert ckpt("reshard", *to[:3], "fsdp:3", "--dry-run").exit_code == 0
+
+
+def test_a_step_that_tp_ranks_saved_has_its_heads_told_too(llama: Path, tmp_path: Path) -> None:
+    tp = tmp_path / "tp"
+    ckptkit.reshard(llama, tp, to="tp:2", allow_split_heads=True)
+    with pytest.raises(ckptkit.errors.RulesError, match="heads are cut in two, of 2 tensors"):
+        ckptkit.plan_reshard(tp, tmp_path / "new", to="tp:4")
+    assert ckpt("rules", tp, "--to", "tp:2").stderr == ""
+    assert "head_dim is unknown" in ckpt("rules", tp, "--to", "tp:4").stderr
+    plan = ckptkit.plan_reshard(tp, tmp_path / "new", to="tp:4", sizes={"head_dim": 4})
+    (keys,) = [array for array in plan.arrays if "k_proj" in array.name]
+    assert (keys.placements, keys.why) == (("shard(0, unit=4)",), "as in the source")
 
 
 def test_unknown_tensors_are_an_answer_of_no(strange: Path) -> None:

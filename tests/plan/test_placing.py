@@ -58,11 +58,18 @@ def placed(
     to: str, tensors: list[Tensor] = MODEL, *, rules: Rules | None = RULES, source: str = "single"
 ) -> dict[str, str]:
     """The placements of each tensor, as text."""
-    found = place(tensors, source=Strategy.parse(source), target=Strategy.parse(to), rules=rules)
+    found = place(
+        tensors,
+        source=Strategy.parse(source),
+        target=Strategy.parse(to),
+        rules=rules,
+        allow_split_heads=True,
+    )
     return {each.name: " ".join(map(str, each.placements)) for each in found}
 
 
 def whole(to: str, tensors: list[Tensor], **options: Any) -> list[Placed]:
+    options.setdefault("allow_split_heads", True)
     return place(tensors, source=SINGLE, target=Strategy.parse(to), **options)
 
 
@@ -284,6 +291,68 @@ def test_a_size_that_is_missing_is_told_once_it_matters() -> None:
     assert "--config config.json, or --set head=N" in caught.value.hint
     assert whole("fsdp:2", tensors, rules=rules)
     assert whole("tp:2", tensors, rules=rules.with_sizes({"head": 2}))
+
+
+HEADS = Rules.from_doc(
+    {
+        "rules": [
+            {"match": "q", "tp": {"shard": 0, "unit": "head?"}},
+            {"match": "*", "tp": "shard(0)"},
+        ]
+    }
+)
+GUESSED = replace(HEADS, is_guess=True)
+
+
+def between(source: str, to: str, rules: Rules, *placements: str) -> list[str]:
+    """How `to` cuts a projection of 8 heads, of 4 rows each, and another tensor of its shape."""
+    tensors = [having(t, *placements) for n in "qw" for t in parameter(n, (32, 4), states=())[:1]]
+    found = place(tensors, source=Strategy.parse(source), target=Strategy.parse(to), rules=rules)
+    return [str(placement) for each in found for placement in each.placements]
+
+
+def test_cuts_that_may_go_through_heads_are_refused_unless_that_is_allowed() -> None:
+    tensors = [*parameter("q", (32, 4)), *parameter("w", (32, 4))]
+    with pytest.raises(RulesError) as caught:
+        whole("tp:2", tensors, rules=HEADS, allow_split_heads=False)
+    assert str(caught.value).startswith(
+        "rules: without head nobody knows whether attention heads are cut in two, of 2 tensors:"
+        " model/q, optimizer/q/exp_avg\nhint: pass --config config.json, or --set head=N "
+    )
+    assert "--allow-split-heads" in caught.value.hint
+    assert whole("tp:2", tensors, rules=HEADS)[0].unknown_sizes == ("head",)
+    known = HEADS.with_sizes({"head": 4})
+    assert not whole("tp:2", tensors, rules=known, allow_split_heads=False)[0].unknown_sizes
+
+
+@pytest.mark.parametrize("to", ["tp:1", "fsdp:3", "ddp:2", "zero1:2", "single"])
+def test_what_cuts_no_heads_needs_not_know_them(to: str) -> None:
+    assert whole(to, parameter("q", (32, 4)), rules=HEADS, allow_split_heads=False)
+
+
+def test_where_the_source_is_cut_heads_end() -> None:
+    for rules in (HEADS, GUESSED):
+        assert between("tp:4", "tp:2", rules, "shard(0)") == ["shard(0)"] * 2
+        assert between("tp:4", "tp:4", rules, "shard(0)") == ["shard(0)"] * 2
+        with pytest.raises(RulesError, match="cut in two, of 1 tensor: model/q"):
+            between("tp:4", "tp:3", rules, "shard(0)")
+        with pytest.raises(RulesError, match="cut in two, of 1 tensor: model/q"):
+            between("tp:2", "tp:4", rules, "shard(0)")
+    # Pieces of fsdp end anywhere.
+    with pytest.raises(RulesError, match="cut in two"):
+        between("fsdp:4", "tp:2", HEADS, "shard(0)")
+
+
+def test_tensors_that_do_not_tell_their_heads_get_them_from_the_rules() -> None:
+    known = GUESSED.with_sizes({"head": 4})
+    assert between("tp:2", "tp:16", known, "shard(0)") == ["shard(0, unit=4)", "shard(0)"]
+    assert between("tp:2", "tp:16", GUESSED, "shard(0, unit=8)") == ["shard(0, unit=8)"] * 2
+    assert between("tp:2", "tp:16", GUESSED, "replicate") == ["replicate"] * 2
+
+
+def test_a_guess_never_overrules_the_source() -> None:
+    assert between("tp:2", "tp:4", GUESSED, "shard(1)") == ["shard(1)"] * 2
+    assert between("tp:2", "tp:4", HEADS.with_sizes({"head": 4}), "shard(1)")[0] != "shard(1)"
 
 
 def test_pipelines_of_pipelines_are_one() -> None:

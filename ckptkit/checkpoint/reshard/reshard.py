@@ -33,6 +33,7 @@ def plan_reshard(  # noqa: PLR0913 — one keyword for each decision, all but on
     rules: RulesLike | None = None,
     sizes: Mapping[str, Any] | None = None,
     replicate_unknown: bool = False,
+    allow_split_heads: bool = False,
     selection: Selection | None = None,
     chunk_bytes: int | str = DEFAULT_CHUNK_BYTES,
     memory: int | str = DEFAULT_MEMORY,
@@ -50,7 +51,8 @@ def plan_reshard(  # noqa: PLR0913 — one keyword for each decision, all but on
     With `probe` also about how long it takes: a little is read of the source, and written at the
     destination and removed again.
     """
-    asked = _Asked(to, expect, rules, sizes, replicate_unknown, selection, chunk_bytes)
+    heads = allow_split_heads
+    asked = _Asked(to, expect, rules, sizes, replicate_unknown, heads, selection, chunk_bytes)
     means = Means(parse_size(memory), _workers(workers), engine, digest, overwrite)
     stores = stores_at(src, dst, storage_options, source_options)
     with _begun(*stores, asked, means) as (_, work):
@@ -66,6 +68,7 @@ def reshard(  # noqa: PLR0913 — one keyword for each decision, all but one wit
     rules: RulesLike | None = None,
     sizes: Mapping[str, Any] | None = None,
     replicate_unknown: bool = False,
+    allow_split_heads: bool = False,
     selection: Selection | None = None,
     chunk_bytes: int | str = DEFAULT_CHUNK_BYTES,
     memory: int | str = DEFAULT_MEMORY,
@@ -84,13 +87,16 @@ def reshard(  # noqa: PLR0913 — one keyword for each decision, all but one wit
     `dst` whole or not at all; after an interruption the same call goes on where it was.
 
     `expect` is the strategy that the step has to have; `rules` a file, a preset, `auto`, a document
-    or `Rules` that say which dims tensor parallelism cuts, `sizes` the numbers that they refer to;
-    `chunk_bytes` about how large chunks are that cannot go over as they are. `engine` is threads,
-    processes, dask://…, ray, ray://…, slice:i/n (see `commit_packs`) or any executor; `digest`
-    records that of the state, which does not depend on the strategy, for which `src` is read twice.
+    or `Rules` that say which dims tensor parallelism cuts, `sizes` the numbers that they refer to:
+    where these do not tell how long an attention head is, a cut that may go through one is refused,
+    unless `allow_split_heads`. `chunk_bytes` is about how large chunks are that cannot go over as
+    they are. `engine` is threads, processes, dask://…, ray, ray://…, slice:i/n (see `commit_packs`)
+    or any executor; `digest` records that of the state, which does not depend on the strategy, for
+    which `src` is read twice.
     `storage_options` reach both places, unless `source_options` are those of `src`.
     """
-    asked = _Asked(to, expect, rules, sizes, replicate_unknown, selection, chunk_bytes)
+    heads = allow_split_heads
+    asked = _Asked(to, expect, rules, sizes, replicate_unknown, heads, selection, chunk_bytes)
     means = Means(parse_size(memory), _workers(workers), engine, digest, overwrite, progress)
     stores = stores_at(src, dst, storage_options, source_options)
     with _begun(*stores, asked, means) as (checkpoint, work):
@@ -110,6 +116,7 @@ class _Asked:
     rules: RulesLike | None
     sizes: Mapping[str, Any] | None
     replicate_unknown: bool
+    allow_split_heads: bool
     selection: Selection | None
     chunk_bytes: int | str
 
@@ -123,6 +130,7 @@ def _begun(
         Strategy.of(asked.to),
         None,
         asked.replicate_unknown,
+        asked.allow_split_heads,
         asked.selection or Selection(),
         parse_size(asked.chunk_bytes),
     )

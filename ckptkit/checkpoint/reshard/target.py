@@ -57,6 +57,7 @@ class Recipe:
     strategy: Strategy
     rules: Rules | None = None
     replicate_unknown: bool = False
+    allow_split_heads: bool = False
     selection: Selection = field(default_factory=Selection)
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     digest: str = ""
@@ -165,6 +166,7 @@ def target_of(outline: Outline, recipe: Recipe) -> Target:
         target=recipe.strategy,
         rules=recipe.rules,
         replicate_unknown=recipe.replicate_unknown,
+        allow_split_heads=recipe.allow_split_heads,
     )
     known: Mapping[str, Placed] = {each.name: each for each in placed}
     arrays = tuple(_array(chosen, known[chosen.name], recipe) for chosen in choice.arrays)

@@ -70,7 +70,8 @@ def test_rules_are_found_by_the_new_names() -> None:
         (r"mlp\.gate\.w", "mlp.gate_proj.weight"),
         (r"ln1\.w", "input_layernorm.weight"),
     ]
-    ckptkit.reshard(store, destination, to="tp:2", selection=Selection(rename=tuple(rename)))
+    selection = Selection(rename=tuple(rename))
+    ckptkit.reshard(store, destination, to="tp:2", sizes={"head_dim": 2}, selection=selection)
     with ckptkit.open(destination) as checkpoint:
         assert checkpoint["model/layers.0.self_attn.q_proj.weight"].part(1).shape == (4, 8)
 
