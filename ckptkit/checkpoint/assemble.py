@@ -14,7 +14,7 @@ from ckptkit.errors import CorruptionError, FormatError, PeerError
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import Alias, ArrayInfo, check_names
 from ckptkit.format.columns import chunk_starts
-from ckptkit.format.leaves import dumps
+from ckptkit.format.leaves import canonical
 from ckptkit.format.manifest import Manifest, PackInfo
 from ckptkit.format.names import ancestors
 from ckptkit.format.objects import ObjectInfo
@@ -68,12 +68,12 @@ def _tables(records: Sequence[Record]) -> dict[ArrayTable, int]:
 
 def _check_same_save(records: Sequence[Record]) -> None:
     first = records[0]
-    details = dumps(first.save.details)
+    details = canonical(first.save.details)
     for record in records:
         for field in ("save_id", "step", "world_size", "strategy", "details"):
             mine, theirs = getattr(first.save, field), getattr(record.save, field)
             # As bytes where arrays may be inside, which do not compare to one answer.
-            same = details == dumps(theirs) if field == "details" else mine == theirs
+            same = details == canonical(theirs) if field == "details" else mine == theirs
             if not same:
                 raise PeerError(
                     f"rank {first.rank} and rank {record.rank} disagree on {field}: "
@@ -225,7 +225,10 @@ def _merge_objects(records: Sequence[Record]) -> tuple[ObjectInfo, ...]:
 def _merge_object(by_rank: dict[int, ObjectInfo], world_size: int) -> ObjectInfo:
     first_rank, first = next(iter(by_rank.items()))
     for rank, item in by_rank.items():
-        same_value = item.semantics != "replicated" or dumps(item.value) == dumps(first.value)
+        # The order of keys is what a rank's code happened to do first: the lowest rank's is kept.
+        same_value = item.semantics != "replicated" or (
+            item is first or canonical(item.value) == canonical(first.value)
+        )
         if item.semantics != first.semantics or not same_value:
             raise PeerError(
                 f"rank {first_rank} and rank {rank} disagree: "

@@ -17,7 +17,7 @@ from ckptkit.checkpoint.stored import StoredArrays
 from ckptkit.checkpoint.streaming import STREAM_MEMORY, Band, Limits, Readable, stream
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.checkpoint.verify import Finding
-from ckptkit.format.leaves import dumps
+from ckptkit.format.leaves import canonical
 from ckptkit.format.objects import ObjectInfo, whole
 from ckptkit.format.reserved import ALIKE, DIGEST_ALGORITHM
 from ckptkit.model.quantity import parse_size
@@ -97,7 +97,7 @@ def state_objects(objects: Sequence[ObjectInfo], arrays: Iterable[str]) -> list[
 def object_digest(item: ObjectInfo) -> str:
     """The digest of one object of a manifest."""
     hasher = xxhash.xxh3_128(_OBJECT + item.semantics.encode() + b"\0")
-    hasher.update(dumps(_sorted(whole(item)), item.name))
+    hasher.update(canonical(whole(item), item.name))
     return hasher.hexdigest()
 
 
@@ -125,13 +125,3 @@ def _step_digest(arrays: Mapping[str, str], objects: Mapping[str, str]) -> str:
             text = name.encode()
             hasher.update(kind + bytes.fromhex(digests[name]) + struct.pack("<Q", len(text)) + text)
     return hasher.hexdigest()
-
-
-def _sorted(value: Any) -> Any:
-    """A value with the keys of every map in order: integers first, then text."""
-    if isinstance(value, dict):
-        keys = sorted(value, key=lambda key: (isinstance(key, str), key))
-        return {key: _sorted(value[key]) for key in keys}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_sorted(item) for item in value)
-    return value

@@ -60,6 +60,13 @@ def dumps(value: object, path: str = "") -> bytes:
     return bytes(msgpack.packb(encode(value, path)))
 
 
+def canonical(value: object, path: str = "") -> bytes:
+    """The value as bytes that do not tell in which order its dictionaries have their keys: what
+    digests are made of, and what ranks are compared by (FORMAT section 11).
+    """
+    return dumps(_in_order(value), path)
+
+
 def unpack(data: bytes | memoryview, where: str, depth: int = 0) -> Any:
     """Decode one document or leaf; anything outside the closed set is a FormatError."""
     if depth >= MAX_DEPTH:
@@ -82,6 +89,17 @@ def unpack(data: bytes | memoryview, where: str, depth: int = 0) -> Any:
         raise
     except Exception as error:  # msgpack raises a dozen unrelated types on bad input
         raise FormatError(f"not valid msgpack: {error}", where=where) from error
+
+
+def _in_order(value: Any) -> Any:
+    """A value with the keys of every map in order: integers first, then text."""
+    if isinstance(value, dict):
+        keys = sorted(value, key=lambda key: (isinstance(key, str), key))
+        return {key: _in_order(value[key]) for key in keys}
+    if isinstance(value, (list, tuple)):
+        items = [_in_order(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
 
 
 def check_leaf(value: object, where: str, depth: int = 0) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.checkpoint.barrier import Barrier
 from ckptkit.errors import InvalidNameError
-from ckptkit.format.leaves import dumps, unpack
+from ckptkit.format.leaves import canonical, dumps, unpack
 from ckptkit.live.meeting import StoreBarrier
 from ckptkit.live.topology import Topology
 
@@ -116,7 +116,7 @@ def _merge_groups(known: Documents, groups: Documents) -> None:
             continue
         # Stages have the groups of one optimizer in one order; those that differ stay apart.
         same = known[number] if number < len(known) else None
-        if same is not None and dumps(same["options"]) == dumps(group["options"]):
+        if same is not None and canonical(same["options"]) == canonical(group["options"]):
             same["params"] += fresh
         else:
             known.append({"params": fresh, "options": group["options"]})

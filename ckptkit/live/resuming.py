@@ -9,23 +9,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.errors import FormatError
 from ckptkit.format.names import join, split
 from ckptkit.live.agree import Documents
 from ckptkit.live.held import Held, Tied
-from ckptkit.live.optimizers.adapter import Saved
+from ckptkit.live.optimizers.adapter import Saved, SavedState
 from ckptkit.live.tensors import torch_dtype
+from ckptkit.live.trees import arrays_in, put_tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
     """The state that is taken over, and the optimizers' documents as if it had been saved here."""
 
-    state: Mapping[str, Mapping[str, Saved]]
+    state: SavedState
     arrays: Mapping[str, str]
     """The name that the step has each tensor of an optimizer under."""
     documents: Documents
 
-    def of_kind(self, kind: str) -> dict[str, Mapping[str, Saved]]:
+    def of_kind(self, kind: str) -> SavedState:
         """What optimizers of one kind kept, by parameter."""
         mine = trained_by(self.documents, kind)
         return {name: kept for name, kept in self.state.items() if name in mine}
@@ -55,7 +57,7 @@ def resume(
     trained = trained_by(documents)
     saved = _saved(checkpoint)
     theirs: dict[str, str] = {}
-    state: dict[str, dict[str, Saved]] = {}
+    state: dict[str, dict[str, Any]] = {}
     arrays: dict[str, str] = {}
     for held in fitting:
         _, name = split(held.name) if held.role == "param" else ("", "")
@@ -67,7 +69,31 @@ def resume(
         for key, array in saved.get(there, {}).items():
             arrays[join("optimizer", name, key)] = array
             state[name][key] = _as_here(checkpoint, array, join("model", there), held)
+        for document in documents:
+            state[name] = nested(state[name], document["values"].get(there, {}), there)
     return Resumed(state, arrays, [_renamed(document, theirs) for document in documents])
+
+
+def nested(kept: Mapping[str, Any], values: Mapping[str, Any], parameter: str) -> dict[str, Any]:
+    """What is kept for a parameter, by key: where an optimizer keeps a list or a dictionary of
+    tensors, that container, with what is saved of each tensor at its place.
+    """
+    found = dict(kept)
+    for key, tree in values.items():
+        where = f"objects.optimizer: {parameter}, {key}"
+        inside = dict.fromkeys(arrays_in(tree, where))
+
+        def saved(array: str, where: str = where) -> Any:
+            nodes = split(array)
+            if nodes[:2] != ("optimizer", parameter) or nodes[2:3] == () or nodes[2] not in kept:
+                raise FormatError("not an array of this parameter", where=where, value=array)
+            return kept[nodes[2]]
+
+        if inside:
+            found[key] = put_tensors(tree, saved, where)
+            for array in inside:
+                found.pop(split(array)[2], None)
+    return found
 
 
 def _saved(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:

@@ -11,7 +11,8 @@ import torch
 from ckptkit.format.names import join, split
 from ckptkit.live.agree import Documents
 from ckptkit.live.held import Held
-from ckptkit.live.optimizers.adapter import Saved
+from ckptkit.live.optimizers.adapter import Saved, SavedState
+from ckptkit.live.resuming import nested
 from ckptkit.live.snapshot import Snapshot
 from ckptkit.live.tensors import dtype_of, torch_dtype
 from ckptkit.live.topology import Topology
@@ -79,10 +80,10 @@ class LocalShard:
         tensors = {held.name: held.local for held in snapshot.tensors}
         return cls(ShardingMetadata.of(snapshot), tensors, values, snapshot.optimizers)
 
-    def saved_state(self) -> dict[str, dict[str, Saved]]:
+    def saved_state(self) -> SavedState:
         """What it has of optimizers, by parameter and key."""
         groups = [group for document in self.optimizers for group in document["groups"]]
-        found: dict[str, dict[str, Saved]] = {n: {} for group in groups for n in group["params"]}
+        found: dict[str, dict[str, Any]] = {n: {} for group in groups for n in group["params"]}
         tensors = self.metadata.tensors
         for name, each in tensors.items():
             if name.startswith("optimizer/"):
@@ -91,6 +92,9 @@ class LocalShard:
                 alike = of is not None and of.shape == each.shape
                 item = Saved(each.shape, torch_dtype(DTYPES[each.dtype]), alike)
                 found.setdefault(parameter, {})[key] = item
+        for document in self.optimizers:
+            for name, values in document["values"].items():
+                found[name] = nested(found.get(name, {}), values, name)
         return found
 
     def objection(self, here: ShardingMetadata, group: str) -> str:

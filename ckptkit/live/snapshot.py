@@ -286,6 +286,7 @@ class Reading:
                 hint="optimizers that share parameters go into state={…}, each under its own key",
             )
         self._names.add(name)
+        check_plain(name, tensor)
         topology = self._topology
         staged = self._staged if staged is None else staged
         placements = dict(topology.placements(name, tensor, staged=staged))
@@ -304,7 +305,6 @@ class Reading:
                 placement, whole = self._rules.placement(name, said[axis.kind], shape, size)
                 shape = shape if isinstance(tensor, DTensor) else whole
                 placements[axis.name] = placement
-        check_plain(name, local)
         if role == "optimizer" and local.ndim and not isinstance(tensor, DTensor):
             says = said or (entry is not None and entry.placements is not None)
             if self._is_cut.get(of or "") and not says:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from ckptkit.errors import UnsupportedTypeError, UsageError
 from ckptkit.model import DType
@@ -46,7 +47,29 @@ def as_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Refuse tensors without elements of their own."""
+    """Refuse tensors without elements of their own, before anybody asks for their shape."""
+    if is_lazy(tensor):
+        raise UsageError(
+            "the module is lazy and has not seen an input: the tensor has no shape yet",
+            where=name,
+            hint="call the model once, as training would",
+        )
+    # Never imported here: it brings in torch's RPC.
+    if any(kind.__name__ == "ShardedTensorBase" for kind in type(tensor).__mro__):
+        raise UnsupportedTypeError(
+            "a ShardedTensor cannot be saved or filled",
+            where=name,
+            hint="use a DTensor: DTensor.from_local(tensor.local_tensor(), mesh, [Shard(0)])",
+        )
+    if tensor.is_nested:
+        raise UnsupportedTypeError(
+            "a nested tensor has no one shape",
+            where=name,
+            value=str(tensor.layout),
+            hint="store its values() and offsets() as tensors of their own",
+        )
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
     if tensor.device.type == "meta":
         raise UsageError(
             "the tensor is on the meta device: it has no values yet",
@@ -60,3 +83,20 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
             value=str(tensor.layout),
             hint="store its indices and values as tensors of their own",
         )
+    dtype_of(name, tensor)
+    if not _has_memory(tensor):
+        raise UnsupportedTypeError(
+            f"a {type(tensor).__qualname__} has no memory of its own to save or to fill",
+            where=name,
+            hint="store the tensors that it is made of, each under a name of its own",
+        )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in its own storage: those of wrappers lie in other tensors."""
+    if type(tensor).__name__ == "FakeTensor":
+        return False  # it warns whoever asks for its memory
+    try:
+        return tensor.untyped_storage().data_ptr() != 0 or not tensor.numel()
+    except (RuntimeError, NotImplementedError):
+        return False

@@ -21,8 +21,12 @@ _COUNTER = "ckptkit.counter"
 _MAX_DEPTH = 28
 
 
-def take_tensors(tree: object, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The tree with a mark for each tensor, and the tensors by the names of their arrays."""
+def take_tensors(
+    tree: object, name: str, array_at: Callable[[str], str] = str
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The tree with a mark for each tensor, and the tensors by their paths, which begin with
+    `name`; the mark tells the name of the array, which is the path itself by default.
+    """
     tensors: dict[str, torch.Tensor] = {}
 
     def taken(value: object, path: str, depth: int) -> Any:
@@ -34,7 +38,7 @@ def take_tensors(tree: object, name: str) -> tuple[Any, dict[str, torch.Tensor]]
             if path in tensors:
                 raise UnsupportedTypeError("two keys are the same as text", where=path)
             tensors[path] = value
-            return {REFERENCE: path}
+            return {REFERENCE: array_at(path)}
         if isinstance(value, Mapping):
             for mark in (REFERENCE, _TENSOR, _COUNTER):
                 if mark in value:

@@ -36,7 +36,18 @@ def held(job: Job) -> dict[str, torch.Tensor]:
         for name, tensor in module.state_dict().items():
             found[f"model/{canonical(name)}"] = tensor
         for name, state in _states(job, module).items():
-            found |= {f"optimizer/{name}/{k}": v for k, v in state.items() if torch.is_tensor(v)}
+            found |= tensors_in(state, f"optimizer/{name}")
+    return found
+
+
+def tensors_in(tree: Any, path: str) -> dict[str, torch.Tensor]:
+    """The tensors of nested containers, by their paths."""
+    if torch.is_tensor(tree):
+        return {path: tree}
+    items = enumerate(tree) if isinstance(tree, (list, tuple)) else []
+    found: dict[str, torch.Tensor] = {}
+    for key, value in tree.items() if isinstance(tree, Mapping) else items:
+        found |= tensors_in(value, f"{path}/{key}")
     return found
 
 

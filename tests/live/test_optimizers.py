@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import (
     SGD,
     Adadelta,
@@ -17,13 +19,17 @@ from torch.optim import (
     Adam,
     Adamax,
     AdamW,
+    Muon,
     NAdam,
     Optimizer,
     RMSprop,
 )
 
+import ckptkit
+from ckptkit import live
+from ckptkit.errors import PeerError, UnsupportedTypeError
 from ckptkit.live import Checkpointer
-from tests.live.gathering import Arrays, Comparison, gathered
+from tests.live.gathering import Arrays, Comparison, gathered, tensors_in
 from tests.live.pool import Pool
 from tests.live.strategies import LAYOUTS, MakeOptimizer, build
 
@@ -45,9 +51,15 @@ def two_groups(parameters: Sequence[nn.Parameter]) -> Optimizer:
     )
 
 
-MORE_PLACES = {"AdamW, two groups": ("pp:2", "tp:2"), "by row": ("pp:2",)}
+# What LBFGS keeps is of all parameters together, and nested tensors are not cut with theirs.
+WHOLE = {("LBFGS", "fsdp2:2"), ("LBFGS", "zero1:2"), ("nested", "fsdp2:2")}
+MORE_PLACES = {"AdamW, two groups": ("pp:2", "tp:2"), "by row": ("pp:2",), "in lists": ("tp:2",)}
 # torch's Adafactor does not take DTensors, and ZeRO hands its groups over as they are.
-IMPOSSIBLE = {("Adafactor", "fsdp2:2"), ("AdamW, two groups", "zero1:2")}
+IMPOSSIBLE = WHOLE | {
+    ("Adafactor", "fsdp2:2"),
+    ("AdamW, two groups", "zero1:2"),
+    ("Muon", "zero1:2"),
+}
 
 
 class ByRow(Optimizer):
@@ -71,6 +83,67 @@ class ByRow(Optimizer):
                 parameter.sub_(group["lr"] * scaled * state["history"].sum() * state["seen"])
 
 
+class Nested(Optimizer):
+    """As Shampoo does, it keeps a dictionary with a list of factors; and a history that grows."""
+
+    def __init__(self, parameters: Iterable[Any], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Gradients are scaled along each dim by what that dim has seen."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                if not state:
+                    dims = range(gradient.ndim)
+                    factors = [torch.ones(gradient.shape[dim]) for dim in dims]
+                    state["blocks"] = {0: {"factors": factors, "of": ("whole", None)}, "count": 0}
+                    state["past/means"] = ()
+                block = state["blocks"][0]
+                for dim, factor in enumerate(block["factors"]):
+                    rows = gradient.square().movedim(dim, 0).reshape(factor.shape[0], -1)
+                    factor.add_(rows.mean(1))
+                    shape = [-1 if other == dim else 1 for other in range(gradient.ndim)]
+                    gradient = gradient / factor.reshape(shape).sqrt()
+                state["blocks"]["count"] += 1
+                state["past/means"] = (*state["past/means"], gradient.mean())[-2:]
+                rate = group["lr"] * sum(map(float, state["past/means"])) + group["lr"]
+                parameter.sub_(rate * gradient / state["blocks"]["count"])
+
+
+class InLists(Optimizer):
+    """Keeps what is cut as its parameter is, in a list and a dictionary inside of it."""
+
+    def __init__(self, parameters: Iterable[Any], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Momentum, divided by the size of what there was."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                if not state:
+                    more = {"square": torch.zeros_like(gradient), "of": 0}
+                    state["moments"] = [torch.zeros_like(gradient), more]
+                first, more = state["moments"]
+                first.mul_(0.9).add_(gradient)
+                more["square"].mul_(0.9).add_(gradient.square())
+                more["of"] += 1
+                size = (more["square"] / more["of"]).sqrt() + 1e-8
+                parameter.sub_(group["lr"] * first / size)
+
+
+class Closing(torch.optim.LBFGS):
+    """LBFGS that looks once for each batch, as the jobs of these tests pass no closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        """The gradients are there already."""
+        closure = closure or (lambda: torch.tensor(1.0, requires_grad=True))
+        return super().step(closure)  # type: ignore[no-untyped-call]
+
+
 KINDS: dict[str, MakeOptimizer] = {
     "AdamW": lambda p: AdamW(p, lr=0.03),
     "AdamW, many at once": lambda p: AdamW(p, lr=0.03, foreach=True),
@@ -87,6 +160,10 @@ KINDS: dict[str, MakeOptimizer] = {
     "RMSprop": lambda p: RMSprop(p, lr=0.003, momentum=0.5, centered=True),
     "Adafactor": lambda p: Adafactor(p, lr=0.03),
     "by row": lambda p: ByRow(p, lr=0.001),
+    "nested": lambda p: Nested(p, lr=0.01),
+    "in lists": lambda p: InLists(p, lr=0.01),
+    "Muon": lambda p: Muon([each for each in p if each.ndim == 2], lr=0.01),
+    "LBFGS": lambda p: Closing(p, lr=0.01, max_iter=2, history_size=3),
 }
 
 
@@ -134,7 +211,8 @@ def test_an_optimizer_goes_on_where_it_was(gloo: Pool, tmp_path: Path, kind: str
             whole = dict(arrays) | whole
         saved[layout] = (whole, *ranks[0][1:])
     steps = {layout: (str(tmp_path / layout), saved[layout][0]) for layout in saved}
-    assert kind == "SGD" or any(name.startswith("optimizer/") for name in saved["plain"][0])
+    deepest = max(name.count("/") for name in saved["plain"][0])
+    assert deepest == {"nested": 5, "in lists": 4, "LBFGS": 3, "SGD": 1}.get(kind, 2)
     for layout in saved:
         for rank in gloo.run(LAYOUTS[layout].ranks, load, layout, kind, steps):
             for source, (differences, found, losses) in rank.items():
@@ -142,3 +220,62 @@ def test_an_optimizer_goes_on_where_it_was(gloo: Pool, tmp_path: Path, kind: str
                 assert found == saved[source][1], f"{source} into {layout}"
                 assert losses == pytest.approx(saved[source][2], rel=1e-3)
             assert rank[layout][2] == saved[layout][2], f"{layout} goes on otherwise"
+
+
+def trained(module: nn.Module, kind: str) -> Optimizer:
+    optimizer = KINDS[kind](list(module.parameters()))
+    for parameter in module.parameters():
+        parameter.grad = torch.arange(1.0, parameter.numel() + 1).reshape(parameter.shape)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", ["nested", "in lists", "LBFGS"])
+def test_what_lies_in_lists_goes_over_with_its_parameter(tmp_path: Path, kind: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4))
+    optimizer = trained(model, kind)
+    live.save(tmp_path / "a", step=1, model=model, optimizer=optimizer)
+    changes = ckptkit.Selection(rename=(("^0\\.", "first."),))
+    ckptkit.reshard(tmp_path / "a", tmp_path / "b", to="fsdp:2", selection=changes)
+    assert ckptkit.verify(tmp_path / "b") == []
+    renamed = nn.Module()
+    renamed.first = nn.Linear(3, 4)
+    again = KINDS[kind](list(renamed.parameters()))
+    live.load(tmp_path / "b", model=renamed, optimizer=again)
+    for mine, theirs in zip(again.state.values(), optimizer.state.values(), strict=True):
+        assert repr(sorted(mine.items())) == repr(sorted(theirs.items()))
+    # Once more, into what is there by now: containers stay the same ones.
+    state = again.state[renamed.first.weight]
+    kept = {key: id(value) for key, value in state.items() if type(value) is list and value}
+    for tensor in tensors_in(list(again.state.values()), "").values():
+        tensor.fill_(-7)
+    live.load(tmp_path / "b", model=renamed, optimizer=again)
+    assert kind == "LBFGS" or kept == {key: id(state[key]) for key in kept}
+    for mine, theirs in zip(again.state.values(), optimizer.state.values(), strict=True):
+        assert repr(sorted(mine.items())) == repr(sorted(theirs.items()))
+
+
+def into_flat(location: str) -> list[str]:
+    messages = []
+    for is_saved in (True, False):
+        model = FullyShardedDataParallel(nn.Linear(3, 4), device_id=torch.device("cpu"))
+        optimizer = KINDS["in lists"](list(model.parameters()))
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "timeout": 20}
+        call: Any = partial(live.load, location, **state)
+        if is_saved:
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            call = partial(live.save, f"{location}/new", step=1, **state)
+        with pytest.raises((UnsupportedTypeError, PeerError)) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_flat_parameters_take_no_lists_of_tensors(gloo: Pool, tmp_path: Path) -> None:
+    model = nn.Linear(3, 4)
+    live.save(tmp_path, step=1, model=model, optimizer=trained(model, "in lists"))
+    for messages in gloo.run(2, into_flat, str(tmp_path)):
+        for message in messages:
+            assert "a container with tensors" in message
+            assert "moments" in message

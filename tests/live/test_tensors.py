@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.masked import masked_tensor
 
 import ckptkit
 from ckptkit.errors import LayoutError, UnsupportedTypeError, UsageError
@@ -104,15 +109,82 @@ def test_sums_that_are_not_added_up_are_refused(gloo: Pool, tmp_path: Path) -> N
         assert message.startswith("s/x: a DTensor of partial sums")
 
 
-def test_what_has_no_elements_is_refused_by_name(tmp_path: Path) -> None:
-    kinds: dict[str, tuple[Any, type[Exception], str]] = {
-        "meta": (torch.empty(2, device="meta"), UsageError, "meta device"),
+def oddities() -> dict[str, tuple[Any, type[Exception], str]]:
+    """Tensors without elements of their own, and what is said of them."""
+    with FakeTensorMode():
+        fake = torch.ones(2, 2)
+    with warnings.catch_warnings():  # torch calls them prototypes, and deprecated
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        masked = masked_tensor(torch.ones(2, 2), torch.ones(2, 2).bool())
+        quantised = torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)
+        rows = torch.eye(2).to_sparse_csr()
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    return {
+        "meta": (torch.empty(2, 2, device="meta"), UsageError, "meta device"),
         "sparse": (torch.eye(2).to_sparse(), UnsupportedTypeError, "dense"),
+        "csr": (rows, UnsupportedTypeError, "dense"),
+        "nested": (nested, UnsupportedTypeError, "nested tensor"),
+        "jagged": (ragged, UnsupportedTypeError, "nested tensor"),
+        "quantised": (quantised, UnsupportedTypeError, "quantised"),
+        "lazy": (nn.UninitializedParameter(), UsageError, "lazy"),
+        "lazy buffer": (nn.UninitializedBuffer(), UsageError, "lazy"),
+        "fake": (fake, UnsupportedTypeError, "a FakeTensor has no memory"),
+        "masked": (masked, UnsupportedTypeError, "a MaskedTensor has no memory"),
     }
-    for name, (tensor, kind, words) in kinds.items():
-        with pytest.raises(kind, match=f"s/{name}.*{words}"):
-            save(tmp_path, step=1, state={"s": {name: tensor}})
-    model = nn.Linear(2, 2)
-    save(tmp_path, step=1, model=model)
+
+
+def test_what_has_no_elements_is_refused_by_name(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    save(whole, step=1, state={"s": {"x": torch.ones(2, 2)}})
+    for name, (tensor, kind, words) in oddities().items():
+        with pytest.raises(kind, match=rf"s/x: .*{words}"):
+            save(tmp_path / name, step=1, state={"s": {"x": tensor}})
+        with pytest.raises(kind, match=rf"s/x: .*{words}"):
+            load(whole, state={"s": {"x": tensor}})
+        model = nn.Module()
+        model.register_buffer("x", tensor)
+        with pytest.raises(kind, match=rf"model/x: .*{words}"):
+            save(tmp_path / name, step=1, model=model)
+        with pytest.raises(kind, match=rf"model/x: .*{words}"):
+            load(whole, model=model)
+
+
+def test_models_that_are_not_there_yet_are_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path, step=1, model=nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"model/weight.*meta device"):
         load(tmp_path, model=nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UsageError, match=r"model/weight.*lazy"):
+        load(tmp_path, model=nn.LazyLinear(2))
+    with pytest.raises(UsageError, match=r"model/running_mean.*lazy|model/weight.*lazy"):
+        save(tmp_path, step=2, model=nn.LazyBatchNorm1d())
+
+
+class Patched(nn.Linear):
+    """As some libraries patch it."""
+
+    def state_dict(self) -> Any:  # type: ignore[override]
+        """Without the arguments that torch passes."""
+        return {"weight": self.weight}
+
+
+def test_a_patched_state_dict_is_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path, step=1, model=nn.Linear(2, 2))
+    for model, name in ((Patched(2, 2), "the model"), (nn.Sequential(Patched(2, 2)), "0")):
+        with pytest.raises(UnsupportedTypeError, match=rf"^{name}: the state_dict.*Patched"):
+            save(tmp_path / "new", step=1, model=model)
+        with pytest.raises(UnsupportedTypeError, match=rf"^{name}: the state_dict.*Patched"):
+            load(tmp_path, model=model)
+
+
+def save_sharded(location: str) -> str:
+    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
+    with pytest.raises(UnsupportedTypeError) as caught:
+        save(location, step=1, state={"s": {"x": sharded_tensor.zeros(spec, 4)}}, timeout=20)
+    return str(caught.value)
+
+
+def test_a_sharded_tensor_of_the_older_kind_is_refused_by_name(gloo: Pool, tmp_path: Path) -> None:
+    for message in gloo.run(2, save_sharded, str(tmp_path)):
+        assert message.startswith("s/x: a ShardedTensor")
+        assert "DTensor" in message

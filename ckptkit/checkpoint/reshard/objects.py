@@ -76,8 +76,8 @@ def _renamed_values(item: ObjectInfo, choice: Choice) -> Any:
     if choice.is_all_as_before:
         return item.value
     if item.name == OPTIMIZER and item.semantics == "replicated":
-        kept = _parameters(choice)
-        return _optimizers(item.value, kept)
+        # The containers of optimizers refer to arrays too.
+        return _pointing(_optimizers(item.value, _parameters(choice)), choice.leads)
     return _pointing_at(item.value, choice.leads)
 
 
@@ -121,6 +121,8 @@ def _pointing(value: Any, names: Mapping[str, str]) -> Any:
         return {key: _pointing_at(v, names) for key, v in value.items() if not _is_gone(v, names)}
     if isinstance(value, list):
         return [_pointing_at(v, names) for v in value if not _is_gone(v, names)]
+    if isinstance(value, tuple):
+        return tuple(_pointing_at(v, names) for v in value if not _is_gone(v, names))
     return value
 
 

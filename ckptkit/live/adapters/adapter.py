@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ckptkit.errors import UnsupportedTypeError
 from ckptkit.live.canonical import canonical_names
 from ckptkit.live.groups import Group
 from ckptkit.live.topology import Topology
@@ -67,7 +69,7 @@ class InPlace:
         """The module's own tensors under their canonical names."""
         canonical = canonical_names(module)
         found = []
-        for name, value in module.state_dict(keep_vars=True).items():
+        for name, value in state_of(module).items():
             found.append(Entry(canonical(name), value, isinstance(value, nn.Parameter)))
         return found
 
@@ -77,11 +79,29 @@ class InPlace:
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         made_up = {entry.name: entry.value for entry in entries if id(entry.value) not in own}
         if made_up:
-            known = module.state_dict(keep_vars=True)
+            known = state_of(module)
             module.load_state_dict(
                 {name: made_up[canonical(name)] for name in known if canonical(name) in made_up},
                 strict=False,
             )
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """The module's `state_dict`, its parameters themselves: optimizers know them by identity."""
+    try:
+        return module.state_dict(keep_vars=True)
+    except TypeError as error:
+        for name, each in module.named_modules():
+            try:
+                inspect.signature(each.state_dict).bind(destination={}, prefix="", keep_vars=True)
+            except TypeError:
+                raise UnsupportedTypeError(
+                    "the state_dict() of this module does not take what torch passes to it",
+                    where=name or "the model",
+                    value=type(each).__qualname__,
+                    hint="def state_dict(self, *args, **kwargs), which passes them on",
+                ) from error
+        raise
 
 
 def dtensors(module: nn.Module) -> list[DTensor]:

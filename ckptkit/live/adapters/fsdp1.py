@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from ckptkit.live.adapters.adapter import Entry, Placements
+from ckptkit.live.adapters.adapter import Entry, Placements, state_of
 from ckptkit.live.canonical import canonical_names
 from ckptkit.live.flat import flats_of, row_placements
 from ckptkit.live.groups import Group, group_of
@@ -83,7 +83,7 @@ class FSDP1Adapter:
         first_of = {name: piece.name for piece in pieces for name in piece.also}
         found: dict[str, Entry] = {}
         with _sharded(module):
-            for key, value in module.state_dict(keep_vars=True).items():
+            for key, value in state_of(module).items():
                 name = canonical(key)
                 is_parameter = name in parameters or isinstance(value, nn.Parameter)
                 found[name] = _entry(name, key, value, is_parameter=is_parameter)

@@ -37,8 +37,9 @@ class Saved:
     """Whether it has an element for each of the parameter's."""
 
 
-SavedState = Mapping[str, Mapping[str, Saved]]
-"""By parameter and key; empty for a parameter that had no state."""
+SavedState = Mapping[str, Mapping[str, Any]]
+"""By parameter and key; empty for a parameter that had no state. A list or a dictionary that an
+optimizer keeps is one here too, with a `Saved` in the place of each tensor."""
 
 
 class OptimizerAdapter(Protocol):

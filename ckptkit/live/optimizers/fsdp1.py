@@ -21,6 +21,7 @@ from ckptkit.live.flat import Flat, Piece, flats_of
 from ckptkit.live.optimizers.adapter import Names, Saved, SavedState, StateEntry
 from ckptkit.live.optimizers.plain import PlainOptimizer
 from ckptkit.live.report import StateMismatchError
+from ckptkit.live.trees import take_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,8 @@ class FSDP1Optimizer(PlainOptimizer):
             size = pieces[0].count if share.flat.keeps_originals else share.flat.shard_size
             for key, value in self.state.get(parameter, {}).items():
                 if not torch.is_tensor(value):
+                    if take_tensors(value, key)[1]:
+                        raise _in_a_container(pieces[0].name, key)
                     kept = _Kept(value=value)
                 elif value.ndim == 0:
                     kept = _Kept(value=value.detach().to("cpu", copy=True))
@@ -198,11 +201,13 @@ class FSDP1Optimizer(PlainOptimizer):
         pieces: int,
         saved: Mapping[str, Mapping[str, Saved]],
     ) -> None:
-        wanted = {key: item for kept in saved.values() for key, item in kept.items()}
         for name, kept in saved.items():
             for key, item in kept.items():
+                if not isinstance(item, Saved):
+                    raise _in_a_container(name, key)
                 if item.shape and not item.is_like_parameter:
                     raise _not_of_its_shape(name, key, item.shape)
+        wanted = {key: item for kept in saved.values() for key, item in kept.items()}
         state = self.state.get(parameter, {})
         parts = [kept for kept in saved.values() if kept.keys() == wanted.keys()]
         if wanted and len(parts) < pieces and not wanted.keys() <= state.keys():
@@ -282,6 +287,14 @@ def _same(one: object, other: object) -> bool:
     if torch.is_tensor(one) and torch.is_tensor(other):
         return bool(torch.equal(one, other))
     return bool(one == other)
+
+
+def _in_a_container(name: str, key: str) -> UnsupportedTypeError:
+    return UnsupportedTypeError(
+        "a container with tensors, which no flat parameter of FSDP1 can have",
+        where=f"optimizer/{name}/{key}",
+        hint="fully_shard (FSDP2) keeps parameters apart",
+    )
 
 
 def _not_of_its_shape(name: str, key: str, shape: tuple[int, ...]) -> UnsupportedTypeError:

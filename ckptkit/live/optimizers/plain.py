@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckptkit.errors import InvalidNameError
+from ckptkit.errors import FormatError, InvalidNameError
+from ckptkit.format.names import join
 from ckptkit.live.groups import Group
 from ckptkit.live.optimizers.adapter import Names, Saved, SavedState, StateEntry
+from ckptkit.live.trees import arrays_in, put_tensors, take_tensors
 
 
 class PlainOptimizer:
@@ -41,7 +44,14 @@ class PlainOptimizer:
         found = []
         for parameter in self._parameters():
             for key, value in self.state.get(parameter, {}).items():
-                found.append(self.entry(_name_of(names, parameter), key, value, parameter))
+                name = _name_of(names, parameter)
+                # What lies in lists and dictionaries is one entry for each tensor.
+                array_at = partial(join, "optimizer", name)
+                tree, tensors = take_tensors(value, key, array_at)
+                if not torch.is_tensor(value):
+                    found.append(self.entry(name, key, tree, parameter))
+                for path, tensor in tensors.items():
+                    found.append(self.entry(name, path, tensor, parameter))
         return found
 
     def entry(
@@ -78,8 +88,9 @@ class PlainOptimizer:
         for parameter, kept in known.items():
             self._drop(parameter, kept)
             for key, item in kept.items():
-                if key not in self.state[parameter]:
-                    self.state[parameter][key] = self._empty(parameter, item)
+                state = self.state[parameter]
+                if key not in state or not isinstance(item, Saved):
+                    state[key] = self._made(parameter, item, state.get(key))
 
     def absorb(
         self,
@@ -92,9 +103,9 @@ class PlainOptimizer:
         parameters were saved with.
         """
         for parameter in self._parameters():
-            given = values.get(_name_of(names, parameter))
-            if given:
-                self.state[parameter] |= given
+            for key, value in values.get(_name_of(names, parameter), {}).items():
+                if not arrays_in(value, key):  # those were made with their tensors
+                    self.state[parameter][key] = put_tensors(value, _no_tensor, key)
         for group in self._optimizer.param_groups:
             known = (options[n] for n in self.names_of(names, group["params"]) if n in options)
             for key, value in next(known, {}).items():
@@ -103,15 +114,40 @@ class PlainOptimizer:
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def _drop(self, parameter: nn.Parameter, kept: Mapping[str, Saved]) -> None:
+    def _drop(self, parameter: nn.Parameter, kept: Mapping[str, Any]) -> None:
         """Forget what the checkpoint does not have, or has otherwise."""
         state = self.state.get(parameter, {})
         for key, value in list(state.items()):
             item = kept.get(key)
-            if item is None or not torch.is_tensor(value) or value.dtype != item.dtype:
+            if item is None or (isinstance(item, Saved) and not _is_of(value, item.dtype)):
                 del state[key]
         if not state:
             self.state.pop(parameter, None)
+
+    def _made(self, parameter: nn.Parameter, item: Any, mine: Any) -> Any:
+        """What the checkpoint has, in memory to be filled: that which is here already, where it
+        fits. Containers stay the same ones, as optimizers may keep them in several places.
+        """
+        if isinstance(item, Saved):
+            fits = _is_of(mine, item.dtype) and tuple(mine.shape) == item.shape
+            return mine if fits else self._empty(parameter, item)
+        if isinstance(item, dict):
+            known = mine if isinstance(mine, Mapping) else {}
+            made = {key: self._made(parameter, each, known.get(key)) for key, each in item.items()}
+            if type(mine) is not dict:
+                return made
+            mine.clear()
+            mine.update(made)
+            return mine
+        if isinstance(item, (list, tuple)):
+            here = list(mine) if isinstance(mine, (list, tuple)) else []
+            here += [None] * (len(item) - len(here))
+            items = [self._made(parameter, each, here[at]) for at, each in enumerate(item)]
+            if type(mine) is not list:
+                return items if isinstance(item, list) else tuple(items)
+            mine[:] = items
+            return mine
+        return item
 
     def _empty(self, parameter: nn.Parameter, item: Saved) -> torch.Tensor:
         if item.is_like_parameter:
@@ -124,12 +160,13 @@ class PlainOptimizer:
         on_device = group.get("capturable") or group.get("fused")
         return torch.empty((), dtype=item.dtype, device=parameter.device if on_device else "cpu")
 
-    def _needs_a_step(self, parameter: nn.Parameter, kept: Mapping[str, Saved]) -> bool:
+    def _needs_a_step(self, parameter: nn.Parameter, kept: Mapping[str, Any]) -> bool:
         """Whether only the optimizer itself knows how a value of another shape is spread."""
         state = self.state.get(parameter, {})
         return isinstance(parameter, DTensor) and any(
-            item.shape and not item.is_like_parameter and key not in state
+            each.shape and not each.is_like_parameter and key not in state
             for key, item in kept.items()
+            for each in _saved_in(item)
         )
 
     def _step_without_effect(self, parameters: list[nn.Parameter]) -> None:
@@ -152,6 +189,22 @@ class PlainOptimizer:
                 parameter.grad = gradient
                 with torch.no_grad():
                     parameter.copy_(value)
+
+
+def _is_of(value: object, dtype: torch.dtype) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == dtype
+
+
+def _saved_in(item: Any) -> Iterator[Saved]:
+    if isinstance(item, Saved):
+        yield item
+    elif isinstance(item, (dict, list, tuple)):
+        for each in item.values() if isinstance(item, dict) else item:
+            yield from _saved_in(each)
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise FormatError("not a value without tensors", where=name)
 
 
 _NOT_OPTIONS = ("params", "param_names")
