@@ -19,7 +19,8 @@ def ls(run: str, *, storage_options: Options | None, as_json: bool) -> None:
 
     Says of each when it was saved, its size, its strategy, and whether it is committed. A step that
     is not committed was never finished, or is being written; its size is what is there. The newest
-    step is the last one: numbers count, not times.
+    step is the last one: numbers count, not times. A step whose folder is a symbolic link is shown
+    as one: it is read, and never written or pruned.
     """
     found = open_run(run, storage_options)
     steps = [
@@ -30,6 +31,7 @@ def ls(run: str, *, storage_options: Options | None, as_json: bool) -> None:
             "bytes": info.nbytes,
             "strategy": info.strategy or None,
             "problem": info.problem or None,
+            "link": info.link or None,
         }
         for info in found.listing()
     ]
@@ -45,6 +47,8 @@ def ls(run: str, *, storage_options: Options | None, as_json: bool) -> None:
 
 def _row(step: dict[str, Any]) -> tuple[str, ...]:
     state = "committed" if step["committed"] else "not committed"
+    if step["link"]:
+        state += f", a link to {step['link']}"
     return (
         str(step["step"]),
         step["time"] or "-",

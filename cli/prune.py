@@ -60,7 +60,8 @@ def prune(
     that were not finished. A step stays if it is among the newest N or a multiple of K, and the
     newest always does; without --keep-last and --keep-every all committed steps stay. Newest means
     the highest step number, whenever it was saved. A step's manifest goes first, so that a crash
-    leaves no half of one.
+    leaves no half of one. Nothing is deleted through a symbolic link: steps that are links stay,
+    are listed, and do not count; of a link inside a step only the name goes.
     """
     found = ckptkit.Run(run, storage_options=storage_options)
     work = found.plan_prune if dry_run else found.prune
@@ -68,6 +69,7 @@ def prune(
     young = [] if removals or not grace else found.plan_prune(grace=0)
     if not removals and not young:
         open_run(run, storage_options)  # which says what is wrong with a place that is no run
+    links = found.links()
     gone = {removal.step for removal in removals if removal.kind == "step"}
     doc = {
         "run": found.location,
@@ -75,7 +77,8 @@ def prune(
         "removed": [_removed(removal) for removal in removals],
         "bytes": sum(removal.nbytes for removal in removals),
         "young": len(young),
-        "kept": [step for step in found.steps() if step not in gone],
+        "kept": [step for step in found.steps() if step not in gone and step not in links],
+        "links": [{"step": step, "target": links[step]} for step in links],
     }
     if as_json:
         emit_json(doc)
@@ -94,13 +97,19 @@ def _removed(removal: Any) -> dict[str, Any]:
 
 
 def _lines(doc: dict[str, Any]) -> list[str]:
-    rows = [
-        (_KINDS[gone["kind"]], str(gone["step"]), size_text(gone["bytes"]), gone["name"])
-        for gone in doc["removed"]
-    ]
+    rows = [(*_what(gone), size_text(gone["bytes"]), gone["name"]) for gone in doc["removed"]]
     verb = "would free" if doc["dry_run"] else "freed"
     total = f"{verb} {size_text(doc['bytes'])}; kept: {counted(len(doc['kept']), 'step')}"
     lines = [*aligned(rows, right=[1, 2]), total]
     if doc["young"]:
         lines.append(f"left alone, as younger than --grace: {counted(doc['young'], 'leftover')}")
-    return lines
+    return lines + [
+        f"left alone, as a symbolic link: step {link['step']} -> {link['target']}"
+        for link in doc["links"]
+    ]
+
+
+def _what(gone: dict[str, Any]) -> tuple[str, str]:
+    if gone["step"] is None:
+        return ("unfinished file, of the run", "")
+    return (_KINDS[gone["kind"]], str(gone["step"]))

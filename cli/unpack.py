@@ -33,7 +33,7 @@ def unpack(
 
     Any tool that knows Zarr v3 reads it. Every chunk is checked on the way. DIR must not
     exist, or be empty; it appears when it is complete and durable, and not at all if anything
-    fails.
+    fails. What was left by an unpack to DIR that was killed is removed.
     """
     with ckptkit.open(step, storage_options=storage_options) as checkpoint:
         nbytes = sum(array.nbytes for array in checkpoint.arrays.values())

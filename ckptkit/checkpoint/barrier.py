@@ -269,7 +269,9 @@ class FileBarrier:
 
 def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text, encoding="utf-8")
+    # Made, never opened: where many may write, a link may lie in wait at its name.
+    with temporary.open("x", encoding="utf-8") as file:
+        file.write(text)
     temporary.replace(path)
 
 

@@ -10,6 +10,7 @@ from ckptkit.errors import AlreadyExistsError, FormatError, NotCommittedError, N
 from ckptkit.format.envelope import MAX_DOCUMENT_BYTES
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Store
+from ckptkit.storage.refusals import link_in_the_way
 
 
 def read_manifest(store: Store, prefix: str) -> Manifest:
@@ -98,6 +99,13 @@ def refuse_begun(store: Store, prefix: str) -> None:
             hint="once no save is under way, `ckpt prune RUN --grace 0` removes what it left, "
             "and `ckpt rebuild STEP` commits it; overwrite=True replaces it",
         )
+
+
+def refuse_links(store: Store, prefix: str) -> None:
+    """Raise what writing to a step would, where its folder or that of its data is a link."""
+    for folder, name in (("", prefix), (prefix, DATA)):
+        if name in store.links(folder):
+            raise link_in_the_way(described(store, under(folder, name)))
 
 
 def _manifest_size(store: Store, prefix: str) -> int | None:

@@ -26,7 +26,8 @@ class Removal:
 
     kind: str
     """step; orphan: of a save that never committed; leftover: of a write that was cut off."""
-    step: int
+    step: int | None
+    """None for a leftover that lies in the run itself."""
     folder: str
     save_id: str
     """Of the manifest that names a step's data, or of the attempt that left an orphan; empty where
@@ -77,9 +78,11 @@ def plan_prune(
 
     A step whose manifest cannot be read is left alone, and does not count among those that are
     kept: it may be rebuilt, and what it names is unknown. So are steps that miss packs, where they
-    are newer than all that are whole. `now` is the time by the store's clock.
+    are newer than all that are whole, and steps whose folder is a symbolic link: they are another
+    run's, which may lose them any time. `now` is the time by the store's clock.
     """
-    folders = step_folders(store)
+    links = store.links()
+    folders = {step: name for step, name in step_folders(store).items() if name not in links}
     manifests = _manifests(store, folders)
     readable = [step for step, manifest in manifests.items() if manifest is not None]
     spared = {step for step in readable if up_to is not None and step > up_to}
@@ -104,12 +107,15 @@ def plan_prune(
                 removals += _orphans(store, step, folder, named, before)
             if store.abilities.is_file_system:
                 removals += _leftovers(store.leftovers(folder), before)
-    if can_tell and not store.abilities.is_file_system:
-        # Of uploads that nothing was visible of yet no listing knows the step.
-        unknown = folders.keys() - manifests.keys()
+    if can_tell and store.abilities.is_file_system:
+        removals += _leftovers(store.leftovers(deep=False), before)
+    elif can_tell:
+        # Of uploads that nothing was visible of yet no listing knows the step. Those beside the
+        # steps may be anybody's.
+        unknown = {None, *(folders.keys() - manifests.keys())}
         left = _leftovers(store.leftovers(), before)
         removals += [removal for removal in left if removal.step not in unknown]
-    return sorted(removals, key=lambda removal: removal.step)
+    return sorted(removals, key=lambda removal: -1 if removal.step is None else removal.step)
 
 
 def remove(store: Store, removals: Sequence[Removal]) -> None:
@@ -125,6 +131,19 @@ def remove(store: Store, removals: Sequence[Removal]) -> None:
     left = [key for removal in removals if removal.kind == "leftover" for key in removal.keys]
     if left:
         store.delete(left)
+
+
+def keys_of(store: Store, folder: str) -> tuple[list[Entry], list[str]]:
+    """All in a step, and the keys to delete it by: its manifest first, links as the names that they
+    are.
+    """
+    entries = store.list(folder)
+    manifest, data = under(folder, MANIFEST), under(folder, DATA)
+    keys = dict.fromkeys([manifest, *(entry.key for entry in entries)])
+    links = dict.fromkeys(under(folder, name) for name in store.links(folder))
+    if data not in links:
+        links |= dict.fromkeys(under(data, name) for name in store.links(data))
+    return entries, [*keys, *(key for key in links if key not in keys)]
 
 
 def clock_of(store: Store) -> float:
@@ -153,9 +172,7 @@ def _is_whole(store: Store, folder: str, manifest: Manifest | None) -> bool:
 
 
 def _step(store: Store, step: int, folder: str, save_id: str) -> Removal:
-    entries = store.list(folder)
-    manifest = under(folder, MANIFEST)
-    keys = [manifest, *(entry.key for entry in entries if entry.key != manifest)]
+    entries, keys = keys_of(store, folder)
     return Removal("step", step, folder, save_id, _total(entries), tuple(keys))
 
 
@@ -182,9 +199,13 @@ def _begun(store: Store, step: int, folder: str, before: float) -> list[Removal]
 def _orphans(
     store: Store, step: int, folder: str, named: str | None, before: float
 ) -> list[Removal]:
-    found = []
-    for save_id in store.children(under(folder, DATA)):
-        if save_id != named:
+    found: list[Removal] = []
+    data = under(folder, DATA)
+    if DATA in store.links(folder):
+        return found  # what is there is not the run's
+    links = store.links(data)
+    for save_id in store.children(data):
+        if save_id != named and save_id not in links:
             entries = store.list(data_prefix(folder, save_id))
             if _old(entries, before):
                 keys = [entry.key for entry in entries]
@@ -197,9 +218,9 @@ def _orphans(
 def _leftovers(entries: Sequence[Entry], before: float) -> list[Removal]:
     found = []
     for entry in entries:
-        folder = entry.key.partition("/")[0]
+        folder, slash, _ = entry.key.partition("/")
         step = step_number(folder)
-        if step is not None and _old([entry], before):
+        if (step is not None or not slash) and _old([entry], before):
             found.append(Removal("leftover", step, folder, "", entry.size, (entry.key,)))
     return found
 

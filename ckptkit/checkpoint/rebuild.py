@@ -41,51 +41,56 @@ def rebuild(
     With the packs of several complete saves in the step, `save_id` has to say which one is
     meant.
     """
-    store = store_at(location, storage_options)
-    damaged = _check_manifest(store)
-    manifest = _choose(store, save_id)
+    store, prefix = store_at(location, storage_options), ""
     number = step_number(store.location.name)
+    if number is not None and store.location.scheme == "file" and not isinstance(location, Store):
+        # From the run down: where the step is a link, what it leads to is not this run's.
+        store, prefix = store_at(store.location.parent), store.location.name
+    damaged = _check_manifest(store, prefix)
+    manifest = _choose(store, prefix, save_id)
     if number is not None and number != manifest.save.step:
         raise FormatError(
             f"the packs are of step {manifest.save.step}, the folder is that of step {number}",
-            where=str(store.location),
+            where=described(store, prefix),
             hint=f"the folder was renamed: call it {step_name(manifest.save.step)} again",
         )
-    publish(store, "", manifest, replace=damaged)
+    publish(store, prefix, manifest, replace=damaged)
     return manifest
 
 
-def _check_manifest(store: Store) -> bool:
+def _check_manifest(store: Store, prefix: str) -> bool:
     """Whether there is a manifest that is damaged or empty; StepExistsError where there is a
     good one.
     """
-    if MANIFEST not in store.children(""):
+    if MANIFEST not in store.children(prefix):
         return False
     try:
-        read_manifest(store, "")
+        read_manifest(store, prefix)
     except VersionError:
         raise
     except (FormatError, NotCommittedError):
         return True
+    where = described(store, prefix)
     raise StepExistsError(
         "the step is committed already, and its manifest can be read",
-        where=str(store.location),
-        hint=f"there is nothing to rebuild; `ckpt verify {store.location}` looks at every byte",
+        where=where,
+        hint=f"there is nothing to rebuild; `ckpt verify {where}` looks at every byte",
     )
 
 
-def _choose(store: Store, save_id: str | None) -> Manifest:
-    found = store.children(DATA)
+def _choose(store: Store, prefix: str, save_id: str | None) -> Manifest:
+    where = described(store, under(prefix, DATA))
+    found = store.children(under(prefix, DATA))
     if not found:
         raise NotFoundError(
             "no packs to rebuild from",
-            where=described(store, DATA),
+            where=where,
             hint="pass the folder of a step; `ckpt ls RUN` lists those of a run",
         )
     if save_id is not None and save_id not in found:
         raise NotFoundError(
             "no such save",
-            where=described(store, DATA),
+            where=where,
             value=save_id,
             hint=f"there is {', '.join(found[-_NAMED:])}",
         )
@@ -93,19 +98,19 @@ def _choose(store: Store, save_id: str | None) -> Manifest:
     problems = []
     for candidate in [save_id] if save_id else found:
         try:
-            whole[candidate] = gather(store, "", candidate)
+            whole[candidate] = gather(store, prefix, candidate)
         except (FormatError, PeerError, NotFoundError) as error:
             problems.append(f"{candidate}: {_told(error)}")
     if not whole:
         raise FormatError(
             f"no save in it is complete: {'; '.join(problems)}",
-            where=described(store, under("", DATA)),
+            where=where,
             hint="the step was never finished, or a pack is damaged; use an older step",
         )
     if len(whole) > 1:
         raise UsageError(
             f"{len(whole)} complete saves: {', '.join(whole)}",
-            where=described(store, DATA),
+            where=where,
             hint="say which one with save_id (`ckpt rebuild STEP --save-id …`)",
         )
     return next(iter(whole.values()))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.locate import committed_steps, newest_step, read_manifest, step_folders
 from ckptkit.checkpoint.pace import ask_all
-from ckptkit.checkpoint.places import DATA, MANIFEST, Place, described, step_name, store_at, under
-from ckptkit.checkpoint.prune import Removal, clock_of, plan_prune, remove
+from ckptkit.checkpoint.places import DATA, Place, described, step_name, store_at, under
+from ckptkit.checkpoint.prune import Removal, clock_of, keys_of, plan_prune, remove
 from ckptkit.errors import FormatError, NotFoundError
 from ckptkit.storage import Options
 
@@ -25,6 +25,8 @@ class StepInfo:
     time: float | None = None
     strategy: str = ""
     problem: str = ""
+    link: str = ""
+    """What the step's folder leads to, where it is a symbolic link: it is read, and left alone."""
 
 
 class Run:
@@ -64,7 +66,18 @@ class Run:
     def listing(self) -> list[StepInfo]:
         """All steps, committed or not, ascending."""
         folders = step_folders(self._store).items()
-        return list(ask_all(self._store, lambda folder: self._info(*folder), folders))
+        found = ask_all(self._store, lambda folder: self._info(*folder), folders)
+        links = self.links()
+        return [replace(info, link=links.get(info.step, "")) for info in found]
+
+    def links(self) -> dict[int, str]:
+        """The steps whose folder is a symbolic link, and what it leads to: they are read, and
+        neither written nor pruned.
+        """
+        links = self._store.links()
+        return {
+            step: links[name] for step, name in step_folders(self._store).items() if name in links
+        }
 
     def plan_prune(
         self,
@@ -81,7 +94,8 @@ class Run:
         whenever they were saved. What aborted saves and writes left, and no manifest names, is
         deleted once it is older than `grace` seconds: what is younger may be a save under way.
         Committed steps above `up_to` are left alone and do not count: a job that went back to an
-        earlier step must not lose the steps it saves then.
+        earlier step must not lose the steps it saves then. Nor do steps whose folder is a symbolic
+        link; of a link in a step that goes only the name is deleted.
         """
         return plan_prune(
             self._store, keep_last=keep_last, keep_every=keep_every, grace=grace, up_to=up_to
@@ -112,11 +126,16 @@ class Run:
 
     def delete(self, steps: Iterable[int]) -> None:
         """Delete steps, committed or not: the manifest first, so that no crash leaves half a
-        step that looks whole.
+        step that looks whole. Of a step whose folder is a symbolic link only that goes.
         """
         for step in steps:
             prefix = step_name(step)
-            keys = [entry.key for entry in self._store.list(prefix)]
+            if prefix in self._store.links():
+                self._store.delete([prefix])
+                continue
+            entries, keys = keys_of(self._store, prefix)
+            if not entries and len(keys) == 1:
+                keys = []
             if not self._store.abilities.is_file_system:
                 keys += [entry.key for entry in self._store.leftovers(prefix)]
             if not keys:
@@ -125,8 +144,7 @@ class Run:
                     where=described(self._store, prefix),
                     hint=f"`ckpt ls {self.location}` lists the steps that are there",
                 )
-            manifest = under(prefix, MANIFEST)
-            self._store.delete([manifest, *(key for key in keys if key != manifest)])
+            self._store.delete(keys)
 
     def _info(self, step: int, name: str) -> StepInfo:
         try:

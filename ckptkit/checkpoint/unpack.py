@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from ckptkit.checkpoint.zarr_view import ZarrView, presented_grid
 from ckptkit.errors import AlreadyExistsError, UsageError
 from ckptkit.model.quantity import parse_size
 from ckptkit.storage import Location
-from ckptkit.storage.folders import sync_folder
+from ckptkit.storage.folders import entered, make_folders, sync_folder
 from ckptkit.storage.refusals import refusals
 
 _WRITING = 4
@@ -36,43 +38,100 @@ def unpack(
     """Write a step as one file for each key into a new folder; returns the number of files.
 
     Every chunk is checked on the way. The folder appears when it is complete and durable, and
-    nothing is left when it fails. At most `memory` bytes of chunks are held at once, and one
+    nothing is left when it fails; what a call that was killed left is removed by the next one to
+    the same folder. At most `memory` bytes of chunks are held at once, and one
     chunk at least.
     """
     limit = parse_size(memory)
-    if Location.parse(folder).scheme != "file":
+    place = Location.parse(folder)
+    if place.scheme != "file":
         raise UsageError(
             "only a local folder can hold a plain Zarr directory",
             value=str(folder),
             hint="unpack into a folder, and copy that; `Checkpoint.zarr` reads without unpacking",
         )
-    target = Path(os.path.abspath(folder))  # noqa: PTH100 — resolve() would follow a link
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise AlreadyExistsError(
-            "there is something already", where=str(target), hint="name a folder that is not there"
-        )
-    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    target = Path(place.path)
+    _check_free(target)
     made = [parent for parent in target.parents if not parent.exists()]
-    written = partial
     try:
         with refusals(str(target)):
-            partial.mkdir(parents=True)
-            count = _write(ZarrView(checkpoint), partial, _threads(checkpoint, limit), progress)
-            _sync_below(partial)
-            written = partial.replace(target)
-            for path in (target, *made):
-                sync_folder(path.parent)
+            make_folders(target.parent)
+            with _turn(target):
+                written = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+                try:
+                    written.mkdir()
+                    threads = _threads(checkpoint, limit)
+                    count = _write(ZarrView(checkpoint), written, threads, progress)
+                    _sync_below(written)
+                    written = written.replace(target)
+                    for path in (target, *made):
+                        sync_folder(path.parent)
+                except BaseException:
+                    shutil.rmtree(written, ignore_errors=True)
+                    raise
     except BaseException:
-        _remove(written, made)
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
         raise
     return count
 
 
-def _remove(written: Path, made: list[Path]) -> None:
-    shutil.rmtree(written, ignore_errors=True)
-    for parent in made:
-        with suppress(OSError):
-            parent.rmdir()
+def _check_free(target: Path) -> None:
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        if _unfinished(target):
+            with suppress(OSError), _turn(target):
+                pass  # which removes what is nobody's
+        raise AlreadyExistsError(
+            "there is something already", where=str(target), hint="name a folder that is not there"
+        )
+
+
+def _unfinished(target: Path) -> list[Path]:
+    """What unpacking to this name has beside it until it ends."""
+    ours = re.compile(rf"\.{re.escape(target.name)}\.partial(-[0-9a-f]{{8}})?")
+    return [path for path in target.parent.iterdir() if ours.fullmatch(path.name)]
+
+
+@contextmanager
+def _turn(target: Path) -> Iterator[None]:
+    """Be the only one that unpacks to this name, and remove what those left that were killed.
+
+    The system unlocks what a process has locked however that ends, so a lock tells the living from
+    the dead, on other machines too. Where there are no locks, nothing is removed.
+    """
+    path = target.with_name(f".{target.name}.partial")
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        if _is_locked(descriptor, path):
+            for left in set(_unfinished(target)) - {path}:
+                shutil.rmtree(left, ignore_errors=True)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int, path: Path) -> bool:
+    """Whether the file is locked now, by us alone; False on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Who had it before removes it, and what has no name keeps nobody out.
+        if os.path.samestat(os.fstat(descriptor), path.lstat()):
+            return True
+    except (BlockingIOError, PermissionError, FileNotFoundError):
+        pass
+    except OSError:
+        return False
+    raise AlreadyExistsError(
+        "somebody else unpacks to this folder now",
+        where=str(path),
+        hint="wait until that is done, or name another folder",
+    )
 
 
 def _threads(checkpoint: Checkpoint, memory: int) -> int:
@@ -127,6 +186,10 @@ def _sync(path: Path) -> None:
 def _write_key(view: ZarrView, root: Path, key: str) -> int:
     data = view.read_key(key) or b""
     path = root.joinpath(*key.split("/"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with (
+        entered(root.parent, path.parent, []) as folder,
+        os.fdopen(os.open(path.name, flags, 0o666, dir_fd=folder), "wb") as file,
+    ):
+        file.write(data)
     return len(data)

@@ -62,6 +62,10 @@ class CountingStore:
         self.count("children")
         return names
 
+    def links(self, prefix: str = "") -> dict[str, str]:
+        """Not counted."""
+        return self._store.links(prefix)
+
     def list(self, prefix: str = "") -> Entries:
         """Counted as `list`."""
         entries = self._store.list(prefix)
@@ -120,9 +124,9 @@ class CountingStore:
         """Not counted."""
         return self._store.room()
 
-    def leftovers(self, prefix: str = "") -> Entries:
+    def leftovers(self, prefix: str = "", *, deep: bool = True) -> Entries:
         """Counted as `leftovers`."""
-        entries = self._store.leftovers(prefix)
+        entries = self._store.leftovers(prefix, deep=deep)
         self.count("leftovers")
         return entries
 

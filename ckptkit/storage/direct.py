@@ -19,9 +19,10 @@ _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 class DirectFile:
     """A descriptor that wants blocks while `direct` is true, and takes anything otherwise."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str, folder: int | None = None) -> None:
+        """Make a new file, by a path or by its name in an open folder."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o666)
+        self._descriptor = os.open(path, flags, 0o666, dir_fd=folder)
         self.direct = self._set_direct(wanted=True)
 
     def write(self, pieces: list[memoryview], offset: int) -> None:
@@ -55,10 +56,11 @@ class DirectFile:
         os.ftruncate(self._descriptor, size)
         getattr(os, "fdatasync", os.fsync)(self._descriptor)
 
-    def is_at(self, path: Path) -> bool:
-        """Whether the path still names this file."""
+    def is_at(self, name: str, folder: int) -> bool:
+        """Whether a name in an open folder still is that of this file."""
         try:
-            return os.path.samestat(os.fstat(self._descriptor), path.lstat())
+            there = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            return os.path.samestat(os.fstat(self._descriptor), there)
         except FileNotFoundError:
             return False
 

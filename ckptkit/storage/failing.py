@@ -85,6 +85,10 @@ class FailingStore:
         """One operation."""
         return self.attempt("children", lambda: self._store.children(prefix))
 
+    def links(self, prefix: str = "") -> dict[str, str]:
+        """No operation."""
+        return self._store.links(prefix)
+
     def list(self, prefix: str = "") -> Entries:
         """One operation."""
         return self.attempt("list", lambda: self._store.list(prefix))
@@ -132,9 +136,9 @@ class FailingStore:
         """No operation."""
         return self._store.room()
 
-    def leftovers(self, prefix: str = "") -> Entries:
+    def leftovers(self, prefix: str = "", *, deep: bool = True) -> Entries:
         """One operation."""
-        return self.attempt("leftovers", lambda: self._store.leftovers(prefix))
+        return self.attempt("leftovers", lambda: self._store.leftovers(prefix, deep=deep))
 
     def delete(self, keys: Iterable[str]) -> None:
         """One operation for each key, so that a deletion can fail half-way."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptkit.errors import NotFoundError, UsageError
 from ckptkit.storage.direct import BLOCK
 from ckptkit.storage.folders import (
-    make_folders,
+    entered,
     remove_empty,
     sync_above,
     sync_file,
@@ -48,7 +48,8 @@ _TRIES = 16
 class LocalStore:
     """A store in a folder of this machine or of a mounted network file system.
 
-    Symbolic links are followed where a key passes through one; `list` does not enter them.
+    Reads follow symbolic links where a key passes through one; `list` does not enter them. Nothing
+    is written or deleted through one below the folder, whatever takes the place of what meanwhile.
     """
 
     def __init__(self, location: str | os.PathLike[str] | Location) -> None:
@@ -72,6 +73,15 @@ class LocalStore:
         folder = self._below(prefix)
         with refusals(str(folder)):
             return sorted(e.name for e in _entries(folder) if _is_listed(e.name))
+
+    def links(self, prefix: str = "") -> dict[str, str]:
+        """The symbolic links directly below `prefix`, and what each says that it leads to."""
+        folder = self._below(prefix)
+        with refusals(str(folder)):
+            found = (e for e in _entries(folder) if _is_listed(e.name) and e.is_symlink())
+            return {
+                e.name: str(Path(e.path).readlink()) for e in sorted(found, key=attrgetter("name"))
+            }
 
     def list(self, prefix: str = "") -> Entries:
         """Every file below `prefix`, sorted by key."""
@@ -165,35 +175,46 @@ class LocalStore:
             system = os.statvfs(folder)
         return system.f_bavail * system.f_frsize
 
-    def leftovers(self, prefix: str = "") -> Entries:
+    def leftovers(self, prefix: str = "", *, deep: bool = True) -> Entries:
         """Temporary files, which a `put` that was killed leaves; sorted by key."""
         folder = self._below(prefix)
         with refusals(str(folder)):
-            return _files(folder, folder_of(prefix), is_leftover)
+            return _files(folder, folder_of(prefix), is_leftover, deep=deep)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete files in this order, also across a crash, then the folders left empty."""
+        """Delete files in this order, also across a crash, then the folders left empty.
+
+        A link goes as a name.
+        """
         paths = (self._root / deletable_key(key) for key in keys)
         for folder, group in groupby(paths, key=attrgetter("parent")):
             with refusals(str(folder)):
-                if sum([_unlinked(path) for path in group]):
+                if self._unlinked(folder, [path.name for path in group]):
                     sync_nearest(folder)
                 remove_empty(folder, self._root)
 
-    def _put(self, path: Path, data: memoryview, *, exclusive: bool) -> None:
-        folder = path.parent
-        made = make_folders(folder)
-        temporary = folder / new_temporary()
+    def _unlinked(self, folder: Path, names: Sequence[str]) -> bool:
+        """Delete these names of a folder; whether any was there."""
         try:
-            _write_whole(temporary, data)
-            sync_above(folder, self._root, made)
-            if exclusive:
-                _publish_once(temporary, path)
-            else:
-                temporary.replace(path)
-        finally:
-            with suppress(FileNotFoundError):
-                temporary.unlink()
+            with entered(self._root, folder) as descriptor:
+                return bool(sum([_unlinked(name, descriptor) for name in names]))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _put(self, path: Path, data: memoryview, *, exclusive: bool) -> None:
+        made: list[Path] = []
+        with entered(self._root, path.parent, made) as folder:
+            temporary = new_temporary()
+            try:
+                _write_whole(temporary, folder, data)
+                sync_above(path.parent, self._root, made)
+                if exclusive:
+                    _publish_once(temporary, path.name, folder)
+                else:
+                    os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=folder)
 
     def _path(self, key: str) -> Path:
         return self._root / checked_key(key)
@@ -202,8 +223,9 @@ class LocalStore:
         return self._root / folder_of(prefix)
 
 
-def _write_whole(path: Path, data: memoryview) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+def _write_whole(name: str, folder: int, data: memoryview) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(name, flags, 0o666, dir_fd=folder)
     try:
         done = 0
         while done < data.nbytes:
@@ -213,13 +235,13 @@ def _write_whole(path: Path, data: memoryview) -> None:
         os.close(descriptor)
 
 
-def _publish_once(temporary: Path, path: Path) -> None:
-    """Give a whole, durable file its name, unless that is taken: a link cannot replace."""
+def _publish_once(temporary: str, name: str, folder: int) -> None:
+    """Give a whole, durable file its name, unless that is taken: a hard link cannot replace."""
     try:
-        os.link(temporary, path)
+        os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except FileExistsError:
         # NFS repeats a lost request, and then finds its own link.
-        if temporary.stat().st_nlink < 2:
+        if os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink < 2:
             raise
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -227,13 +249,13 @@ def _publish_once(temporary: Path, path: Path) -> None:
         # Without links: claim the name with an empty file, then fill it. A crash between the two
         # leaves it empty, so callers take nothing that is empty for what was to be put.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        os.close(os.open(path, flags, 0o666))
-        temporary.replace(path)
+        os.close(os.open(name, flags, 0o666, dir_fd=folder))
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def _unlinked(path: Path) -> bool:
+def _unlinked(name: str, folder: int) -> bool:
     try:
-        path.unlink()
+        os.unlink(name, dir_fd=folder)
     except _ABSENT:
         return False
     return True
@@ -251,17 +273,21 @@ def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:
         return
 
 
-def _files(folder: Path | str, prefix: str, wanted: Callable[[str], bool]) -> Entries:
-    return sorted(_walked(folder, prefix, wanted), key=attrgetter("key"))
+def _files(
+    folder: Path | str, prefix: str, wanted: Callable[[str], bool], *, deep: bool = True
+) -> Entries:
+    return sorted(_walked(folder, prefix, wanted, deep=deep), key=attrgetter("key"))
 
 
-def _walked(folder: Path | str, prefix: str, wanted: Callable[[str], bool]) -> Iterator[Entry]:
+def _walked(
+    folder: Path | str, prefix: str, wanted: Callable[[str], bool], *, deep: bool
+) -> Iterator[Entry]:
     for entry in _entries(folder):
         key = f"{prefix}/{entry.name}" if prefix else entry.name
         # A link to a folder above would never end.
         if entry.is_dir(follow_symlinks=False):
-            if _is_listed(entry.name):
-                yield from _walked(entry.path, key, wanted)
+            if deep and _is_listed(entry.name):
+                yield from _walked(entry.path, key, wanted, deep=deep)
         elif wanted(entry.name):
             with suppress(FileNotFoundError):
                 status = entry.stat()

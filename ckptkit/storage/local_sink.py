@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from ckptkit.errors import NotFoundError
 from ckptkit.storage.buffers import AlignedBuffer, address_of, default_pool
 from ckptkit.storage.direct import BLOCK, DirectFile
 from ckptkit.storage.edges import EdgeBlocks
-from ckptkit.storage.folders import make_folders, remove_bare, sync_above, sync_folder
+from ckptkit.storage.folders import entered, remove_bare, sync_above, sync_folder
 from ckptkit.storage.keys import new_temporary
 from ckptkit.storage.parts import Parts
 from ckptkit.storage.refusals import refusals
@@ -69,10 +70,10 @@ class LocalSink:
         self._parts.complete()
         with refusals(self._where):
             self._file.seal(self._parts.total)
-            if not self._file.is_at(self._path):
-                raise self._lost()
-            if self._path != self._name:
-                self._path.replace(self._name)
+            try:
+                self._name_it()
+            except FileNotFoundError:
+                raise self._lost() from None
             sync_folder(self._path.parent)
             sync_above(self._path.parent, self._root, self._made)
             self._file.close()
@@ -85,10 +86,10 @@ class LocalSink:
             return
         self._finished = True
         self._edges.clear()
-        with suppress(OSError):
+        with suppress(OSError), entered(self._root, self._path.parent) as folder:
             # Not what another writer put in its place.
-            if self._file.is_at(self._path):
-                self._path.unlink()
+            if self._file.is_at(self._path.name, folder):
+                os.unlink(self._path.name, dir_fd=folder)
         with suppress(OSError):
             self._file.close()
         self._remove_folders()
@@ -99,12 +100,24 @@ class LocalSink:
                 for _ in range(_TRIES - 1):
                     # Another writer that gives up removes the folder while it is empty.
                     with suppress(FileNotFoundError):
-                        self._made += make_folders(self._path.parent)
-                        return DirectFile(self._path)
-                return DirectFile(self._path)
+                        return self._created()
+                return self._created()
         except BaseException:
             self._remove_folders()
             raise
+
+    def _created(self) -> DirectFile:
+        with entered(self._root, self._path.parent, self._made) as folder:
+            return DirectFile(self._path.name, folder)
+
+    def _name_it(self) -> None:
+        """Give the file its name, where it still has the one that it was made with."""
+        with entered(self._root, self._path.parent) as folder:
+            if not self._file.is_at(self._path.name, folder):
+                raise FileNotFoundError
+            if self._path != self._name:
+                names = self._path.name, self._name.name
+                os.replace(*names, src_dir_fd=folder, dst_dir_fd=folder)
 
     def _lost(self) -> NotFoundError:
         return NotFoundError(
@@ -117,8 +130,9 @@ class LocalSink:
         # Whoever made a folder could not remove it while this file was in it.
         remove_bare(self._path.parent, self._root)
         for folder in reversed(self._made):
-            with suppress(OSError):
-                folder.rmdir()
+            if self._root not in folder.parents:
+                with suppress(OSError):
+                    folder.rmdir()
 
     def _write_blocks(self, offset: int, view: memoryview) -> None:
         """Write the whole blocks of a part, with those at its borders that it completes.

@@ -14,6 +14,8 @@ BUCKETS = ("s3", "gs", "az")
 SCHEMES = ("file", "memory", *BUCKETS)
 
 _ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "azure": "az"}
+# By fsspec links would be followed where something is deleted.
+_ALIASES["local"] = "file"
 # fsspec can read these, but nobody can list or write there.
 _NO_STORES = ("http", "https", "data", "reference", "cached", "blockcache", "filecache")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)

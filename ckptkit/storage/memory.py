@@ -94,6 +94,11 @@ class MemoryStore:
             below = [path[len(folder) :] for path in self._shelf.objects if path.startswith(folder)]
         return sorted({name.partition("/")[0] for name in below})
 
+    def links(self, prefix: str = "") -> dict[str, str]:
+        """None: there is no such thing."""
+        folder_of(prefix)
+        return {}
+
     def list(self, prefix: str = "") -> Entries:
         """Every object below `prefix`, sorted by key."""
         folder, root = self._below(prefix), len(self._folder)
@@ -163,7 +168,7 @@ class MemoryStore:
             self._shelf.refuse_clash(where, path)
             self._shelf.objects[path] = item
 
-    def leftovers(self, prefix: str = "") -> Entries:
+    def leftovers(self, prefix: str = "", *, deep: bool = True) -> Entries:  # noqa: ARG002
         """Nothing: what is not finished dies with the process."""
         folder_of(prefix)
         return []

@@ -26,6 +26,7 @@ _KINDS: dict[int, tuple[type[CkptkitError], str]] = {
     errno.EEXIST: (AlreadyExistsError, "delete it first or choose another name"),
     errno.ENAMETOOLONG: (InvalidNameError, "choose a shorter name"),
     errno.ENOTDIR: (StorageError, "part of the path is a file where a folder is needed"),
+    errno.ELOOP: (StorageError, "a symbolic link is in the way, or leads to itself; remove it"),
     errno.EISDIR: (StorageError, "a folder is in the way; choose another name"),
     errno.EFBIG: (StorageError, "a limit on file sizes (ulimit -f, file system) is in the way"),
     errno.EMFILE: (StorageError, "raise the limit on open files (ulimit -n)"),
@@ -39,6 +40,16 @@ def refusal(error: OSError, where: str) -> CkptkitError:
     default = (StorageError, "see what the system says about this path (dmesg, mount, df)")
     kind, hint = _KINDS.get(error.errno or 0, default)
     return kind(error.strerror or str(error), where=where, hint=hint)
+
+
+def link_in_the_way(path: object) -> StorageError:
+    """The error of what would change something behind a symbolic link."""
+    return StorageError(
+        "a symbolic link: nothing is written or deleted through one",
+        where=str(path),
+        hint="remove the link (what it leads to stays), "
+        "or name the run that the folder itself is in",
+    )
 
 
 @contextmanager

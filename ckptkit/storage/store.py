@@ -124,6 +124,14 @@ class Store(Protocol):
     def children(self, prefix: str = "") -> Names:
         """The names directly below `prefix`, sorted; none where there is nothing."""
 
+    def links(self, prefix: str = "") -> dict[str, str]:
+        """The names directly below `prefix` that are symbolic links, and what they lead to.
+
+        Reads follow them. `list` does not enter those that lead to folders, nothing is written or
+        deleted behind one (StorageError), and `delete` of one takes the name. None where a store
+        has no such thing.
+        """
+
     def list(self, prefix: str = "") -> Entries:
         """Every object below `prefix`, sorted by key; keys are relative to the location."""
 
@@ -182,8 +190,9 @@ class Store(Protocol):
     def room(self) -> int | None:
         """The bytes that can still be written; None where there is no telling."""
 
-    def leftovers(self, prefix: str = "") -> Entries:
-        """What writes that were cut off left below `prefix`, sorted by key.
+    def leftovers(self, prefix: str = "", *, deep: bool = True) -> Entries:
+        """What writes that were cut off left below `prefix`, sorted by key; without `deep` only
+        what lies directly below it, where a store has folders.
 
         Writes under way are among it: only age tells them apart. The keys are for `delete` alone.
         A store that can leave nothing of its own returns an empty list.

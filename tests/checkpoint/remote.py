@@ -62,7 +62,7 @@ class RemoteStore(CountingStore):
         """By the server's clock."""
         return [replace(it, modified=it.modified - self.late) for it in super().list(prefix)]
 
-    def leftovers(self, prefix: str = "") -> Entries:
+    def leftovers(self, prefix: str = "", *, deep: bool = True) -> Entries:
         """What was made up."""
         self.count("leftovers")
         return [entry for entry in self.left if entry.key.startswith(prefix)]

@@ -195,3 +195,18 @@ def files(root: Path) -> dict[str, bytes]:
         elif path.is_dir() and not any(path.iterdir()):
             found[f"{path.relative_to(root)}/"] = b""
     return found
+
+
+def inodes(root: Path) -> dict[str, tuple[object, ...]]:
+    """Everything at and below a folder that any change would show in; links are not followed."""
+    found: dict[str, tuple[object, ...]] = {}
+    for path in (root, *sorted(root.rglob("*"))):
+        it = path.lstat()
+        what: object = None
+        if path.is_symlink():
+            what = path.readlink()
+        elif path.is_file():
+            what = path.read_bytes()
+        times = (it.st_mtime_ns, it.st_ctime_ns)
+        found[str(path)] = (it.st_ino, it.st_mode, it.st_nlink, it.st_size, *times, what)
+    return found

@@ -33,11 +33,11 @@ import errno, os, sys
 import numpy as np
 from ckptkit import Writer
 
-def no_link(*_):
+def no_link(*_, **__):
     raise OSError(errno.EPERM, "no links here")
 
 os.link = no_link
-os.replace = lambda *_: os._exit(17)
+os.replace = lambda *_, **__: os._exit(17)
 with Writer(sys.argv[1], step=2) as writer:
     writer.add("w", np.arange(3))
 """
@@ -168,9 +168,9 @@ def test_a_manifest_that_fills_it_after_the_plan_was_made_stays(
     store: MemoryStore, whole: dict[str, bytes]
 ) -> None:
     class Slow(FailingStore):
-        def leftovers(self, prefix: str = "") -> Any:
+        def leftovers(self, prefix: str = "", *, deep: bool = True) -> Any:
             store.put(MANIFEST, whole[MANIFEST])
-            return super().leftovers(prefix)
+            return super().leftovers(prefix, deep=deep)
 
     Run(Slow(store, fail_at=1 << 60)).prune(grace=0)
     assert contents(store) == whole

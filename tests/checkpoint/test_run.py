@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -302,3 +305,33 @@ def test_steps_are_deleted_by_number() -> None:
         run.delete([-1])
     assert refused.value.hint
     assert run.steps() == [3]
+
+
+KILLED_AS_IT_CLAIMS = """
+import os, signal, sys
+from ckptkit.checkpoint.barrier import SoloBarrier
+from ckptkit.checkpoint.mirror import Mirror, Retention
+from ckptkit.storage import LocalStore, open_store
+
+if sys.argv[2] == "killed":
+    os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+Mirror(LocalStore(sys.argv[1]), open_store("memory://kept"), Retention()).look(SoloBarrier())
+"""
+
+
+def test_what_a_kill_in_the_first_moment_leaves_in_a_local_folder_is_pruned(tmp_path: Path) -> None:
+    def look(how: str) -> int:
+        command = [sys.executable, "-c", KILLED_AS_IT_CLAIMS, str(tmp_path), how]
+        return subprocess.run(command, check=False).returncode
+
+    assert look("killed") == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".tmp-")
+    (tmp_path / ".tmp-mine").touch()
+    assert look("alive") == 0
+    run = Run(tmp_path)
+    assert run.prune() == []  # it may be a write under way
+    os.utime(left, (0, 0))
+    (removal,) = run.prune(keep_last=1)
+    assert (removal.kind, removal.step, removal.name) == ("leftover", None, left.name)
+    assert {path.name for path in tmp_path.iterdir()} == {".tmp-mine", "uploads-to.txt"}

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from tests.checkpoint.saving import (
     Tensor,
     files,
     flipped,
+    inodes,
     random_values,
     same,
     save,
@@ -108,6 +113,110 @@ def test_what_is_there_is_never_replaced(store: MemoryStore, tmp_path: Path) -> 
                 ckptkit.unpack(checkpoint, tmp_path / name)
     assert_nothing_left(tmp_path, before)
     assert (tmp_path / "link").is_symlink()
+
+
+HELD_UP = """
+import sys, time
+import ckptkit
+
+def held_up(_):
+    print("half-way", flush=True)
+    time.sleep(600)
+
+with ckptkit.open(sys.argv[1]) as checkpoint:
+    ckptkit.unpack(checkpoint, sys.argv[2], memory=1, progress=held_up)
+"""
+
+
+@contextmanager
+def held_up(run: Path, target: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that unpacks, half-way; killed at the end, if it was not before."""
+    command = [sys.executable, "-c", HELD_UP, str(run), str(target)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "half-way\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("target", ["plain", "deep/plain"])
+def test_what_a_killed_call_left_is_removed_by_the_next_and_what_is_in_use_is_not(
+    store: MemoryStore, tmp_path: Path, target: str
+) -> None:
+    run, plain = tmp_path / "run", tmp_path / target
+    save(run, STATE, strategy="fsdp:2", chunk_bytes=16)
+    others = [plain.with_name(name) for name in (".plain.partial-mine", ".other.partial-01234567")]
+    with held_up(run, plain) as process, ckptkit.open(store) as checkpoint:
+        for path in others:
+            path.mkdir()
+        before = files(plain.parent)
+        with pytest.raises(AlreadyExistsError, match="somebody else unpacks") as caught:
+            ckptkit.unpack(checkpoint, plain)
+        assert caught.value.hint
+        assert files(plain.parent) == before
+        process.kill()
+        process.wait()
+        assert len(list(plain.parent.glob(".plain.partial-????????"))) == 1
+        ckptkit.unpack(checkpoint, plain)
+    left = {path.name for path in plain.parent.iterdir()} - {"run"}
+    assert left == {"plain", *(path.name for path in others)}
+    group: Any = zarr.open_group(plain, mode="r")
+    assert same(group["scalar"][...], STATE["scalar"].whole)
+
+
+def test_what_was_left_goes_even_where_the_folder_is_there_by_now(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    run, plain, moved = (tmp_path / name for name in ("run", "plain", "moved"))
+    save(run, STATE, strategy="fsdp:2", chunk_bytes=16)
+    with held_up(run, plain):
+        pass
+    with ckptkit.open(store) as checkpoint:
+        ckptkit.unpack(checkpoint, moved)
+        moved.rename(plain)
+        with pytest.raises(AlreadyExistsError, match="there is something already"):
+            ckptkit.unpack(checkpoint, plain)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "plain"}
+
+
+def test_nothing_is_written_or_removed_behind_links(store: MemoryStore, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (outside / "folder").mkdir(parents=True)
+    (outside / "notes").write_text("mine")
+    (tmp_path / ".plain.partial").symlink_to(outside / "notes")
+    (tmp_path / ".plain.partial-01234567").symlink_to(outside)
+    (tmp_path / "whole").symlink_to(outside / "folder")
+    before = inodes(outside)
+    with ckptkit.open(store) as checkpoint:
+        for name in ("plain", "whole"):
+            with pytest.raises(CkptkitError):
+                ckptkit.unpack(checkpoint, tmp_path / name)
+        (tmp_path / ".plain.partial").unlink()
+        ckptkit.unpack(checkpoint, tmp_path / "plain")
+    assert inodes(outside) == before
+
+
+def test_a_folder_that_becomes_a_link_while_it_is_filled_leads_nowhere(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+
+    def swap(_: int) -> None:
+        for folder in (
+            *tmp_path.glob(".plain.partial-*/model"),
+            *tmp_path.glob(".plain.partial-*"),
+        ):
+            if not folder.is_symlink():
+                folder.rename(tmp_path / f"aside-{folder.name}")
+                folder.symlink_to(outside)
+
+    before = inodes(outside)
+    with ckptkit.open(store) as checkpoint, pytest.raises(StorageError, match="a symbolic link"):
+        ckptkit.unpack(checkpoint, tmp_path / "plain", progress=swap)
+    assert inodes(outside) == before
 
 
 @pytest.mark.parametrize("target", ["plain", "deep/er/plain"])

@@ -78,3 +78,16 @@ def test_a_grace_that_means_nothing_deletes_nothing(run: Path) -> None:
     assert "write 90s, 30m, 1h or 2d" in result.stderr
     assert ckpt("prune", run, "--keep-last", "0").exit_code == 2
     assert len(document("ls", run)["steps"]) == 3
+
+
+def test_an_unfinished_file_of_the_run_itself_is_deleted(run: Path) -> None:
+    (run / ".tmp-0123456789abcdef").write_bytes(b"half")
+    assert document("prune", run)["young"] == 2
+    removed = document("prune", run, "--grace", "0", "--dry-run")["removed"]
+    assert [(gone["kind"], gone["step"]) for gone in removed] == [
+        ("leftover", None),
+        ("orphan", 30),
+    ]
+    lines = ckpt("prune", run, "--grace", "0").stdout.splitlines()
+    assert lines[0].split("  ")[0] == "unfinished file, of the run"
+    assert not (run / ".tmp-0123456789abcdef").exists()

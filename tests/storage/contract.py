@@ -40,6 +40,10 @@ class StoreContract(SinkContract):
             assert store.read("a") == bytes(data)
             assert store.size("a") == len(data)
 
+    def test_what_it_made_itself_is_no_link(self, store: Store) -> None:
+        store.put("folder/a", b"x")
+        assert store.links() == store.links("folder") == store.links("nothing") == {}
+
     def test_ranges_are_exact(self, store: Store) -> None:
         store.put("a", b"0123456789")
         assert store.read("a", 3) == b"3456789"

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens to the disk, in order; paths relative to tmp_path, temporary names as `tmp`."""
     events: list[str] = []
 
-    def name(target: Any) -> str:
+    def name(target: Any, folder: int | None) -> str:
         path = Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else target
+        if folder is not None:
+            path = Path(f"/proc/self/fd/{folder}").readlink() / path
         short = os.path.relpath(path, tmp_path)
         return re.sub(r"\.tmp-\w+", "tmp", short)
 
@@ -36,7 +39,10 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         real = getattr(os, function)
 
         def recorded(*arguments: Any, **options: Any) -> Any:
-            events.append(" ".join([function, *map(name, arguments[:2])]))
+            folders = (options.get(key) for key in ("dir_fd", "src_dir_fd", "dst_dir_fd"))
+            folder = next((each for each in folders if each is not None), None)
+            told = (name(argument, folder) for argument in arguments[:2])
+            events.append(" ".join([function, *told]))
             return real(*arguments, **options)
 
         monkeypatch.setattr(os, function, recorded)
@@ -135,7 +141,7 @@ data = b"new" * 10_000
 cut_off = [None] if exclusive else [b"old"]
 if sys.argv[2] == "without links":
     cut_off = [None, b""]
-    def no_link(*_):
+    def no_link(*_, **__):
         raise OSError(errno.EPERM, "no links")
     os.link = no_link
 
@@ -148,10 +154,11 @@ def crash_at(step, after):
             calls += 1
             if calls == step and not after:
                 os._exit(17)
-            result = real(*arguments, **options)
-            if calls == step:
-                os._exit(17)
-            return result
+            try:
+                return real(*arguments, **options)
+            finally:
+                if calls == step:
+                    os._exit(17)
         setattr(os, name, counted)
     for name in ("open", "pwrite", "fsync", "link", "replace", "unlink", "close", "mkdir"):
         patch(name)
@@ -277,7 +284,7 @@ def replaced_link(
     monkeypatch: pytest.MonkeyPatch, link: Callable[[Callable[..., None], Any, Any], None]
 ) -> None:
     real = os.link
-    monkeypatch.setattr(os, "link", lambda source, target: link(real, source, target))
+    monkeypatch.setattr(os, "link", lambda *names, **within: link(partial(real, **within), *names))
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])

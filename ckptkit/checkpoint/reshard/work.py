@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.commit import commit, committed_save_id, gather
+from ckptkit.checkpoint.locate import refuse_links
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
@@ -101,6 +102,7 @@ class Work:
         was resharded may be the very one.
         """
         _check_run(self.store)
+        refuse_links(self.store, self._prefix)
         there = committed_save_id(self.store, self._prefix)
         if there == self.target.save.save_id:
             return True

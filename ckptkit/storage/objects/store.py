@@ -75,6 +75,11 @@ class ObjectStore:
         found = self._server.children(self._below(prefix))
         return sorted({name for name in found if name and not is_temporary(name)})
 
+    def links(self, prefix: str = "") -> dict[str, str]:
+        """None: there is no such thing."""
+        folder_of(prefix)
+        return {}
+
     def list(self, prefix: str = "") -> Entries:
         """Every object below `prefix`, sorted by key."""
         found = self._entries(prefix)
@@ -138,7 +143,7 @@ class ObjectStore:
         """No telling."""
         return None
 
-    def leftovers(self, prefix: str = "") -> Entries:
+    def leftovers(self, prefix: str = "", *, deep: bool = True) -> Entries:  # noqa: ARG002
         """Multipart uploads that were begun, where the server can be asked for them (S3, with
         botocore installed), and objects of the store's own; sorted by key.
         """

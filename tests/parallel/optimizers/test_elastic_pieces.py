@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptkit import Run
 from ckptkit.errors import FormatError, UsageError
 from ckptkit.live import Checkpointer
+from ckptkit.live.world import current_world
 from ckptkit.parallel.optimizers.elastic import ElasticTraining, GlobalSampler
 from ckptkit.parallel.optimizers.elastic.rate import rule_of, scale
+from ckptkit.parallel.optimizers.elastic.replicas import Replicas
+from tests.checkpoint.saving import inodes, save, small_state
 from tests.live.pool import Pool
 from tests.parallel.optimizers.problem import flat, network
 
@@ -226,3 +230,15 @@ def unseen(folder: str) -> tuple[bool, int]:
 
 def test_memory_that_not_all_ranks_see_is_not_used(gloo: Pool, tmp_path: Path) -> None:
     assert gloo.run(2, unseen, str(tmp_path)) == [(True, 3), (True, 3)]
+
+
+def test_a_link_that_somebody_else_made_where_replicas_go_is_refused(tmp_path: Path) -> None:
+    mine, link = tmp_path / "mine", tmp_path / "link"
+    save(mine, small_state(), strategy="fsdp:2")
+    link.symlink_to(mine)
+    if os.geteuid():
+        pytest.skip("only root can give a link to somebody else")
+    os.chown(link, 65534, 65534, follow_symlinks=False)
+    before = inodes(mine)
+    assert Replicas.of(link, current_world(), 5.0) is None
+    assert inodes(mine) == before

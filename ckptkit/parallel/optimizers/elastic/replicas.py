@@ -42,10 +42,10 @@ class Replicas:
         room = barrier_of(world, next_name(world, "replicas"), timeout, "nothing was replicated")
         with leaving(room):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if world.rank == 0:
+            # Where all users may write, somebody else may have made it, or a link to what is ours.
+            is_own = path.lstat().st_uid == path.stat().st_uid == os.getuid()
+            if world.rank == 0 and is_own:
                 token.touch()
-            # Where all users may write, somebody else may have made it.
-            is_own = path.stat().st_uid == os.getuid()
             is_seen = (path / room.share(token.name)).exists()
             said = [b"yes" if is_own and is_seen else b"no"]
             if isinstance(room, StoreBarrier):
