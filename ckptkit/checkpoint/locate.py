@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from isal import isal_zlib
+
 from ckptkit.checkpoint.pace import ask_all
 from ckptkit.checkpoint.places import DATA, MANIFEST, described, step_number, under
 from ckptkit.errors import AlreadyExistsError, FormatError, NotCommittedError, NotFoundError
-from ckptkit.format.envelope import MAX_DOCUMENT_BYTES
-from ckptkit.format.manifest import Manifest
-from ckptkit.storage import Store
+from ckptkit.format.envelope import (
+    CRC_BYTES,
+    CRC_MARK,
+    MAX_DOCUMENT_BYTES,
+    check_head,
+    check_sum,
+)
+from ckptkit.format.manifest import MANIFEST_KIND, Manifest
+from ckptkit.format.record import SaveInfo
+from ckptkit.storage import Source, Store, default_pool
+from ckptkit.storage.ranges import checked_size
 from ckptkit.storage.refusals import link_in_the_way
+
+# Larger manifests, of more than two million chunks, are looked at before they are read.
+_AT_ONCE = 64 << 20
+_BAND = 4 << 20
+_HEAD_BYTES = 4096
 
 
 def read_manifest(store: Store, prefix: str) -> Manifest:
@@ -25,23 +40,72 @@ def manifest_bytes(store: Store, prefix: str) -> bytes | None:
     """The manifest as it is stored, in one request; None where there is none, and nothing in one
     that was only begun.
     """
+    return _bytes(store, prefix, MAX_DOCUMENT_BYTES)
+
+
+def read_head(store: Store, prefix: str) -> tuple[SaveInfo, int]:
+    """What a listing shows of a step: the save without its details, and the bytes of its packs;
+    NotCommittedError or NotFoundError where there is no manifest.
+    """
+    data = _bytes(store, prefix, _AT_ONCE)
+    if not data:
+        raise _not_committed(store, prefix, store.children(prefix), is_begun=data is not None)
+    where = described(store, under(prefix, MANIFEST))
+    if len(data) < _AT_ONCE:
+        check_sum(MANIFEST_KIND, data[-CRC_BYTES:], isal_zlib.crc32(memoryview(data)[:-4]), where)
+    save, nbytes = Manifest.head(data, where)
+    _check_number(store, prefix, save)
+    return save, nbytes
+
+
+def _bytes(store: Store, prefix: str, most: int) -> bytes | None:
+    """A manifest, or its beginning where it has more than `most` bytes.
+
+    Before a large one is in memory its ends are looked at: a file with a hole of 4 GiB costs
+    nothing to make. So is its checksum where that needs no second request over a network.
+    """
+    key = under(prefix, MANIFEST)
     try:
-        return store.read_whole(under(prefix, MANIFEST), MAX_DOCUMENT_BYTES)
+        return store.read_whole(key, _AT_ONCE)
     except NotFoundError:
         return None
+    except FormatError:
+        where = described(store, key)
+        with store.open(key) as source:
+            checked_size(where, source.size, MAX_DOCUMENT_BYTES)
+            check_head(MANIFEST_KIND, bytes(source.fetch(0, _HEAD_BYTES)), where)
+            tail = bytes(source.fetch(source.size - CRC_BYTES, CRC_BYTES))
+            crc = int.from_bytes(tail[-4:], "big")
+            if store.abilities.is_file_system and tail[0] == CRC_MARK:
+                crc = _crc_of(source, source.size - 4)
+            check_sum(MANIFEST_KIND, tail, crc, where)
+        return store.read(key, 0, min(source.size, most))
+
+
+def _crc_of(source: Source, size: int) -> int:
+    crc = 0
+    with default_pool().take(_BAND) as memory:
+        for begin in range(0, size, _BAND):
+            with memory[: min(_BAND, size - begin)] as band:
+                source.read_into(begin, band)
+                crc = int(isal_zlib.crc32(band, crc))
+    return crc
 
 
 def _manifest(store: Store, prefix: str, data: bytes) -> Manifest:
-    where = described(store, under(prefix, MANIFEST))
-    manifest = Manifest.from_bytes(data, where)
+    manifest = Manifest.from_bytes(data, described(store, under(prefix, MANIFEST)))
+    _check_number(store, prefix, manifest.save)
+    return manifest
+
+
+def _check_number(store: Store, prefix: str, save: SaveInfo) -> None:
     number = step_number(prefix or store.location.name)
-    if number is not None and number != manifest.save.step:
+    if number is not None and number != save.step:
         raise FormatError(
-            f"the manifest is of step {manifest.save.step}, the folder of step {number}",
-            where=where,
+            f"the manifest is of step {save.step}, the folder of step {number}",
+            where=described(store, under(prefix, MANIFEST)),
             hint="the folder was renamed; give it its own name again",
         )
-    return manifest
 
 
 def manifest_at(store: Store) -> tuple[str, Manifest]:

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.locate import committed_steps, newest_step, read_manifest, step_folders
+from ckptkit.checkpoint.locate import (
+    committed_steps,
+    newest_step,
+    read_head,
+    read_manifest,
+    step_folders,
+)
 from ckptkit.checkpoint.pace import ask_all
 from ckptkit.checkpoint.places import DATA, Place, described, step_name, store_at, under
 from ckptkit.checkpoint.prune import Removal, clock_of, keys_of, plan_prune, remove
@@ -148,15 +154,13 @@ class Run:
 
     def _info(self, step: int, name: str) -> StepInfo:
         try:
-            manifest = read_manifest(self._store, name)
+            save, nbytes = read_head(self._store, name)
         except NotFoundError:
             nbytes = sum(entry.size for entry in self._store.list(under(name, DATA)))
             return StepInfo(step, committed=False, nbytes=nbytes)
         except FormatError as error:
             nbytes = sum(entry.size for entry in self._store.list(name))
             return StepInfo(step, committed=True, nbytes=nbytes, problem=error.what)
-        nbytes = sum(pack.size for pack in manifest.packs)
-        save = manifest.save
         return StepInfo(
             step, committed=True, nbytes=nbytes, time=save.time, strategy=str(save.strategy)
         )

@@ -22,7 +22,7 @@ from ckptkit.errors import (
     UnsupportedTypeError,
     UsageError,
 )
-from ckptkit.format.arrays import ROLES, Alias, ArrayInfo
+from ckptkit.format.arrays import ROLES, TOO_LARGE, Alias, ArrayInfo, is_addressable
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.format.names import ancestors, checked_path
 from ckptkit.format.objects import ObjectInfo, is_number
@@ -111,6 +111,8 @@ class Writer:
             raise UsageError(f"a role is one of {', '.join(ROLES)}", where=name, value=role)
         known = _dtype(name, data, dtype)
         whole = _global_shape(name, data, shape)
+        if not is_addressable(whole, known):
+            raise LayoutError(TOO_LARGE, where=name, value=whole)
         row = self._placements(name, placements or {})
         layout, grid = self._cut(name, whole, known, row)
         part = layout.part(self.rank)

@@ -46,8 +46,10 @@ def open_group(checkpoint: Checkpoint) -> zarr.Group:
 
 def presented_grid(array: Array) -> Grid:
     """The grid that a view shows: its own if it is regular, else the longest pieces, which
-    zarr-python 3.1 can read too.
+    zarr-python 3.1 can read too; of an empty array one that has nothing to be walked along.
     """
+    if not array.grid.chunk_count:
+        return Grid.regular(array.shape, tuple(max(1, extent) for extent in array.shape))
     if array.grid.is_regular:
         return array.grid
     longest = [
@@ -150,7 +152,9 @@ class ZarrView(Store):
 
     def _keys_of(self, name: str) -> Iterator[str]:
         yield key_of(name)
-        for index in np.ndindex(*presented_grid(self._checkpoint[name]).counts):
+        grid = presented_grid(self._checkpoint[name])
+        # `ndindex` refuses some shapes that have no index.
+        for index in np.ndindex(*grid.counts) if grid.chunk_count else ():
             yield chunk_key(name, index)
 
     def _node_keys(self) -> Iterator[str]:

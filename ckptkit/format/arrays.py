@@ -17,6 +17,7 @@ from ckptkit.model import doc as document
 ROLES = ("param", "buffer", "optimizer", "other")
 MAX_ARRAYS = 1 << 24
 MAX_DIMS = 32
+TOO_LARGE = "an array of 2**63 bytes or more, dims of size zero not counted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +139,16 @@ def _shape(extents: list[Any], dtype: DType, where: str) -> tuple[int, ...]:
     if len(extents) > MAX_DIMS:
         raise FormatError(f"more than {MAX_DIMS} dims", where=where, value=len(extents))
     shape = document.integers(extents, where)
-    if math.prod(shape) * dtype.itemsize >= 1 << 63:
-        raise FormatError("an array of 2**63 bytes or more", where=where, value=shape)
+    if not is_addressable(shape, dtype):
+        raise FormatError(TOO_LARGE, where=where, value=shape)
     return shape
+
+
+def is_addressable(shape: tuple[int, ...], dtype: DType) -> bool:
+    """Whether numpy can hold the shape: it counts no dim of size zero, and so can be empty arrays
+    that it cannot.
+    """
+    return math.prod(max(1, extent) for extent in shape) * dtype.itemsize < 1 << 63
 
 
 def check_names(arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> None:

@@ -4,7 +4,7 @@ section 6).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgpack
@@ -16,7 +16,8 @@ from ckptkit.format.leaves import unpack
 VERSION = 1
 MAX_DOCUMENT_BYTES = 1 << 32
 
-_CRC_BYTES = 5  # 0xCE and four bytes: a msgpack uint32 of fixed width
+CRC_MARK = 0xCE
+CRC_BYTES = 5  # the mark and four bytes: a msgpack uint32 of fixed width
 
 
 def seal(kind: str, fields: dict[str, Any], packed: Collection[str] = ()) -> bytes:
@@ -29,7 +30,7 @@ def seal(kind: str, fields: dict[str, Any], packed: Collection[str] = ()) -> byt
     parts = [packer.pack_map_header(len(document) + 1)]
     for key, value in document.items():
         parts += packer.pack(key), value if key in packed else packer.pack(value)
-    parts += packer.pack("crc32"), b"\xce"
+    parts += packer.pack("crc32"), bytes([CRC_MARK])
     crc = 0
     for part in parts:
         crc = isal_zlib.crc32(part, crc)
@@ -40,21 +41,8 @@ def unseal(kind: str, data: bytes, where: str, packed: Collection[str] = ()) -> 
     """The fields of a document whose checksum, kind and version are right; those named in `packed`
     as the msgpack that they are.
     """
-    if len(data) < _CRC_BYTES + 1 or data[-_CRC_BYTES] != 0xCE:
-        raise CorruptionError(
-            f"{len(data)} bytes that do not end in a checksum: truncated, or no {kind}",
-            where=where,
-            hint="`ckpt rebuild STEP` makes a lost manifest again from the packs",
-        )
-    stored = int.from_bytes(data[-4:], "big")
-    actual = isal_zlib.crc32(memoryview(data)[:-4])
-    if stored != actual:
-        raise CorruptionError(
-            f"the checksum is {actual:08x}, written was {stored:08x}",
-            where=where,
-            hint="`ckpt rebuild STEP` makes a lost manifest again from the packs",
-        )
-    _check_head(kind, data, where)
+    stored = check_sum(kind, data[-CRC_BYTES:], isal_zlib.crc32(memoryview(data)[:-4]), where)
+    check_head(kind, data, where)
     document = _unpack_around(data, where, packed) if packed else unpack(data, where)
     last = list(document)[-1]
     if last != "crc32" or document[last] is True or document[last] != stored:
@@ -64,7 +52,36 @@ def unseal(kind: str, data: bytes, where: str, packed: Collection[str] = ()) -> 
     return document
 
 
-def _check_head(kind: str, data: bytes, where: str) -> None:
+def packed_fields(data: bytes, where: str, wanted: Collection[str]) -> dict[str, memoryview]:
+    """Some fields of a document as the msgpack that they are; it may be cut off behind them."""
+    found: dict[str, memoryview] = {}
+    for key, value in _walk(data, where):
+        if key in wanted and key not in found:
+            found[key] = value
+        if len(found) == len(wanted):
+            break
+    return found
+
+
+def check_sum(kind: str, tail: bytes, actual: int, where: str) -> int:
+    """The checksum that a document ends with, if that is the one of all bytes before it."""
+    if len(tail) < CRC_BYTES or tail[-CRC_BYTES] != CRC_MARK:
+        raise CorruptionError(
+            f"does not end in a checksum: truncated, or no {kind}",
+            where=where,
+            hint="`ckpt rebuild STEP` makes a lost manifest again from the packs",
+        )
+    stored = int.from_bytes(tail[-4:], "big")
+    if stored != actual:
+        raise CorruptionError(
+            f"the checksum is {actual:08x}, written was {stored:08x}",
+            where=where,
+            hint="`ckpt rebuild STEP` makes a lost manifest again from the packs",
+        )
+    return stored
+
+
+def check_head(kind: str, data: bytes, where: str) -> None:
     """Kind and version, before anything that only a newer version may have is decoded."""
     head = msgpack.Unpacker(strict_map_key=False)
     head.feed(data[:256])
@@ -88,21 +105,27 @@ def _check_head(kind: str, data: bytes, where: str) -> None:
 
 def _unpack_around(data: bytes, where: str, packed: Collection[str]) -> dict[str, Any]:
     """The map, with some of its values left packed."""
-    walker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=len(data))
-    walker.feed(data)
-    view = memoryview(data)
     document: dict[str, Any] = {}
-    for _ in range(walker.read_map_header()):
-        start, middle, end = walker.tell(), _skip(walker, where), _skip(walker, where)
-        key, value = unpack(view[start:middle], where), view[middle:end]
-        if type(key) is not str:
-            raise FormatError("a key that is not text", where=where, value=key)
+    for key, value in _walk(data, where):
         if key in document:
             raise FormatError("a key appears twice in one map", where=where, value=key)
         document[key] = bytes(value) if key in packed else unpack(value, where)
+    return document
+
+
+def _walk(data: bytes, where: str) -> Iterator[tuple[str, memoryview]]:
+    """The keys of a map, and their values as they stand there."""
+    walker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=max(1, len(data)))
+    walker.feed(data)
+    view = memoryview(data)
+    for _ in range(walker.read_map_header()):
+        start, middle, end = walker.tell(), _skip(walker, where), _skip(walker, where)
+        key = unpack(view[start:middle], where)
+        if type(key) is not str:
+            raise FormatError("a key that is not text", where=where, value=key)
+        yield key, view[middle:end]
     if walker.tell() != len(data):
         raise FormatError("bytes behind the document", where=where)
-    return document
 
 
 def _skip(walker: msgpack.Unpacker, where: str) -> int:

@@ -203,13 +203,16 @@ def _elements(name: object, shape: object, data: object, where: str) -> np.ndarr
         raise FormatError("no dtype of the format", where=where, value=name)
     if len(shape) > MAX_DEPTH:
         raise FormatError("a typed array of too many dims", where=where, value=len(shape))
-    size = dtype.itemsize
+    size, spanned = dtype.itemsize, 1
     for extent in shape:
         if type(extent) is not int or extent < 0:
             raise FormatError("a typed array of an impossible shape", where=where, value=shape)
         size *= extent
+        spanned *= max(1, extent)
     if size != len(data):
         raise FormatError("a typed array whose bytes do not fit its shape", where=where)
+    if spanned >= 1 << 59:  # numpy cannot hold it, or not in a wider type, even if it is empty
+        raise FormatError("a typed array of an impossible shape", where=where, value=shape)
     if name == "bool" and data.strip(b"\0\1"):
         raise FormatError("a bool that is neither 0 nor 1", where=where)
     return np.frombuffer(bytearray(data), dtype=dtype.numpy).reshape(shape)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from typing import Any
 
+import msgpack
 import numpy as np
 
-from ckptkit.errors import FormatError
+from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.format.arrays import (
     Alias,
     ArrayInfo,
@@ -25,8 +27,9 @@ from ckptkit.format.columns import (
     columns_to_doc,
     stored_bytes,
 )
-from ckptkit.format.envelope import seal, unseal
+from ckptkit.format.envelope import check_head, packed_fields, seal, unseal
 from ckptkit.format.fields import Fields, extent, located
+from ckptkit.format.leaves import unpack
 from ckptkit.format.objects import (
     ObjectInfo,
     check_items,
@@ -38,8 +41,9 @@ from ckptkit.format.record import SaveInfo
 
 GROUPS_PACK = "groups.zip"
 
-_KIND = "ckptkit-manifest"
+MANIFEST_KIND = "ckptkit-manifest"
 _COLUMNS = ("pack", "offset", "length", "crc32")
+_HEAD = ("save_id", "step", "time", "writer", "world_size", "strategy")
 
 
 def pack_name(rank: int) -> str:
@@ -96,14 +100,36 @@ class Manifest:
             "chunks": columns_to_doc({name: getattr(self, name) for name in _COLUMNS}),
             "objects": objects_to_docs(self.objects),
         }
-        return seal(_KIND, fields)
+        return seal(MANIFEST_KIND, fields)
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
         """Read and check a manifest; errors name the field."""
-        fields = Fields(unseal(_KIND, data, where), "")
+        fields = Fields(unseal(MANIFEST_KIND, data, where), "")
         with located(where):
             return cls._from_fields(fields)
+
+    @staticmethod
+    def head(data: bytes, where: str) -> tuple[SaveInfo, int]:
+        """What a listing shows of a manifest, or of the beginning of one: the save without its
+        details, and the bytes of all packs.
+
+        Nothing else is decoded, so that a listing takes no longer where there are many arrays.
+        """
+        check_head(MANIFEST_KIND, data, where)
+        found = packed_fields(data, where, (*_HEAD, "packs"))
+        with located(where):
+            known = {key: unpack(found[key], key) for key in _HEAD if key in found}
+            save = SaveInfo.from_fields(Fields({**known, "details": {}}, ""))
+            packs = msgpack.Unpacker(io.BytesIO(found.get("packs", b"\xc0")), strict_map_key=False)
+            try:
+                count = packs.read_array_header()
+                _check_count(count, save.world_size)
+                return save, sum(_pack(packs.unpack(), f"packs.{i}").size for i in range(count))
+            except CkptkitError:
+                raise
+            except Exception as error:  # as in `leaves.unpack`
+                raise FormatError(f"not valid msgpack: {error}", where="packs") from error
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Manifest:
@@ -136,10 +162,16 @@ def _check_packs(packs: tuple[PackInfo, ...], world_size: int) -> None:
     for rank, pack in enumerate(packs[: len(ranks)]):
         if pack.name != pack_name(rank) or pack.record is None:
             raise FormatError(f"not {pack_name(rank)}", where=f"packs.{rank}", value=pack.name)
+    _check_count(len(packs), world_size)
     if len(ranks) != world_size or rest not in ([], [GROUPS_PACK]):
         raise FormatError(
             f"{len(packs)} packs do not fit {world_size} ranks", where="packs", value=rest
         )
+
+
+def _check_count(packs: int, world_size: int) -> None:
+    if packs not in (world_size, world_size + 1):
+        raise FormatError(f"{packs} packs do not fit {world_size} ranks", where="packs")
 
 
 def _check_lengths(arrays: tuple[ArrayInfo, ...], starts: I64, length: U64) -> None:

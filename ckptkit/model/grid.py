@@ -40,11 +40,12 @@ class Grid:
             counts = _rectilinear_counts(self.shape, self._edges)
         else:
             raise LayoutError("a grid has either a chunk shape or edges", value=self.shape)
-        total = math.prod(counts)
-        if total > MAX_CHUNKS:
-            raise LayoutError("a grid of more than 2**40 chunks", value=total)
+        # Of an empty array too, which has none of them: nobody may walk along its other dims.
+        most = math.prod(max(1, count) for count in counts)
+        if most > MAX_CHUNKS:
+            raise LayoutError("a grid of more than 2**40 chunks", value=most)
         object.__setattr__(self, "counts", counts)
-        object.__setattr__(self, "chunk_count", total)
+        object.__setattr__(self, "chunk_count", math.prod(counts))
 
     @classmethod
     def regular(cls, shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Grid:
@@ -146,6 +147,8 @@ class Grid:
     def span(self, box: Box) -> tuple[range, ...]:
         """Per dim the indices of the chunks that overlap the box."""
         self._check_inside(box)
+        if box.is_empty:
+            return (range(0),) * box.ndim
         return tuple(
             self._span(dim, a, a + n)
             for dim, (a, n) in enumerate(zip(box.offset, box.shape, strict=True))
@@ -182,8 +185,6 @@ class Grid:
         raise FormatError("must be a regular or a rectilinear grid", where=where, value=doc)
 
     def _span(self, dim: int, start: int, stop: int) -> range:
-        if start == stop:
-            return range(0)
         if self._chunk_shape is not None:
             chunk = self._chunk_shape[dim]
             return range(start // chunk, -(-stop // chunk))

@@ -13,7 +13,7 @@ import ckptkit
 from ckptkit import Run, Strategy
 from ckptkit.checkpoint import pace
 from ckptkit.checkpoint.pace import Pace
-from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError
+from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.model import Box, layout_of, parse_placement
 from ckptkit.storage import MemoryStore, Store
 from tests.checkpoint.remote import MIB, RemoteStore
@@ -52,6 +52,28 @@ def test_a_run_is_opened_with_two_requests_and_a_step_with_one(remote: RemoteSto
     step = RemoteStore(ckptkit.open_store("memory://requests/step-0000000001"))
     ckptkit.open(step).close()
     assert step.operations == {"read_whole": 1}
+
+
+def test_the_ends_of_a_large_manifest_are_looked_at_before_it_is_fetched(
+    remote: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "step-0000000001/manifest.msgpack"
+    store = RemoteStore(memory_with({e.key: remote.read(e.key) for e in remote.list()}))
+    good = remote.read(key)
+    monkeypatch.setattr("ckptkit.checkpoint.locate._AT_ONCE", len(good) - 1)
+    with ckptkit.open(store) as checkpoint:
+        assert sorted(checkpoint.arrays) == sorted(STATE)
+    (info,) = Run(store).listing()
+    assert (info.strategy, info.problem) == ("tp:4", "")
+    store.reset()
+    for bad in (bytes(len(good)), good[:-5] + bytes(5)):
+        store.behind.put(key, bad)
+        with pytest.raises(FormatError):
+            ckptkit.open(store)
+        (info,) = Run(store).listing()
+        assert info.committed
+        assert info.problem
+    assert store.bytes_read <= 4 * (4096 + 5)
 
 
 def test_the_newest_committed_step_is_looked_for_from_the_newest(remote: RemoteStore) -> None:

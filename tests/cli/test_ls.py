@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.programs import ckpt, document
+from tests.cli.programs import ckpt, document, environment
+from tests.format.samples import edited, plain, sealed
 
 
 def test_all_steps_are_listed_whether_committed_or_not(run: Path) -> None:
@@ -57,3 +62,70 @@ def test_what_is_no_run_is_said_to_be_none(command: str, run: Path, tmp_path: Pa
     assert step.exit_code == 2
     assert "a step, not a run" in step.stderr
     assert "hint: `ckpt show" in step.stderr
+
+
+def test_a_listing_decodes_no_more_than_it_shows(run: Path) -> None:
+    whole = run / "step-0000000010" / "manifest.msgpack"
+    before = document("ls", run)["steps"]
+    for field in ("arrays", "objects", "chunks", "details", "placements"):
+        whole.write_bytes(sealed(edited(plain(whole.read_bytes()), field, [{}] * 100)))
+        assert document("ls", run)["steps"] == before
+        assert ckpt("show", run / "step-0000000010").exit_code == 3
+
+
+@pytest.mark.parametrize("packs", [[], [{}] * 100_000, [{}] * 4, {}, [[]] * 5], ids=len)
+def test_packs_that_do_not_fit_are_a_problem_of_their_step(run: Path, packs: object) -> None:
+    manifest = run / "step-0000000010" / "manifest.msgpack"
+    manifest.write_bytes(sealed(edited(plain(manifest.read_bytes()), "packs", packs)))
+    first, second, _ = document("ls", run)["steps"]
+    assert first["problem"]
+    assert second["problem"] is None
+
+
+def _hole(manifest: Path) -> None:
+    with manifest.open("wb") as file:
+        file.truncate(4 << 30)
+
+
+def _hole_with_ends(manifest: Path) -> None:
+    good = manifest.read_bytes()
+    with manifest.open("r+b") as file:
+        file.truncate(700 << 20)
+        file.seek(0, os.SEEK_END)
+        file.write(good)
+
+
+def _hole_before_the_checksum(manifest: Path) -> None:
+    good = manifest.read_bytes()
+    with manifest.open("r+b") as file:
+        file.truncate((4 << 30) + 1)
+        file.seek(0, os.SEEK_END)
+        file.write(good)
+
+
+@pytest.mark.parametrize(
+    ("made", "commands"),
+    [(_hole, ["ls", "show"]), (_hole_with_ends, ["ls"]), (_hole_before_the_checksum, ["show"])],
+)
+def test_a_file_with_a_hole_is_a_problem_of_its_step(
+    run: Path, made: Callable[[Path], None], commands: list[str]
+) -> None:
+    made(run / "step-0000000010" / "manifest.msgpack")
+    for command in commands:
+        found = with_little_memory(command, run if command == "ls" else run / "step-0000000010")
+        if command == "ls":
+            assert found.returncode == 0, found.stderr
+            assert "committed, but: " in found.stdout.splitlines()[1]
+            assert found.stdout.splitlines()[2].endswith("committed")
+        else:
+            assert found.returncode == 3, found.stderr
+
+
+def with_little_memory(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """`ckpt` in a process that can hold 1 GiB."""
+    limit = "import resource as r; r.setrlimit(r.RLIMIT_AS, (1 << 30, 1 << 30))"
+    code = f"{limit}; from ckptkit.cli import main; main()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=60, env=environment()
+    )

@@ -90,6 +90,8 @@ def test_a_length_that_the_bytes_do_not_have_is_refused(head: bytes) -> None:
         extension(3, ["float32", [2**62], b""]),
         extension(3, ["float32", [2**32, 2**32], b""]),
         extension(3, ["float32", [0, 2**63], b""]),
+        extension(3, ["int8", [0, 2**59], b""]),
+        extension(3, ["int8", [2**62, 0, 2**62], b""]),
         extension(3, ["float32", [-1, -1], b"\0" * 4]),
         extension(3, ["float32", [True], b"\0" * 4]),
         extension(3, ["float32", [1.0], b"\0" * 4]),
