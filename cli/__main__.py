@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ckptkit.cli.program import main
+from ckptkit_command import main
 
 main()

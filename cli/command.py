@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import click
 from ckptkit.cli.exits import ABSENT, INTERRUPTED, MEANING, OK, STORAGE, USAGE
+from ckptkit.cli.output import printing
 from click.shell_completion import CompletionItem
 
 ALWAYS = (OK, USAGE, ABSENT, STORAGE, INTERRUPTED)
@@ -33,9 +35,18 @@ def command(
             is_flag=True,
             help=f"Print one JSON document, as schemas/cli/{name}.schema.json describes it.",
         )
-        return click.command(name, epilog=epilog(examples, told))(option(function))
+        return click.command(name, cls=Command, epilog=epilog(examples, told))(option(function))
 
     return make
+
+
+class Command(click.Command):
+    """A command whose --help, which is printed while the line is read, may meet a full stdout."""
+
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        """Read the line."""
+        with printing():
+            return super().make_context(*args, **options)
 
 
 def epilog(examples: Sequence[str], told: Mapping[int, str]) -> str:

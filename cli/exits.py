@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from contextlib import suppress
 
 import click
-from ckptkit.cli.output import printable
+from ckptkit.cli.output import let_go, remark
 
 from ckptkit.errors import (
     AlreadyExistsError,
@@ -29,7 +28,7 @@ MEANING = {
     USAGE: "wrong usage, or something is in the way",
     CORRUPT: "corrupt, or no format that this version reads",
     ABSENT: "not found, or not committed",
-    STORAGE: "the storage refused",
+    STORAGE: "the storage refused, or the output cannot be written",
     PEER: "another rank failed",
     BUG: "a bug in ckptkit",
     INTERRUPTED: "interrupted",
@@ -61,12 +60,12 @@ def report(error: BaseException) -> int:
         raise error
     code = code_of(error)
     if code == PIPE:
-        _let_go_of_stdout()
+        let_go(sys.stdout)
         return code
     if os.environ.get("CKPTKIT_DEBUG") == "1":
         traceback.print_exception(error)
     for line in _message(error, code):
-        click.echo(printable(line), err=True)
+        remark(line)
     return code
 
 
@@ -91,9 +90,3 @@ def _click_message(error: click.ClickException) -> list[str]:
     if context is not None:
         lines.append(f"hint: `{context.command_path} --help` shows the usage")
     return lines
-
-
-def _let_go_of_stdout() -> None:
-    """Python flushes stdout once more at its end, and would complain."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

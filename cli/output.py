@@ -3,23 +3,61 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 import click
+
+from ckptkit.errors import StorageError
 
 
 def emit(lines: Iterable[str]) -> None:
     """Print lines; one write, since there may be many."""
     found = [printable(line) for line in lines]
     if found:
-        click.echo("\n".join(found))
+        with printing():
+            click.echo("\n".join(found))
 
 
 def emit_json(document: Any) -> None:
     """Print a document on one line."""
-    click.echo(json.dumps(document, separators=(",", ":"), allow_nan=False))
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    with printing():
+        click.echo(text)
+
+
+def remark(line: str) -> None:
+    """Print a line on stderr; where that cannot be written, there is nobody to tell."""
+    try:
+        click.echo(printable(line), err=True)
+    except OSError:
+        let_go(sys.stderr)
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Say what is wrong with a stdout that cannot be written; a reader that went away is not."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        let_go(sys.stdout)
+        raise StorageError(
+            f"the output cannot be written: {error.strerror}",
+            where="stdout",
+            hint="all but the output is as it would be without this error",
+        ) from error
+
+
+def let_go(stream: TextIO) -> None:
+    """Python flushes streams once more at its end, and would complain."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def printable(line: str) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import click
 from ckptkit.cli.command import epilog
 from ckptkit.cli.exits import MEANING, report
+from ckptkit.cli.output import emit, printing
 
 import ckptkit
 
@@ -43,10 +47,19 @@ class Program(click.Group):
         found: click.Command = getattr(import_module(f"ckptkit.cli.{cmd_name}"), cmd_name)
         return found
 
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        """Read the line; --help and --version print then."""
+        try:
+            with printing():
+                return super().make_context(*args, **options)
+        except OSError as error:  # of which click would end with an exit code of its own
+            raise click.exceptions.Exit(report(error)) from error
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; what it raises becomes a message and an exit code."""
         try:
-            return super().invoke(ctx)
+            with _interruptible():
+                return super().invoke(ctx)
         except click.exceptions.Exit:
             raise
         except BaseException as error:  # noqa: BLE001 - the one place where errors end
@@ -71,6 +84,22 @@ class Program(click.Group):
         return sys.exit(code) if standalone_mode else code
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C is a KeyboardInterrupt while a command runs, which may have to clean up; before and
+    after that `ckptkit_command` ends at once.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @click.command(
     cls=Program,
     invoke_without_command=True,
@@ -86,4 +115,4 @@ def main(ctx: click.Context) -> None:
     stderr: errors as `error: ...` and `hint: ...`, with --json too.
     """
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+        emit(ctx.get_help().splitlines())

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from ckptkit.cli.command import command, location
 from ckptkit.cli.exits import CORRUPT, NO, OK
-from ckptkit.cli.output import aligned, counted, emit, emit_json, printable
+from ckptkit.cli.output import aligned, counted, emit, emit_json, remark
 from ckptkit.cli.sizes import sizes_from
 from ckptkit.cli.storage import Options, storage
 
@@ -61,7 +61,7 @@ def rules(
     else:
         emit(aligned([("NAME", "SHAPE", "CUTS", "PART", "WHY"), *map(_row, found)]))
         for line in _notes(unknown, missing):
-            click.echo(printable(line), err=True)
+            remark(line)
     return NO if unknown else OK
 
 

@@ -10,9 +10,15 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self, TypeGuard
 
 import numpy as np
-from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
+import zarr.dtype
+import zarr.errors
+from zarr.dtype import ZDType, data_type_registry
 
 from ckptkit.model import DTYPES, DType
+
+# zarr 3.1 has it in zarr.dtype, and later ones warn of whoever looks there.
+_NAME = "DataTypeValidationError"
+_WrongDType: type[ValueError] = getattr(zarr.errors, _NAME, None) or getattr(zarr.dtype, _NAME)
 
 
 class _Plugin(ZDType[Any, Any]):
@@ -35,7 +41,7 @@ class _Plugin(ZDType[Any, Any]):
         """For the numpy dtype that it wraps, and for no other."""
         if cls._check_native_dtype(dtype):
             return cls()
-        raise DataTypeValidationError(f"{dtype} is not {cls.known.name}")
+        raise _WrongDType(f"{dtype} is not {cls.known.name}")
 
     def to_native_dtype(self) -> Any:
         """The numpy dtype."""
@@ -43,20 +49,18 @@ class _Plugin(ZDType[Any, Any]):
 
     @classmethod
     def _from_json_v2(cls, data: Any) -> Self:
-        raise DataTypeValidationError(
-            f"{cls.known.name} is not in Zarr v2, {data} is something else"
-        )
+        raise _WrongDType(f"{cls.known.name} is not in Zarr v2, {data} is something else")
 
     @classmethod
     def _from_json_v3(cls, data: Any) -> Self:
         if data == cls.known.name:
             return cls()
-        raise DataTypeValidationError(f"{data} is not {cls.known.name}")
+        raise _WrongDType(f"{data} is not {cls.known.name}")
 
     def to_json(self, zarr_format: Any) -> Any:
         """Its name in zarr.json."""
         if zarr_format != 3:
-            raise DataTypeValidationError(f"{self.known.name} is not in Zarr v{zarr_format}")
+            raise _WrongDType(f"{self.known.name} is not in Zarr v{zarr_format}")
         return self.known.name
 
     def _check_scalar(self, data: object) -> bool:

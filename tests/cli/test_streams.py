@@ -1,0 +1,224 @@
+"""Every command where its output cannot be written, where Ctrl-C meets it early, and where it may
+not read: an error of its kind in a line or two, never a bug.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from ckptkit.cli import main
+from ckptkit.cli.program import COMMANDS
+
+from tests.cli.programs import ckpt, environment, wait_for
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = (sys.executable, "-m", "ckptkit_command")
+FULL = "error: stdout: the output cannot be written: No space left on device\n"
+CLOSED = "error: stdout: the output cannot be written: Bad file descriptor\n"
+LINES = {
+    "ls": ["{run}"],
+    "show": ["{run}"],
+    "verify": ["{run}"],
+    "diff": ["{run}", "{run}"],
+    "reshard": ["{run}", "{new}", "--to", "fsdp:3"],
+    "rules": ["{run}", "--to", "fsdp:3"],
+    "commit": ["{sliced}"],
+    "unpack": ["{run}", "{new}"],
+    "prune": ["{run}"],
+    "rebuild": ["{lost}"],
+}
+
+
+@pytest.fixture
+def places(run: Path, tmp_path: Path) -> dict[str, Path]:
+    """A run, a place for another, packs without a manifest, and a step that has lost its own."""
+    sliced = tmp_path / "sliced"
+    assert ckpt("reshard", run, sliced, "--to", "fsdp:2", "--engine", "slice:0/1").exit_code == 0
+    lost = Path(shutil.copytree(run / "step-0000000010", tmp_path / "step-0000000010"))
+    (lost / "manifest.msgpack").unlink()
+    return {"run": run, "new": tmp_path / "new", "sliced": sliced, "lost": lost}
+
+
+def line_of(name: str, places: dict[str, Path]) -> list[str]:
+    """A command that has something to print."""
+    return [name, *(word.format(**places) for word in LINES[name])]
+
+
+def run_with(
+    line: Sequence[str], redirected: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """A process behind a redirection of the shell."""
+    return subprocess.run(
+        ["sh", "-c", f'"$@" {redirected}', "sh", *PROGRAM, *line],
+        cwd=ROOT,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("name", LINES)
+def test_a_full_stdout_is_told(
+    name: str,
+    options: list[str],
+    places: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with open("/dev/full", "w") as full:  # noqa: PTH123 - a file that cannot be closed well
+        monkeypatch.setattr(sys, "stdout", full)
+        code = main([*line_of(name, places), *options], standalone_mode=False)
+    error, hint = capsys.readouterr().err.splitlines()
+    assert (code, f"{error}\n") == (5, FULL)
+    assert hint.startswith("hint: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "redirected", "told"),
+    [
+        (["--help"], ">/dev/full", FULL),
+        (["--version"], ">&-", CLOSED),
+        (["show", "--help"], ">/dev/full", FULL),
+        (["show", "{run}"], "<&- >&-", CLOSED),
+        (["show", "{run}"], ">/dev/full 2>/dev/full", ""),
+    ],
+)
+def test_a_stdout_that_cannot_be_written_reaches_the_shell(
+    run: Path, line: list[str], redirected: str, told: str
+) -> None:
+    done = run_with([word.format(run=run) for word in line], redirected)
+    assert (done.returncode, done.stdout, done.stderr.partition("hint: ")[0]) == (5, "", told)
+
+
+def test_a_file_that_is_written_never_stands_in_for_a_closed_stdout(
+    run: Path, tmp_path: Path
+) -> None:
+    done = run_with(["unpack", str(run), str(tmp_path / "plain")], "<&- >&- 2>&-")
+    assert (done.returncode, done.stdout, done.stderr) == (5, "", "")
+    assert ckpt("unpack", run, tmp_path / "other").exit_code == 0
+    for path in (tmp_path / "other").rglob("*"):
+        if path.is_file():
+            twin = tmp_path / "plain" / path.relative_to(tmp_path / "other")
+            assert twin.read_bytes() == path.read_bytes()
+
+
+STOPS = "from pathlib import Path; import time; Path({there!r}).touch(); time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("module", "moment"),
+    [
+        ("numpy", "ckptkit is imported"),
+        ("click", "the commands are imported"),
+        ("sitecustomize", "Python ends"),
+    ],
+)
+def test_ctrl_c_is_one_line_at_any_moment(module: str, moment: str, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    code = STOPS.format(there=str(there))
+    if module == "sitecustomize":
+        code = f"import atexit; atexit.register(lambda: exec({code!r}))"
+    (tmp_path / f"{module}.py").write_text(code)
+    with subprocess.Popen(
+        [*PROGRAM, "--version"],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(tmp_path)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        wait_for(there.exists)
+        program.send_signal(signal.SIGINT)
+        _, told = program.communicate(timeout=20)
+    assert (program.returncode, told) == (130, "interrupted\n"), moment
+
+
+def test_ctrl_c_is_ignored_where_the_shell_ignores_it() -> None:
+    """As behind nohup, or `&` in a script."""
+    code = "import ckptkit_command as c; c.main()"
+    ignoring = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {code}"
+    check = "; import os; os.kill(os.getpid(), signal.SIGINT)"
+    told = subprocess.run(
+        [sys.executable, "-c", ignoring.replace("; c.main()", f"{check}; c.main()"), "--version"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (told.returncode, told.stderr) == (0, "")
+
+
+@pytest.fixture
+def powerless() -> Iterator[None]:
+    """A user who may read nothing of what others keep to themselves."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for name in COMMANDS:  # what is imported later may lie where nobody may read
+        ckpt(name, "--help")
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", [name for name in LINES if name != "commit"])
+@pytest.mark.parametrize("what", ["folder", "manifest"])
+def test_what_may_not_be_read_is_the_storages_fault(
+    name: str, what: str, tmp_path: Path, run: Path, request: pytest.FixtureRequest
+) -> None:
+    places = dict.fromkeys(("run", "new", "lost", "sliced"), run)
+    for path in [run, *run.rglob("*")]:
+        path.chmod(0 if what == "folder" or path.suffix == ".msgpack" else 0o755)
+    tmp_path.chmod(0o755)
+    request.getfixturevalue("powerless")
+    result = ckpt(*line_of(name, places))
+    assert (result.exit_code, result.stdout) == (5, ""), result.stderr
+    assert result.stderr.startswith("error: ")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("redirected", [">/dev/full", ">&-", "| true"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_whole_matrix(
+    name: str, redirected: str, places: dict[str, Path], tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("print('a line')")
+    others = {"launch": ["launch", str(program)], "demo": ["demo"]}
+    line = others.get(name) or line_of(name, places)
+    for words in (line, [name, "--help"]):
+        if redirected == "| true":
+            reading, writing = os.pipe()
+            os.close(reading)  # a reader that has gone
+            done = subprocess.run(
+                [*PROGRAM, *words],
+                cwd=ROOT,
+                env=environment(),
+                stdout=writing,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            os.close(writing)
+            assert (done.returncode, done.stderr) == (141, "")
+        else:
+            done = run_with(words, redirected)
+            assert (done.returncode, done.stdout) == (5, "")
+            assert done.stderr.startswith("error: stdout: ")
+            assert done.stderr.count("\n") == 2 or name == "launch"
+        shutil.rmtree(places["new"], ignore_errors=True)
