@@ -5,7 +5,11 @@
 from __future__ import annotations
 
 import datetime
-from collections import OrderedDict
+import enum
+import os
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgpack
@@ -44,15 +48,42 @@ def encode(value: object, path: str = "", depth: int = 0) -> Any:
             _key(key, path): encode(item, f"{path}.{key}" if path else str(key), depth + 1)
             for key, item in value.items()  # type: ignore[attr-defined]
         }
-    if isinstance(value, (np.generic, np.ndarray)):
+    if isinstance(value, (np.generic, np.ndarray)) and not isinstance(value, np.character):
         return _numpy(value, path)
     if kind is datetime.datetime:
         return msgpack.ExtType(_DATETIME, value.isoformat().encode())  # type: ignore[attr-defined]
     raise UnsupportedTypeError(
         f"a {kind.__module__}.{kind.__qualname__} cannot be stored",
         where=path,
-        hint=f"accepted are {_ACCEPTED}; tensors belong among the arrays",
+        hint=f"{_instead(value)}accepted are {_ACCEPTED}; tensors belong among the arrays",
     )
+
+
+# Types that people pass all the same, the narrower ones first, and what to write for such an x.
+_INSTEAD: tuple[tuple[type, str], ...] = (
+    (enum.Enum, "x.name"),
+    (os.PathLike, "str(x)"),
+    (str, "str(x)"),
+    (bytes, "bytes(x)"),
+    (int, "int(x)"),
+    (float, "float(x)"),
+    (complex, "numpy.complex128(x)"),
+    (datetime.timedelta, "x.total_seconds()"),
+    (datetime.date, "x.isoformat()"),
+    (datetime.time, "x.isoformat()"),
+    (Mapping, "dict(x)"),
+    (AbstractSet, "sorted(x)"),
+    (tuple, "tuple(x)"),
+    (Sequence, "list(x)"),
+    (deque, "list(x)"),
+)
+
+
+def _instead(value: object) -> str:
+    kind = type(value)
+    if (kind.__module__, kind.__name__) in (("torch", "dtype"), ("torch", "device")):
+        return "write str(x); "
+    return next((f"write {text}; " for known, text in _INSTEAD if isinstance(value, known)), "")
 
 
 def dumps(value: object, path: str = "") -> bytes:

@@ -6,6 +6,9 @@ MODEL = "model"
 OPTIMIZER = "optimizer"
 # What a training job says of arrays again, under some strategies only: `alike/<name>`.
 ALIKE = "alike"
+# How the arrays `<name>%2F<part>` make the tensor that a training job had at `<name>`:
+# `wrapped/<name>`.
+WRAPPED = "wrapped"
 # The one key of a map that stands for the array of that name.
 REFERENCE = "ckptkit.array"
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT
 from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.patterns import pattern_list
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.loading import Loading, LoadOptions, Restored
 from ckptkit.live.mapping import mapped
 from ckptkit.live.meeting import barrier_of, leaving, next_name
+from ckptkit.live.nested import nested_state, picked
 from ckptkit.live.opening import open_together
 from ckptkit.live.rules import HandCuts, RulesLike
 from ckptkit.live.snapshot import Sources
@@ -116,28 +119,48 @@ def load_state(
     location: Place,
     *,
     names: Iterable[str] | None = None,
+    nested: bool = False,
     device: torch.device | str = "cpu",
     mmap: bool = False,
     verify: bool = True,
     storage_options: Options | None = None,
-) -> dict[str, torch.Tensor]:
-    """Whole tensors of a step by name, without any job; all by default.
+) -> dict[str, Any]:
+    """Whole tensors of a step by name, without any job; all by default. `names` may be patterns
+    with * and ?, which match whole names or those inside of their group, as `--include` does.
+
+    With `nested` also what is no tensor, as nested dictionaries: `model` by the names of its
+    tensors, `optimizer` with `state` (by parameter and key) and `param_groups`, `extra`, and each
+    group of `state=` as it was saved, lists as lists. `names` then also picks these by their
+    names, a group with all that it has. Values of each rank are a list of all ranks'; a tensor
+    that wraps others is a dictionary of these.
 
     With `mmap` a tensor that lies in one piece of a local file is a view of it, which is neither
     read nor checked before it is used, and whose changes never reach the file. At the usual chunk
     size these are the small ones (see `mapped`); others are read as always.
     """
+    patterns = None if names is None else pattern_list(names, "names")
     with open_checkpoint(location, storage_options=storage_options) as checkpoint:
-        wanted = list(checkpoint.arrays if names is None else names)
-        found = mapped(checkpoint, wanted) if mmap else {}
-        rest = {n: _empty_like(checkpoint, n) for n in wanted if n not in found}
-        requests = [
-            (name, Box.whole(checkpoint[name].shape), as_bits(name, tensor))
-            for name, tensor in rest.items()
-        ]
-        checkpoint.read_many(requests, verify=verify)
-    tensors = found | rest
-    return {name: tensors[name].to(device) for name in wanted}
+
+        def read(wanted: list[str]) -> dict[str, torch.Tensor]:
+            found = mapped(checkpoint, wanted) if mmap else {}
+            rest = {n: _empty_like(checkpoint, n) for n in wanted if n not in found}
+            requests = [
+                (name, Box.whole(checkpoint[name].shape), as_bits(name, tensor))
+                for name, tensor in rest.items()
+            ]
+            checkpoint.read_many(requests, verify=verify)
+            tensors = found | rest
+            return {name: tensors[name].to(device) for name in wanted}
+
+        if nested:
+            return nested_state(checkpoint, patterns, read)
+        if patterns is None:
+            return read(list(checkpoint.arrays))
+        wanted: dict[str, None] = {}
+        for name in patterns:
+            is_pattern = "*" in name or "?" in name
+            wanted |= dict.fromkeys(picked(checkpoint, (name,), []) if is_pattern else [name])
+        return read(list(wanted))
 
 
 def _empty_like(checkpoint: Checkpoint, name: str) -> torch.Tensor:

@@ -31,7 +31,7 @@ from ckptkit.live.rules import HandCuts
 from ckptkit.live.saying import readable
 from ckptkit.live.snapshot import Snapshot, Sources, parameter_names, take_snapshot
 from ckptkit.live.tensors import torch_dtype
-from ckptkit.live.trees import arrays_in, put_tensors, replace_leaves
+from ckptkit.live.trees import arrays_in, put_tensors, replace_leaves, unmarked
 from ckptkit.live.world import World, copying_threads
 from ckptkit.model import PerRank, Replicated
 
@@ -278,7 +278,9 @@ class Loading:
     def _extra(self) -> Extra:
         prefix = "extra/"
         found = {
-            n.removeprefix(prefix): o for n, o in self._objects.items() if n.startswith(prefix)
+            n.removeprefix(prefix): replace(o, value=unmarked(o.value, n))
+            for n, o in self._objects.items()
+            if n.startswith(prefix)
         }
         return Extra(found, self._world.rank, self._world.size)
 

@@ -112,7 +112,7 @@ class PreparedSave:
         names = [held.name for held in snapshot.tensors] + [tied.name for tied in snapshot.tied]
         # Extra state is, as buffers are, that of the first rank which has the module.
         objects = {name: item for name, item in snapshot.objects.items() if name != "model"}
-        values = without_tensors(snapshot.values)
+        values = without_tensors(snapshot.values, "model")
         parameters = {held.name: held for held in tensors if held.role == "param"}
         agreement = agree(
             self._barrier,

@@ -26,7 +26,7 @@ from ckptkit.live.optimizers import OptimizerAdapter, StateEntry, optimizer_adap
 from ckptkit.live.rules import HandCuts, HowCut
 from ckptkit.live.tensors import as_bits, check_plain, local_of
 from ckptkit.live.topology import Topology
-from ckptkit.live.trees import take_tensors, without_tensors
+from ckptkit.live.trees import marked, take_tensors, without_tensors
 from ckptkit.live.world import World
 from ckptkit.model import PerRank, Replicated, Shard, Split, Strided, Sum
 
@@ -175,7 +175,9 @@ def take_snapshot(
     staged = sources.model is not None and sources.model.is_staged
     reading = Reading(topology, rules or HandCuts(), staged=staged)
     details: dict[str, Any] = {}
-    objects: dict[str, object] = {f"extra/{name}": value for name, value in (extra or {}).items()}
+    objects: dict[str, object] = {
+        f"extra/{n}": _plain(f"extra/{n}", v) for n, v in (extra or {}).items()
+    }
     documents: list[dict[str, Any]] = []
     entries: list[Entry] = []
     states: list[list[StateEntry]] = []
@@ -336,7 +338,7 @@ def _trees(stateful: Mapping[str, object]) -> dict[str, tuple[Any, dict[str, tor
     for group, value in stateful.items():
         if isinstance(value, PerRank):
             # An array has one value for all ranks: the tensors of each go with its plain values.
-            found[group] = (PerRank(without_tensors(tree_of(value.value))), {})
+            found[group] = (PerRank(without_tensors(tree_of(value.value), join(group))), {})
         else:
             found[group] = take_tensors(tree_of(value), join(group))
     return found
@@ -353,6 +355,15 @@ def tree_of(value: object) -> Any:
     if isinstance(value, list):
         return [tree_of(item) for item in value]
     return value
+
+
+def _plain(name: str, value: object) -> object:
+    """A value of `extra` in types that the format has."""
+    if isinstance(value, Sum):
+        return value
+    if isinstance(value, (PerRank, Replicated, Split)):
+        return type(value)(marked(value.value, name))
+    return marked(value, name)
 
 
 def _several(optimizer: object) -> list[object]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import datetime
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,15 +11,26 @@ import numpy as np
 import torch
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
+from ckptkit.format.leaves import canonical
 from ckptkit.format.names import escape
 from ckptkit.format.reserved import REFERENCE
-from ckptkit.live.tensors import as_bits, dtype_of, local_of, torch_dtype
+from ckptkit.live.tensors import as_bits, check_plain, dtype_of, local_of, torch_dtype
 from ckptkit.model import DType
 
 _TENSOR = "ckptkit.tensor"
-# Some schedulers keep one, and ask it for what a dictionary does not have.
-_COUNTER = "ckptkit.counter"
 _MAX_DEPTH = 28
+
+# Values that the format has no type for are a map of one key, which says how they are made again
+# (FORMAT section 8). A reader that does not know the key has a map with all that there is to know.
+_MADE_BY: dict[str, Callable[[Any], object]] = {
+    # Some schedulers keep one, and ask it for what a dictionary does not have.
+    "ckptkit.counter": lambda counts: Counter(dict(counts)),
+    "ckptkit.set": set,
+    "ckptkit.frozenset": frozenset,
+    "ckptkit.deque": lambda given: deque(given[0], maxlen=given[1]),
+    "ckptkit.date": datetime.date.fromisoformat,
+    "ckptkit.size": torch.Size,
+}
 
 
 def take_tensors(
@@ -39,12 +51,11 @@ def take_tensors(
                 raise UnsupportedTypeError("two keys are the same as text", where=path)
             tensors[path] = value
             return {REFERENCE: array_at(path)}
+        if form := _form_of(value):
+            mark, inner = form
+            return {mark: taken(inner, path, depth + 1)}
         if isinstance(value, Mapping):
-            for mark in (REFERENCE, _TENSOR, _COUNTER):
-                if mark in value:
-                    raise UnsupportedTypeError("the key is ckptkit's own", where=path, value=mark)
-            if isinstance(value, Counter):
-                return {_COUNTER: dict(value)}
+            _check_keys(value, path)
             return {k: taken(v, f"{path}/{escape(str(k))}", depth + 1) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             items = [taken(v, f"{path}/{at}", depth + 1) for at, v in enumerate(value)]
@@ -63,8 +74,8 @@ def put_tensors(tree: Any, tensor_of: Callable[[str], torch.Tensor], where: str)
             return tensor_of(tree[REFERENCE])
         if _TENSOR in tree:
             return _as_tensor(tree, where)
-        if _COUNTER in tree:
-            return _as_counter(tree, where)
+        if len(tree) == 1 and (mark := next(iter(tree))) in _MADE_BY:
+            return _made(mark, put_tensors(tree[mark], tensor_of, where), where)
         return {key: put_tensors(value, tensor_of, where) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         items = [put_tensors(value, tensor_of, where) for value in tree]
@@ -72,21 +83,80 @@ def put_tensors(tree: Any, tensor_of: Callable[[str], torch.Tensor], where: str)
     return tree
 
 
-def without_tensors(tree: Any) -> Any:
+def without_tensors(tree: Any, where: str = "") -> Any:
     """The tree with the values of its tensors in it, for small ones that each rank has its own
     of.
     """
     if isinstance(tree, torch.Tensor):
-        dtype = dtype_of("", tree)
-        return {_TENSOR: as_bits("", local_of(tree).cpu().contiguous()).view(dtype.numpy)}
-    if isinstance(tree, Counter):
-        return {_COUNTER: dict(tree)}
+        check_plain(where, tree)
+        dtype = dtype_of(where, tree)
+        return {_TENSOR: as_bits(where, local_of(tree).cpu().contiguous()).view(dtype.numpy)}
+    if form := _form_of(tree):
+        mark, inner = form
+        return {mark: without_tensors(inner, where)}
     if isinstance(tree, Mapping):
-        return {key: without_tensors(value) for key, value in tree.items()}
+        return {key: without_tensors(value, f"{where}/{key}") for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        items = [without_tensors(value) for value in tree]
+        items = [without_tensors(value, f"{where}/{at}") for at, value in enumerate(tree)]
         return items if isinstance(tree, list) else tuple(items)
     return tree
+
+
+def marked(value: Any, where: str, depth: int = 0) -> Any:
+    """A plain value with marks where it has what the format has no type for; what has no mark is
+    refused when it is stored.
+    """
+    if depth > _MAX_DEPTH:
+        return value
+    if form := _form_of(value):
+        mark, inner = form
+        return {mark: marked(inner, where, depth + 1)}
+    if type(value) in (dict, OrderedDict):
+        _check_keys(value, where)
+        return {k: marked(each, f"{where}.{k}", depth + 1) for k, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(marked(v, f"{where}[{at}]", depth + 1) for at, v in enumerate(value))
+    return value
+
+
+def unmarked(value: Any, where: str) -> Any:
+    """The value that `marked` was given."""
+    if isinstance(value, dict):
+        found = {key: unmarked(each, where) for key, each in value.items()}
+        mark = next(iter(found)) if len(found) == 1 else None
+        return _made(mark, found[mark], where) if mark in _MADE_BY else found
+    if isinstance(value, (list, tuple)):
+        items = [unmarked(each, where) for each in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _form_of(value: object) -> tuple[str, Any] | None:
+    """The mark of a value that has one, and what it is made of."""
+    if isinstance(value, Counter):
+        return "ckptkit.counter", dict(value)
+    if type(value) in (set, frozenset):
+        # In one order on all ranks, whatever their hashes are.
+        items = sorted(value, key=lambda item: canonical(marked(item, "")))  # type: ignore[call-overload]
+        return f"ckptkit.{type(value).__name__}", items
+    if type(value) is deque:
+        return "ckptkit.deque", [list(value), value.maxlen]
+    if type(value) is datetime.date:
+        return "ckptkit.date", value.isoformat()
+    return ("ckptkit.size", list(value)) if type(value) is torch.Size else None
+
+
+def _made(mark: str, given: Any, where: str) -> Any:
+    try:
+        return _MADE_BY[mark](given)
+    except (TypeError, ValueError, LookupError) as error:
+        raise FormatError(f"no value for {mark}", where=where, value=given) from error
+
+
+def _check_keys(value: Mapping[Any, Any], where: str) -> None:
+    for mark in (REFERENCE, _TENSOR, *_MADE_BY):
+        if mark in value:
+            raise UnsupportedTypeError("the key is ckptkit's own", where=where, value=mark)
 
 
 def _as_tensor(tree: dict[str, Any], where: str) -> torch.Tensor:
@@ -97,13 +167,6 @@ def _as_tensor(tree: dict[str, Any], where: str) -> torch.Tensor:
     tensor = torch.empty(array.shape, dtype=torch_dtype(dtype))
     as_bits(where, tensor)[...] = array.view(dtype.bits)
     return tensor
-
-
-def _as_counter(tree: dict[str, Any], where: str) -> Counter[Any]:
-    counts = tree[_COUNTER]
-    if len(tree) != 1 or not isinstance(counts, dict):
-        raise FormatError("not the values of a Counter", where=where, value=tree)
-    return Counter(counts)
 
 
 def arrays_in(tree: Any, where: str) -> list[str]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+import enum
 import random
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +113,65 @@ def test_values_that_no_checkpoint_can_hold_are_named(tmp_path: Path) -> None:
         save(tmp_path, step=1, state={"extra": {}})
     with pytest.raises(UsageError, match="Sum and Split"):
         save(tmp_path, step=1, state={"mine": Sum(3)})
+
+
+ODD: dict[str, Any] = {
+    "set": {3, 1, ("b", frozenset({2}))},
+    "nothing": set(),
+    "frozenset": frozenset({"x", b"y", None}),
+    "deque": deque([1, [{2}]], maxlen=3),
+    "endless": deque(),
+    "date": datetime.date(2024, 2, 29),
+    "size": torch.Size([2, 3]),
+    "counter": Counter({"a": 2}),
+    "inside": [({"when": datetime.date(1, 1, 1)},)],
+}
+
+
+def test_sets_and_dates_come_back_as_what_they_were(tmp_path: Path) -> None:
+    each = {"replicated": ODD, "ranks": PerRank(ODD), "items": Split([ODD["set"], ODD["date"]])}
+    save(tmp_path / "a", step=1, extra=each, state={"mine": ODD, "own": PerRank(ODD)})
+    ckptkit.reshard(tmp_path / "a", tmp_path / "b", to="fsdp:2")
+    assert ckptkit.diff(tmp_path / "a", tmp_path / "b").same
+    assert ckptkit.digest(tmp_path / "a").step == ckptkit.digest(tmp_path / "b").step
+    for folder in ("a", "b"):
+        mine: dict[str, Any] = {}
+        extra = load(tmp_path / folder, state={"mine": mine}).extra
+        for found in (mine, extra["replicated"], extra.of_ranks("ranks")[0]):
+            assert found == ODD
+            assert {k: type(v) for k, v in found.items()} == {k: type(v) for k, v in ODD.items()}
+            assert found["deque"].maxlen == 3
+        assert extra["items"] == [ODD["set"], ODD["date"]]
+    own: dict[str, Any] = {}
+    load(tmp_path / "a", state={"mine": {}, "own": PerRank(own)})
+    assert own == ODD
+    with ckptkit.open(tmp_path / "a") as step:  # to those who know no torch they are maps
+        assert step.objects["extra/replicated"]["set"]["ckptkit.set"][:2] == [1, 3]
+
+
+INSTEAD: dict[str, tuple[object, str]] = {
+    "an Enum": (enum.Enum("Phase", "WARM").WARM, "write x.name"),  # type: ignore[attr-defined]
+    "a path": (Path("a"), "write str(x)"),
+    "numpy's text": (np.str_("a"), "write str(x)"),
+    "a complex number": (1j, "write numpy.complex128(x)"),
+    "a duration": (datetime.timedelta(1), "write x.total_seconds()"),
+    "a defaultdict": (defaultdict(int), "write dict(x)"),
+    "a range": (range(3), "write list(x)"),
+    "a named tuple": (time.gmtime(), "write tuple(x)"),
+    "a dtype": (torch.float32, "write str(x)"),
+}
+
+
+@pytest.mark.parametrize("kind", INSTEAD)
+def test_of_what_is_refused_it_is_said_what_to_write(tmp_path: Path, kind: str) -> None:
+    value, words = INSTEAD[kind]
+    with pytest.raises(UnsupportedTypeError) as caught:
+        save(tmp_path, step=1, extra={"odd": {"x": value}})
+    assert words in caught.value.hint
+    assert "extra/odd" in caught.value.where
+    for mark in ("ckptkit.set", "ckptkit.array"):
+        with pytest.raises(UnsupportedTypeError, match="ckptkit's own"):
+            save(tmp_path, step=1, extra={"odd": {"x": {mark: 1}}})
 
 
 class Loader:
