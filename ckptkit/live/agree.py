@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.checkpoint.barrier import Barrier
+from ckptkit.checkpoint.barrier import Barrier, Gathering
 from ckptkit.errors import InvalidNameError
 from ckptkit.format.leaves import canonical, dumps, unpack
 from ckptkit.live.meeting import StoreBarrier
@@ -94,6 +94,13 @@ def _check_tied(barrier: StoreBarrier, topology: Topology, told: dict[str, objec
             value=found,
             hint="stages keep the names of the whole model: an nn.ModuleDict of its layers does",
         )
+
+
+def told(barrier: Gathering, mine: object, conclude: Callable[[list[Any]], object]) -> Any:
+    """What rank 0 concludes of what all ranks have to say, in their order: plain values."""
+    heard = [unpack(data, "a rank") for data in barrier.collect(dumps(mine))]
+    found = conclude(heard) if barrier.rank == 0 else None
+    return unpack(bytes.fromhex(barrier.share(dumps(found).hex())), "rank 0")
 
 
 def merged(*, optimizers_of: Sequence[Documents]) -> Documents:

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
+from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier, Gathering
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import FormatError
 from ckptkit.format.names import join, split
-from ckptkit.live.agree import Agreement, Documents, agree
+from ckptkit.live.agree import Agreement, Documents, agree, told
 from ckptkit.live.extra import Extra
 from ckptkit.live.filling import Filling, Target
 from ckptkit.live.handover import hand_over
 from ckptkit.live.held import Held
 from ckptkit.live.meeting import StoreBarrier, leaving
 from ckptkit.live.reading_once import fill_once
-from ckptkit.live.report import Report, StateMismatchError, compare, refuse
-from ckptkit.live.resuming import Resumed, Twins, resume, trained_by
+from ckptkit.live.report import Report, StateMismatchError, compare, of_all, refuse
+from ckptkit.live.resuming import Resumed, Twins, differing, resume, trained_by, untied
 from ckptkit.live.rules import HandCuts
 from ckptkit.live.saying import readable
 from ckptkit.live.snapshot import Snapshot, Sources, parameter_names, take_snapshot
@@ -67,7 +67,7 @@ class Loading:
         self,
         opened: Callable[[Barrier], Checkpoint],
         world: World,
-        barrier: Barrier,
+        barrier: Gathering,
         sources: Sources,
         *,
         mesh: DeviceMesh | None,
@@ -89,7 +89,7 @@ class Loading:
         with leaving(self._barrier), self._opened(self._barrier) as self._checkpoint:
             self._objects = {item.name: item for item in self._checkpoint.manifest.objects}
             nbytes = self._load()
-        self._barrier.wait()
+            self._barrier.wait()
         if self._world.rank == 0:
             seconds = time.perf_counter() - started
             log.info(
@@ -157,12 +157,30 @@ class Loading:
         ]
         twins = Twins(self._checkpoint, snapshot.tied)
         self._compare_objects(snapshot)
-        if self._world.rank == 0:
-            report.unexpected += self._unexpected(agreement, twins)
+        saved = self._optimizer_documents() if sources.optimizers else []
+        self._join_reports(agreement, twins, untied(self._checkpoint, snapshot.tied, saved))
+        report = self._report
         refuse(report, self._checkpoint, partial=self._options.partial, cast=self._options.cast)
         self._check_kinds(documents)
-        saved = self._optimizer_documents() if sources.optimizers else []
         return resume(self._checkpoint, saved, fitting, twins)
+
+    def _join_reports(self, agreement: Agreement, twins: Twins, pairs: list[list[str]]) -> None:
+        """Make one report of those of all ranks, so that they all go on alike, or all stop."""
+
+        def conclude(heard: list[Any]) -> list[Any]:
+            found = of_all([each for each, _ in heard])
+            found["unexpected"] = self._unexpected(agreement, twins)
+            return [found, list(dict.fromkeys(tuple(pair) for _, own in heard for pair in own))]
+
+        found, pairs = told(self._barrier, [self._report.found(), pairs], conclude)
+        if pairs:
+            mine = pairs[self._world.rank :: self._world.size]
+            found["untied"] = told(
+                self._barrier,
+                differing(self._checkpoint, mine, threads=self._options.threads),
+                lambda heard: [line for lines in heard for line in lines],
+            )
+        self._report = Report(**found)
 
     def _compare_objects(self, snapshot: Snapshot) -> None:
         groups = [*self._sources.stateful, *(["optimizer"] if self._sources.optimizers else [])]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier, SoloBarrier
-from ckptkit.errors import GivenUpError, PeerError
+from ckptkit.errors import CkptkitError, GivenUpError, PeerError
 from ckptkit.live.saying import in_one_line
 from ckptkit.live.world import World
 
@@ -48,6 +48,7 @@ class StoreBarrier:
         self._shares = 0
         self._meetings = 0
         self._cancelled = ""
+        self._told = ""
 
     def share(self, value: str) -> str:
         """Rank 0's value; only rank 0 decides how this ends."""
@@ -83,14 +84,28 @@ class StoreBarrier:
 
     def leave(self, problem: str) -> None:
         """Decide the next meeting, and where this is rank 0 what it would share next."""
-        verdict = f"{_FAILED}rank {self.rank}: {problem}"
+        verdict = _FAILED + (self._told or f"rank {self.rank}: {problem}")
         try:
-            self._decide(f"meeting/{self._meetings}", verdict)
+            # Of several ranks that fail at once the first is heard, by the others of them too.
+            verdict = self._decide(f"meeting/{self._meetings}", verdict)
             if self.rank == 0:
                 self._decide(f"share/{self._shares}", verdict)
         except (RuntimeError, PeerError):
             # The store is gone, and with it rank 0: the others notice by themselves.
-            return
+            pass
+        self._told = self._told or verdict[1:]
+
+    def as_told(self, error: Exception) -> Exception:
+        """What to raise for an error of this rank, or one that it heard of: all ranks raise an
+        error of the type that the first one has which failed, as they all go on from there.
+        """
+        rank, _, said = self._told.partition(": ")
+        if rank in ("", f"rank {self.rank}"):
+            return error
+        kind = _kinds().get(said.partition(":")[0], GivenUpError)
+        if type(error) is kind:
+            return error
+        return kind(f"{self._failure}, because of {self._told}")
 
     def cancel(self, problem: str) -> None:
         """From another thread: end the meeting that this rank waits for, or the next one. What
@@ -114,7 +129,7 @@ class StoreBarrier:
         missing = [rank for rank in ranks if not self._store.check([f"{key}/{rank}"])]
         who = ", ".join(f"rank {rank}" for rank in missing[:8]) or "another rank"
         problem = self._late(who)
-        verdict = self._decide(key, f"{_FAILED}rank {self.rank}: {problem.what}")
+        verdict = self._decide(key, f"{_FAILED}rank {self.rank}: {in_one_line(problem)}")
         return None if verdict == _DONE else problem
 
     def _outcome(self, key: str, late: Callable[[], PeerError | None]) -> str:
@@ -123,19 +138,23 @@ class StoreBarrier:
         shortest = _SHORTEST_PAUSE + _PAUSE_PER_RANK * self.world_size
         while not self._has(key):
             waited = time.monotonic() - started
-            if self._cancelled and key.startswith("meeting"):
+            if self._cancelled:
+                if key.startswith("share"):  # rank 0's alone to decide
+                    raise GivenUpError(f"{self._failure}, because of {self._cancelled[1:]}")
                 self._decide(key, self._cancelled)
                 break
-            if waited > self._timeout or self._cancelled:
+            if waited > self._timeout:
                 problem = late()
                 if problem is not None:
+                    self._told = f"rank {self.rank}: {in_one_line(problem)}"
                     raise problem
                 break
             time.sleep(min(max(shortest, _SHARE_OF_WAIT * waited), _LONGEST_PAUSE))
         verdict = self._get(key)
         if verdict.startswith(_FAILED):
             # What ends a meeting in failure is seen by rank 0 too, which then never commits.
-            raise GivenUpError(f"{self._failure}, because of {verdict[1:]}")
+            self._told = verdict[1:]
+            raise GivenUpError(f"{self._failure}, because of {self._told}")
         return verdict[1:]
 
     def _late(self, who: str) -> PeerError:
@@ -202,12 +221,30 @@ def next_name(world: World, what: str) -> str:
 
 @contextmanager
 def leaving(barrier: Barrier) -> Iterator[None]:
-    """Tell the others what goes wrong here, so that they do not wait for this rank."""
+    """Tell the others what goes wrong here, so that they do not wait for this rank; what one of
+    them told is raised as an error of the type that it has there.
+    """
     try:
         yield
     except BaseException as error:
         barrier.leave(in_one_line(error))
+        if isinstance(error, Exception) and isinstance(barrier, StoreBarrier):
+            common = barrier.as_told(error)
+            if common is not error:
+                raise common from error
         raise
+
+
+def _kinds() -> dict[str, type[CkptkitError]]:
+    """The types of error, by name, that are made of what is said alone."""
+    found: dict[str, type[CkptkitError]] = {}
+    unseen: list[type[CkptkitError]] = [CkptkitError]
+    while unseen:
+        kind = unseen.pop()
+        unseen += kind.__subclasses__()
+        if kind.__init__ is CkptkitError.__init__ and kind.__module__.startswith("ckptkit."):
+            found[kind.__name__] = kind
+    return found
 
 
 def barrier_of(

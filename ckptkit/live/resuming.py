@@ -8,14 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.stored import StoredArrays
+from ckptkit.checkpoint.streaming import Band, Limits, stream
 from ckptkit.errors import FormatError
+from ckptkit.format.leaves import dumps
 from ckptkit.format.names import join, split
 from ckptkit.live.agree import Documents
 from ckptkit.live.held import Held, Tied
 from ckptkit.live.optimizers.adapter import Saved, SavedState
 from ckptkit.live.tensors import torch_dtype
 from ckptkit.live.trees import arrays_in, put_tensors
+
+_COMPARE_MEMORY = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,66 @@ class Twins:
     def of(self, parameter: str) -> list[str]:
         """All names of a parameter, its own first."""
         return [parameter, *sorted(self._sets.get(parameter, set()) - {parameter})]
+
+
+def untied(checkpoint: Checkpoint, tied: Iterable[Tied], documents: Documents) -> list[list[str]]:
+    """The pairs of arrays of the step, by name, of which a tensor here can be only one: those of
+    tied names that were not, and what optimizers had for them.
+    """
+    aliases = {alias.name: alias.alias_of for alias in checkpoint.manifest.aliases}
+    first: dict[str, str] = {}
+    pairs: dict[tuple[str, str], None] = {}
+    for each in tied:
+        for name in (each.of, each.name):
+            own = aliases.get(name, name)
+            if name in checkpoint and first.setdefault(each.of, own) != own:
+                pairs[first[each.of], own] = None
+    said, kept = _said(documents), _saved(checkpoint)
+    for pair in list(pairs):
+        a, b = (split(name)[1] for name in pair)
+        if a in said and b in said:
+            keys = kept.get(a, {}).keys() | kept.get(b, {}).keys()
+            for key in sorted(keys):
+                pairs[join("optimizer", a, key), join("optimizer", b, key)] = None
+            if said[a] != said[b]:  # no arrays: their groups have other options
+                pairs[join("optimizer", a), join("optimizer", b)] = None
+    return [list(pair) for pair in pairs]
+
+
+def differing(
+    checkpoint: Checkpoint, pairs: Sequence[Sequence[str]], *, threads: int | None
+) -> list[str]:
+    """Of pairs of arrays those that are not the same to the bit, read in bounded memory."""
+    limits = Limits.of(_COMPARE_MEMORY, threads, sides=2, stores=[checkpoint.store])
+    apart: set[int] = set()
+
+    def compare(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
+        if not np.array_equal(values[0], values[1]):
+            apart.add(alike[band.item])
+
+    with StoredArrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store)) as stored:
+        found = [[stored.get(name) for name in pair] for pair in pairs]
+        items = [[each for each in pair if each is not None] for pair in found]
+        forms = [{(each.shape, each.dtype) for each in pair} for pair in items]
+        alike = [at for at, p in enumerate(items) if len(p) == 2 and len(forms[at]) == 1]
+        apart.update(set(range(len(pairs))).difference(alike))
+        stream([items[at] for at in alike], compare, limits)
+    return [
+        f"{pairs[at][1]}: not what {pairs[at][0]} is in the step, and one tensor here"
+        for at in sorted(apart)
+    ]
+
+
+def _said(documents: Documents) -> dict[str, bytes]:
+    """What optimizers say of each parameter besides tensors."""
+    found = {}
+    for document in documents:
+        for group in document["groups"]:
+            for name in group["params"]:
+                kept = document["values"].get(name, {})
+                said = [sorted(each.items()) for each in (group["options"], kept)]
+                found[name] = dumps([document["kind"], said])
+    return found
 
 
 def resume(

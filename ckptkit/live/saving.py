@@ -21,7 +21,7 @@ from ckptkit.format.leaves import dumps, unpack
 from ckptkit.live.agree import agree
 from ckptkit.live.arena import Arena
 from ckptkit.live.held import Held
-from ckptkit.live.meeting import JobBarrier
+from ckptkit.live.meeting import JobBarrier, leaving
 from ckptkit.live.rules import HandCuts
 from ckptkit.live.saying import in_one_line, readable
 from ckptkit.live.snapshot import Snapshot, Sources, take_snapshot
@@ -89,7 +89,8 @@ class PreparedSave:
 
     def commit(self) -> None:
         """Write, and make the step exist."""
-        self._writer.commit()
+        with leaving(self._barrier):
+            self._writer.commit()
         if self._world.rank == 0:
             seconds = time.perf_counter() - self._started
             log.info(

@@ -106,9 +106,7 @@ def test_a_strict_load_names_all_that_differs_and_changes_nothing(
     assert first.startswith("StateMismatchError")
     for words in DIFFERENCES:
         assert words in first
-    for message in others:
-        assert "StateMismatchError" in message or "because of rank 0" in message
-        assert "model/new.weight" in message
+    assert others == [first] * (ranks - 1)
 
 
 def load_what_fits(location: str, sharded: bool) -> list[Any]:
@@ -142,9 +140,7 @@ def test_a_partial_load_takes_what_fits_and_says_what_it_left(
     assert unexpected == ["model/old.bias", "model/old.weight", *states]
     assert [line.split(":")[0] for line in reshaped] == ["model/wide.weight", "model/wide.bias"]
     assert [line.split(":")[0] for line in cast] == ["model/low.weight"]
-    for _, of_others, *rest in reports[1:]:
-        assert not of_others
-        assert rest == [reshaped, cast]
+    assert reports == [reports[0]] * ranks
 
 
 def test_a_fresh_optimizer_of_a_cast_model_keeps_moments_of_its_own_dtype(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import ckptkit
 from ckptkit.errors import InvalidNameError
-from ckptkit.live import load, save
+from ckptkit.live import StateMismatchError, load, save
 from tests.live.pool import Pool
 
 
@@ -236,3 +237,81 @@ def test_a_list_of_modules_is_a_model_and_keeps_its_numbers(tmp_path: Path) -> N
         assert {"model/0.weight", "model/1.weight"} < set(step.arrays)
     with pytest.raises(InvalidNameError, match="two stages"):
         save(tmp_path, step=2, model=[nn.Linear(2, 2), nn.Linear(2, 3)])
+
+
+def tied(*, sharded: bool = False) -> tuple[nn.Module, AdamW]:
+    return trained_once(Net(), sharded=sharded)
+
+
+def untied(*, same: bool, sharded: bool = False, decay: float = 0.01) -> tuple[nn.Module, AdamW]:
+    """Two weights of which another model has one, and what an optimizer keeps for each."""
+    model = Net()
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    made, optimizer = trained_once(model, sharded=sharded, decay=decay)
+    if not same:
+        with torch.no_grad():
+            made.get_parameter("head.weight").mul_(2)
+    return made, optimizer
+
+
+def trained_once(
+    model: Net, *, sharded: bool = False, decay: float = 0.01
+) -> tuple[nn.Module, AdamW]:
+    if sharded:
+        fully_shard(model)
+    head = [p for p in (model.head.weight,) if p is not model.embed.weight]
+    rest = [p for p in model.parameters() if all(p is not each for each in head)]
+    groups = [{"params": rest}, *([{"params": head}] if head else [])]
+    optimizer = AdamW(groups, foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.param_groups[-1]["weight_decay"] = decay
+    return model, optimizer
+
+
+def load_into_tied(location: str, sharded: bool) -> list[Any]:
+    """What a step of two weights becomes in a model that ties them."""
+    torch.manual_seed(3)
+    ways = [{"same": True}, {"same": False}, {"same": True, "decay": 0.5}]
+    messages = []
+    for step, way in enumerate(ways, 1):
+        source, source_optimizer = untied(sharded=sharded, **way)  # type: ignore[arg-type]
+        save(location, step=step, model=source, optimizer=source_optimizer)
+        model, optimizer = tied(sharded=sharded)
+        try:
+            report = load(location, model=model, optimizer=optimizer).report
+        except StateMismatchError as error:
+            messages.append(str(error))
+            report = load(location, model=model, optimizer=optimizer, partial=True).report
+        messages.append(str(report))
+        mine, theirs = (m.get_parameter("embed.weight") for m in (model, source))
+        assert torch.equal(whole(mine), whole(theirs))
+    with torch.no_grad():
+        source.get_parameter("head.weight").copy_(source.get_parameter("embed.weight"))
+    moments = source_optimizer.state[source.get_parameter("head.weight")]["exp_avg"]
+    whole(moments).view(-1)[:1] += 1
+    save(location, step=4, model=source)
+    load(location, model=model)
+    save(location, step=5, model=source, optimizer=source_optimizer)
+    with pytest.raises(StateMismatchError, match=r"optimizer/head\.weight/exp_avg: not what"):
+        load(location, model=model, optimizer=optimizer)
+    return messages
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize(("ranks", "sharded"), [(1, False), (3, False), (3, True)])
+def test_weights_that_were_not_tied_may_be_if_they_are_the_same(
+    gloo: Pool, tmp_path: Path, ranks: int, sharded: bool
+) -> None:
+    different = "model/head.weight: not what model/embed.weight is in the step, and one tensor here"
+    options = "optimizer/head.weight: not what optimizer/embed.weight is in the step"
+    found = gloo.run(ranks, load_into_tied, str(tmp_path), sharded)
+    assert found == [found[0]] * ranks
+    same, *values = found[0][:3]
+    assert same == "nothing differs"
+    assert all(f"untied: {different}" in said for said in values)
+    assert all(options in said and "model/" not in said for said in found[0][3:])
