@@ -1,0 +1,214 @@
+"""Hostile manifests and records whose checksums are right, and everything that looks at a step.
+
+`python -m tests.checkpoint.fuzzing FIRST COUNT` makes so many documents, the first of this number,
+out of real ones, and prints the ones that end in anything but success or one of ckptkit's errors.
+The process has little memory to spare, and each document little processor time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import json
+import random
+import resource
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ckptkit.cli.description import describe
+from ckptkit.cli.tree import lines_of
+
+import ckptkit
+from ckptkit import PerRank, Split, Sum, Writer
+from ckptkit.checkpoint.unpack import unpack
+from ckptkit.errors import CkptkitError
+from ckptkit.format.pack import Entry, data_offset, directory
+from ckptkit.storage import MemoryStore
+from tests.checkpoint.saving import Tensor, add, contents, memory_with, random_values, save_by
+from tests.format.hostile import hostile
+from tests.format.samples import plain, sealed
+
+Doc = dict[Any, Any]
+Objects = dict[str, bytes]
+
+SPARE = 1 << 30
+SECONDS = 10.0
+STEP = "step-0000000001"
+TO = ("single", "fsdp:3", "ddp:2", "fsdp:2")
+
+
+class Hung(BaseException):
+    """A document took too much processor time."""
+
+
+def bases() -> list[Objects]:
+    """Steps as they are really written, each with what the others lack."""
+    state = {
+        "model/layers.0.w": Tensor(random_values((6, 5), "bfloat16", 1), {"fsdp": "shard(0)"}),
+        "model/layers.1.w": Tensor(random_values((8, 3), "float32", 2), {"fsdp": "shard(1)"}),
+        "model/none": Tensor(random_values((0, 7), "int8"), {"fsdp": "shard(0)"}),
+        "model/one": Tensor(random_values((), "float64", 3)),
+    }
+
+    def fill(writer: Writer) -> None:
+        for name, tensor in state.items():
+            add(writer, name, tensor, role="param")
+        whole = random_values((6, 5), seed=4)
+        add(
+            writer,
+            "optimizer/layers.0.w/exp_avg",
+            Tensor(whole, {"fsdp": "shard(0)"}),
+            role="optimizer",
+            of="model/layers.0.w",
+        )
+        writer.add_alias("model/tied", "model/layers.0.w")
+        options = {"params": ["layers.0.w", "layers.1.w"], "options": {"lr": 0.1}}
+        writer.add_object("optimizer", [{"kind": "adamw", "groups": [options], "values": {}}])
+        writer.add_object("group", {"x": {"ckptkit.array": "model/one"}, "n": (1, 2.5, None)})
+        writer.add_object("alike/model/one", 12345)
+        writer.add_object("extra/rng", PerRank(np.arange(3) + writer.rank))
+        writer.add_object("extra/seen", Sum(np.float32(writer.rank)))
+        writer.add_object("extra/counts", Sum(np.arange(2)))
+        writer.add_object("extra/cursor", Split([1, 2]))
+
+    def stages(writer: Writer) -> None:
+        stage = writer.rank
+        whole = random_values((5,), seed=stage)
+        writer.add(f"model/{stage}/w", whole, placements={"pp": f"stage({stage})"})
+
+    found = []
+    for fill_one, strategy in ((fill, "fsdp:2"), (fill, "fsdp:3"), (stages, "pp:2")):
+        store = MemoryStore()
+        save_by(store, fill_one, strategy=strategy, chunk_bytes=32, details={"precision": "bf16"})
+        found.append(contents(store))
+    return found
+
+
+def with_record(pack: bytes, rng: random.Random) -> bytes:
+    """A pack whose record is hostile, and whose directory has the record's new place and CRC."""
+    entries = []
+    for item in zipfile.ZipFile(io.BytesIO(pack)).infolist():
+        offset = data_offset(item.filename, item.file_size, item.header_offset)
+        entries.append(Entry(item.filename, offset, item.file_size, item.CRC))
+    last = entries[-1]
+    doc = plain(pack[last.offset : last.offset + last.length])
+    record = hostile(sealed(doc), rng)
+    header = pack[: last.offset]
+    entries[-1] = Entry(last.name, last.offset, len(record), zlib.crc32(record))
+    return header + record + directory(entries)
+
+
+def look_at(objects: Objects, rng: random.Random, good: bytes) -> None:
+    """Everything that reads a step; what succeeds says the same twice."""
+    store = memory_with(objects)
+    (info,) = ckptkit.Run(store).listing()
+    findings = ckptkit.verify(store)
+    with ckptkit.open(store) as checkpoint:
+        if not findings:
+            assert checkpoint.manifest.to_bytes() == good, "verify finds nothing"
+        assert not info.problem, "the listing finds more than open"
+        doc = json.loads(json.dumps(describe(checkpoint), allow_nan=False))
+        assert lines_of(doc)
+        ranks = checkpoint.strategy.world_size
+        describe(checkpoint, None, rng.randrange(min(ranks, 64)))
+        ways: list[Callable[[], object]] = [
+            lambda: dict(checkpoint.objects),
+            lambda: [checkpoint.read(name).shape for name in checkpoint.arrays],
+            partial(viewed, checkpoint),
+            partial(digests, store),
+            partial(resharded, store, rng.choice(TO)),
+            partial(unpacked, checkpoint),
+        ]
+        for way in rng.sample(ways, 2):
+            with contextlib.suppress(CkptkitError):
+                way()
+
+
+def digests(store: MemoryStore) -> None:
+    assert ckptkit.digest(store) == ckptkit.digest(store), "two digests"
+    assert ckptkit.diff(store, store).same, "a step differs from itself"
+
+
+def resharded(store: MemoryStore, to: str) -> None:
+    target = MemoryStore()
+    ckptkit.plan_reshard(store, target, to=to)
+    ckptkit.reshard(store, target, to=to)
+    assert ckptkit.digest(target).step == ckptkit.digest(store).step, "a reshard changed the state"
+
+
+def viewed(checkpoint: ckptkit.Checkpoint) -> None:
+    group: Any = checkpoint.zarr
+    for name, array in checkpoint.arrays.items():
+        assert group[name][...].shape == array.shape
+
+
+def unpacked(checkpoint: ckptkit.Checkpoint) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        unpack(checkpoint, Path(folder) / "plain")
+
+
+def attempt(objects: Objects, rng: random.Random) -> None:
+    """One document."""
+    manifest = f"{STEP}/manifest.msgpack"
+    good = objects[manifest]
+    if rng.random() < 0.7:
+        look_at({**objects, manifest: hostile(good, rng)}, rng, good)
+        return
+    packs = sorted(key for key in objects if "/rank-" in key)
+    key = rng.choice(packs)
+    changed = {**objects, key: with_record(objects[key], rng)}
+    ckptkit.verify(memory_with(changed))
+    del changed[manifest]
+    store = memory_with({k.removeprefix(f"{STEP}/"): v for k, v in changed.items()})
+    ckptkit.rebuild(store)
+    made = contents(store)
+    look_at({f"{STEP}/{k}": v for k, v in made.items()}, rng, made["manifest.msgpack"])
+
+
+def hung(number: int, frame: object) -> None:
+    raise Hung
+
+
+def main(first: int, count: int) -> int:
+    warnings.simplefilter("error")
+    signal.signal(signal.SIGPROF, hung)
+    steps = bases()
+    for step in steps:  # what is loaded and made once is no part of a document's means
+        look_at(step, random.Random(0), step[f"{STEP}/manifest.msgpack"])
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + SPARE, used + SPARE))
+    failures = accepted = 0
+    for number in range(first, first + count):
+        rng = random.Random(number)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        faulthandler.dump_traceback_later(12 * SECONDS, exit=True)
+        try:
+            attempt(rng.choice(steps), rng)
+            accepted += 1
+        except CkptkitError:
+            pass
+        except BaseException:  # noqa: BLE001 — an alarm too
+            failures += 1
+            print(f"document {number}:\n{traceback.format_exc(limit=-6)}")  # noqa: T201 — a program
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            faulthandler.cancel_dump_traceback_later()
+        if failures == 5:
+            break
+    print(f"{accepted} accepted")  # noqa: T201 — as above
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
