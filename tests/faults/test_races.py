@@ -87,6 +87,29 @@ def test_the_google_emulator_gives_no_mixture_and_a_warning(
     check_no_mixture(stores, caplog, stores[0])
 
 
+def races_on_swift(bucket: Bucket, rounds: int, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(rounds):
+        stores = stores_of(
+            bucket, f"run-{number}", "obstore", "fsspec" if number % 4 else "obstore"
+        )
+        check_no_mixture(stores, caplog, stores[0])
+        assert not any(store.abilities.exclusive_create for store in stores)
+        caplog.clear()
+
+
+def test_swift_is_found_out_although_it_refuses_who_comes_later(
+    swift_bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    races_on_swift(swift_bucket, 3, caplog)
+
+
+@pytest.mark.long
+def test_in_a_hundred_races_on_swift_nobody_believes_without_a_warning_that_it_won(
+    swift_bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    races_on_swift(swift_bucket, 100, caplog)
+
+
 def test_stripped_conditions_give_no_mixture_and_a_warning(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
