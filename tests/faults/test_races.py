@@ -46,7 +46,9 @@ def test_of_two_jobs_exactly_one_saves_the_step(bucket: Bucket, engines: tuple[s
         assert len(stores[0].children("step-0000000002/data")) == 1
 
 
-def check_no_mixture(stores: list[Store], caplog: pytest.LogCaptureFixture, sequel: Store) -> None:
+def check_no_mixture(
+    stores: list[Store], caplog: pytest.LogCaptureFixture, sequel: Store
+) -> list[BaseException | None]:
     with caplog.at_level(logging.WARNING, "ckptkit"):
         outcomes = race(stores, STATES)
     for error in outcomes:
@@ -56,6 +58,7 @@ def check_no_mixture(stores: list[Store], caplog: pytest.LogCaptureFixture, sequ
     warnings = [it.getMessage() for it in caplog.records if "does not refuse" in it.getMessage()]
     assert warnings
     assert any(sequel.location.path in warning for warning in warnings)
+    return outcomes
 
 
 @pytest.mark.parametrize("held", ["HEAD", "PUT"])
@@ -85,6 +88,31 @@ def test_the_google_emulator_gives_no_mixture_and_a_warning(
 ) -> None:
     stores = [open_store(f"{gcs_bucket.url}/run", gcs_bucket.options) for _ in range(2)]
     check_no_mixture(stores, caplog, stores[0])
+
+
+def races_on_swift(bucket: Bucket, rounds: int, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(rounds):
+        stores = stores_of(
+            bucket, f"run-{number}", "obstore", "fsspec" if number % 4 else "obstore"
+        )
+        outcomes = check_no_mixture(stores, caplog, stores[0])
+        for store, outcome in zip(stores, outcomes, strict=True):
+            # Who came when the step was there already never had to find out.
+            assert outcome is not None or not store.abilities.exclusive_create
+        caplog.clear()
+
+
+def test_swift_is_found_out_although_it_refuses_who_comes_later(
+    swift_bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    races_on_swift(swift_bucket, 3, caplog)
+
+
+@pytest.mark.long
+def test_in_a_hundred_races_on_swift_nobody_believes_without_a_warning_that_it_won(
+    swift_bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    races_on_swift(swift_bucket, 100, caplog)
 
 
 def test_stripped_conditions_give_no_mixture_and_a_warning(

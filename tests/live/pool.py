@@ -110,9 +110,13 @@ class Pool:
             raise JobError("\n".join(found.problems[rank] for rank in sorted(found.problems)))
         return [found.results[rank] for rank in range(ranks)]
 
-    def close(self) -> None:
-        """End all processes."""
+    def end(self) -> None:
+        """End all processes; the next job has fresh ones."""
         self._end(list(self._workers))
+
+    def close(self) -> None:
+        """End all processes for good."""
+        self.end()
         self._stores.cleanup()
 
     def _watch(self, workers: list[_Worker], timeout: float, may_die: Sequence[int]) -> _Job:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.servers.gcs import Gcs
 from tests.servers.moto import Moto
+from tests.servers.openstack import Swift
 from tests.servers.rclone import Rclone
 from tests.servers.rgw import Rgw, why_not
 from tests.servers.s3_server import Bucket
@@ -39,6 +40,13 @@ def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gcs]:
 
 
 @pytest.fixture(scope="session")
+def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swift]:
+    """S3 that refuses whoever comes later, but not who comes at the same time."""
+    with Swift(tmp_path_factory.mktemp("swift")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def rgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rgw]:
     """Ceph's S3, in tests that are marked so."""
     if reason := why_not():
@@ -61,6 +69,14 @@ def rclone_bucket(rclone: Rclone) -> Iterator[Bucket]:
     made = rclone.new_bucket()
     yield made
     rclone.drop(made)
+
+
+@pytest.fixture
+def swift_bucket(swift: Swift) -> Iterator[Bucket]:
+    """A fresh bucket of Swift."""
+    made = swift.new_bucket()
+    yield made
+    swift.drop(made)
 
 
 @pytest.fixture

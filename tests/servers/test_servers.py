@@ -14,6 +14,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from tests.servers.moto import Moto
+from tests.servers.openstack import Swift
 from tests.servers.process import ServerProcess, answers, free_port
 from tests.servers.rclone import Rclone
 from tests.servers.s3_server import Bucket, S3Server
@@ -35,6 +36,12 @@ def test_moto_keeps_the_condition_of_a_write(moto: Moto, bucket: Bucket) -> None
 
 def test_rclone_ignores_it(rclone: Rclone, rclone_bucket: Bucket) -> None:
     assert put_twice(rclone, rclone_bucket) == b"second"
+
+
+def test_swift_keeps_it_for_those_who_come_one_after_the_other(
+    swift: Swift, swift_bucket: Bucket
+) -> None:
+    assert put_twice(swift, swift_bucket) == b"first"
 
 
 def test_buckets_are_fresh_and_told_apart(moto: Moto, bucket: Bucket) -> None:

@@ -45,6 +45,13 @@ class TestS3fsOnMoto(StoreContract):
         return open_store(f"{shared.url}/some/folder-{next(_numbers)}", options)
 
 
+class TestObstoreOnSwift(StoreContract):
+    @pytest.fixture
+    def store(self, swift_bucket: Bucket) -> Store:
+        options = {**swift_bucket.options, "engine": "obstore"}
+        return open_store(f"{swift_bucket.url}/some/folder", options)
+
+
 class TestGcsfsOnAnEmulator(StoreContract):
     @pytest.fixture
     def store(self, gcs_bucket: Bucket) -> Store:

@@ -16,7 +16,6 @@ from ckptkit.storage.keys import (
     folder_of,
     is_leftover,
     is_temporary,
-    temporary_beside,
 )
 from ckptkit.storage.location import BUCKETS, Location
 from ckptkit.storage.objects.answers import taken
@@ -136,8 +135,8 @@ class ObjectStore:
             self._server.head(self._path(key))
 
     def learn(self, prefix: str = "") -> None:
-        """Three requests, once: whether creators are told apart."""
-        self._exclusive.learn(temporary_beside(f"{self._below(prefix)}/x".lstrip("/")))
+        """Some twenty small requests, once: whether creators are told apart."""
+        self._exclusive.learn(f"{self._below(prefix)}/x".lstrip("/"))
 
     def room(self) -> int | None:
         """No telling."""

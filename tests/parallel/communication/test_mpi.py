@@ -50,7 +50,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def over_gloo(gloo: Pool) -> list[dict[str, Numbers]]:
     """What the trainings come to there."""
     return gloo.run(RANKS, all_trainings)
