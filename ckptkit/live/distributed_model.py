@@ -31,6 +31,14 @@ class DistributedModel(Protocol):
     """
 
     @property
+    def model(self) -> Any:
+        """What was passed to `distributed_model`."""
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh that was passed with it."""
+
+    @property
     def strategy(self) -> Strategy:
         """How it is spread."""
 
@@ -61,7 +69,11 @@ def distributed_model(
     mesh: DeviceMesh | None = None,
     rules: RulesLike | None = None,
 ) -> DistributedModel:
-    """A model as its ranks have it, wrapped in whatever way a Checkpointer saves."""
+    """A model as its ranks have it, wrapped in whatever way a Checkpointer saves; also what
+    `as_distributed` returned.
+
+    Whatever takes a model takes what this returns, and then knows its mesh and rules too.
+    """
     return _LiveModel(model, mesh, HandCuts.of(rules))
 
 
@@ -69,11 +81,13 @@ class _LiveModel:
     """A model whose layout is read off it at each call."""
 
     def __init__(self, model: object, mesh: DeviceMesh | None, rules: HandCuts) -> None:
+        known = Model(model)
+        self.model = model
+        self.mesh = known.mesh if mesh is None else mesh
+        self.rules = rules if rules.said else known.rules
         self._world = current_world()
-        self._sources = Sources(Model(model))
-        self._mesh = mesh
-        self._rules = rules
-        self._topology = topology_of(self._world, self._sources, mesh)
+        self._sources = Sources(known)
+        self._topology = topology_of(self._world, self._sources, self.mesh)
         self._exchange = Exchange(self._world, self._topology)
 
     @property
@@ -133,7 +147,7 @@ class _LiveModel:
         self._absorb(snapshot, values)
 
     def _look(self) -> Snapshot:
-        return take_snapshot(self._world, self._sources, mesh=self._mesh, rules=self._rules)
+        return take_snapshot(self._world, self._sources, mesh=self.mesh, rules=self.rules)
 
     def _absorb(self, snapshot: Snapshot, values: Mapping[str, Any]) -> None:
         hand_over(self._sources, snapshot, values, [])

@@ -1,5 +1,6 @@
-"""Whole tensors on rank 0 out of the parts that ranks hold, and back: collectives of the default
-process group, so every rank makes the same calls, in the thread that trains.
+"""Whole tensors on rank 0 out of the parts that ranks hold, and back: collectives of a process
+group, the default one where none is said, so every rank makes the same calls, in the thread that
+trains.
 """
 
 from __future__ import annotations
@@ -77,9 +78,12 @@ class Plan:
 class Exchange:
     """The ranks of a job, which give tensors to rank 0 and get them from it."""
 
-    def __init__(self, world: World, topology: Topology) -> None:
+    def __init__(
+        self, world: World, topology: Topology, group: dist.ProcessGroup | None = None
+    ) -> None:
         self._world = world
         self._topology = topology
+        self._group = group
 
     def speak(
         self,
@@ -110,7 +114,7 @@ class Exchange:
         heard: list[Any] = [spoken]
         if self._world.size > 1:
             heard = [None] * self._world.size if self._world.rank == 0 else []
-            dist.gather_object(spoken, heard or None, dst=0)
+            dist.gather_object(spoken, heard or None, group=self._group, group_dst=0)
         plan: Plan | str = self.from_first(self._merged(heard) if heard else None)
         if isinstance(plan, str):
             raise StateMismatchError(plan, where=where)
@@ -121,7 +125,7 @@ class Exchange:
         if self._world.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]
 
     def gather(self, plan: Plan, held: Mapping[str, Held]) -> dict[str, torch.Tensor] | None:
@@ -161,13 +165,13 @@ class Exchange:
         """Let rank 0 have the part of a holder."""
         if whole is None:
             if holder == self._world.rank and held is not None:
-                dist.send(_bytes(held.local.to(wire())), 0)
+                dist.send(_bytes(held.local.to(wire())), group=self._group, group_dst=0)
             return
         if held is not None and holder == 0:
             values = held.local
         else:
             values = torch.empty(part.shape, dtype=whole.dtype, device=wire())
-            dist.recv(_bytes(values), holder)
+            dist.recv(_bytes(values), group=self._group, group_src=holder)
         for box, place in zip(part.boxes, part.places, strict=True):
             inside = values[place.within(Box.whole(part.shape))]
             whole[box.within(Box.whole(tuple(whole.shape)))] = inside.to("cpu")
@@ -179,7 +183,7 @@ class Exchange:
             inside = whole[box.within(Box.whole(tuple(whole.shape)))]
             values[place.within(Box.whole(part.shape))] = inside.to("cpu")
         if rank != 0:
-            dist.send(_bytes(values.to(wire())), rank)
+            dist.send(_bytes(values.to(wire())), group=self._group, group_dst=rank)
         elif held is not None:
             with torch.no_grad():
                 held.local.copy_(values)
@@ -187,7 +191,7 @@ class Exchange:
     def _take(self, held: Held, part: Part) -> None:
         """Fill what this rank holds with what rank 0 gives."""
         values = torch.empty(part.shape, dtype=held.local.dtype, device=wire())
-        dist.recv(_bytes(values), 0)
+        dist.recv(_bytes(values), group=self._group, group_src=0)
         with torch.no_grad():
             held.local.copy_(values)
 

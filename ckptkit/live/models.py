@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -13,12 +14,34 @@ from ckptkit.errors import InvalidNameError, UnsupportedTypeError
 from ckptkit.live.adapters import Entry, adapters_for, entries_of
 from ckptkit.live.groups import Group, group_of
 from ckptkit.live.pending import settle
+from ckptkit.live.rules import HandCuts
+
+
+@runtime_checkable
+class HasModel(Protocol):
+    """What has a model that ranks have together, and the mesh that names its axes: what
+    `distributed_model` and `as_distributed` return.
+    """
+
+    @property
+    def model(self) -> Any:
+        """The wrapped module, or a pipeline's stages or schedule."""
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """None where the model's own tensors say it all."""
 
 
 class Model:
     """All modules whose state is saved below `model/`, under one set of names."""
 
     def __init__(self, model: object) -> None:
+        self.mesh: DeviceMesh | None = None
+        self.rules = HandCuts()
+        while isinstance(model, HasModel) and not isinstance(model, nn.Module):
+            # Without the rules a part that was cut by hand would be taken for the whole.
+            self.mesh, self.rules = model.mesh, getattr(model, "rules", self.rules)
+            model = model.model
         self._stages: list[_PipelineStageBase] = []
         self.modules = [self._module(part) for part in _parts(model)]
         self._names: dict[int, set[str]] = {}

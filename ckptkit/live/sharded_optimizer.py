@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping
+import math
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckptkit.errors import CkptkitError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import join
 from ckptkit.live.adapters import Entry
+from ckptkit.live.canonical import canonical_names
 from ckptkit.live.exchange import Exchange
 from ckptkit.live.held import Held
-from ckptkit.live.optimizers.adapter import OptimizerAdapter
+from ckptkit.live.optimizers.adapter import StateEntry
 from ckptkit.live.optimizers.fresh import fresh_state
-from ckptkit.live.optimizers.fsdp1 import FSDP1Optimizer
+from ckptkit.live.optimizers.fsdp1 import FlatPart, FSDP1Optimizer
 from ckptkit.live.optimizers.plain import PlainOptimizer
 from ckptkit.live.optimizers.zero1 import Zero1Optimizer
 from ckptkit.live.rules import HandCuts, RulesLike
-from ckptkit.live.snapshot import Reading, Sources, parameter_names, topology_of
+from ckptkit.live.snapshot import Reading, Sources, parameter_names, rules_of, topology_of
 from ckptkit.live.tensors import local_of
-from ckptkit.live.world import current_world
-from ckptkit.model import Owner
+from ckptkit.live.world import World, current_world
+from ckptkit.model import Owner, Strategy
 
 State = dict[str, Any]
+
+_NOT_ALONE = "its state is a part of that of a flat parameter"
 
 
 class ShardedOptimizerState:
@@ -38,6 +44,13 @@ class ShardedOptimizerState:
     Names are those of the model without wrappers. What `get` gives is the optimizer's own memory,
     and what is created or removed here is so in the optimizer. Every rank makes one; `create`,
     `gather` and `scatter` may communicate, so all ranks call them alike.
+
+    `model` may also be parameters: one, a list of them (whose names are then their numbers), or
+    pairs of name and parameter. With `group` the job is the ranks of that process group.
+
+        state = ShardedOptimizerState(model, optimizer)
+        whole = state.gather("layers.0.up.weight")  # on rank 0, None on the others
+        state.scatter("layers.0.up.weight", whole)
     """
 
     def __init__(
@@ -47,43 +60,84 @@ class ShardedOptimizerState:
         *,
         mesh: DeviceMesh | None = None,
         rules: RulesLike | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        sources = Sources.of(model, optimizer)
+        given = _given(model)
+        sources = Sources.of(model if given is None else given, optimizer)
         assert sources.model is not None  # noqa: S101 — just passed
-        self._adapter = _by_parameter(sources.optimizers[0])
+        self._adapter = cast("PlainOptimizer", sources.optimizers[0])
         is_wrapped = isinstance(self._adapter, Zero1Optimizer)
         self._stepping: Optimizer = cast("Any", optimizer).optim if is_wrapped else optimizer
         self._states: MutableMapping[nn.Parameter, State] = self._adapter.state
-        world = current_world()
+        world = current_world() if group is None else _world_of(group)
+        self._rank = world.rank
         self._topology = topology_of(world, sources, mesh)
-        self._exchange = Exchange(world, self._topology)
-        self._rules = HandCuts.of(rules)
+        self._exchange = Exchange(world, self._topology, group)
+        self._rules = rules_of(sources, HandCuts.of(rules))
         self._is_staged = sources.model.is_staged
-        entries = [e for e in sources.model.entries() if isinstance(e.value, nn.Parameter)]
+        stepped = {p for g in optimizer.param_groups for p in g["params"]}
+        self._flat: dict[str, FlatPart] = {}
+        if isinstance(self._adapter, FSDP1Optimizer):
+            self._flat = self._adapter.held
+            entries = _outside(sources.model.modules, self._flat)
+        else:
+            entries = [e for e in sources.model.entries() if isinstance(e.value, nn.Parameter)]
         self._first = parameter_names(entries)
-        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        if given is None:
+            self._adapter.names_of(self._first, list(stepped))  # refuses those of another model
+        elif unknown := [e.name for e in entries if e.value not in stepped]:
+            raise UsageError("the optimizer does not step this parameter", where=unknown[0])
         self._entries: dict[str, Entry] = {e.name: e for e in entries if e.value in stepped}
+
+    @property
+    def kind(self) -> str:
+        """The class of the optimizer, of the one inside where it is wrapped."""
+        return self._adapter.kind
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the job spreads it: the kind of each axis, and its size."""
+        return self._topology.strategy
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self._rank
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks it is cut or shared out; replicas are not counted."""
+        sizes = [axis.size for axis in self.strategy.mesh.axes if axis.kind != "ddp"]
+        return math.prod(sizes)
 
     @property
     def names(self) -> list[str]:
         """What the optimizer steps of this rank's model, tied parameters under their first name."""
-        return [name for name, e in self._entries.items() if self._first[e.value] == name]
+        flat = [name for name, part in self._flat.items() if part.piece.name == name]
+        return flat + [name for name, e in self._entries.items() if self._first[e.value] == name]
 
     def has(self, name: str) -> bool:
         """Whether this rank keeps anything for a parameter."""
-        return bool(self._states.get(self._parameter(name)))
+        return bool(self._states.get(self._parameter(name))) and self._keeps(name)
 
     def get(self, name: str) -> State:
-        """What this rank keeps for a parameter, its tensors in the optimizer's own memory.
+        """What this rank keeps for a parameter, its tensors in the optimizer's own memory: with
+        FSDP1 the elements that it has, in one dim.
 
         Nothing before the first step, nor where another rank keeps it.
         """
+        if not self.has(name):
+            return {}
         state = self._states.get(self._parameter(name), {})
-        return {k: local_of(v) if torch.is_tensor(v) else v for k, v in state.items()}
+        part = self._flat.get(name)
+        found = {k: local_of(v) if torch.is_tensor(v) else v for k, v in state.items()}
+        if part is None:
+            return found
+        return {k: part.of(v) if torch.is_tensor(v) else v for k, v in found.items()}
 
     def create(self, name: str) -> State:
         """Make what the optimizer keeps for a parameter, as a first step without gradient would;
-        nothing where another rank is to keep it.
+        nothing where another rank is to keep it. A flat parameter of FSDP1 gets it as a whole.
         """
         if self.has(name):
             raise UsageError("there is state already", where=name, hint="remove it first")
@@ -96,24 +150,35 @@ class ShardedOptimizerState:
 
     def remove(self, name: str) -> None:
         """Forget what this rank keeps for a parameter, if it does."""
-        self._states.pop(self._parameter(name), None)
+        parameter = self._parameter(name)
+        if not self._is_alone(name):
+            raise UsageError(
+                _NOT_ALONE,
+                where=name,
+                hint="release() forgets all; FSDP with use_orig_params=True keeps them apart",
+            )
+        self._states.pop(parameter, None)
 
     def release(self) -> None:
         """Forget everything: the memory is free, and the optimizer as before its first step."""
         for name in self.names:
-            self.remove(name)
+            self._states.pop(self._parameter(name), None)
 
     def clone(self) -> ShardedOptimizerState:
         """A copy in memory of its own, which no optimizer steps."""
         twin = copy.copy(self)
         twin._states = {
-            self._parameter(name): {
+            parameter: {
                 key: value.detach().clone() if torch.is_tensor(value) else copy.deepcopy(value)
-                for key, value in self._states[self._parameter(name)].items()
+                for key, value in self._states[parameter].items()
             }
-            for name in self.names
-            if self.has(name)
+            for parameter in map(self._parameter, self.names)
+            if self._states.get(parameter)
         }
+        if isinstance(self._adapter, FSDP1Optimizer):
+            adapter = copy.copy(self._adapter)
+            adapter.copied = twin._states
+            twin._adapter, twin._flat = adapter, adapter.held
         return twin
 
     def gather(self, name: str) -> State | None:
@@ -121,8 +186,8 @@ class ShardedOptimizerState:
 
         It is empty where no rank keeps any.
         """
-        held, values = self._held(name)
-        knows = name in self._entries
+        held, values, _ = self._held(name)
+        knows = self._knows(name)
         plan = self._exchange.agree(
             self._exchange.speak(held, values=values, is_involved=knows), name
         )
@@ -134,44 +199,61 @@ class ShardedOptimizerState:
         what other ranks pass is ignored. An empty one removes what there is.
 
         Where it is the state of another kind of optimizer or of a parameter of another shape,
-        every rank raises and nothing has changed.
+        every rank raises and nothing has changed. What is no tensor, and steps that are counted
+        in one, a flat parameter of FSDP1 has once: the last that it was given counts.
         """
         offered = self._exchange.from_first(_offer(full))
         if isinstance(offered, str):
             raise UsageError(offered, where=name)
-        keeps, knows = self._keeps(name), name in self._entries
+        keeps, knows = self._keeps(name), self._knows(name)
         made = bool(offered) and keeps and not self.has(name)
         if made:
             self.create(name)
-        held, values = self._held(name) if offered else ({}, {})
+        held, values, entries = self._held(name) if offered else ({}, {}, [])
         problem = self._objection(offered, held, values) if offered and keeps else ""
+        if not offered and not self._is_alone(name):
+            problem = _NOT_ALONE
         try:
             plan = self._exchange.agree(
                 self._exchange.speak(held, problem=problem, is_involved=knows), name
             )
         except CkptkitError:
             if made:
-                self.remove(name)
+                self._states.pop(self._parameter(name), None)
             raise
         if knows and not offered:
             self.remove(name)
         self._exchange.hand_out(plan, held, full or {})
-        if values:
-            mine = self._states[self._parameter(name)]
-            mine |= {key: copy.deepcopy(offered[key]) for key in values}
+        values = {key: copy.deepcopy(offered[key]) for key in values}
+        if name in self._flat and offered:
+            part = self._flat[name]
+            part.adapter.take(part, entries, values)
+        elif values:
+            self._states[self._parameter(name)] |= values
+
+    def _knows(self, name: str) -> bool:
+        return name in self._entries or name in self._flat
+
+    def _is_alone(self, name: str) -> bool:
+        return name not in self._flat or self._flat[name].is_alone
 
     def _parameter(self, name: str) -> nn.Parameter:
-        if name not in self._entries:
+        """What the optimizer steps: with FSDP1 a view of it, or the flat one that it is in."""
+        if not self._knows(name):
             raise UsageError(
                 "the optimizer steps no parameter of this name on this rank",
                 value=name,
                 hint=f"such as {', '.join(self.names[:3])}; a stage has only its own parameters",
             )
+        if name in self._flat:
+            return self._flat[name].holder
         parameter: nn.Parameter = self._entries[name].value
         return parameter
 
     def _keeps(self, name: str) -> bool:
         """Whether the state of a parameter, or a shard of it, is this rank's to keep."""
+        if name in self._flat:
+            return self._flat[name].is_here
         if name not in self._entries:
             return False
         parameter = self._parameter(name)
@@ -184,20 +266,29 @@ class ShardedOptimizerState:
             if isinstance(placement, Owner)
         )
 
-    def _held(self, name: str) -> tuple[dict[str, Held], State]:
-        """The tensors that this rank keeps for a parameter as the job holds them, and the rest."""
-        if name not in self._entries:
-            return {}, {}
-        entry = self._entries[name]
-        state = self._states.get(entry.value, {})
+    def _held(self, name: str) -> tuple[dict[str, Held], State, list[StateEntry]]:
+        """The tensors that this rank keeps for a parameter as the job holds them, and the rest;
+        and what they were read from. A collective where FSDP1 has cut it.
+        """
+        if not self._knows(name):
+            return {}, {}, []
         reading = Reading(self._topology, self._rules, staged=self._is_staged)
-        reading.add_model([entry])
-        reading.add_optimizer(
-            [self._adapter.entry(name, key, value, entry.value) for key, value in state.items()]
-        )
-        found = {held.name: held for held in reading.tensors}
-        tensors = {k: found[join("optimizer", name, k)] for k in state if torch.is_tensor(state[k])}
-        return tensors, {key: value for key, value in state.items() if key not in tensors}
+        if name in self._flat:
+            part = self._flat[name]
+            name, found = part.piece.name, part.adapter.rows(part)
+        else:
+            entry = self._entries[name]
+            reading.add_model([entry])
+            state = self._states.get(entry.value, {})
+            found = [self._adapter.entry(name, k, v, entry.value) for k, v in state.items()]
+        reading.add_optimizer(found)
+        by_name = {held.name: held for held in reading.tensors}
+        tensors = {
+            e.key: by_name[join("optimizer", name, e.key)]
+            for e in found
+            if torch.is_tensor(e.value)
+        }
+        return tensors, {e.key: e.value for e in found if e.key not in tensors}, found
 
     def _objection(self, offered: State, held: Mapping[str, Held], values: State) -> str:
         """Why what rank 0 has is no state of this parameter here; nothing where it is one."""
@@ -244,11 +335,58 @@ def _listed(offered: State) -> str:
     return f"rank 0 has {', '.join(sorted(offered))}"
 
 
-def _by_parameter(adapter: OptimizerAdapter) -> PlainOptimizer:
-    if isinstance(adapter, FSDP1Optimizer) or not isinstance(adapter, PlainOptimizer):
+class _Parameters(nn.Module):
+    """Parameters by name, as if they were a model's."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        # Not by register_parameter, which takes no dots.
+        self._parameters.update(named)
+
+
+def _given(model: object) -> _Parameters | None:
+    """Parameters that were passed instead of a model; None where it is one."""
+    if isinstance(model, nn.Parameter):
+        model = [model]
+    if isinstance(model, Mapping):
+        model = list(model.items())
+    elif isinstance(model, Iterator):
+        model = list(model)
+    if not isinstance(model, (list, tuple)) or not model:
+        return None
+    if all(isinstance(each, nn.Parameter) for each in model):
+        model = [(str(number), each) for number, each in enumerate(model)]
+    if not all(isinstance(each, tuple) and isinstance(each[-1], nn.Parameter) for each in model):
+        return None
+    if any(isinstance(parameter, FlatParameter) for _, parameter in model):
         raise UnsupportedTypeError(
-            "the optimizer of an FSDP1 model keeps no state by parameter",
-            value=adapter.kind,
-            hint="use fully_shard (FSDP2), or save and load it whole with a Checkpointer",
+            "a flat parameter of FSDP1 does not say how it is cut", hint="pass its model"
         )
-    return adapter
+    return _Parameters(dict(model))
+
+
+def _outside(modules: Sequence[nn.Module], flat: Mapping[str, FlatPart]) -> list[Entry]:
+    """The parameters of FSDP1 models that lie in no flat one."""
+    inside = {part.holder for part in flat.values()}
+    return [
+        Entry(canonical(name), parameter, is_parameter=True)
+        for module in modules
+        for canonical in (canonical_names(module),)
+        for name, parameter in module.named_parameters()
+        if parameter not in inside and not isinstance(parameter, FlatParameter)
+    ]
+
+
+def _world_of(group: dist.ProcessGroup) -> World:
+    if not isinstance(group, dist.ProcessGroup):  # what new_group gives to the other ranks
+        raise UsageError("this rank is not in the process group", where="group")
+    ranks = dist.get_process_group_ranks(group)
+    if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+        raise UsageError(
+            "the ranks of the group are not numbered one after another",
+            where="group",
+            value=ranks,
+            hint="leave group= out: what is spread over some of the job's ranks is seen from "
+            "the model",
+        )
+    return World(group.rank(), len(ranks))

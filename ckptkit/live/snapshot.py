@@ -131,6 +131,8 @@ class Snapshot:
 def topology_of(world: World, sources: Sources, mesh: DeviceMesh | None = None) -> Topology:
     """The topology of a job, read off its model and optimizers; `mesh` names what they do not."""
     groups: list[Group] = []
+    if mesh is None and sources.model is not None:
+        mesh = sources.model.mesh
     if mesh is not None:
         names = mesh.mesh_dim_names or ("",) * mesh.ndim
         found = mesh_groups(mesh, tuple(_KINDS.get(name, "ddp") for name in names))
@@ -144,6 +146,13 @@ def topology_of(world: World, sources: Sources, mesh: DeviceMesh | None = None) 
     for each in meshes:
         groups += assumed(mesh_groups(each, ("ddp",) * each.ndim))
     return Topology.of(world, groups)
+
+
+def rules_of(sources: Sources, rules: HandCuts | None) -> HandCuts:
+    """The rules of a call, or those that its model came with."""
+    if rules is not None and rules.said:
+        return rules
+    return HandCuts() if sources.model is None else sources.model.rules
 
 
 _ALIKE = ("ddp", "dp", "dp_replicate", "replicate")
@@ -173,7 +182,7 @@ def take_snapshot(
     """Look at everything; nothing is copied yet."""
     topology = topology_of(world, sources, mesh)
     staged = sources.model is not None and sources.model.is_staged
-    reading = Reading(topology, rules or HandCuts(), staged=staged)
+    reading = Reading(topology, rules_of(sources, rules), staged=staged)
     details: dict[str, Any] = {}
     objects: dict[str, object] = {
         f"extra/{n}": _plain(f"extra/{n}", v) for n, v in (extra or {}).items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,17 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
+import ckptkit
 from ckptkit.errors import CkptkitError, UnsupportedTypeError
 from ckptkit.live import (
+    Checkpointer,
     DistributedModel,
     ShardedOptimizerState,
     StateMismatchError,
     distributed_model,
+    helper_for,
+    load,
+    save_distributed,
 )
 from tests.live.network import network
 from tests.live.pool import Pool
@@ -238,6 +244,53 @@ def cut_by_hand() -> None:
 
 def test_what_rules_say_of_plain_tensors_counts(gloo: Pool) -> None:
     gloo.run(2, cut_by_hand)
+
+
+def pass_it_on(layout: str, run: str) -> None:
+    job, other = build(layout), build(layout, seed=5)
+    model, twin = distributed_model(job.model), distributed_model(other.model)
+    helper = helper_for(model, job.optimizer)
+    assert helper is helper_for(job.model, job.optimizer)
+    helper.load_local_shard(twin, helper.collect_local_shard(model, job.optimizer), other.optimizer)
+    whole = model.full_state_dict()
+    full = distributed_model(twin).full_state_dict()
+    assert full is None if whole is None else same(full, whole)
+    with Checkpointer(run) as checkpointer:
+        strategy = save_distributed(checkpointer, model, job.optimizer, step=1)
+        checkpointer.save(2, model=model, optimizer=job.optimizer)
+        job.train([0])
+        assert checkpointer.restore(model=model, optimizer=job.optimizer)
+    assert str(strategy) == LAYOUTS[layout].written
+    load(run, model=model, optimizer=job.optimizer)
+    full = model.full_state_dict()
+    assert full is None if whole is None else same(full, whole)
+
+
+@pytest.mark.parametrize("layout", ["plain", "zero1:2", "fsdp1:3", "fsdp:2,tp:2", "pp:2"])
+def test_what_takes_a_model_takes_a_distributed_model(
+    gloo: Pool, layout: str, tmp_path: Path
+) -> None:
+    gloo.run(LAYOUTS[layout].ranks, pass_it_on, layout, str(tmp_path))
+
+
+def save_cut_by_hand(run: str) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    module = nn.Module()
+    module.fused = nn.Parameter(torch.full((4, 3), float(dist.get_rank())))
+    rules = {"model/fused": {"tp": "shard(0, blocks=[4,2,2])"}}
+    model = distributed_model(module, mesh=mesh, rules=rules)
+    with Checkpointer(run) as checkpointer:
+        assert str(save_distributed(checkpointer, model, step=1)) == "tp:2"
+    with torch.no_grad():
+        module.fused.zero_()
+    load(run, model=model)
+    assert module.fused.eq(dist.get_rank()).all()
+
+
+def test_its_mesh_and_rules_go_with_it(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(2, save_cut_by_hand, str(tmp_path))
+    with ckptkit.open(tmp_path) as step:
+        assert step["model/fused"][:, 0].tolist() == [0, 0, 1, 1, 0, 1, 0, 1]
 
 
 class Counted(nn.Module):

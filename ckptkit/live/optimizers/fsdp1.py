@@ -6,7 +6,7 @@ one, or has no state yet for some; so state is cut and put together here, in the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,31 @@ class _Share:
         return value[piece.at : piece.at + piece.count]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatPart:
+    """What an optimizer has on this rank of one parameter that lies in a flat one."""
+
+    adapter: FSDP1Optimizer
+    share: _Share
+    holder: nn.Parameter
+    """What the optimizer steps: the flat parameter, or the view that stands for this one."""
+    piece: Piece
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing else has its state with that of this parameter."""
+        return self.share.flat.keeps_originals or len(self.share.pieces[self.holder]) == 1
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its state, or that of the flat one that it is in, is this rank's to keep."""
+        return not self.share.flat.keeps_originals or self.piece.count > 0
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        """Its elements in a tensor that is kept for the holder; a single value as it is."""
+        return self.share.elements(self.piece, value) if value.ndim else value
+
+
 class FSDP1Optimizer(PlainOptimizer):
     """An optimizer of parameters that FSDP1 made flat, and perhaps of others."""
 
@@ -70,6 +95,8 @@ class FSDP1Optimizer(PlainOptimizer):
         self._shares: list[_Share] = []
         self._whole: dict[nn.Parameter, str] = {}
         self._saved: SavedState | None = None
+        self.copied: MutableMapping[nn.Parameter, dict[str, Any]] | None = None
+        """What counts as the optimizer's state instead of its own."""
         for flat in (flat for module in modules for flat in flats_of(module)):
             held = {p: pieces for p, pieces in _pieces_by_holder(flat).items() if p in mine}
             self._names |= {p: [piece.name for piece in held[p]] for p in held}
@@ -77,6 +104,34 @@ class FSDP1Optimizer(PlainOptimizer):
                 self._whole |= {p: pieces[0].name for p, pieces in held.items()}
             elif held:
                 self._shares.append(_Share(flat, held))
+
+    @property
+    def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
+        """What it keeps, by the parameters that it steps."""
+        return super().state if self.copied is None else self.copied
+
+    @property
+    def held(self) -> dict[str, FlatPart]:
+        """By every name of a parameter that lies in a flat one, what this rank has of it."""
+        return {
+            name: FlatPart(self, share, parameter, piece)
+            for share in self._shares
+            for parameter, pieces in share.pieces.items()
+            for piece in pieces
+            for name in (piece.name, *piece.also)
+        }
+
+    def rows(self, part: FlatPart) -> list[StateEntry]:
+        """Copies of this rank's rows of what is kept for one parameter. A collective."""
+        (kept,) = self._kept([part.share])
+        name = part.piece.name
+        return self._entries_of(part.share, {name: kept.get(name, {})})
+
+    def take(self, part: FlatPart, entries: Sequence[StateEntry], values: dict[str, Any]) -> None:
+        """Take over the rows, filled, and the values of one parameter. A collective."""
+        whole = {e.key: e.value for e in entries if e.placements is None}
+        self._absorb_rows(part.share, [e for e in entries if e.placements is not None])
+        self._absorb_values(part.share, {part.piece.name: whole | values})
 
     @staticmethod
     def recognises(modules: Sequence[nn.Module]) -> bool:
@@ -94,7 +149,7 @@ class FSDP1Optimizer(PlainOptimizer):
     def entries(self, names: Names) -> list[StateEntry]:
         """Copies of this rank's rows of what is kept. A collective."""
         found = super().entries({**names, **self._whole})
-        for share, kept in zip(self._shares, self._kept(), strict=True):
+        for share, kept in zip(self._shares, self._kept(self._shares), strict=True):
             found += self._entries_of(share, kept)
         return found
 
@@ -134,13 +189,13 @@ class FSDP1Optimizer(PlainOptimizer):
         shared = {p for share in self._shares for p in share.pieces}
         return [p for p in super()._parameters() if p not in shared]
 
-    def _kept(self) -> list[_KeptByName]:
+    def _kept(self, shares: Sequence[_Share]) -> list[_KeptByName]:
         """What all ranks keep, for each share: with the original parameters, ranks that have no
         elements of one know nothing of its state.
         """
-        found = [self._kept_here(share) for share in self._shares]
+        found = [self._kept_here(share) for share in shares]
         groups: dict[dist.ProcessGroup, list[int]] = {}
-        for number, share in enumerate(self._shares):
+        for number, share in enumerate(shares):
             if share.flat.keeps_originals and share.flat.group is not None:
                 groups.setdefault(share.flat.group, []).append(number)
         for group, numbers in groups.items():

@@ -16,11 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckptkit.errors import UsageError
-from ckptkit.live import Restored, ShardedOptimizerState, load, save
+from ckptkit.live import Restored, ShardedOptimizerState, distributed_model, load, save
 from ckptkit.model import Strategy
 from ckptkit.parallel.strategies.batches import mapped, microbatches, opened, share
 from ckptkit.parallel.strategies.clipping import clip
 from ckptkit.parallel.strategies.frozen import Frozen
+from ckptkit.parallel.strategies.grouping import Unit
 from ckptkit.parallel.strategies.local_state import load_local_state, local_state
 from ckptkit.parallel.strategies.memory import Memory, measured
 from ckptkit.parallel.strategies.pipeline import Pipeline
@@ -41,7 +42,7 @@ class Distributed:
     is a module to call, and a loop of one's own is as good.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 — all that spreading has found out
         self,
         strategy: Strategy,
         modules: Sequence[nn.Module],
@@ -52,6 +53,7 @@ class Distributed:
         pipeline: Pipeline | None = None,
         accumulate: int = 1,
         compression: Any = None,
+        units: Sequence[Unit] = (),
     ) -> None:
         self._strategy = strategy
         self._modules = tuple(modules)
@@ -61,6 +63,7 @@ class Distributed:
         self._pipeline = pipeline
         self._accumulate = accumulate
         self._compression = compression
+        self._units = tuple(units)
         if optimizer is not None and any(map(is_cut, modules)):
             # What is still gathered would keep the old values.
             optimizer.register_step_pre_hook(partial(_end_passes, self._modules))
@@ -106,6 +109,13 @@ class Distributed:
     def compression(self) -> Any:
         """What compresses gradients, if anything does; it counts the bytes sent."""
         return self._compression
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """What `fully_shard` or `replicate` gathers together, each by one collective, the names of
+        its layers and its bytes; none under other engines.
+        """
+        return self._units
 
     @property
     def replicas(self) -> int:
@@ -224,6 +234,12 @@ class Distributed:
             del state["state"]
         state = self._with_own(state, options)
         return load(location, mesh=self._mesh, **state, **options)
+
+    def full_state_dict(self) -> dict[str, Any] | None:
+        """The whole parameters and buffers, in host memory, on rank 0; None on the others. Every
+        rank calls it.
+        """
+        return distributed_model(self).full_state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank holds of model and optimizer, in their own memory; nothing is gathered."""

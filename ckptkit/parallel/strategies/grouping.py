@@ -23,8 +23,10 @@ class Unit:
     """Modules whose parameters are gathered by one collective."""
 
     names: tuple[str, ...]
+    """Of the layers in it, in the model or in a stage of it."""
     modules: tuple[nn.Module, ...]
     nbytes: int
+    """Of their parameters on this rank, before they were cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,14 @@ def units_of(model: nn.Module, below: int) -> list[Unit]:
     # One that stands at two places shares them with itself, and runs more than once in a step.
     alone = [a for a in atoms if all(users[id(p)] == 1 for p in a.module.parameters())]
     return list(_packed(alone, below))
+
+
+def own_unit(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """What is in no unit, and is gathered with the model itself; nothing where all is in one."""
+    inside = {id(p) for unit in units for m in unit.modules for p in m.parameters()}
+    rest = {name: p for name, p in model.named_parameters() if id(p) not in inside}
+    layers = dict.fromkeys(name.rpartition(".")[0] for name in rest)
+    return [Unit(tuple(layers), (model,), nbytes_of(rest.values()))] if rest else []
 
 
 def nbytes_of(parameters: Iterable[torch.Tensor]) -> int:

@@ -17,12 +17,15 @@ from torch.distributed.fsdp import (
 )
 
 from ckptkit.live.adapters.fsdp2 import own_param_groups
-from ckptkit.parallel.strategies.grouping import units_of
+from ckptkit.parallel.strategies.grouping import Unit, own_unit, units_of
 from ckptkit.parallel.strategies.options import Options
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, options: Options, *, keep_gathered: bool) -> None:
-    """Cut the parameters of a model over the last axis of a mesh, repeated over the one before.
+def shard(
+    model: nn.Module, mesh: DeviceMesh, options: Options, *, keep_gathered: bool
+) -> list[Unit]:
+    """Cut the parameters of a model over the last axis of a mesh, repeated over the one before, and
+    return what is gathered together.
 
     With `keep_gathered` they stay whole from the forward pass to the backward pass (ZeRO-2).
     """
@@ -33,19 +36,24 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: Options, *, keep_gathered
     # outermost.
     again = False if keep_gathered else None
     units = units_of(model, options.group_below)
+    all_units = [*units, *own_unit(model, units)]
     for unit in units:
         kept = False if len(units) > 1 and unit is units[-1] else again
         fully_shard(list(unit.modules), reshard_after_forward=kept, **settings)
     fully_shard(model, reshard_after_forward=again, **settings)
     model.register_forward_hook(_after_forward)
+    return all_units
 
 
-def repeat(model: nn.Module, mesh: DeviceMesh, group_below: int) -> None:
+def repeat(model: nn.Module, mesh: DeviceMesh, group_below: int) -> list[Unit]:
     """Keep what tensor parallelism has cut alike over a mesh, which DDP cannot."""
-    for unit in units_of(model, group_below):
+    units = units_of(model, group_below)
+    all_units = [*units, *own_unit(model, units)]
+    for unit in units:
         replicate(list(unit.modules), mesh=mesh)
     replicate(model, mesh=mesh)
     model.register_forward_hook(_after_forward)
+    return all_units
 
 
 def let_go(model: nn.Module) -> None:

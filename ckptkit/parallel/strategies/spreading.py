@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,12 +33,15 @@ from ckptkit.parallel.strategies.alike import (
 from ckptkit.parallel.strategies.already import Choices, check_same, known_as, remember
 from ckptkit.parallel.strategies.distributed import Distributed
 from ckptkit.parallel.strategies.dtypes import check_dtypes
+from ckptkit.parallel.strategies.grouping import Unit
 from ckptkit.parallel.strategies.options import Options, Precision, Split
 from ckptkit.parallel.strategies.pipeline import Pipeline, Schedule
 from ckptkit.parallel.strategies.spec import mesh_names, resolved, sharder_of
 from ckptkit.parallel.strategies.stages import stages_of
 from ckptkit.parallel.strategies.stepping import MakeOptimizer, check_optimizer, made_for
 from ckptkit.parallel.strategies.tried_out import try_out
+
+log = logging.getLogger("ckptkit.parallel")
 
 
 def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, all with defaults
@@ -95,6 +99,10 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
         _check(found, strategy, choices)
         check_alike(barrier, _said(found, strategy, choices))
     made = _Spreading(found, strategy, options, device_of(found, device)).run(choices)
+    if made.units and dist.get_rank() == 0:
+        layers = sum(len(unit.names) for unit in made.units)
+        count = len(made.units)
+        log.info("%s layers in %s unit%s", f"{layers:,}", f"{count:,}", "s" if count > 1 else "")
     remember(made, choices, (model, made.model, *made.modules))
     return made
 
@@ -111,6 +119,7 @@ class _Spreading:
         self._device = device
         self._ranks = {axis.kind: axis.size for axis in strategy.mesh.axes}
         self._mesh = self._device_mesh()
+        self._units: list[Unit] = []
 
     def run(self, choices: Choices) -> Distributed:
         """Cut it into stages, cut these by rules, then by data parallelism, and step the rest."""
@@ -139,6 +148,7 @@ class _Spreading:
             pipeline=pipeline,
             accumulate=1 if pipeline else options.microbatches,
             compression=compression,
+            units=self._units,
         )
 
     def _device_mesh(self) -> DeviceMesh | None:
@@ -186,9 +196,9 @@ class _Spreading:
             module = module.to(self._device)  # `fully_shard` does it unit by unit
         if sharder:
             mesh = self._axis("ddp", sharder)
-            sharded.shard(module, mesh, options, keep_gathered=sharder == "zero2")
+            self._units += sharded.shard(module, mesh, options, keep_gathered=sharder == "zero2")
         elif "ddp" in self._ranks and (plan or (is_stage and options.compression is None)):
-            sharded.repeat(module, self._axis("ddp"), options.group_below)
+            self._units += sharded.repeat(module, self._axis("ddp"), options.group_below)
         elif "ddp" in self._ranks or "zero1" in self._ranks:
             group = self._axis("ddp", "zero1").get_group()
             module = replicated.wrap(module, group, self._device, is_stage=is_stage)

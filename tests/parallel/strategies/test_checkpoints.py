@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.live import Checkpointer
+from ckptkit.live import (
+    Checkpointer,
+    distributed_model,
+    helper_for,
+    load,
+    save_distributed,
+)
 from tests.live.pool import Pool
 from tests.parallel.strategies.test_losses import ON_FOUR, ranks_of
 from tests.parallel.strategies.training import STEPS, farthest, reference, spread, train, values
@@ -120,3 +126,29 @@ def twice(spec: str, location: str) -> tuple[bool, str]:
 def test_resumed_training_is_the_same_to_the_bit(gloo: Pool, tmp_path: Path, spec: str) -> None:
     for same, _ in gloo.run(ranks_of(spec), twice, spec, str(tmp_path)):
         assert same
+
+
+def whole(spec: str, location: str) -> None:
+    """What `as_distributed` made is a model for all of `ckptkit.live`."""
+    dist = spread(spec)
+    train(dist, range(STEPS))
+    assert distributed_model(dist).strategy.world_size == dist.strategy.world_size
+    assert helper_for(dist, dist.optimizer).recognises(dist.model, dist.optimizer)
+    with Checkpointer(location) as checkpointer:
+        save_distributed(checkpointer, dist, dist.optimizer, step=1)
+    before = dist.full_state_dict()
+    train(dist, [7])
+    load(location, model=dist, optimizer=dist.optimizer)
+    full = dist.full_state_dict()
+    if before is None or full is None:
+        assert before is full
+        assert dist.strategy.world_size > 1
+        return
+    parameters = reference()[1]
+    assert farthest({name: full[name] for name in parameters}, parameters) < 1e-5
+    assert all(full[name].equal(value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("spec", ["single", "zero1:2", "fsdp:3", "tp:2,fsdp:2", "pp:2"])
+def test_the_whole_parameters_are_one_call(gloo: Pool, spec: str, tmp_path: Path) -> None:
+    gloo.run(ranks_of(spec), whole, spec, str(tmp_path))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
 
+from ckptkit.parallel import as_distributed
 from ckptkit.parallel.strategies.grouping import Unit, units_of
-from tests.parallel.strategies.training import Layered
+from tests.live.pool import Pool
+from tests.parallel.strategies.training import Layered, spread
 
 KIB = 1024
 
@@ -163,3 +167,46 @@ def test_modules_of_torch_that_use_what_they_do_not_call_stay_whole() -> None:
 def test_a_unit_is_measured_in_bytes(dtype: torch.dtype) -> None:
     units = units_of(Layered(64, 64).to(dtype), 128 * KIB)
     assert len(units[0].modules) == 128 * KIB // (64 * 64 * dtype.itemsize)
+
+
+class Heard(logging.Handler):
+    """What is logged, as text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname}: {record.getMessage()}")
+
+
+def spread_many() -> tuple[list[tuple[str, ...]], list[int], list[str]]:
+    heard, log = Heard(), logging.getLogger("ckptkit.parallel")
+    log.addHandler(heard)
+    log.setLevel(logging.INFO)
+    try:
+        dist = as_distributed(Layered(1000, 16), "fsdp", group_below="20KiB")
+    finally:
+        log.removeHandler(heard)
+        log.setLevel(logging.NOTSET)
+    return [u.names for u in dist.units], [u.nbytes for u in dist.units], heard.lines
+
+
+def test_what_is_gathered_together_can_be_seen(gloo: Pool) -> None:
+    (names, sizes, said), (others, _, unsaid) = gloo.run(2, spread_many)
+    assert said == [f"INFO: 1,000 layers in {len(names)} units"]
+    assert unsaid == []
+    assert names == others
+    assert [name for unit in names for name in unit] == [f"layers.{n}" for n in range(1000)]
+    assert len(set(sizes[:-1])) == 1
+    assert 20 * KIB <= sizes[0] < 22 * KIB
+
+
+def units_under(spec: str) -> int:
+    return len(spread(spec).units)
+
+
+def test_replicas_and_stages_show_what_they_gather(gloo: Pool) -> None:
+    assert gloo.run(2, units_under, "ddp:2") == [0, 0]
+    assert all(count > 1 for count in gloo.run(4, units_under, "ddp:2,tp:2"))
+    assert all(gloo.run(4, units_under, "pp:2,fsdp:2"))
