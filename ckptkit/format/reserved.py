@@ -9,6 +9,8 @@ ALIKE = "alike"
 # How the arrays `<name>%2F<part>` make the tensor that a training job had at `<name>`:
 # `wrapped/<name>`.
 WRAPPED = "wrapped"
+# What only some ranks have in a nested dictionary: `own/<group>/<path>`.
+OWN = "own"
 # The one key of a map that stands for the array of that name.
 REFERENCE = "ckptkit.array"
 

@@ -4,7 +4,8 @@ and only where stages or owners make them differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from ckptkit.errors import InvalidNameError
 from ckptkit.format.leaves import canonical, dumps, unpack
 from ckptkit.live.meeting import StoreBarrier
 from ckptkit.live.topology import Topology
+from ckptkit.live.trees import is_mark
 
 Documents = list[dict[str, Any]]
 
@@ -136,3 +138,41 @@ def _speaks_for_its_stage(topology: Topology) -> bool:
 
 def _values_only(optimizers: Documents) -> Documents:
     return [{**document, "groups": []} for document in optimizers]
+
+
+Keys = tuple[str | int, ...]
+"""The group and the keys that lead to a value of a nested dictionary."""
+
+
+def keys_of_some(
+    barrier: StoreBarrier, trees: Mapping[str, Any], first: bytes
+) -> dict[Keys, list[int]]:
+    """What only some ranks have in their nested dictionaries, the outermost keys, with the ranks
+    that have them. `first` is the fingerprint of rank 0's keys.
+    """
+    differs = fingerprint_of_keys(trees) != first
+    answers = barrier.collect(b"1" if differs else b"0")
+    if barrier.share("1" if b"1" in answers else "") != "1":
+        return {}
+    heard = barrier.collect(dumps([list(keys) for keys in _keys(trees)]))
+    holders: dict[Keys, list[int]] = {}
+    for rank, data in enumerate(heard):
+        for keys in unpack(data, "a rank"):
+            holders.setdefault(tuple(keys), []).append(rank)
+    some = {keys: ranks for keys, ranks in holders.items() if len(ranks) < barrier.world_size}
+    told = [[list(keys), ranks] for keys, ranks in some.items() if keys[:-1] not in some]
+    agreed = unpack(bytes.fromhex(barrier.share(dumps(told).hex())), "rank 0")
+    return {tuple(keys): ranks for keys, ranks in agreed}
+
+
+def fingerprint_of_keys(trees: Mapping[str, Any]) -> bytes:
+    """What tells whether ranks have the same keys, in whatever order."""
+    keys = sorted((list(keys) for keys in _keys(trees)), key=dumps)
+    return hashlib.sha256(dumps(keys)).digest()
+
+
+def _keys(tree: object, above: Keys = ()) -> Iterator[Keys]:
+    if isinstance(tree, dict) and not is_mark(tree):
+        for key, value in tree.items():
+            yield (*above, key)
+            yield from _keys(value, (*above, key))

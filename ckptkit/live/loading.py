@@ -24,6 +24,7 @@ from ckptkit.live.filling import Filling, Target
 from ckptkit.live.handover import hand_over
 from ckptkit.live.held import Held
 from ckptkit.live.meeting import StoreBarrier, leaving
+from ckptkit.live.own_keys import with_own
 from ckptkit.live.reading_once import fill_once
 from ckptkit.live.report import Report, StateMismatchError, compare, of_all, refuse
 from ckptkit.live.resuming import Resumed, Twins, differing, resume, trained_by, untied
@@ -155,6 +156,8 @@ class Loading:
             for held in snapshot.tensors
             if compare(self._checkpoint, held, _known_as(held, snapshot), report)
         ]
+        size, rank = self._world.size, self._world.rank
+        self._objects = with_own(self._objects, snapshot.open_trees, rank, size)
         twins = Twins(self._checkpoint, snapshot.tied)
         self._compare_objects(snapshot)
         saved = self._optimizer_documents() if sources.optimizers else []

@@ -14,8 +14,9 @@ from ckptkit.checkpoint.patterns import check_used, matches
 from ckptkit.errors import FormatError
 from ckptkit.format.names import escape, inner_name, split, unescape
 from ckptkit.format.objects import whole
-from ckptkit.format.reserved import ALIKE, MODEL, OPTIMIZER, WRAPPED
-from ckptkit.live.trees import arrays_in, put_tensors, unmarked
+from ckptkit.format.reserved import ALIKE, MODEL, OPTIMIZER, OWN, WRAPPED
+from ckptkit.live.own_keys import parts_of
+from ckptkit.live.trees import arrays_in, put_tensors, unmarked, with_value
 
 Read = Callable[[list[str]], Mapping[str, torch.Tensor]]
 _GONE: Any = object()
@@ -36,8 +37,8 @@ def nested_state(
     checkpoint: Checkpoint, patterns: tuple[str, ...] | None, read: Read
 ) -> dict[str, Any]:
     """What `load_state(nested=True)` gives: see there."""
-    every = {item.name: whole(item) for item in checkpoint.manifest.objects}
-    objects = {n: v for n, v in every.items() if n.split("/")[0] not in (WRAPPED, ALIKE)}
+    every = _values(checkpoint)
+    objects = {n: v for n, v in every.items() if n.split("/")[0] not in (WRAPPED, ALIKE, OWN)}
     wrapped = {n.partition("/")[2]: _parts(n, v) for n, v in every.items() if _is_wrapper(n)}
     chosen = list(checkpoint.arrays)
     if patterns is not None:
@@ -66,6 +67,16 @@ def nested_state(
             found[name] = _optimizer(value, filled) if name == OPTIMIZER else filled(value, name)
     for name in tensors.keys() - placed:
         _put(found, _path(name, wrapped), tensors[name])
+    return found
+
+
+def _values(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The values of all objects by name, those of some ranks only at their places."""
+    found = {item.name: whole(item) for item in checkpoint.manifest.objects}
+    for item in checkpoint.manifest.objects:
+        if item.name.startswith(f"{OWN}/"):
+            group, keys, _, value = parts_of(item)
+            found[group] = with_value(found.get(group), keys, value)
     return found
 
 

@@ -18,10 +18,11 @@ from ckptkit.checkpoint.threads import Progress
 from ckptkit.checkpoint.writer import Writer
 from ckptkit.errors import GivenUpError, UsageError
 from ckptkit.format.leaves import dumps, unpack
-from ckptkit.live.agree import agree
+from ckptkit.live.agree import agree, fingerprint_of_keys, keys_of_some
 from ckptkit.live.arena import Arena
 from ckptkit.live.held import Held
-from ckptkit.live.meeting import JobBarrier, leaving
+from ckptkit.live.meeting import JobBarrier, StoreBarrier, leaving
+from ckptkit.live.own_keys import own_apart
 from ckptkit.live.rules import HandCuts
 from ckptkit.live.saying import in_one_line, readable
 from ckptkit.live.snapshot import Snapshot, Sources, take_snapshot
@@ -124,12 +125,16 @@ class PreparedSave:
             lambda name: _fingerprint(parameters.get(name)),
         )
         # Stages may tell different details: rank 0's are those of the step.
-        said = dumps([self.step, snapshot.details])
-        step, details = unpack(bytes.fromhex(self._barrier.share(said.hex())), "rank 0")
+        trees = snapshot.open_trees
+        said = dumps([self.step, snapshot.details, fingerprint_of_keys(trees) if trees else b""])
+        step, details, keys = unpack(bytes.fromhex(self._barrier.share(said.hex())), "rank 0")
         if step != self.step:
             raise UsageError(
                 f"rank 0 saves step {step}, rank {self._world.rank} another one", value=self.step
             )
+        if keys and isinstance(self._barrier, StoreBarrier):
+            some = keys_of_some(self._barrier, trees, keys)
+            objects, tensors = own_apart(snapshot, objects, tensors, some)
         threads: dict[str, Any] = {} if options.threads is None else {"threads": options.threads}
         writer = Writer(
             self._store,

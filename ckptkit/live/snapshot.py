@@ -121,6 +121,9 @@ class Snapshot:
     trees: dict[str, torch.Tensor]
     """The tensors of nested dictionaries, whole."""
 
+    open_trees: dict[str, Any] = field(default_factory=dict)
+    """The nested dictionaries of which ranks may have keys of their own, tensors as marks."""
+
     @property
     def values(self) -> Mapping[str, Any]:
         """What `get_extra_state` gave, by name."""
@@ -207,6 +210,7 @@ def take_snapshot(
         trees |= tensors
         reading.add_tree(tensors, alike=isinstance(sources.stateful[group], Replicated))
     objects |= reading.alike
+    closed = (PerRank, Replicated)
     return Snapshot(
         topology,
         details,
@@ -217,6 +221,7 @@ def take_snapshot(
         entries,
         states,
         trees,
+        {n: objects[n] for n, v in sources.stateful.items() if not isinstance(v, closed)},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,6 +129,33 @@ def unmarked(value: Any, where: str) -> Any:
         items = [unmarked(each, where) for each in value]
         return items if isinstance(value, list) else tuple(items)
     return value
+
+
+def is_mark(tree: Mapping[Any, Any]) -> bool:
+    """Whether a dictionary of a taken tree stands for one value."""
+    return len(tree) == 1 and next(iter(tree)) in (REFERENCE, _TENSOR, *_MADE_BY)
+
+
+def value_at(tree: Any, keys: Sequence[Any]) -> Any:
+    """What lies in nested dictionaries under some keys, one inside of the other; else None."""
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def with_value(tree: Any, keys: Sequence[Any], value: Any) -> Any:
+    """Nested dictionaries with one more value; those that are given stay as they are."""
+    if not keys:
+        return value
+    known = tree if isinstance(tree, dict) else {}
+    return known | {keys[0]: with_value(known.get(keys[0]), keys[1:], value)}
+
+
+def without_key(tree: Any, keys: Sequence[Any]) -> Any:
+    """Nested dictionaries without one value that they have."""
+    if len(keys) == 1:
+        return {key: value for key, value in tree.items() if key != keys[0]}
+    return tree | {keys[0]: without_key(tree[keys[0]], keys[1:])}
 
 
 def _form_of(value: object) -> tuple[str, Any] | None:

@@ -30,6 +30,7 @@ from ckptkit.live import (
     Sum,
     WorldSizeError,
     load,
+    load_state,
     rng_state,
     save,
     set_rng_state,
@@ -211,6 +212,72 @@ def test_a_loader_goes_on_where_its_rank_was(gloo: Pool, tmp_path: Path) -> None
         assert at == 0
         assert "dataloader: of 2 ranks, this job has 3" in message
         assert skipped == ["dataloader: of 2 ranks, this job has 3"]
+
+
+class Titan:
+    """As torchtitan's loader: a state of its rank, beside what all have."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.key, self.at, self.seen = f"dp_rank_{dist.get_rank()}", at, [""]
+
+    def state_dict(self) -> dict[str, Any]:
+        """With a tensor, which only this rank has."""
+        mine = {"at": self.at, "generator": torch.tensor([self.at])}
+        return {self.key: mine, "world_size": dist.get_world_size(), "deep": {"in": {self.key: 1}}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take its own out."""
+        self.seen = sorted(state)
+        if self.key in state:
+            assert state[self.key]["generator"].tolist() == [state[self.key]["at"]]
+            assert state["deep"] == {"in": {self.key: 1}}
+            self.at = state[self.key]["at"]
+
+
+def save_titans(location: str) -> None:
+    rank = dist.get_rank()
+    plain = {f"of_{rank // 2}": [torch.full((2,), rank // 2)], "all": 1}
+    state: dict[str, object] = {"loader": Titan(10 + rank), "plain": plain}
+    if rank == 1:
+        state["single"] = {"x": torch.ones(3), "y": 2}
+    save(location, step=1, state=state, timeout=30)
+
+
+def load_titans(location: str) -> tuple[int, list[str], dict[str, Any]]:
+    titan, plain = Titan(), {f"of_{dist.get_rank() // 2}": [torch.zeros(2, dtype=torch.int64)]}
+    load(location, state={"loader": titan, "plain": plain}, partial=True)
+    return titan.at, titan.seen, plain
+
+
+def test_keys_that_only_some_ranks_have_are_theirs(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(3, save_titans, str(tmp_path / "a"))
+    assert ckptkit.verify(tmp_path / "a") == []
+    ckptkit.reshard(tmp_path / "a", tmp_path / "b", to="fsdp:2")
+    for folder in ("a", "b"):
+        for rank, (at, seen, plain) in enumerate(gloo.run(3, load_titans, str(tmp_path / folder))):
+            assert (at, seen) == (10 + rank, ["deep", f"dp_rank_{rank}", "world_size"])
+            mine = f"of_{rank // 2}"
+            assert plain[mine][0].tolist() == [rank // 2] * 2
+            assert sorted(plain) == ["all", mine]
+        everything = load_state(tmp_path / folder, nested=True)
+        ranks = [everything["loader"][f"dp_rank_{rank}"]["at"] for rank in range(3)]
+        assert ranks == [10, 11, 12]
+        assert everything["loader"]["deep"]["in"] == {f"dp_rank_{rank}": 1 for rank in range(3)}
+        assert repr(everything["single"]) == repr({"x": torch.ones(3), "y": 2})
+    assert [rank[0] for rank in gloo.run(2, load_titans, str(tmp_path / "a"))] == [10, 11]
+
+
+def save_clashing(location: str) -> str:
+    state = {"loader": {f"of_{dist.get_rank() // 2}": dist.get_rank()}}
+    with pytest.raises(PeerError) as caught:
+        save(location, step=1, state=state, timeout=20)
+    return str(caught.value)
+
+
+def test_ranks_that_share_a_key_have_to_agree(gloo: Pool, tmp_path: Path) -> None:
+    for message in gloo.run(3, save_clashing, str(tmp_path)):
+        assert "own/loader/of_0" in message
+        assert "disagree" in message
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
