@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -201,6 +201,7 @@ class Checkpointer:
         scaler: object = None,
         state: Mapping[str, object] | None = None,
         step: int | None = None,
+        skip: Iterable[str] = (),
         partial: bool = False,
         cast: bool = False,
         verify: bool = True,
@@ -211,7 +212,8 @@ class Checkpointer:
         is none. With `fallback`, a step that turns out to be damaged is reported in the log, and
         the one before it is loaded; the same save in the other place, where there is one, is tried
         first, and without `fallback` too. With `read_once`, what several ranks need alike is read
-        by one of them, and reaches the others through the job's own network.
+        by one of them, and reaches the others through the job's own network. `skip` names groups
+        that are left as they are: `skip=["dataloader"]`.
         """
         self._check_open()
         options = LoadOptions(
@@ -229,7 +231,7 @@ class Checkpointer:
             after.callback(self._tiers.turn(self._copying(), None))
             with leaving(barrier):
                 self._background.wait()
-                sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state)
+                sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state, skip)
                 self._tiers.meet(barrier)
                 candidates = self._candidates(barrier, step, fallback=fallback)
                 # What a rank passes may be wrong: nobody goes on alone.

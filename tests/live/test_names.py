@@ -275,6 +275,8 @@ def load_into_tied(location: str, sharded: bool) -> list[Any]:
     torch.manual_seed(3)
     ways = [{"same": True}, {"same": False}, {"same": True, "decay": 0.5}]
     messages = []
+    model, optimizer = tied(sharded=sharded)
+    source, source_optimizer = untied(same=True, sharded=sharded)
     for step, way in enumerate(ways, 1):
         source, source_optimizer = untied(sharded=sharded, **way)  # type: ignore[arg-type]
         save(location, step=step, model=source, optimizer=source_optimizer)
