@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier, Gathering
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.mirror import Retention
+from ckptkit.checkpoint.patterns import pattern_list
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.run import Run
 from ckptkit.checkpoint.threads import Progress
@@ -60,6 +61,9 @@ class Checkpointer:
     With `on_sigterm="finish"` a save under way is finished before the process ends, in the local
     folder where there is one: copying is left to the next job. `storage_options` say how to reach
     an object store (see `ckptkit.open`).
+
+    Buffers, and tensors in `state`, have to be the same on ranks that nothing keeps alike, or the
+    save is refused; of those that `differing` names (patterns too) the first rank's are saved.
     """
 
     def __init__(  # noqa: PLR0913 — one keyword for each decision, all with defaults
@@ -72,6 +76,7 @@ class Checkpointer:
         when_busy: str = "wait",
         mesh: DeviceMesh | None = None,
         rules: RulesLike | None = None,
+        differing: Iterable[str] = (),
         overwrite: bool = False,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         on_sigterm: str | None = None,
@@ -102,6 +107,7 @@ class Checkpointer:
         self._options = SaveOptions(
             overwrite=overwrite,
             chunk_bytes=chunk_bytes,
+            differing=pattern_list(differing, "differing"),
             threads=threads,
             timeout=timeout,
             progress=progress,

@@ -9,23 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from isal import isal_zlib
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
+from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Gathering
+from ckptkit.checkpoint.patterns import matches
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.checkpoint.writer import Writer
-from ckptkit.errors import UsageError
+from ckptkit.errors import PeerError, UsageError
 from ckptkit.format.leaves import dumps, unpack
-from ckptkit.live.agree import agree
+from ckptkit.format.names import inner_name
+from ckptkit.live.agree import agree, told
 from ckptkit.live.arena import Arena
 from ckptkit.live.held import Held
 from ckptkit.live.meeting import leaving
 from ckptkit.live.rules import HandCuts
 from ckptkit.live.saying import in_one_line, readable
 from ckptkit.live.snapshot import Snapshot, Sources, take_snapshot
-from ckptkit.live.tensors import as_bits, dtype_of
+from ckptkit.live.tensors import as_bits, checksum, dtype_of
 from ckptkit.live.trees import without_tensors
 from ckptkit.live.world import World, copying_threads
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
@@ -40,6 +40,7 @@ class SaveOptions:
 
     overwrite: bool = False
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    differing: Sequence[str] = ()
     threads: int | None = None
     timeout: float = DEFAULT_TIMEOUT
     progress: Progress | None = None
@@ -53,7 +54,7 @@ class PreparedSave:
         store: Store,
         step: int,
         world: World,
-        barrier: Barrier,
+        barrier: Gathering,
         sources: Sources,
         *,
         extra: Mapping[str, object] | None,
@@ -111,6 +112,8 @@ class PreparedSave:
             values,
             lambda name: _fingerprint(parameters.get(name)),
         )
+        if self._world.size > 1:
+            _check_replicas(self._barrier, snapshot, options.differing)
         # Stages may tell different details: rank 0's are those of the step.
         said = dumps([self.step, snapshot.details])
         step, details = unpack(bytes.fromhex(self._barrier.share(said.hex())), "rank 0")
@@ -150,9 +153,43 @@ def _fingerprint(held: Held | None) -> list[object] | None:
     """What a parameter holds here; buffers of the same name may differ from stage to stage."""
     if held is None:
         return None
-    elements = np.ascontiguousarray(as_bits(held.name, held.local)).reshape(-1)
-    content = isal_zlib.crc32(elements.view(np.uint8))
+    content = checksum(held.name, held.local)
     return [str(dtype_of(held.name, held.local)), list(held.shape), content]
+
+
+def _check_replicas(barrier: Gathering, snapshot: Snapshot, differing: Sequence[str]) -> None:
+    """Refuse buffers and tensors of `state` that differ between ranks of which the first one's
+    are saved, unless the caller says that they may.
+    """
+    topology = snapshot.topology
+    mine = [
+        [held.name, held.first_replica(topology), checksum(held.name, held.local)]
+        for held in snapshot.tensors
+        if held.role in ("buffer", "other")
+        and not held.is_sure(topology)
+        and not matches(differing, held.name, inner_name(held.name, held.role))
+    ]
+
+    def conclude(heard: list[Any]) -> list[Any]:
+        kept: dict[tuple[str, int], int] = {}
+        others: dict[str, list[int]] = {}
+        for rank, said in enumerate(heard):
+            for name, first, crc in said:
+                if kept.setdefault((name, first), crc) != crc:
+                    others.setdefault(name, []).append(rank)
+        return [len(others), *next(iter(others.items()), ("", []))]
+
+    count, name, ranks = told(barrier, mine, conclude)
+    if count:
+        more = f", and so are {count - 1} more" if count > 1 else ""
+        shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+        raise PeerError(
+            f"the values of rank {shown} are not those of the first rank that holds the same, "
+            f"which alone would be saved{more}",
+            where=name,
+            hint=f'differing=["{name}"] (names or patterns) saves the first rank\'s knowingly; '
+            "in state={…} PerRank(…) keeps each rank's",
+        )
 
 
 def _add(writer: Writer, held: Held, snapshot: Snapshot) -> None:

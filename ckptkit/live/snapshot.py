@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
-from isal import isal_zlib
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -26,7 +24,7 @@ from ckptkit.live.held import Held, Tied
 from ckptkit.live.models import Model
 from ckptkit.live.optimizers import OptimizerAdapter, StateEntry, optimizer_adapter
 from ckptkit.live.rules import HandCuts, HowCut
-from ckptkit.live.tensors import as_bits, check_plain, local_of
+from ckptkit.live.tensors import check_plain, checksum, local_of
 from ckptkit.live.topology import Topology
 from ckptkit.live.trees import take_tensors, without_tensors
 from ckptkit.live.world import World
@@ -97,11 +95,6 @@ class Sources:
         for name, value in stateful.items():
             _check_stateful(name, value)
         return cls(known, adapters, {n: v for n, v in stateful.items() if n not in left})
-
-
-def _checksum(name: str, local: torch.Tensor) -> int:
-    elements = np.ascontiguousarray(as_bits(name, local.cpu())).reshape(-1)
-    return int(isal_zlib.crc32(elements.view(np.uint8)))
 
 
 def _skipped(skip: Iterable[str], state: Iterable[str]) -> set[str]:
@@ -276,16 +269,17 @@ class Reading:
             if not torch.is_tensor(entry.value):
                 continue
             name = join("model", entry.name)
-            first = self._seen.setdefault(id(entry.value), name)
-            if first != name:
-                self.tied.append(Tied(name, first))
+            known = self._seen.setdefault(id(entry.value), name)
+            if known != name:
+                self.tied.append(Tied(name, known))
                 continue
             role = "param" if entry.is_parameter else "buffer"
             alike = self._topology.replicas
             if not (entry.is_parameter and entry.is_kept_alike):
                 alike = frozenset()
             self._alike_of[name] = alike
-            self._add(name, entry.value, role, entry, alike=alike)
+            first = self._topology.replicas if entry.is_broadcast else frozenset()
+            self._add(name, entry.value, role, entry, alike=alike, of_first=first)
 
     def add_optimizer(self, entries: Iterable[StateEntry]) -> None:
         """What an optimizer keeps in tensors."""
@@ -313,6 +307,7 @@ class Reading:
         alike: frozenset[str],
         staged: bool | None = None,
         of: str | None = None,
+        of_first: frozenset[str] = frozenset(),
     ) -> None:
         if name in self._names:
             raise InvalidNameError(
@@ -344,10 +339,10 @@ class Reading:
             says = said or (entry is not None and entry.placements is not None)
             if self._is_cut.get(of or "") and not says:
                 # Whether it is a part or the same on all ranks cannot be seen: the commit compares.
-                self.alike[f"{reserved.ALIKE}/{name}"] = _checksum(name, local)
+                self.alike[f"{reserved.ALIKE}/{name}"] = checksum(name, local)
         self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())
         alike |= topology.mesh_axes(tensor)
-        self.tensors.append(Held(name, shape, placements, local, role, of, alike))
+        self.tensors.append(Held(name, shape, placements, local, role, of, alike, of_first))
 
 
 def _optimizer_document(

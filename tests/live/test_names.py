@@ -260,8 +260,8 @@ def trained_once(
     if sharded:
         fully_shard(model)
     head = [p for p in (model.head.weight,) if p is not model.embed.weight]
-    rest = [p for p in model.parameters() if all(p is not each for each in head)]
-    groups = [{"params": rest}, *([{"params": head}] if head else [])]
+    rest: list[Any] = [p for p in model.parameters() if all(p is not each for each in head)]
+    groups: list[dict[str, Any]] = [{"params": rest}, *([{"params": head}] if head else [])]
     optimizer = AdamW(groups, foreach=False)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
