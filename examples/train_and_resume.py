@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from transformer import BATCH, LENGTH, TP_PLAN, Transformer, batch, loss_of
 
-from ckptkit.live import Checkpointer, PerRank, Sum, rng_state, set_rng_state
+from ckptkit.live import Checkpointer, PerDataRank, Sum, rng_state, set_rng_state
 
 
 def axes_of(strategy: str) -> dict[str, int]:
@@ -70,7 +70,7 @@ def main() -> None:
             if step % 10 == 0 and rank == 0:
                 print(f"step {step}: loss {loss.item() / world:.3f}", flush=True)
             if step % 20 == 0:
-                extra = {"tokens": Sum(tokens), "rng": PerRank(rng_state())}
+                extra = {"tokens": Sum(tokens), "rng": PerDataRank(rng_state())}
                 ckpt.save(step, model=model, optimizer=optimizer, extra=extra)
     dist.destroy_process_group()
 

@@ -13,5 +13,7 @@ WRAPPED = "wrapped"
 OWN = "own"
 # The one key of a map that stands for the array of that name.
 REFERENCE = "ckptkit.array"
+# The one key of a map around a value of one share of the data: [which, of how many or None, value].
+DATA_RANK = "ckptkit.data_rank"
 
 DIGEST_ALGORITHM = "xxh3-128"

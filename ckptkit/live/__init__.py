@@ -12,7 +12,7 @@ from ckptkit.live.rng import rng_state, set_rng_state
 from ckptkit.live.sharded_optimizer import ShardedOptimizerState
 from ckptkit.live.shards import LocalShard, ShardingMetadata, TensorSharding
 from ckptkit.live.strategies import CheckpointHelper, helper_for, save_distributed
-from ckptkit.model import PerRank, Replicated, Split, Sum
+from ckptkit.model import PerDataRank, PerRank, Replicated, Split, Sum
 
 __all__ = [
     "CheckpointHelper",
@@ -20,6 +20,7 @@ __all__ = [
     "DistributedModel",
     "Extra",
     "LocalShard",
+    "PerDataRank",
     "PerRank",
     "Replicated",
     "Report",

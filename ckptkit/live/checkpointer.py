@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.mirror import Retention
+from ckptkit.checkpoint.patterns import pattern_list
 from ckptkit.checkpoint.places import Place, step_name, store_at
 from ckptkit.checkpoint.run import Run
 from ckptkit.checkpoint.threads import Progress
@@ -60,6 +61,9 @@ class Checkpointer:
     With `on_sigterm="finish"` a save under way is finished before the process ends, in the local
     folder where there is one: copying is left to the next job. `storage_options` say how to reach
     an object store (see `ckptkit.open`).
+
+    Buffers, and tensors in `state`, have to be the same on ranks that nothing keeps alike, or the
+    save is refused; of those that `differing` names (patterns too) the first rank's are saved.
     """
 
     def __init__(  # noqa: PLR0913 — one keyword for each decision, all with defaults
@@ -72,6 +76,7 @@ class Checkpointer:
         when_busy: str = "wait",
         mesh: DeviceMesh | None = None,
         rules: RulesLike | None = None,
+        differing: Iterable[str] = (),
         overwrite: bool = False,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         on_sigterm: str | None = None,
@@ -102,6 +107,7 @@ class Checkpointer:
         self._options = SaveOptions(
             overwrite=overwrite,
             chunk_bytes=chunk_bytes,
+            differing=pattern_list(differing, "differing"),
             threads=threads,
             timeout=timeout,
             progress=progress,
@@ -203,6 +209,7 @@ class Checkpointer:
         scaler: object = None,
         state: Mapping[str, object] | None = None,
         step: int | None = None,
+        skip: Iterable[str] = (),
         partial: bool = False,
         cast: bool = False,
         verify: bool = True,
@@ -213,7 +220,8 @@ class Checkpointer:
         is none. With `fallback`, a step that turns out to be damaged is reported in the log, and
         the one before it is loaded; the same save in the other place, where there is one, is tried
         first, and without `fallback` too. With `read_once`, what several ranks need alike is read
-        by one of them, and reaches the others through the job's own network.
+        by one of them, and reaches the others through the job's own network. `skip` names groups
+        that are left as they are: `skip=["dataloader"]`.
         """
         self._check_open()
         options = LoadOptions(
@@ -231,7 +239,7 @@ class Checkpointer:
             after.callback(self._tiers.turn(self._copying(), None))
             with leaving(barrier):
                 self._background.wait()
-                sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state)
+                sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state, skip)
                 self._tiers.meet(barrier)
                 candidates = self._candidates(barrier, step, fallback=fallback)
                 # What a rank passes may be wrong: nobody goes on alone.

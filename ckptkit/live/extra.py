@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.errors import CkptkitError
+from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.format.leaves import dumps
 from ckptkit.format.objects import ObjectInfo, share_of_items, share_of_total, total
+from ckptkit.format.reserved import DATA_RANK
+from ckptkit.live.topology import data_rank, is_spread_alike
+from ckptkit.model import PerRank, Strategy
 
 
 class WorldSizeError(CkptkitError, KeyError):
@@ -15,24 +20,119 @@ class WorldSizeError(CkptkitError, KeyError):
     __str__ = CkptkitError.__str__
 
 
+@dataclass(frozen=True, slots=True)
+class DataRanks:
+    """Who reads which share of the data, in this job and in the one that saved."""
+
+    rank: int
+    world_size: int
+    here: Strategy | None
+    """None where neither a model nor a mesh says how the job is spread."""
+    saved: Strategy | None
+    """None for a step that was resharded since."""
+
+    def kept(self, value: Any) -> PerRank:
+        """A value of this rank's share as a step has it."""
+        at, of = (self.rank, None) if self.here is None else data_rank(self.here, self.rank)
+        return PerRank({DATA_RANK: [at, of, value]})
+
+    def find(self, item: ObjectInfo) -> Any:
+        """What belongs to the share of this rank; an error where nothing does for sure."""
+        shares = self._shares(item)
+        there = shares[0][1]
+        mine, count = (self.rank, None) if self.here is None else data_rank(self.here, self.rank)
+        if (there is None) != (count is None):
+            raise _unknown(item.name, "here" if count is None else "that saved")
+        sizes = (there or len(shares), count or self.world_size)
+        if sizes[0] != sizes[1]:
+            raise WorldSizeError(
+                f"of a job that shared out its data between {sizes[0]}, "
+                f"this one does between {sizes[1]}",
+                where=item.name,
+            )
+        found = {rank: v for rank, (at, _, v) in enumerate(shares) if at == mine}
+        first = next(iter(found.values()))
+        if all(dumps([value]) == dumps([first]) for value in found.values()):
+            return first
+        if self.here and self.saved and is_spread_alike(self.here, self.saved):
+            return found.get(self.rank, first)
+        raise WorldSizeError(
+            f"rank {', '.join(map(str, found))} read one share of the data, but had different "
+            "values, and this job is spread otherwise",
+            where=item.name,
+        )
+
+    def all_shares(self, item: ObjectInfo) -> list[Any]:
+        """The values of all shares, in order; nothing where nobody knows whose they are."""
+        try:
+            shares = self._shares(item)
+        except WorldSizeError:
+            return []
+        by_share = {at: value for at, _, value in reversed(shares)}
+        agree = all(dumps([by_share[at]]) == dumps([value]) for at, _, value in shares)
+        known = self.here is not None and shares[0][1] is not None
+        return [by_share[at] for at in sorted(by_share)] if known and agree else []
+
+    def _shares(self, item: ObjectInfo) -> list[tuple[int, int | None, Any]]:
+        """By rank of the job that saved: which share, of how many, and the value."""
+        if not is_marked(item):
+            return self._older_shares(item)
+        shares = [tuple(value[DATA_RANK]) for value in item.value]
+        if not all(len(s) == 3 and isinstance(s[0], int) for s in shares):
+            raise FormatError("not values of shares of the data", where=item.name)
+        numbers = sorted({at for at, _, _ in shares})
+        wrong = any(size not in (None, len(numbers)) for _, size, _ in shares)
+        if wrong or numbers != list(range(len(numbers))) or len({s[1] for s in shares}) > 1:
+            raise FormatError("not the values of all shares of the data", where=item.name)
+        return shares
+
+    def _older_shares(self, item: ObjectInfo) -> list[tuple[int, int | None, Any]]:
+        """Older versions saved one value for each rank, which read what its strategy says."""
+        saved = self.saved
+        if saved is None or saved.world_size != len(item.value):
+            raise _unknown(item.name, "that saved")
+        if self.here is None and all(axis.kind == "ddp" for axis in saved.mesh.axes):
+            return [(rank, None, value) for rank, value in enumerate(item.value)]
+        return [(*data_rank(saved, rank), value) for rank, value in enumerate(item.value)]
+
+
+def _unknown(name: str, job: str) -> WorldSizeError:
+    return WorldSizeError(
+        f"nothing says how the job {job} shares out its data, and these values belong to shares",
+        where=name,
+        hint="pass model=… or mesh=… in the same call, in saves and loads alike",
+    )
+
+
+def is_marked(item: ObjectInfo) -> bool:
+    """Whether the values say which share of the data they belong to."""
+    return item.semantics == "per_rank" and all(
+        isinstance(value, dict) and isinstance(value.get(DATA_RANK), list) for value in item.value
+    )
+
+
 class Extra(Mapping[str, Any]):
     """The `extra` of a save, as this rank gets it back.
 
     What was the same on all ranks is given to each; `PerRank` values return to their rank if there
     are as many ranks as there were: otherwise `extra[name]` raises a `WorldSizeError`, and
     `extra.get(name, fallback)` gives the fallback. `Sum` and `Split` values are the rank's own if
-    there are as many ranks, and its share of all otherwise.
+    there are as many ranks, and its share of all otherwise. `PerDataRank` values return to the
+    ranks that read the same share of the data; where none is the same, that is a `WorldSizeError`.
     """
 
-    def __init__(self, objects: Mapping[str, ObjectInfo], rank: int, world_size: int) -> None:
+    def __init__(self, objects: Mapping[str, ObjectInfo], data: DataRanks) -> None:
         self._objects = objects
-        self._rank = rank
-        self._world_size = world_size
+        self._data = data
+        self._rank = data.rank
+        self._world_size = data.world_size
 
     def __getitem__(self, name: str) -> Any:
         item = self._objects[name]
         if item.semantics == "replicated":
             return item.value
+        if is_marked(item):
+            return self._of_data(item)
         if len(item.value) == self._world_size:
             return item.value[self._rank]
         if item.semantics == "per_rank":
@@ -46,9 +146,22 @@ class Extra(Mapping[str, Any]):
         share = share_of_items if item.semantics == "split" else share_of_total
         return share(item.value, self._rank, self._world_size)
 
+    def _of_data(self, item: ObjectInfo) -> Any:
+        try:
+            return self._data.find(item)
+        except WorldSizeError as error:
+            name = item.name.removeprefix("extra/")
+            error.hint = error.hint or (
+                f"extra.get({name!r}, fallback) gives a fallback, "
+                f"extra.of_ranks({name!r}) the values of all ranks"
+            )
+            raise
+
     def of_ranks(self, name: str) -> list[Any]:
         """The values of all ranks of the job that saved."""
         item = self._objects[name]
+        if is_marked(item):
+            return [value[DATA_RANK][-1] for value in item.value]
         return [item.value] if item.semantics == "replicated" else list(item.value)
 
     def total(self, name: str) -> Any:

@@ -40,6 +40,7 @@ def save(  # noqa: PLR0913 — everything that a step may hold
     extra: Mapping[str, object] | None = None,
     mesh: DeviceMesh | None = None,
     rules: RulesLike | None = None,
+    differing: Iterable[str] = (),
     overwrite: bool = False,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     timeout: float = DEFAULT_TIMEOUT,
@@ -53,6 +54,7 @@ def save(  # noqa: PLR0913 — everything that a step may hold
         location,
         mesh=mesh,
         rules=rules,
+        differing=differing,
         overwrite=overwrite,
         chunk_bytes=chunk_bytes,
         timeout=timeout,
@@ -83,6 +85,7 @@ def load(  # noqa: PLR0913 — everything that a step may hold, and how much may
     state: Mapping[str, object] | None = None,
     mesh: DeviceMesh | None = None,
     rules: RulesLike | None = None,
+    skip: Iterable[str] = (),
     partial: bool = False,
     cast: bool = False,
     verify: bool = True,
@@ -93,13 +96,14 @@ def load(  # noqa: PLR0913 — everything that a step may hold, and how much may
     """Load a step, or the newest committed step of a run, into live objects; every rank calls it
     alike, and rank 0 reads the manifest for all.
 
+    `skip` names groups that are left as they are (`skip=["dataloader"]`; * and ? mean several).
     With `read_once`, what several ranks need alike is read by one of them, and reaches the others
     through the job's own network.
     """
     world = current_world()
     barrier = barrier_of(world, next_name(world, "load"), timeout, "the step was not loaded")
     with leaving(barrier):
-        sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state)
+        sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state, skip)
         store = store_at(location, storage_options)
     options = LoadOptions(
         partial=partial, cast=cast, verify=verify, read_once=read_once, timeout=timeout

@@ -23,14 +23,29 @@ class Held:
     of: str | None = None
     alike: frozenset[str] = frozenset()
     """The axes along which all ranks are known to hold the same values."""
+    of_first: frozenset[str] = frozenset()
+    """The axes along which the first rank's values are about to become those of all."""
 
     def saved_placements(self, topology: Topology) -> dict[str, Placement]:
         """How the axes cut what is saved. Ranks that hold the same share the writing; where they
         may differ, as buffers do, a mixture would be nobody's values: the first rank's are saved.
         """
-        axes = (axis for axis in topology.strategy.mesh.axes if axis.size > 1)
-        first = {axis.name: Owner(0) for axis in axes if axis.name not in self.alike}
-        return first | dict(self.placements)
+        return dict.fromkeys(self._unsure(topology), Owner(0)) | dict(self.placements)
+
+    def first_replica(self, topology: Topology) -> int:
+        """The rank whose values are saved for this rank's, which nothing keeps the same."""
+        mesh = topology.strategy.mesh
+        unsure = self._unsure(topology) - self.placements.keys() - self.of_first
+        coords = zip(mesh.axes, mesh.coords(topology.rank), strict=True)
+        return mesh.rank(tuple(0 if axis.name in unsure else coord for axis, coord in coords))
+
+    def is_sure(self, topology: Topology) -> bool:
+        """Whether nobody's values but this rank's are saved for it, or such that are the same."""
+        return not self._unsure(topology) - self.placements.keys() - self.of_first
+
+    def _unsure(self, topology: Topology) -> set[str]:
+        axes = topology.strategy.mesh.axes
+        return {axis.name for axis in axes if axis.size > 1 and axis.name not in self.alike}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import FormatError
 from ckptkit.format.names import join, split
+from ckptkit.format.objects import ObjectInfo
 from ckptkit.live.agree import Agreement, Documents, agree, told
-from ckptkit.live.extra import Extra
+from ckptkit.live.extra import DataRanks, Extra, WorldSizeError, is_marked
 from ckptkit.live.filling import Filling, Target
 from ckptkit.live.handover import hand_over
 from ckptkit.live.held import Held
@@ -34,7 +35,7 @@ from ckptkit.live.snapshot import Snapshot, Sources, parameter_names, take_snaps
 from ckptkit.live.tensors import torch_dtype
 from ckptkit.live.trees import arrays_in, put_tensors, replace_leaves, unmarked
 from ckptkit.live.world import World, copying_threads
-from ckptkit.model import PerRank, Replicated
+from ckptkit.model import PerDataRank, PerRank, Replicated
 
 log = logging.getLogger("ckptkit.live")
 
@@ -83,6 +84,7 @@ class Loading:
         self._rules = rules
         self._options = options
         self._report = Report()
+        self._positions: dict[str, _Position] = {}
 
     def run(self) -> Restored:
         """Load; returns when every rank has, and raises on all when one cannot."""
@@ -143,6 +145,10 @@ class Loading:
         sources, report = self._sources, self._report
         # Without the optimizers: what they are to keep is known from the step only.
         snapshot = self._look(replace(sources, optimizers=()))
+        is_resharded = "resharded" in self._checkpoint.details
+        saved_by = None if is_resharded else self._checkpoint.strategy
+        world = self._world
+        self._data = DataRanks(world.rank, world.size, snapshot.spread, saved_by)
         names = parameter_names(snapshot.entries)
         documents = [
             {"kind": each.kind, "groups": each.options(names), "values": {}}
@@ -195,17 +201,39 @@ class Loading:
             item = self._objects.get(group)
             if item is None:
                 continue
+            of_data = isinstance(value, PerDataRank)
             of_ranks = item.semantics == "per_rank"
-            if of_ranks != isinstance(value, PerRank):
+            if of_ranks != isinstance(value, (PerRank, PerDataRank)) or (
+                is_marked(item) and not of_data
+            ):
                 raise StateMismatchError(
-                    "saved once for all ranks, or for each rank: this is the other one",
+                    "saved once for all ranks, for each rank, or for each share of the data: "
+                    "this is another one",
                     where=group,
-                    hint="wrap it in PerRank(…) as it was when it was saved, or do not",
+                    hint="wrap it in PerRank(…) or PerDataRank(…) as it was when it was saved, "
+                    "or do not",
                 )
-            if of_ranks and len(item.value) != self._world.size:
+            if isinstance(value, PerDataRank):
+                self._positions[group] = self._position(item, value.value)
+            elif of_ranks and len(item.value) != self._world.size:
                 self._report.skipped.append(
                     f"{group}: of {len(item.value)} ranks, this job has {self._world.size}"
                 )
+
+    def _position(self, item: ObjectInfo, target: object) -> _Position:
+        """What an object that reads data is to take over; never what belongs to other data."""
+        try:
+            return _Position(self._data.find(item))
+        except WorldSizeError as error:
+            states = self._data.all_shares(item)
+            if states and _can_resize(target):
+                return _Position(states, is_resized=True)
+            raise StateMismatchError(
+                error.what,
+                where=item.name,
+                hint=f'skip=["{item.name}"] leaves it as it is; an object with load_state_dicts '
+                f"is given the states of all; {error.hint}".removesuffix("; "),
+            ) from error
 
     def _unexpected(self, agreement: Agreement, twins: Twins) -> list[str]:
         """The arrays of the step that no rank asked for."""
@@ -275,6 +303,9 @@ class Loading:
             item = self._objects.get(group)
             if item is None or any(line.startswith(f"{group}:") for line in self._report.skipped):
                 continue
+            if group in self._positions and isinstance(value, PerDataRank):
+                self._positions[group].give(value.value, group)
+                continue
             tree = item.value[self._world.rank] if item.semantics == "per_rank" else item.value
             _give(value, put_tensors(tree, tensors.__getitem__, group))
 
@@ -303,7 +334,31 @@ class Loading:
             for n, o in self._objects.items()
             if n.startswith(prefix)
         }
-        return Extra(found, self._world.rank, self._world.size)
+        return Extra(found, self._data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """Where in the data an object goes on: its state, or those of all shares of another size."""
+
+    tree: Any
+    is_resized: bool = False
+
+    def give(self, target: Any, group: str) -> None:
+        """Let the object, or each of a list of them, take it over."""
+        tree = put_tensors(self.tree, _no_array, group)
+        if not self.is_resized:
+            _give(target, tree)
+        elif isinstance(target, list):
+            for at, each in enumerate(target):
+                each.load_state_dicts([states[at] for states in tree])
+        else:
+            target.load_state_dicts(tree)
+
+
+def _can_resize(target: object) -> bool:
+    several = target if isinstance(target, list) else [target]
+    return all(hasattr(each, "load_state_dicts") for each in several)
 
 
 def _in_model(name: str) -> str:

@@ -13,7 +13,8 @@ from ckptkit.errors import UsageError
 
 def rng_state() -> dict[str, Any]:
     """The state of the generators of Python, numpy and torch (CPU and CUDA); save it as
-    `PerRank(rng_state())`.
+    `PerDataRank(rng_state())`: ranks that work on the same data, as those of `tp` do, have to draw
+    the same numbers. `PerRank` is for jobs that only ever go on as they were spread.
     """
     kind, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 — what most programs still use
     state: dict[str, Any] = {

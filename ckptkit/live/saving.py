@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from isal import isal_zlib
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT
+from ckptkit.checkpoint.patterns import matches
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.checkpoint.writer import Writer
-from ckptkit.errors import GivenUpError, UsageError
+from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import dumps, unpack
-from ckptkit.live.agree import agree, fingerprint_of_keys, keys_of_some
+from ckptkit.format.names import inner_name
+from ckptkit.live.agree import agree, fingerprint_of_keys, keys_of_some, told
 from ckptkit.live.arena import Arena
 from ckptkit.live.held import Held
 from ckptkit.live.meeting import JobBarrier, StoreBarrier, leaving
@@ -26,7 +26,7 @@ from ckptkit.live.own_keys import own_apart
 from ckptkit.live.rules import HandCuts
 from ckptkit.live.saying import in_one_line, readable
 from ckptkit.live.snapshot import Snapshot, Sources, take_snapshot
-from ckptkit.live.tensors import as_bits, dtype_of
+from ckptkit.live.tensors import as_bits, checksum, dtype_of
 from ckptkit.live.trees import without_tensors
 from ckptkit.live.world import World, copying_threads
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
@@ -41,6 +41,7 @@ class SaveOptions:
 
     overwrite: bool = False
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    differing: Sequence[str] = ()
     threads: int | None = None
     timeout: float = DEFAULT_TIMEOUT
     progress: Progress | None = None
@@ -124,16 +125,11 @@ class PreparedSave:
             values,
             lambda name: _fingerprint(parameters.get(name)),
         )
-        # Stages may tell different details: rank 0's are those of the step.
-        trees = snapshot.open_trees
-        said = dumps([self.step, snapshot.details, fingerprint_of_keys(trees) if trees else b""])
-        step, details, keys = unpack(bytes.fromhex(self._barrier.share(said.hex())), "rank 0")
-        if step != self.step:
-            raise UsageError(
-                f"rank 0 saves step {step}, rank {self._world.rank} another one", value=self.step
-            )
+        if self._world.size > 1:
+            _check_replicas(self._barrier, snapshot, options.differing)
+        details, keys = self._told_by_rank_0(snapshot)
         if keys and isinstance(self._barrier, StoreBarrier):
-            some = keys_of_some(self._barrier, trees, keys)
+            some = keys_of_some(self._barrier, snapshot.open_trees, keys)
             objects, tensors = own_apart(snapshot, objects, tensors, some)
         threads: dict[str, Any] = {} if options.threads is None else {"threads": options.threads}
         writer = Writer(
@@ -162,14 +158,61 @@ class PreparedSave:
             writer.add_object("optimizer", agreement.optimizers)
         return writer
 
+    def _told_by_rank_0(self, snapshot: Snapshot) -> tuple[dict[str, Any], bytes]:
+        """The details of the step, which stages may tell differently, and what tells the keys of
+        nested dictionaries, which ranks may have of their own.
+        """
+        trees = snapshot.open_trees
+        said = dumps([self.step, snapshot.details, fingerprint_of_keys(trees) if trees else b""])
+        step, details, keys = unpack(bytes.fromhex(self._barrier.share(said.hex())), "rank 0")
+        if step != self.step:
+            raise UsageError(
+                f"rank 0 saves step {step}, rank {self._world.rank} another one", value=self.step
+            )
+        return details, keys
+
 
 def _fingerprint(held: Held | None) -> list[object] | None:
     """What a parameter holds here; buffers of the same name may differ from stage to stage."""
     if held is None:
         return None
-    elements = np.ascontiguousarray(as_bits(held.name, held.local)).reshape(-1)
-    content = isal_zlib.crc32(elements.view(np.uint8))
+    content = checksum(held.name, held.local)
     return [str(dtype_of(held.name, held.local)), list(held.shape), content]
+
+
+def _check_replicas(barrier: JobBarrier, snapshot: Snapshot, differing: Sequence[str]) -> None:
+    """Refuse buffers and tensors of `state` that differ between ranks of which the first one's
+    are saved, unless the caller says that they may.
+    """
+    topology = snapshot.topology
+    mine = [
+        [held.name, held.first_replica(topology), checksum(held.name, held.local)]
+        for held in snapshot.tensors
+        if held.role in ("buffer", "other")
+        and not held.is_sure(topology)
+        and not matches(differing, held.name, inner_name(held.name, held.role))
+    ]
+
+    def conclude(heard: list[Any]) -> list[Any]:
+        kept: dict[tuple[str, int], int] = {}
+        others: dict[str, list[int]] = {}
+        for rank, said in enumerate(heard):
+            for name, first, crc in said:
+                if kept.setdefault((name, first), crc) != crc:
+                    others.setdefault(name, []).append(rank)
+        return [len(others), *next(iter(others.items()), ("", []))]
+
+    count, name, ranks = told(barrier, mine, conclude)
+    if count:
+        more = f", and so are {count - 1} more" if count > 1 else ""
+        shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+        raise PeerError(
+            f"the values of rank {shown} are not those of the first rank that holds the same, "
+            f"which alone would be saved{more}",
+            where=name,
+            hint=f'differing=["{name}"] (names or patterns) saves the first rank\'s knowingly; '
+            "in state={…} PerRank(…) keeps each rank's",
+        )
 
 
 def _add(writer: Writer, held: Held, snapshot: Snapshot) -> None:

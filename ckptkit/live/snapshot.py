@@ -8,27 +8,36 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
-from isal import isal_zlib
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ckptkit.checkpoint.patterns import matches, pattern_list
 from ckptkit.errors import InvalidNameError, UsageError
 from ckptkit.format import reserved
 from ckptkit.format.names import join
 from ckptkit.live.adapters import Entry
+from ckptkit.live.extra import DataRanks
 from ckptkit.live.groups import Group, assumed, mesh_groups
 from ckptkit.live.held import Held, Tied
 from ckptkit.live.models import Model
 from ckptkit.live.optimizers import OptimizerAdapter, StateEntry, optimizer_adapter
 from ckptkit.live.rules import HandCuts, HowCut
-from ckptkit.live.tensors import as_bits, check_plain, local_of
+from ckptkit.live.tensors import check_plain, checksum, local_of
 from ckptkit.live.topology import Topology
 from ckptkit.live.trees import marked, take_tensors, without_tensors
 from ckptkit.live.world import World
-from ckptkit.model import PerRank, Replicated, Shard, Split, Strided, Sum
+from ckptkit.model import (
+    PerDataRank,
+    PerRank,
+    Replicated,
+    Shard,
+    Split,
+    Strategy,
+    Strided,
+    Sum,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,8 +58,9 @@ class Sources:
         dataloader: object = None,
         scaler: object = None,
         state: Mapping[str, object] | None = None,
+        skip: Iterable[str] = (),
     ) -> Sources:
-        """What is to be saved or loaded, checked for clashes."""
+        """What is to be saved or loaded, checked for clashes, but for the groups to skip."""
         known = None if model is None else Model(model)
         modules: list[nn.Module] = known.modules if known else []
         if optimizer is not None and known is None:
@@ -58,6 +68,8 @@ class Sources:
                 "an optimizer without its model: its state is named after the parameters",
                 hint="pass model=… too",
             )
+        left = _skipped(skip, state or {})
+        optimizer = None if "optimizer" in left else optimizer
         adapters = [optimizer_adapter(each, modules) for each in _several(optimizer)]
         stateful = dict(state or {})
         for name, value in (
@@ -70,9 +82,8 @@ class Sources:
             if name in stateful:
                 raise UsageError("passed twice", where=f"state[{name!r}]")
             stateful[name] = list(value) if isinstance(value, (list, tuple)) else value
-        # Where a rank is in its data is its own.
         if dataloader is not None:
-            stateful["dataloader"] = PerRank(stateful["dataloader"])
+            stateful["dataloader"] = PerDataRank(stateful["dataloader"])
         for name in stateful:
             if name in ("model", "optimizer", "extra"):
                 raise InvalidNameError(
@@ -83,19 +94,28 @@ class Sources:
                 )
         for name, value in stateful.items():
             _check_stateful(name, value)
-        return cls(known, adapters, stateful)
+        return cls(known, adapters, {n: v for n, v in stateful.items() if n not in left})
 
 
-def _checksum(name: str, local: torch.Tensor) -> int:
-    elements = np.ascontiguousarray(as_bits(name, local.cpu())).reshape(-1)
-    return int(isal_zlib.crc32(elements.view(np.uint8)))
+def _skipped(skip: Iterable[str], state: Iterable[str]) -> set[str]:
+    """The groups that patterns of names mean; the model's values are what the others go with."""
+    groups = {"optimizer", "scheduler", "dataloader", "scaler", *state}
+    skip = pattern_list(skip, "skip")
+    for pattern in skip:
+        if not any(matches((pattern,), name, name) for name in groups):
+            raise UsageError(
+                "no group that can be skipped has this name",
+                value=pattern,
+                hint=f"these can: {', '.join(sorted(groups))}",
+            )
+    return {name for name in groups if matches(skip, name, name)}
 
 
 def _check_stateful(name: str, value: object) -> None:
     """Refuse what a load could not give back: it fills objects and containers in place."""
     if isinstance(value, (Sum, Split)):
         return  # refused with a reason of its own
-    inner = value.value if isinstance(value, (Replicated, PerRank)) else value
+    inner = value.value if isinstance(value, (Replicated, PerRank, PerDataRank)) else value
     if not (hasattr(inner, "load_state_dict") or isinstance(inner, (dict, list, torch.Tensor))):
         raise UsageError(
             "neither an object with load_state_dict nor a dictionary, a list or a tensor",
@@ -120,6 +140,8 @@ class Snapshot:
     states: list[list[StateEntry]]
     trees: dict[str, torch.Tensor]
     """The tensors of nested dictionaries, whole."""
+    spread: Strategy | None
+    """How the job is spread; None where neither a model nor a mesh says it."""
 
     open_trees: dict[str, Any] = field(default_factory=dict)
     """The nested dictionaries of which ranks may have keys of their own, tensors as marks."""
@@ -187,6 +209,9 @@ def take_snapshot(
     staged = sources.model is not None and sources.model.is_staged
     reading = Reading(topology, rules_of(sources, rules), staged=staged)
     details: dict[str, Any] = {}
+    says_all = sources.model is not None or mesh is not None or world.size == 1
+    spread = topology.strategy if says_all else None
+    data = DataRanks(world.rank, world.size, spread, spread)
     objects: dict[str, object] = {
         f"extra/{n}": _plain(f"extra/{n}", v) for n, v in (extra or {}).items()
     }
@@ -210,7 +235,9 @@ def take_snapshot(
         trees |= tensors
         reading.add_tree(tensors, alike=isinstance(sources.stateful[group], Replicated))
     objects |= reading.alike
-    closed = (PerRank, Replicated)
+    closed = (PerRank, PerDataRank, Replicated)
+    of_data = {name: v.value for name, v in objects.items() if isinstance(v, PerDataRank)}
+    objects |= {name: data.kept(value) for name, value in of_data.items()}
     return Snapshot(
         topology,
         details,
@@ -221,6 +248,7 @@ def take_snapshot(
         entries,
         states,
         trees,
+        spread,
         {n: objects[n] for n, v in sources.stateful.items() if not isinstance(v, closed)},
     )
 
@@ -257,16 +285,17 @@ class Reading:
             if not torch.is_tensor(entry.value):
                 continue
             name = join("model", entry.name)
-            first = self._seen.setdefault(id(entry.value), name)
-            if first != name:
-                self.tied.append(Tied(name, first))
+            known = self._seen.setdefault(id(entry.value), name)
+            if known != name:
+                self.tied.append(Tied(name, known))
                 continue
             role = "param" if entry.is_parameter else "buffer"
             alike = self._topology.replicas
             if not (entry.is_parameter and entry.is_kept_alike):
                 alike = frozenset()
             self._alike_of[name] = alike
-            self._add(name, entry.value, role, entry, alike=alike)
+            first = self._topology.replicas if entry.is_broadcast else frozenset()
+            self._add(name, entry.value, role, entry, alike=alike, of_first=first)
 
     def add_optimizer(self, entries: Iterable[StateEntry]) -> None:
         """What an optimizer keeps in tensors."""
@@ -294,6 +323,7 @@ class Reading:
         alike: frozenset[str],
         staged: bool | None = None,
         of: str | None = None,
+        of_first: frozenset[str] = frozenset(),
     ) -> None:
         if name in self._names:
             raise InvalidNameError(
@@ -325,10 +355,10 @@ class Reading:
             says = said or (entry is not None and entry.placements is not None)
             if self._is_cut.get(of or "") and not says:
                 # Whether it is a part or the same on all ranks cannot be seen: the commit compares.
-                self.alike[f"{reserved.ALIKE}/{name}"] = _checksum(name, local)
+                self.alike[f"{reserved.ALIKE}/{name}"] = checksum(name, local)
         self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())
         alike |= topology.mesh_axes(tensor)
-        self.tensors.append(Held(name, shape, placements, local, role, of, alike))
+        self.tensors.append(Held(name, shape, placements, local, role, of, alike, of_first))
 
 
 def _optimizer_document(
@@ -350,9 +380,9 @@ def _extra_state(entries: Iterable[Entry]) -> dict[str, object]:
 def _trees(stateful: Mapping[str, object]) -> dict[str, tuple[Any, dict[str, torch.Tensor]]]:
     found: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     for group, value in stateful.items():
-        if isinstance(value, PerRank):
+        if isinstance(value, (PerRank, PerDataRank)):
             # An array has one value for all ranks: the tensors of each go with its plain values.
-            found[group] = (PerRank(without_tensors(tree_of(value.value), join(group))), {})
+            found[group] = (type(value)(without_tensors(tree_of(value.value), join(group))), {})
         else:
             found[group] = take_tensors(tree_of(value), join(group))
     return found
@@ -362,7 +392,7 @@ def tree_of(value: object) -> Any:
     """The nested dictionary of an object with `state_dict`, of a list of them, or itself."""
     if isinstance(value, Replicated):
         return tree_of(value.value)
-    if isinstance(value, (PerRank, Sum, Split)):
+    if isinstance(value, (PerRank, PerDataRank, Sum, Split)):
         raise UsageError("Sum and Split values go into extra={…}", value=value)
     if hasattr(value, "state_dict"):
         return value.state_dict()
@@ -375,7 +405,7 @@ def _plain(name: str, value: object) -> object:
     """A value of `extra` in types that the format has."""
     if isinstance(value, Sum):
         return value
-    if isinstance(value, (PerRank, Replicated, Split)):
+    if isinstance(value, (PerRank, PerDataRank, Replicated, Split)):
         return type(value)(marked(value.value, name))
     return marked(value, name)
 

@@ -8,7 +8,7 @@ from ckptkit.model.dtype import DTYPES, DType
 from ckptkit.model.grid import MAX_CHUNKS, Grid
 from ckptkit.model.layout import Layout, layout_of
 from ckptkit.model.mesh import KINDS, MAX_AXES, MAX_WORLD_SIZE, Axis, Mesh
-from ckptkit.model.object import PerRank, Replicated, Split, Sum
+from ckptkit.model.object import PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.model.part import Part, Replicas, Share
 from ckptkit.model.placement import (
     Owner,
@@ -42,6 +42,7 @@ __all__ = [
     "Mesh",
     "Owner",
     "Part",
+    "PerDataRank",
     "PerRank",
     "Pipeline",
     "Placement",

@@ -23,6 +23,17 @@ class PerRank:
 
 
 @dataclass(frozen=True, slots=True)
+class PerDataRank:
+    """Where a rank is in its share of the data, for training jobs (`ckptkit.live`).
+
+    It is given back to the ranks that read the same share (those that differ along `tp` and `pp`
+    only), in a job that shares out its data between as many.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Sum:
     """A share of a total: the shares of the new job add up to the total of the old one."""
 

@@ -20,7 +20,7 @@ from ckptkit.checkpoint.digest import object_digest
 from ckptkit.errors import CkptkitError, FormatError, UnsupportedTypeError
 from ckptkit.format.leaves import dumps
 from ckptkit.format.objects import ObjectInfo, total
-from ckptkit.live.extra import Extra
+from ckptkit.live.extra import DataRanks, Extra
 from ckptkit.model import DTYPES
 from ckptkit.storage import LocalStore, MemoryStore
 from tests.checkpoint.saving import outcomes, random_values, save_by
@@ -155,7 +155,7 @@ def check(semantics: str, pair: Sequence[Any]) -> None:
 
 def check_shares(item: ObjectInfo, wanted: Any) -> None:
     """A job of three ranks gets shares that add up to the same; NaNs and roundings aside."""
-    extra = [Extra({"x": item}, rank, 3) for rank in range(3)]
+    extra = [Extra({"x": item}, DataRanks(rank, 3, None, None)) for rank in range(3)]
     if item.semantics == "per_rank":
         assert extra[0].get("x", "fallback") == "fallback"
         assert alike(extra[0].of_ranks("x"), wanted)

@@ -10,11 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import ckptkit
-from ckptkit.errors import CkptkitError
-from ckptkit.live import load, save
+from ckptkit.errors import CkptkitError, PeerError
+from ckptkit.live import PerRank, load, save
 from tests.live.pool import Pool
 
 Made = dict[str, Any]
@@ -158,3 +162,77 @@ def test_ranks_that_fail_in_two_ways_agree_on_one(gloo: Pool, tmp_path: Path) ->
     assert kinds == [["StepExistsError", "PeerError", "UnsupportedTypeError"]] * 3
     found = gloo.run(3, load_what_is_refused, str(tmp_path))
     assert found in (["StorageError"] * 3, ["FormatError"] * 3)
+
+
+def normed(kind: str) -> nn.Module:
+    """A model with statistics of its own data, after a step."""
+    model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    nn.init.ones_(model.get_parameter("0.weight"))
+    if kind == "fsdp":
+        fully_shard(model)
+    elif kind.startswith("ddp"):
+        model = DistributedDataParallel(model, broadcast_buffers=kind == "ddp")
+    model(torch.arange(6.0).reshape(2, 3) * (1 + dist.get_rank()))
+    return model
+
+
+def save_normed(location: str, kind: str) -> str:
+    model = normed(kind)
+    try:
+        save(location, step=1, model=model, timeout=30)
+    except PeerError as error:
+        save(location, step=1, model=model, differing=["*.running_*"], timeout=30)
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["ddp", "ddp without broadcasts", "fsdp", "plain"])
+def test_buffers_that_differ_are_kept_of_the_first_rank_only_where_that_is_said(
+    gloo: Pool, tmp_path: Path, kind: str
+) -> None:
+    found = gloo.run(3, save_normed, str(tmp_path), kind)
+    assert found == [found[0]] * 3
+    if kind == "ddp":  # DDP itself gives all ranks the first one's before the next step
+        assert found[0] == ""
+    else:
+        assert found[0].startswith("model/1.running_mean: the values of rank 1, 2 are not those")
+        assert "and so are 1 more" in found[0]
+        assert 'differing=["model/1.running_mean"]' in found[0]
+    mean = (torch.arange(6.0).reshape(2, 3).sum(dim=1).mean() * 0.1).item()
+    with ckptkit.open(tmp_path) as step:
+        saved = torch.from_numpy(step.read("model/1.running_mean"))
+        assert saved.numel() == 4
+        assert abs(float(saved.mean()) - mean) < 0.5
+
+
+def save_trees(location: str) -> list[str]:
+    rank, messages = dist.get_rank(), []
+    own = {"x": torch.ones(2), "mine": {"y": torch.full((2,), float(rank))}}
+    try:
+        save(location, step=1, state={"tree": own}, timeout=30)
+    except PeerError as error:
+        messages.append(str(error))
+    save(location, step=1, state={"tree": own}, differing=["mine/*"])
+    save(location, step=2, state={"tree": PerRank(own)})
+    save(location, step=3, state={"tree": {"x": torch.ones(2)}})
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "tp"))
+    cut = {"cut": distribute_tensor(torch.arange(4.0), mesh["tp"], [Shard(0)])}
+    save(location, step=4, state={"tree": cut}, mesh=mesh)
+    cut["cut"].to_local()[:] += rank // 2
+    try:
+        save(location, step=5, state={"tree": cut}, mesh=mesh)
+    except PeerError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_tensors_of_a_state_have_to_be_the_same_or_each_ranks_own(
+    gloo: Pool, tmp_path: Path
+) -> None:
+    found = gloo.run(4, save_trees, str(tmp_path))
+    assert found == [found[0]] * 4
+    whole, cut = found[0]
+    assert whole.startswith("tree/mine/y: the values of rank 1, 2, 3 are not those")
+    assert "PerRank(…)" in whole
+    assert cut.startswith("tree/cut: the values of rank 2, 3 are not those")
+    assert ckptkit.Run(tmp_path).steps() == [1, 2, 3, 4]

@@ -260,8 +260,8 @@ def trained_once(
     if sharded:
         fully_shard(model)
     head = [p for p in (model.head.weight,) if p is not model.embed.weight]
-    rest = [p for p in model.parameters() if all(p is not each for each in head)]
-    groups = [{"params": rest}, *([{"params": head}] if head else [])]
+    rest: list[Any] = [p for p in model.parameters() if all(p is not each for each in head)]
+    groups: list[dict[str, Any]] = [{"params": rest}, *([{"params": head}] if head else [])]
     optimizer = AdamW(groups, foreach=False)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -275,6 +275,8 @@ def load_into_tied(location: str, sharded: bool) -> list[Any]:
     torch.manual_seed(3)
     ways = [{"same": True}, {"same": False}, {"same": True, "decay": 0.5}]
     messages = []
+    model, optimizer = tied(sharded=sharded)
+    source, source_optimizer = untied(same=True, sharded=sharded)
     for step, way in enumerate(ways, 1):
         source, source_optimizer = untied(sharded=sharded, **way)  # type: ignore[arg-type]
         save(location, step=step, model=source, optimizer=source_optimizer)

@@ -37,6 +37,8 @@ class Entry:
     """What the adapter that made it has to know of it in `absorb`."""
     is_kept_alike: bool = True
     """Whether a parameter's replicas are kept alike, as far as some wrapper does that."""
+    is_broadcast: bool = False
+    """Whether some wrapper gives all replicas the first one's buffer before each forward pass."""
 
 
 class Adapter(Protocol):

@@ -24,16 +24,29 @@ class DDPAdapter(InPlace):
         return [group_of("ddp", wrapper.process_group) for wrapper in _wrappers(module)]
 
     def entries(self, module: nn.Module) -> list[Entry]:
-        """The module's own tensors; the wrappers keep those parameters alike that they know."""
+        """The module's own tensors; the wrappers keep those parameters alike that they know.
+
+        Between two forward passes buffers such as running means differ, until the wrapper gives
+        all ranks those of the first.
+        """
         kept = {
             id(parameter)
             for wrapper in _wrappers(module)
             for name, parameter in wrapper.module.named_parameters()
             if name not in wrapper.parameters_to_ignore
         }
-        found = super().entries(module)
+        broadcast = {
+            id(buffer)
+            for wrapper in _wrappers(module)
+            if wrapper.broadcast_buffers
+            for name, buffer in wrapper.module.named_buffers()
+            if name not in wrapper.parameters_to_ignore
+        }
         return [
-            replace(e, is_kept_alike=id(e.value) in kept) if e.is_parameter else e for e in found
+            replace(e, is_kept_alike=id(e.value) in kept)
+            if e.is_parameter
+            else replace(e, is_broadcast=id(e.value) in broadcast)
+            for e in super().entries(module)
         ]
 
     def details(self, module: nn.Module) -> dict[str, Any]:
