@@ -19,12 +19,12 @@ from ckptkit.errors import InvalidNameError, UsageError
 from ckptkit.format import reserved
 from ckptkit.format.names import join
 from ckptkit.live.adapters import Entry
-from ckptkit.live.groups import Group, assumed, mesh_groups
+from ckptkit.live.groups import Group, dtensor_groups, kind_of, mesh_groups
 from ckptkit.live.held import Held, Tied
 from ckptkit.live.models import Model
 from ckptkit.live.optimizers import OptimizerAdapter, StateEntry, optimizer_adapter
 from ckptkit.live.rules import HandCuts, HowCut
-from ckptkit.live.tensors import as_bits, check_plain, local_of
+from ckptkit.live.tensors import as_bits, as_spread, check_plain, local_of
 from ckptkit.live.topology import Topology
 from ckptkit.live.trees import take_tensors, without_tensors
 from ckptkit.live.world import World
@@ -133,33 +133,15 @@ def topology_of(world: World, sources: Sources, mesh: DeviceMesh | None = None) 
     groups: list[Group] = []
     if mesh is not None:
         names = mesh.mesh_dim_names or ("",) * mesh.ndim
-        found = mesh_groups(mesh, tuple(_KINDS.get(name, "ddp") for name in names))
-        groups += [replace(g, is_assumed=g.kind == "ddp" and g.name not in _ALIKE) for g in found]
+        found = mesh_groups(mesh, tuple(kind_of(name) or "ddp" for name in names))
+        groups += [replace(g, is_assumed=not kind_of(g.name)) for g in found]
     if sources.model is not None:
         groups += sources.model.groups()
     for optimizer in sources.optimizers:
         groups += optimizer.groups()
     tensors = (t for _, by_name in _trees(sources.stateful).values() for t in by_name.values())
-    meshes = dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor))
-    for each in meshes:
-        groups += assumed(mesh_groups(each, ("ddp",) * each.ndim))
+    groups += dtensor_groups([t for t in tensors if isinstance(t, DTensor)], fully_sharded=True)
     return Topology.of(world, groups)
-
-
-_ALIKE = ("ddp", "dp", "dp_replicate", "replicate")
-
-# The names that torch's own examples give to the dims of a mesh.
-_KINDS = {
-    "pp": "pp",
-    "tp": "tp",
-    "ep": "ep",
-    "fsdp": "fsdp",
-    "dp_shard": "fsdp",
-    "shard": "fsdp",
-    "zero1": "zero1",
-    "zero2": "zero2",
-    "zero3": "zero3",
-}
 
 
 def take_snapshot(
@@ -250,7 +232,7 @@ class Reading:
             if not (entry.is_parameter and entry.is_kept_alike):
                 alike = frozenset()
             self._alike_of[name] = alike
-            self._add(name, entry.value, role, entry, alike=alike)
+            self._add(name, as_spread(entry.value, entry.value), role, entry, alike=alike)
 
     def add_optimizer(self, entries: Iterable[StateEntry]) -> None:
         """What an optimizer keeps in tensors."""
@@ -312,7 +294,11 @@ class Reading:
                 self.alike[f"{reserved.ALIKE}/{name}"] = _checksum(name, local)
         self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())
         alike |= topology.mesh_axes(tensor)
-        self.tensors.append(Held(name, shape, placements, local, role, of, alike))
+        held = Held(name, shape, placements, local, role, of, alike)
+        own = topology.own_part(name, tensor)
+        if own is not None and isinstance(tensor, DTensor):
+            held = replace(held, own=own, tensor=tensor)
+        self.tensors.append(held)
 
 
 def _optimizer_document(

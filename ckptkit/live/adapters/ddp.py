@@ -25,12 +25,7 @@ class DDPAdapter(InPlace):
 
     def entries(self, module: nn.Module) -> list[Entry]:
         """The module's own tensors; the wrappers keep those parameters alike that they know."""
-        kept = {
-            id(parameter)
-            for wrapper in _wrappers(module)
-            for name, parameter in wrapper.module.named_parameters()
-            if name not in wrapper.parameters_to_ignore
-        }
+        kept = {id(p) for wrapper in _wrappers(module) for p in wrapper._module_parameters}
         found = super().entries(module)
         return [
             replace(e, is_kept_alike=id(e.value) in kept) if e.is_parameter else e for e in found
