@@ -415,3 +415,11 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this Checkpointer is closed", where=self.location)
+        size = current_world().size
+        if size != self._world.size:
+            raise UsageError(
+                "this Checkpointer was made before init_process_group",
+                where=self.location,
+                value=f"for {self._world.size} ranks, now there are {size}",
+                hint="make it after dist.init_process_group(…)",
+            )

@@ -6,7 +6,7 @@ trains.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,12 +30,14 @@ class Spread:
     dtype: torch.dtype
     placements: tuple[tuple[str, Placement], ...]
     """By axis; replicated along those that are not there."""
+    is_own: bool = True
+    """Whether they say what each rank holds; otherwise a collective of all ranks gathers it."""
 
     @classmethod
     def of(cls, held: Held) -> Spread:
         """What a rank says of a tensor that it holds."""
         cut = [(k, p) for k, p in held.placements.items() if not isinstance(p, Replicate)]
-        return cls(held.shape, held.local.dtype, tuple(sorted(cut)))
+        return cls(held.shape, held.local.dtype, tuple(sorted(cut)), held.own is None)
 
     def is_as(self, other: Spread) -> bool:
         """Whether the two can be of one tensor, which several pipeline stages may have."""
@@ -44,6 +46,11 @@ class Spread:
             other.dtype,
             other._in_stage(),
         )
+
+    def repeated(self) -> Spread:
+        """The same, whole on every rank of its stage."""
+        staged = tuple((axis, p) for axis, p in self.placements if isinstance(p, Stage))
+        return replace(self, placements=staged)
 
     def _in_stage(self) -> list[tuple[str, Placement]]:
         return [(axis, p) for axis, p in self.placements if not isinstance(p, Stage)]
@@ -98,7 +105,7 @@ class Exchange:
         problem.
         """
         for name, each in held.items():
-            part = self._topology.part(each.name, each.shape, each.placements)
+            part = each.part(self._topology)
             if not part.is_empty and part.shape != tuple(each.local.shape):
                 problem = problem or (
                     f"{name}: the rank should hold {part.shape} of {each.shape}, "
@@ -133,6 +140,7 @@ class Exchange:
         found: dict[str, torch.Tensor] = {}
         for name, spreads in plan.tensors.items():
             layout = self._layout(name, spreads[0])
+            mine = held[name].moved(self._topology) if name in held else None
             whole = None
             if self._world.rank == 0:
                 whole = torch.empty(spreads[0].shape, dtype=spreads[0].dtype)
@@ -140,7 +148,7 @@ class Exchange:
             for holder in layout.distinct_ranks():
                 part = layout.part(holder)
                 if not part.is_empty:
-                    self._fetch(held.get(name), holder, part, whole)
+                    self._fetch(mine, holder, part, whole)
         return found if self._world.rank == 0 else None
 
     def hand_out(
@@ -149,7 +157,7 @@ class Exchange:
         """Fill what every rank holds of the tensors of a plan, which rank 0 has whole."""
         for name, spreads in plan.tensors.items():
             for spread in spreads:
-                layout = self._layout(name, spread)
+                layout = self._layout(name, spread if spread.is_own else spread.repeated())
                 for rank in range(self._world.size):
                     part = layout.part(rank)
                     if part.is_empty:
@@ -185,15 +193,13 @@ class Exchange:
         if rank != 0:
             dist.send(_bytes(values.to(wire())), group=self._group, group_dst=rank)
         elif held is not None:
-            with torch.no_grad():
-                held.local.copy_(values)
+            _fill(held, values)
 
     def _take(self, held: Held, part: Part) -> None:
         """Fill what this rank holds with what rank 0 gives."""
         values = torch.empty(part.shape, dtype=held.local.dtype, device=wire())
         dist.recv(_bytes(values), group=self._group, group_src=0)
-        with torch.no_grad():
-            held.local.copy_(values)
+        _fill(held, values)
 
     def _layout(self, name: str, spread: Spread) -> Layout:
         return self._topology.layout(name, spread.shape, dict(spread.placements))
@@ -231,6 +237,16 @@ class Exchange:
                         what = f"there is no {name}, which other ranks have"
                         problems.setdefault(what, []).append(rank)
         return problems
+
+
+def _fill(held: Held, values: torch.Tensor) -> None:
+    with torch.no_grad():
+        if held.own is None:
+            held.local.copy_(values)
+            return
+        for box, place in zip(held.own.boxes, held.own.places, strict=True):
+            inside = values[box.within(Box.whole(held.shape))]
+            held.local[place.within(Box.whole(held.own.shape))] = inside.to(held.local.device)
 
 
 def _told(problems: Mapping[str, Sequence[int]], size: int) -> str:

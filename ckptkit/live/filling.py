@@ -66,7 +66,7 @@ class Filling:
     def boxes(self, target: Target, shape: Sequence[int]) -> list[tuple[Box, Inside]]:
         """The boxes of a target that this rank holds, and where each is in memory of a shape."""
         held = target.held
-        part = self.topology.part(held.name, held.shape, held.placements)
+        part = held.part(self.topology)
         if not part.boxes and 0 in shape:
             return []  # torch's empty parts have lost their other dims
         if part.shape != tuple(shape):

@@ -18,7 +18,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.live.canonical import canonical_names
 from ckptkit.live.topology import Topology
-from ckptkit.model import Placement, Shard
+from ckptkit.model import Placement
+
+Placements = Callable[[Topology], Mapping[str, Placement]]
 
 # torch 2.13 renamed it, and warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -104,10 +106,10 @@ class Flat:
             found[piece.name] = full[piece.first : piece.first + piece.count]
         return found
 
-    def placements(self, topology: Topology) -> Mapping[str, Placement]:
-        """How the axes cut rows."""
+    def placements(self, shape: Sequence[int]) -> Placements:
+        """How the axes cut the rows of something."""
         ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)
-        return row_placements(topology, ranks)
+        return rows_over(ranks, shape)
 
     @property
     def shard_size(self) -> int:
@@ -123,10 +125,9 @@ class Flat:
         return found
 
 
-def row_placements(topology: Topology, ranks: Sequence[int]) -> Mapping[str, Placement]:
+def rows_over(ranks: Sequence[int], shape: Sequence[int]) -> Placements:
     """How the axes cut what some ranks in line hold rows of."""
-    axis = topology.axis_of(ranks)
-    return {} if axis is None else {topology.strategy.mesh.axes[axis].name: Shard(0)}
+    return lambda topology: topology.rows(ranks, shape[0])
 
 
 def flats_of(module: nn.Module) -> list[Flat]:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from ckptkit.errors import StrategyError
+
+# The names that torch, torchtitan and transformers give to the dims of a mesh.
+_KINDS = {
+    **dict.fromkeys(("ddp", "dp", "dp_replicate", "replicate"), "ddp"),
+    **dict.fromkeys(
+        ("fsdp", "efsdp", "dp_shard", "dp_shard_cp", "dp_shard_mod_ep", "shard"), "fsdp"
+    ),
+    **dict.fromkeys(("pp", "pipe", "pipeline", "stage"), "pp"),
+    **{kind: kind for kind in ("tp", "ep", "zero1", "zero2", "zero3")},
+    "etp": "tp",
+}
+
+
+def kind_of(name: str) -> str:
+    """The kind of axis that the name of a mesh's dim stands for; nothing where it is unknown."""
+    return _KINDS.get(name.lower(), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +49,11 @@ class Group:
     def size(self) -> int:
         """How many ranks it joins."""
         return len(self.ranks)
+
+    @property
+    def is_line(self) -> bool:
+        """Whether it can be a line of a mesh whose ranks are numbered row by row."""
+        return self.size < 2 or self.ranks[0] // self.stride % self.size == 0
 
     def __post_init__(self) -> None:
         steps = {b - a for a, b in zip(self.ranks, self.ranks[1:], strict=False)}
@@ -64,6 +88,28 @@ def mesh_groups(mesh: DeviceMesh, kinds: tuple[str, ...]) -> list[Group]:
         Group(kind, ranks_along(mesh, dim), name)
         for dim, (kind, name) in enumerate(zip(kinds, names, strict=True))
     ]
+
+
+def dtensor_groups(tensors: Sequence[DTensor], *, fully_sharded: bool = False) -> list[Group]:
+    """The lines of ranks of the meshes of some DTensors. The name of a dim says its kind, unless it
+    says that it repeats and it does not: no axis along which something is cut is `ddp`. One without
+    a name is `fsdp` where it is the first to cut rows and `fully_sharded`, otherwise `tp`.
+    """
+    distinct: dict[DeviceMesh, list[set[int]]] = {}
+    for tensor in tensors:
+        dims = distinct.setdefault(tensor.device_mesh, [set() for _ in tensor.placements])
+        for dim, placement in zip(dims, tensor.placements, strict=True):
+            if isinstance(placement, (Shard, _StridedShard)):
+                dim.add(placement.dim)
+    found: list[Group] = []
+    for mesh, dims in distinct.items():
+        kinds = [kind_of(name) for name in mesh.mesh_dim_names or ("",) * mesh.ndim]
+        for at, cut in enumerate(dims):
+            if cut and kinds[at] in ("", "ddp"):
+                rows = fully_sharded and 0 in cut and "fsdp" not in kinds
+                kinds[at] = "fsdp" if rows else "tp"
+        found += assumed(mesh_groups(mesh, tuple(kind or "ddp" for kind in kinds)))
+    return list(dict.fromkeys(found))
 
 
 def ranks_along(mesh: DeviceMesh, dim: int) -> tuple[int, ...]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from ckptkit.errors import LayoutError
+from ckptkit.live.tensors import same_bits
 from ckptkit.live.topology import Topology
-from ckptkit.model import Owner, Placement
+from ckptkit.model import Box, Owner, Part, Placement
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +28,42 @@ class Held:
     """The axes along which all ranks are known to hold the same values."""
     of_first: frozenset[str] = frozenset()
     """The axes along which the first rank's values are about to become those of all."""
+
+    own: Part | None = None
+    """What this rank holds, where no placements say it: those here are what it is saved as."""
+    tensor: DTensor | None = None
+    """The tensor that holds it then."""
+
+    def part(self, topology: Topology) -> Part:
+        """What this rank holds of it."""
+        return self.own or topology.part(self.name, self.shape, self.placements)
+
+    def moved(self, topology: Topology) -> Held:
+        """The tensor as its placements say. Where the rank holds something else this is a
+        collective of the tensor's mesh, and a copy in host memory.
+        """
+        if self.own is None or self.tensor is None:
+            return self
+        whole = self.tensor.full_tensor().detach()
+        # Torch knows strided pieces that differ in size by more than one way of counting.
+        is_whole = all(
+            same_bits(
+                whole[box.within(Box.whole(self.shape))],
+                self.local[place.within(Box.whole(self.own.shape))],
+            )
+            for box, place in zip(self.own.boxes, self.own.places, strict=True)
+        )
+        if not is_whole:
+            raise LayoutError(
+                "torch gathers this DTensor to something else than what its rank holds",
+                where=self.name,
+                value=str(self.tensor.placements),
+            )
+        part = topology.part(self.name, self.shape, self.placements)
+        local = torch.empty(part.shape, dtype=whole.dtype)
+        for box, place in zip(part.boxes, part.places, strict=True):
+            local[place.within(Box.whole(part.shape))] = whole[box.within(Box.whole(self.shape))]
+        return replace(self, local=local, own=None, tensor=None)
 
     def saved_placements(self, topology: Topology) -> dict[str, Placement]:
         """How the axes cut what is saved. Ranks that hold the same share the writing; where they

@@ -75,8 +75,9 @@ class PreparedSave:
         try:
             snapshot = take_snapshot(world, sources, extra=extra, mesh=mesh, rules=rules)
             self._nbytes = _whole_bytes(snapshot)
-            on_devices = any(held.local.device.type != "cpu" for held in snapshot.tensors)
-            tensors = arena.hold(snapshot.tensors) if on_devices else snapshot.tensors
+            tensors = [held.moved(snapshot.topology) for held in snapshot.tensors]
+            on_devices = any(held.local.device.type != "cpu" for held in tensors)
+            tensors = arena.hold(tensors) if on_devices else tensors
             self._writer = self._filled(snapshot, tensors)
             if stage and not on_devices:
                 self._writer.stage(arena.pool, threads=copying_threads(world))

@@ -117,5 +117,5 @@ class LocalShard:
 def _sharding(topology: Topology, held: Held) -> TensorSharding:
     dtype = dtype_of(held.name, held.local).name
     placements = {axis: str(placement) for axis, placement in held.placements.items()}
-    part = topology.part(held.name, held.shape, held.placements)
+    part = held.part(topology)
     return TensorSharding(held.shape, dtype, placements, part.boxes)

@@ -19,12 +19,12 @@ from ckptkit.format import reserved
 from ckptkit.format.names import join
 from ckptkit.live.adapters import Entry
 from ckptkit.live.extra import DataRanks
-from ckptkit.live.groups import Group, assumed, mesh_groups
+from ckptkit.live.groups import Group, dtensor_groups, kind_of, mesh_groups
 from ckptkit.live.held import Held, Tied
 from ckptkit.live.models import Model
 from ckptkit.live.optimizers import OptimizerAdapter, StateEntry, optimizer_adapter
 from ckptkit.live.rules import HandCuts, HowCut
-from ckptkit.live.tensors import check_plain, checksum, local_of
+from ckptkit.live.tensors import as_spread, check_plain, checksum, local_of
 from ckptkit.live.topology import Topology
 from ckptkit.live.trees import marked, take_tensors, without_tensors
 from ckptkit.live.world import World
@@ -160,16 +160,14 @@ def topology_of(world: World, sources: Sources, mesh: DeviceMesh | None = None) 
         mesh = sources.model.mesh
     if mesh is not None:
         names = mesh.mesh_dim_names or ("",) * mesh.ndim
-        found = mesh_groups(mesh, tuple(_KINDS.get(name, "ddp") for name in names))
-        groups += [replace(g, is_assumed=g.kind == "ddp" and g.name not in _ALIKE) for g in found]
+        found = mesh_groups(mesh, tuple(kind_of(name) or "ddp" for name in names))
+        groups += [replace(g, is_assumed=not kind_of(g.name)) for g in found]
     if sources.model is not None:
         groups += sources.model.groups()
     for optimizer in sources.optimizers:
         groups += optimizer.groups()
     tensors = (t for _, by_name in _trees(sources.stateful).values() for t in by_name.values())
-    meshes = dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor))
-    for each in meshes:
-        groups += assumed(mesh_groups(each, ("ddp",) * each.ndim))
+    groups += dtensor_groups([t for t in tensors if isinstance(t, DTensor)], fully_sharded=True)
     return Topology.of(world, groups)
 
 
@@ -178,22 +176,6 @@ def rules_of(sources: Sources, rules: HandCuts | None) -> HandCuts:
     if rules is not None and rules.said:
         return rules
     return HandCuts() if sources.model is None else sources.model.rules
-
-
-_ALIKE = ("ddp", "dp", "dp_replicate", "replicate")
-
-# The names that torch's own examples give to the dims of a mesh.
-_KINDS = {
-    "pp": "pp",
-    "tp": "tp",
-    "ep": "ep",
-    "fsdp": "fsdp",
-    "dp_shard": "fsdp",
-    "shard": "fsdp",
-    "zero1": "zero1",
-    "zero2": "zero2",
-    "zero3": "zero3",
-}
 
 
 def take_snapshot(
@@ -295,7 +277,8 @@ class Reading:
                 alike = frozenset()
             self._alike_of[name] = alike
             first = self._topology.replicas if entry.is_broadcast else frozenset()
-            self._add(name, entry.value, role, entry, alike=alike, of_first=first)
+            value = as_spread(entry.value, entry.value)
+            self._add(name, value, role, entry, alike=alike, of_first=first)
 
     def add_optimizer(self, entries: Iterable[StateEntry]) -> None:
         """What an optimizer keeps in tensors."""
@@ -358,7 +341,11 @@ class Reading:
                 self.alike[f"{reserved.ALIKE}/{name}"] = checksum(name, local)
         self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())
         alike |= topology.mesh_axes(tensor)
-        self.tensors.append(Held(name, shape, placements, local, role, of, alike, of_first))
+        held = Held(name, shape, placements, local, role, of, alike, of_first)
+        own = topology.own_part(name, tensor)
+        if own is not None and isinstance(tensor, DTensor):
+            held = replace(held, own=own, tensor=tensor)
+        self.tensors.append(held)
 
 
 def _optimizer_document(

@@ -38,6 +38,23 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def as_spread(value: torch.Tensor, parameter: object) -> torch.Tensor:
+    """What `DistributedDataParallel` keeps as a plain parameter of this rank, or a value of its
+    shape, as the DTensor of the same memory that it is outside of the wrapper.
+    """
+    spec = getattr(parameter, "_st_info", None)
+    if spec is None or isinstance(value, DTensor) or value.shape != parameter.shape:  # type: ignore[attr-defined]
+        return value
+    return DTensor.from_local(
+        value.detach(),
+        spec.mesh,
+        spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=spec.stride,
+    )
+
+
 def as_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
     """The memory of a tensor in host memory, as an array of raw elements."""
     check_plain(name, tensor)
@@ -52,6 +69,12 @@ def checksum(name: str, tensor: torch.Tensor) -> int:
     """The CRC-32 of the elements."""
     elements = np.ascontiguousarray(as_bits(name, tensor.cpu())).reshape(-1)
     return int(isal_zlib.crc32(elements.view(np.uint8)))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same, NaNs and signs of zeros too."""
+    as_bytes = [each.resolve_conj().resolve_neg().contiguous().reshape(-1) for each in (one, other)]
+    return torch.equal(as_bytes[0].view(torch.uint8), as_bytes[1].view(torch.uint8))
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:

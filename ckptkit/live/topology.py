@@ -6,26 +6,25 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
-from torch.distributed.tensor.placement_types import Shard as TorchShard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit.errors import LayoutError, StrategyError
+from ckptkit.live.cuts import Run, own_layout, refined
 from ckptkit.live.groups import Group, ranks_along
 from ckptkit.live.world import World
 from ckptkit.model import (
     Layout,
+    Owner,
     Part,
     Placement,
     Replicate,
     Shard,
     Stage,
     Strategy,
-    Strided,
     layout_of,
 )
 from ckptkit.model.mesh import Axis, Mesh
@@ -68,19 +67,20 @@ class Topology:
     strides: tuple[int, ...]
     replicas: frozenset[str]
     """The axes whose ranks are known to hold the same parameters."""
-    _axes_of: dict[DeviceMesh, tuple[int | None, ...]] = field(
+    _runs_of: dict[DeviceMesh, tuple[Run, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
     @classmethod
     def of(cls, world: World, groups: Iterable[Group]) -> Topology:
-        """The topology that the groups of one rank span; ranks between them repeat each other."""
-        chosen = _distinct(groups)
+        """The topology that the groups of one rank span: the coarsest mesh of which each of them
+        is a line, along one axis or several; ranks between them repeat each other.
+        """
+        chosen = list(groups)
         sized = [group for group in chosen if group.size > 1]
-        axes = _filled(sized, world.size)
-        single = [Group(g.kind, g.ranks, g.name) for g in chosen if g.size == 1]
+        axes = _refined(sized, world.size)
         taken = {group.kind for group in axes}
-        axes += [group for group in _one_of_a_kind(single) if group.kind not in taken]
+        axes += [g for g in _singles(chosen) if g.kind not in taken]
         named = _named(axes)
         strategy = Strategy(Mesh(tuple(named)))
         kept_alike = [
@@ -96,7 +96,7 @@ class Topology:
         if not isinstance(tensor, DTensor):
             return frozenset()
         axes = self.strategy.mesh.axes
-        return frozenset(axes[at].name for at in self._axes(tensor.device_mesh) if at is not None)
+        return frozenset(axes[at].name for run in self._runs(tensor.device_mesh) for at in run)
 
     @property
     def pipeline(self) -> int | None:
@@ -133,117 +133,121 @@ class Topology:
             axis = self.strategy.mesh.axes[self.pipeline].name
             found[axis] = Stage(self.coordinate(self.pipeline))
         if isinstance(tensor, DTensor):
-            found |= self._of_dtensor(name, tensor)
+            said, _ = self._of_dtensor(name, tensor)
+            found |= said
         return found
 
-    def _of_dtensor(self, name: str, tensor: DTensor) -> dict[str, Placement]:
-        found: dict[str, Placement] = {}
-        cuts: dict[int, list[int]] = {}  # by dim, the axes in the order in which they cut
-        lines = list(zip(self._axes(tensor.device_mesh), tensor.placements, strict=True))
-        for axis, placement in reversed(lines):
-            if axis is None or isinstance(placement, TorchReplicate):
-                continue
-            if isinstance(placement, _StridedShard) and self._is_strided(placement, cuts):
-                cuts[placement.dim].append(axis)
-            elif isinstance(placement, (TorchShard, _StridedShard)):
-                cuts.setdefault(placement.dim, []).insert(0, axis)
-            else:
-                raise LayoutError(
-                    "a DTensor of partial sums has no values to save yet",
-                    where=name,
-                    value=str(placement),
-                    hint="redistribute it to Replicate() or Shard(…) first",
-                )
-        for dim, order in cuts.items():
-            for axis in order:
-                found[self.strategy.mesh.axes[axis].name] = _as_ours(name, dim, axis, order)
-        return found
-
-    def axis_of(self, ranks: Sequence[int], name: str = "") -> int | None:
-        """The axis that some ranks in line lie along; None for a single one."""
-        if len(ranks) < 2:
+    def own_part(self, name: str, tensor: torch.Tensor) -> Part | None:
+        """What this rank holds of a tensor, where `placements` cannot say it: they are then those
+        of the nearest layout that can be said, in which it is saved.
+        """
+        if not isinstance(tensor, DTensor):
             return None
+        _, own = self._of_dtensor(name, tensor)
+        coordinate = tensor.device_mesh.get_coordinate()
+        if own is None or coordinate is None:
+            return None
+        return own.part(own.strategy.mesh.rank(tuple(coordinate)))
+
+    def _of_dtensor(self, name: str, tensor: DTensor) -> tuple[dict[str, Placement], Layout | None]:
+        """How the axes cut it; and how its own mesh does, where the axes cannot do the same."""
+        own = own_layout(name, tensor)
+        row, is_exact = refined(own, self._runs(tensor.device_mesh), self.strategy)
+        axes = zip(self.strategy.mesh.axes, row, strict=True)
+        found: dict[str, Placement] = {
+            axis.name: place for axis, place in axes if not isinstance(place, Replicate)
+        }
+        return found, None if is_exact else own
+
+    def run_of(self, ranks: Sequence[int], where: str = "") -> Run:
+        """The axes that some ranks in line lie along; none for a single one."""
+        if len(ranks) < 2:
+            return ()
         stride = ranks[1] - ranks[0]
-        for axis, (found, known) in enumerate(
-            zip(self.strides, self.strategy.mesh.axes, strict=True)
-        ):
-            if (found, known.size) == (stride, len(ranks)):
-                return axis
-        raise StrategyError(
-            f"{self.strategy} has no axis along which these ranks lie", where=name, value=ranks
-        )
-
-    def _is_strided(self, placement: _StridedShard, cuts: dict[int, list[int]]) -> bool:
-        """Whether it cuts what the axes to its right have cut already, and not before them."""
-        sizes = [self.strategy.mesh.axes[axis].size for axis in cuts.get(placement.dim, [])]
-        before = math.prod(sizes)
-        if placement.split_factor not in (1, before):
-            raise LayoutError(
-                "a strided placement that its mesh does not explain",
-                value=(str(placement), f"{before} pieces along the axes to its right"),
+        sizes = self.strategy.mesh.sizes
+        inside = [
+            axis
+            for axis, (apart, size) in enumerate(zip(self.strides, sizes, strict=True))
+            if size > 1 and stride <= apart < stride * len(ranks)
+        ]
+        if math.prod(sizes[axis] for axis in inside) != len(ranks):
+            raise StrategyError(
+                f"{self.strategy} has no axes along which these ranks lie", where=where, value=ranks
             )
-        return placement.split_factor > 1
+        return tuple(inside)
 
-    def _axes(self, mesh: DeviceMesh) -> tuple[int | None, ...]:
-        if mesh not in self._axes_of:
+    def rows(self, ranks: Sequence[int], length: int) -> dict[str, Placement]:
+        """How the axes cut what some ranks in line hold equal numbers of rows of."""
+        run = self.run_of(ranks)
+        if len(run) > 1 and length % len(ranks):
+            raise LayoutError(
+                f"{length} rows over {len(ranks)} ranks, which lie along several axes here",
+                value=str(self.strategy),
+                hint="rows that go evenly into the ranks can be saved, and DTensors of any number",
+            )
+        return {self.strategy.mesh.axes[axis].name: Shard(0) for axis in run}
+
+    def owner(self, ranks: Sequence[int], place: int, where: str = "") -> dict[str, Placement]:
+        """That only one of some ranks in line holds something."""
+        found: dict[str, Placement] = {}
+        for axis in reversed(self.run_of(ranks, where)):
+            place, coordinate = divmod(place, self.strategy.mesh.sizes[axis])
+            found[self.strategy.mesh.axes[axis].name] = Owner(coordinate)
+        return found
+
+    def _runs(self, mesh: DeviceMesh) -> tuple[Run, ...]:
+        if mesh not in self._runs_of:
             lines = [ranks_along(mesh, dim) for dim in range(mesh.ndim)]
-            self._axes_of[mesh] = tuple(self.axis_of(line, str(mesh)) for line in lines)
-        return self._axes_of[mesh]
+            self._runs_of[mesh] = tuple(self.run_of(line, str(mesh)) for line in lines)
+        return self._runs_of[mesh]
 
 
-def _as_ours(name: str, dim: int, axis: int, order: list[int]) -> Placement:
-    """The placement that cuts at this axis' turn, when the axes to its right are placed alike."""
-    turn = [other for other in order if other >= axis]
-    if turn[0] == axis:
-        return Shard(dim)
-    if turn[-1] == axis:
-        return Strided(dim)
-    raise LayoutError(
-        f"dim {dim} is cut along these axes in an order that no strategy can say",
-        where=name,
-        value=order,
-        hint="number the ranks of the mesh row by row",
-    )
-
-
-def _distinct(groups: Iterable[Group]) -> list[Group]:
-    """One group for each line of ranks: the one that says most."""
-    best: dict[tuple[int, int], Group] = {}
-    for group in groups:
-        key = (group.stride, group.size) if group.size > 1 else (0, _PRECEDENCE.index(group.kind))
-        known = best.get(key)
-        if known is None or _says_more(group, known):
-            best[key] = replace(group, name=group.name or (known.name if known else ""))
-        elif not known.name and group.name:
-            best[key] = replace(known, name=group.name)
-    return list(best.values())
-
-
-def _says_more(group: Group, known: Group) -> bool:
-    mine, theirs = _PRECEDENCE.index(group.kind), _PRECEDENCE.index(known.kind)
-    return (mine, group.is_assumed) < (theirs, known.is_assumed)
-
-
-def _filled(groups: list[Group], world_size: int) -> list[Group]:
-    """The groups from the widest stride to the narrowest, with replicas where ranks are left."""
-    axes: list[Group] = []
-    covered = 1
-    for group in sorted(groups, key=lambda g: g.stride):
-        if group.stride % covered:
-            raise _tangled(groups, world_size)
-        if group.stride > covered:
-            axes.append(_replicas(covered, group.stride // covered))
-        axes.append(group)
-        covered = group.stride * group.size
-    if world_size % covered:
+def _refined(groups: list[Group], world_size: int) -> list[Group]:
+    """The axes that groups lie along, from the widest stride to the narrowest."""
+    ends = {end for group in groups for end in (group.stride, group.stride * group.size)}
+    bounds = sorted({1, world_size, *ends})
+    if any(b % a for a, b in pairwise(bounds)) or not all(group.is_line for group in groups):
         raise _tangled(groups, world_size)
-    if world_size > covered:
-        axes.append(_replicas(covered, world_size // covered))
-    return axes[::-1]
+    axes: list[Group] = []
+    for stride, end in reversed(list(pairwise(bounds))):
+        line = tuple(range(0, end, stride))
+        over = [g for g in groups if g.stride <= stride and end <= g.stride * g.size]
+        most = min(over, key=_says, default=Group("ddp", line, is_assumed=True))
+        exact = [g for g in sorted(over, key=_says) if (g.stride, g.size) == (stride, len(line))]
+        name = next((group.name for group in exact if group.name), "")
+        axes.append(Group(most.kind, line, name, is_assumed=most.is_assumed))
+    return _one_sharder(axes, groups)
 
 
-def _replicas(stride: int, size: int) -> Group:
-    return Group("ddp", tuple(range(0, stride * size, stride)), is_assumed=True)
+def _says(group: Group) -> tuple[int, bool]:
+    """The smaller, the more a group says."""
+    return _PRECEDENCE.index(group.kind), group.is_assumed
+
+
+def _one_sharder(axes: list[Group], groups: list[Group]) -> list[Group]:
+    """Of several axes that fsdp cuts along, that which most lines have in common; along the others
+    some tensors are cut further than others, as experts are.
+    """
+    cut = [axis for axis in axes if axis.kind == "fsdp"]
+    if len(cut) < 2:
+        return axes
+    lines = [g for g in groups if g.kind == "fsdp"]
+    over = [sum(g.stride <= a.stride < g.stride * g.size for g in lines) for a in cut]
+    kept = cut[over.index(max(over))]
+    return [replace(a, kind="ep") if a in cut and a is not kept else a for a in axes]
+
+
+def _singles(groups: list[Group]) -> list[Group]:
+    """One group for each kind whose group is one rank here, and for all that shard together."""
+    singles: dict[str, Group] = {}
+    for group in groups:
+        if group.size == 1:
+            kind = "shard" if group.kind in ("fsdp", "zero1", "zero2", "zero3") else group.kind
+            known = singles.get(kind)
+            if known is None or _says(group) < _says(known):
+                named = group.name or (known.name if known else "")
+                singles[kind] = replace(group, name=named)
+    return list(singles.values())
 
 
 def _tangled(groups: list[Group], world_size: int) -> StrategyError:
@@ -254,12 +258,6 @@ def _tangled(groups: list[Group], world_size: int) -> StrategyError:
         hint="(kind, name, stride, size); a mesh numbers its ranks row by row, and each group "
         "is one of its lines",
     )
-
-
-def _one_of_a_kind(groups: list[Group]) -> list[Group]:
-    shards = [g for g in groups if g.kind in ("fsdp", "zero1", "zero2", "zero3")]
-    others = [g for g in groups if g not in shards]
-    return [*shards[:1], *others]
 
 
 def _named(groups: list[Group]) -> list[Axis]:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.live.strategies import Job
 
@@ -33,7 +34,7 @@ def held(job: Job) -> dict[str, torch.Tensor]:
         return _of_fsdp1(job)
     found = {}
     for module in job.modules:
-        for name, tensor in module.state_dict().items():
+        for name, tensor in _named(module).items():
             found[f"model/{canonical(name)}"] = tensor
         for name, state in _states(job, module).items():
             found |= tensors_in(state, f"optimizer/{name}")
@@ -48,6 +49,16 @@ def tensors_in(tree: Any, path: str) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for key, value in tree.items() if isinstance(tree, Mapping) else items:
         found |= tensors_in(value, f"{path}/{key}")
+    return found
+
+
+def _named(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's state; DDP takes DTensors off the modules' parameters, and leaves them as they
+    are otherwise.
+    """
+    found = dict(module.state_dict())
+    for path, part in module.named_modules() if isinstance(module, DistributedDataParallel) else ():
+        found |= {f"{path}.{k}": v for k, v in vars(part).items() if isinstance(v, DTensor)}
     return found
 
 
@@ -126,6 +137,7 @@ def scramble(job: Job, *, forget: bool) -> None:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         state = optimizer.optim.state
     tensors = [t for module in job.modules for t in (*module.parameters(), *module.buffers())]
+    tensors += [p for group in optimizer.param_groups for p in group["params"]]
     if forget:
         state.clear()
     else:
@@ -139,12 +151,30 @@ def _states(job: Job, module: nn.Module) -> dict[str, dict[str, Any]]:
     """The state of the module's parameters, by name."""
     names: dict[torch.Tensor, str] = {p: canonical(name) for name, p in module.named_parameters()}
     optimizer = job.optimizer
+    taken = {name: t for name, t in _named(module).items() if isinstance(t, DTensor)}
+    if isinstance(module, DistributedDataParallel) and taken:
+        of = {t._local_tensor.data_ptr(): (name, t) for name, t in taken.items()}
+        names |= {p: canonical(of[p.data_ptr()][0]) for p in optimizer.state if p.data_ptr() in of}
+        return {
+            names[p]: {k: _like(v, of.get(p.data_ptr())) for k, v in state.items()}
+            for p, state in optimizer.state.items()
+        }
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return {names[p]: state for p, state in optimizer.state.items() if p in names}
     mine = {names[p]: state for p, state in optimizer.optim.state.items()}
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
     return {name: state for states in of_ranks for name, state in states.items()}
+
+
+def _like(value: Any, of: tuple[str, DTensor] | None) -> Any:
+    """A value that is spread as a DTensor is, as one."""
+    if of is None or value.shape != of[1]._local_tensor.shape:
+        return value
+    like = of[1]
+    return DTensor.from_local(
+        value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
 
 
 def _of_fsdp1(job: Job) -> dict[str, torch.Tensor]:

@@ -9,8 +9,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -139,11 +141,63 @@ def fsdp_tp(seed: int, make: MakeOptimizer) -> Job:
     return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("fsdp"), 2)
 
 
+def experts(seed: int, make: MakeOptimizer) -> Job:
+    """Fully sharded over all ranks, but for what is cut as experts are, over a mesh of its own."""
+    mesh, flat = _expert_meshes()
+    model = network(seed)
+    for layer in model.layers.values():
+        plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(layer, mesh["ep"], plan)
+        for part in (layer.up, layer.down):
+            fully_shard(cast("nn.Module", part), mesh=mesh["efsdp"])
+    model = _fully_sharded(model, flat)
+    return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("efsdp"), 2)
+
+
+def meshes_of_parameters(seed: int, make: MakeOptimizer) -> Job:
+    """`fully_shard` with a mesh of its own for some parameters of a module."""
+    mesh, flat = _expert_meshes()
+    model = network(seed)
+    few = FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
+    for layer in model.layers.values():
+        parts = cast("list[nn.Module]", [layer.up, layer.down])
+        own = {parameter for part in parts for parameter in part.parameters()}
+
+        def place(parameter: nn.Parameter, own: set[nn.Parameter] = own) -> Any:
+            return ShardPlacementResult(Shard(0), few) if parameter in own else None
+
+        fully_shard(layer, mesh=flat, shard_placement_fn=place)
+    fully_shard(model, mesh=flat)
+    return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("efsdp"), 2)
+
+
+def _expert_meshes() -> tuple[DeviceMesh, DeviceMesh]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    return mesh, mesh._flatten("fsdp")
+
+
 def ddp_tp(seed: int, make: MakeOptimizer) -> Job:
     """Replicas of a model that tensor parallelism has cut."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "tp"))
     model = _tensor_parallel(network(seed), mesh["tp"])
     _average_gradients(model, mesh.get_group("ddp"))
+    return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("ddp"), 2)
+
+
+def ddp_of_tp(seed: int, make: MakeOptimizer) -> Job:
+    """`DistributedDataParallel` around DTensors."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "tp"))
+    model = DistributedDataParallel(
+        _tensor_parallel(network(seed), mesh["tp"]), device_mesh=mesh["ddp"]
+    )
+    return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("ddp"), 2)
+
+
+def replicate_of_tp(seed: int, make: MakeOptimizer) -> Job:
+    """`replicate` of what tensor parallelism has cut."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "tp"))
+    model = _tensor_parallel(network(seed), mesh["tp"])
+    replicate(model, mesh=mesh["ddp"])
     return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("ddp"), 2)
 
 
@@ -302,7 +356,11 @@ LAYOUTS = {
     "tp:3": Layout(3, "tp:3", tp),
     "tp:4": Layout(4, "tp:4", tp),
     "fsdp:2,tp:2": Layout(4, "fsdp:2,tp:2", fsdp_tp),
+    "fsdp:4, experts on ep:2": Layout(4, "efsdp=fsdp:2,ep:2", experts),
+    "fsdp:4, parameters on fsdp:2": Layout(4, "efsdp=fsdp:2,ep:2", meshes_of_parameters),
     "ddp:2,tp:2": Layout(4, "ddp:2,tp:2", ddp_tp),
+    "ddp:2 around tp:2": Layout(4, "ddp:2,tp:2", ddp_of_tp),
+    "replicate:2 of tp:2": Layout(4, "ddp:2,tp:2", replicate_of_tp),
     "pp:2": Layout(2, "pp:2", pp),
     "pp:3": Layout(3, "pp:3", pp),
     "pp:4": Layout(4, "pp:4", pp),

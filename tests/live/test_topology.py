@@ -1,13 +1,27 @@
-"""From lines of ranks to a strategy; no process group is needed for that."""
+"""From lines of ranks to a strategy, and what its axes then cut."""
 
 from __future__ import annotations
 
-import pytest
+import math
+from typing import Any
 
-from ckptkit.errors import StrategyError
-from ckptkit.live.groups import Group
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ckptkit.errors import LayoutError, StrategyError
+from ckptkit.live.groups import Group, dtensor_groups
 from ckptkit.live.topology import Topology
 from ckptkit.live.world import World
+from ckptkit.model import Box, Owner, Shard
 
 
 def line(kind: str, first: int, step: int, count: int, name: str = "") -> Group:
@@ -31,6 +45,27 @@ def line(kind: str, first: int, step: int, count: int, name: str = "") -> Group:
         (4, 3, [line("ddp", 1, 2, 2, "replicate"), line("fsdp", 2, 1, 2, "shard")], None),
         (1, 0, [line("fsdp", 0, 1, 1)], "fsdp:1"),
         (4, 0, [line("ddp", 0, 2, 2, "pp"), line("fsdp", 0, 1, 2)], "pp:2,fsdp:2"),
+        # Lines inside of lines: the axes are those that all of them are made of.
+        (
+            8,
+            5,
+            [line("fsdp", 0, 1, 8), line("fsdp", 1, 2, 4, "efsdp"), line("ep", 4, 1, 2)],
+            "efsdp=fsdp:4,ep:2",
+        ),
+        (8, 5, [line("tp", 4, 1, 2), line("fsdp", 4, 1, 4)], "ddp:2,fsdp:2,tp:2"),
+        (8, 5, [line("fsdp", 0, 1, 8), line("fsdp", 1, 2, 4)], "fsdp:4,ep:2"),
+        (
+            8,
+            0,
+            [
+                line("fsdp", 0, 2, 4),
+                line("tp", 0, 1, 2),
+                line("ep", 0, 1, 4),
+                line("fsdp", 0, 4, 2),
+            ],
+            "fsdp:2,ep:2,tp:2",
+        ),
+        (4, 0, [line("ddp", 0, 1, 4), line("ep", 0, 1, 2)], "ddp:2,ep:2"),
     ],
 )
 def test_groups_span_a_mesh(size: int, rank: int, groups: list[Group], written: str | None) -> None:
@@ -49,14 +84,99 @@ def test_ranks_that_only_fill_a_gap_are_not_known_to_hold_the_same() -> None:
 @pytest.mark.parametrize(
     "groups",
     [
-        [line("tp", 0, 1, 2), line("fsdp", 0, 1, 4)],
         [line("tp", 0, 1, 3)],
+        [line("fsdp", 1, 1, 2)],
         [line("tp", 0, 2, 2), line("fsdp", 0, 3, 2)],
     ],
 )
 def test_groups_that_are_no_lines_of_one_mesh_are_refused(groups: list[Group]) -> None:
     with pytest.raises(StrategyError, match="do not span a mesh of 8 ranks"):
         Topology.of(World(0, 8), groups)
+
+
+def test_only_what_nothing_cuts_is_known_to_hold_the_same() -> None:
+    known = Topology.of(World(0, 4), [line("ddp", 0, 1, 4), line("ep", 0, 1, 2)])
+    assert known.replicas == {"ddp"}
+
+
+def test_one_rank_of_a_line_owns_along_each_axis_of_it() -> None:
+    lines = [line("zero1", 0, 1, 8), line("ep", 0, 1, 2)]
+    topology = Topology.of(World(0, 8), lines)
+    assert topology.owner(range(8), 5) == {"zero1": Owner(2), "ep": Owner(1)}
+    assert topology.rows(range(8), 16) == {"zero1": Shard(0), "ep": Shard(0)}
+    with pytest.raises(LayoutError, match="17 rows over 8 ranks"):
+        topology.rows(range(8), 17)
+
+
+def factors(draw: st.DrawFn, size: int) -> list[int]:
+    """Numbers greater than one whose product is a size."""
+    found = []
+    while size > 1:
+        found.append(draw(st.sampled_from([n for n in range(2, size + 1) if size % n == 0])))
+        size //= found[-1]
+    return found
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[int, list[tuple[list[int], list[Any], list[int]]]]:
+    """A number of ranks, and the meshes, placements and shapes of a few tensors."""
+    world = draw(st.sampled_from([4, 6, 8, 12]))
+    found = []
+    outer = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    for _ in range(draw(st.integers(2, 3))):
+        # All cut the same numbers, so that many have a common mesh.
+        sizes = [*factors(draw, outer), *factors(draw, world // outer)]
+        if draw(st.booleans()):
+            sizes = [world]
+        shape = draw(st.lists(st.one_of(st.integers(1, 40), st.just(24)), min_size=1, max_size=2))
+        places: list[Any] = []
+        for _ in sizes:
+            dim = draw(st.integers(0, len(shape) - 1))
+            factor = draw(st.sampled_from([1, 2, 2, 3, 4]))
+            strided = _StridedShard(dim, split_factor=factor)
+            places.append(draw(st.sampled_from([TorchReplicate(), TorchShard(dim), strided])))
+        found.append((sizes, places, shape))
+    return world, found
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts(), st.data())
+def test_the_axes_cut_as_torch_does(
+    job: tuple[int, list[tuple[list[int], list[Any], list[int]]]], data: st.DataObject
+) -> None:
+    world, described = job
+    ranks = {0, world - 1, data.draw(st.integers(0, world - 1))}
+    strategies = set()
+    for rank in sorted(ranks):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            tensors = []
+            for sizes, places, shape in described:
+                whole = torch.arange(math.prod(shape)).reshape(shape)
+                mesh = DeviceMesh("cpu", torch.arange(world).reshape(sizes))
+                tensors.append((whole, distribute_tensor(whole, mesh, places, src_data_rank=None)))
+            try:
+                groups = dtensor_groups([tensor for _, tensor in tensors])
+                topology = Topology.of(World(rank, world), groups)
+            except StrategyError as error:
+                assert "do not span" in str(error)  # noqa: PT017
+                return
+            strategies.add(str(topology.strategy))
+            for whole, tensor in tensors:
+                size, local = tuple(whole.shape), tensor.to_local()
+                try:
+                    placements = topology.placements("x", tensor, staged=False)
+                except LayoutError as error:
+                    assert "pieces that differ in size" in str(error)  # noqa: PT017
+                    continue
+                part = topology.own_part("x", tensor) or topology.part("x", size, placements)
+                mine = torch.empty(part.shape, dtype=torch.int64)
+                for box, place in zip(part.boxes, part.places, strict=True):
+                    mine[place.within(Box.whole(part.shape))] = whole[box.within(Box.whole(size))]
+                assert torch.equal(mine.flatten(), local.flatten()), (tensor, topology.strategy)
+        finally:
+            dist.destroy_process_group()
+    assert len(strategies) == 1
 
 
 def test_ranks_that_are_not_evenly_spaced_are_refused() -> None:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.live.canonical import canonical_names
 from ckptkit.live.groups import Group
+from ckptkit.live.tensors import as_spread
 from ckptkit.live.topology import Topology
 from ckptkit.model import Placement
 
@@ -71,14 +72,16 @@ class InPlace:
         """The module's own tensors under their canonical names."""
         canonical = canonical_names(module)
         found = []
-        for name, value in state_of(module).items():
+        state = {**state_of(module), **parameters_of_ddp(module)}
+        for name, value in state.items():
             found.append(Entry(canonical(name), value, isinstance(value, nn.Parameter)))
         return found
 
     def absorb(self, module: nn.Module, entries: list[Entry]) -> None:
         """Hand over what `state_dict` made up: extra state and tensors of its hooks."""
         canonical = canonical_names(module)
-        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        taken = parameters_of_ddp(module).values()
+        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers(), *taken)}
         made_up = {entry.name: entry.value for entry in entries if id(entry.value) not in own}
         if made_up:
             known = state_of(module)
@@ -107,6 +110,25 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 
 def dtensors(module: nn.Module) -> list[DTensor]:
-    """The DTensors among a module's parameters and buffers."""
-    tensors: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
-    return [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    """The DTensors among a module's parameters and buffers, and what DDP keeps of such."""
+    tensors = [*module.parameters(), *module.buffers(), *parameters_of_ddp(module).values()]
+    found = [as_spread(tensor, tensor) for tensor in tensors]
+    return [tensor for tensor in found if isinstance(tensor, DTensor)]
+
+
+def parameters_of_ddp(module: nn.Module) -> dict[str, nn.Parameter]:
+    """By name, the parameters that `DistributedDataParallel` has taken off modules. Of DTensors it
+    makes plain parameters; from the first forward on modules have DTensors of the same memory
+    instead, which are no parameters.
+    """
+    wrappers = (m for m in module.modules() if isinstance(m, DistributedDataParallel))
+    plain = [p for w in wrappers for p in w._module_parameters if hasattr(p, "_st_info")]
+    at = {(p.data_ptr(), tuple(p.shape)): p for p in plain}
+    found: dict[str, nn.Parameter] = {}
+    for path, part in module.named_modules() if plain else ():
+        for name, value in vars(part).items():
+            local = value._local_tensor if isinstance(value, DTensor) else None
+            if local is not None and (local.data_ptr(), tuple(local.shape)) in at:
+                key = (local.data_ptr(), tuple(local.shape))
+                found[f"{path}.{name}" if path else name] = at[key]
+    return found

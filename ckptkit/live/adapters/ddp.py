@@ -29,12 +29,7 @@ class DDPAdapter(InPlace):
         Between two forward passes buffers such as running means differ, until the wrapper gives
         all ranks those of the first.
         """
-        kept = {
-            id(parameter)
-            for wrapper in _wrappers(module)
-            for name, parameter in wrapper.module.named_parameters()
-            if name not in wrapper.parameters_to_ignore
-        }
+        kept = {id(p) for wrapper in _wrappers(module) for p in wrapper._module_parameters}
         broadcast = {
             id(buffer)
             for wrapper in _wrappers(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,12 +18,10 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from ckptkit.live.adapters.adapter import Entry, Placements, state_of
+from ckptkit.live.adapters.adapter import Entry, state_of
 from ckptkit.live.canonical import canonical_names
-from ckptkit.live.flat import flats_of, row_placements
+from ckptkit.live.flat import flats_of, rows_over
 from ckptkit.live.groups import Group, group_of
-from ckptkit.live.topology import Topology
-from ckptkit.model import Placement
 
 _STAGES = {
     ShardingStrategy.FULL_SHARD: 3,
@@ -111,7 +109,7 @@ def _entry(name: str, key: str, value: Any, *, is_parameter: bool) -> Entry:
         local = shards[0].tensor
     else:
         local = torch.empty((0, *shape[1:]), dtype=value.dtype)
-    placements = _rows_over(dist.get_process_group_ranks(value._process_group))
+    placements = rows_over(dist.get_process_group_ranks(value._process_group), shape)
     return Entry(name, local, is_parameter, shape, placements, (key, value))
 
 
@@ -120,13 +118,6 @@ def _tied(entry: Entry, first: Entry) -> Entry:
     key = entry.source[0]
     source = (key, first.source[1])
     return Entry(entry.name, first.value, True, first.shape, first.placements, source)  # noqa: FBT003
-
-
-def _rows_over(ranks: list[int]) -> Placements:
-    def placements(topology: Topology) -> Mapping[str, Placement]:
-        return row_placements(topology, ranks)
-
-    return placements
 
 
 @contextmanager

@@ -65,8 +65,10 @@ def own_param_groups(module: FSDPModule) -> list[Any]:
     """What is gathered for a module, or for it and others, by the names of several torches."""
     state = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
+    if several:  # asked for the one, torch raises where there are more
+        return list(several)
     single = getattr(state, "_fsdp_param_group", None)
-    return list(several) if several else [single] if single else []
+    return [single] if single else []
 
 
 def _name(dtype: object) -> str | None:

@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Replicate
 
 from ckptkit.live.adapters.adapter import InPlace, dtensors
 from ckptkit.live.adapters.fsdp2 import fsdp_lines
-from ckptkit.live.groups import Group, assumed, mesh_groups
+from ckptkit.live.groups import Group, dtensor_groups, mesh_groups
 
 
 class TensorParallelAdapter(InPlace):
@@ -24,12 +23,7 @@ class TensorParallelAdapter(InPlace):
         """The axes along which some tensor is cut, and those that only repeat."""
         # What FSDP cuts says nothing of tensor parallelism: FSDP's own adapter names that axis.
         fsdp = fsdp_lines(module)
-        distinct: dict[tuple[DeviceMesh, tuple[str, ...]], None] = {}
-        for tensor in dtensors(module):
-            repeats = (isinstance(place, Replicate) for place in tensor.placements)
-            distinct[tensor.device_mesh, tuple("ddp" if r else "tp" for r in repeats)] = None
-        found = [g for mesh, kinds in distinct for g in assumed(mesh_groups(mesh, kinds))]
-        return [group for group in dict.fromkeys(found) if group.ranks not in fsdp]
+        return [group for group in dtensor_groups(dtensors(module)) if group.ranks not in fsdp]
 
     def details(self, module: nn.Module) -> dict[str, Any]:
         """How many tensors are cut along each dim, by others than FSDP."""

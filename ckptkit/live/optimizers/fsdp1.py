@@ -244,7 +244,7 @@ class FSDP1Optimizer(PlainOptimizer):
             }
             rows = share.flat.rows(names, here, dtype)
             found += [
-                StateEntry(name, key, rows[name], shapes[name], share.flat.placements)
+                StateEntry(name, key, rows[name], shapes[name], share.flat.placements(shapes[name]))
                 for name in names
             ]
         return found

@@ -15,6 +15,7 @@ from ckptkit.errors import FormatError, InvalidNameError
 from ckptkit.format.names import join
 from ckptkit.live.groups import Group
 from ckptkit.live.optimizers.adapter import Names, Saved, SavedState, StateEntry
+from ckptkit.live.tensors import as_spread
 from ckptkit.live.trees import arrays_in, put_tensors, take_tensors
 
 
@@ -59,10 +60,12 @@ class PlainOptimizer:
         name: str,
         key: str,
         value: Any,
-        parameter: nn.Parameter,  # noqa: ARG002
+        parameter: nn.Parameter,
     ) -> StateEntry:
         """One entry; where its value lies is seen from the value itself."""
-        return StateEntry(name, key, value)
+        return StateEntry(
+            name, key, as_spread(value, parameter) if torch.is_tensor(value) else value
+        )
 
     def names_of(self, names: Names, parameters: Sequence[nn.Parameter]) -> list[str]:
         """The names of parameters of the optimizer."""

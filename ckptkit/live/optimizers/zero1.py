@@ -13,7 +13,7 @@ from ckptkit.live.groups import Group, group_of
 from ckptkit.live.optimizers.adapter import Names, SavedState, StateEntry
 from ckptkit.live.optimizers.plain import PlainOptimizer
 from ckptkit.live.topology import Topology
-from ckptkit.model import Owner, Placement
+from ckptkit.model import Placement
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 
@@ -57,9 +57,7 @@ class Zero1Optimizer(PlainOptimizer):
         ranks = group_of("zero1", self._zero.process_group).ranks
 
         def placements(topology: Topology) -> Mapping[str, Placement]:
-            axis = topology.axis_of(ranks, name)
-            axes = topology.strategy.mesh.axes
-            return {} if axis is None else {axes[axis].name: Owner(coordinate)}
+            return topology.owner(ranks, coordinate, name)
 
         shape = tuple(value.shape) if hasattr(value, "shape") else None
         return StateEntry(name, key, value, shape, placements)

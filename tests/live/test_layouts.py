@@ -1,0 +1,121 @@
+"""Layouts that torch makes besides those of its wrappers: DTensors on meshes of all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import ckptkit
+from ckptkit.errors import UsageError
+from ckptkit.live import Checkpointer, load, save
+from tests.live.pool import Pool
+
+# Of each tensor: its mesh, the names of that, its placements and its shape.
+Spread = tuple[Sequence[int], Sequence[str], Sequence[Any], Sequence[int]]
+
+KINDS: dict[str, list[Spread]] = {
+    "fsdp:4": [((4,), (), [Shard(0)], (8, 3))],
+    "fsdp:4 ": [((4,), ("fsdp",), [Shard(0)], (8, 3))],
+    "dp=fsdp:4": [((4,), ("dp",), [Shard(0)], (8, 3))],
+    "tp:4": [((4,), (), [Shard(1)], (8, 4))],
+    "ddp:4": [((4,), (), [Replicate()], (8, 3))],
+    "dp_replicate=ddp:2,dp_shard=fsdp:2": [
+        ((2, 2), ("dp_replicate", "dp_shard"), [Replicate(), Shard(0)], (8, 3))
+    ],
+    "fsdp:2,tp:2": [((2, 2), (), [Shard(0), Shard(1)], (8, 4))],
+    "efsdp=fsdp:2,ep:2": [
+        ((4,), ("fsdp",), [Shard(0)], (8, 3)),
+        ((2, 2), ("efsdp", "ep"), [Shard(1), Shard(0)], (4, 6)),
+    ],
+    # Rows that do not go evenly into the ranks: 13 are 4, 4, 4, 1 on four ranks.
+    "efsdp=fsdp:2,ep:2 ": [
+        ((4,), ("fsdp",), [Shard(0)], (13, 3)),
+        ((2, 2), ("efsdp", "ep"), [_StridedShard(0, split_factor=2), Shard(0)], (13, 6)),
+    ],
+    # Packed projections: gate and up, each cut for itself, the second unevenly.
+    "tp:4 ": [
+        ((4,), ("tp",), [_StridedShard(0, split_factor=2)], (16, 3)),
+        ((4,), ("tp",), [_StridedShard(1, split_factor=2)], (3, 10)),
+    ],
+    # Dense ones that tp cuts first, and then all others: no axes can say that but in blocks.
+    "efsdp=fsdp:2,ep:2,tp:2": [
+        ((4, 2), ("fsdp", "tp"), [_StridedShard(0, split_factor=2), Shard(0)], (16, 3)),
+        ((4, 2), ("fsdp", "tp"), [_StridedShard(0, split_factor=2), Shard(0)], (19, 3)),
+        ((2, 4), ("efsdp", "ep"), [Shard(1), Shard(0)], (8, 6)),
+    ],
+}
+
+
+def spread(described: Sequence[Spread], factor: int) -> dict[str, DTensor]:
+    """The tensors, which hold different numbers for each factor."""
+    found = {}
+    for number, (sizes, names, placements, shape) in enumerate(described):
+        world = dist.get_world_size()
+        mesh = DeviceMesh(
+            "cpu", torch.arange(world).reshape(tuple(sizes)), mesh_dim_names=tuple(names) or None
+        )
+        whole = factor * torch.arange(1.0, 1.0 + torch.Size(shape).numel()).reshape(tuple(shape))
+        found[str(number)] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    return found
+
+
+def written(location: str, described: Sequence[Spread]) -> None:
+    save(location, step=1, state={"app": spread(described, factor=3)})
+
+
+def read(location: str, described: Sequence[Spread]) -> None:
+    state = spread(described, factor=0)
+    load(location, state={"app": state})
+    for name, wanted in spread(described, factor=3).items():
+        assert torch.equal(state[name].to_local(), wanted.to_local()), (name, wanted)
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_an_axis_is_of_the_kind_that_its_name_or_its_cuts_say(
+    gloo: Pool, tmp_path: Path, strategy: str
+) -> None:
+    described, ranks = KINDS[strategy], 8 if strategy.count(",") == 2 else 4
+    gloo.run(ranks, written, str(tmp_path / "own"), described)
+    with ckptkit.open(tmp_path / "own") as step:
+        assert str(step.strategy) == strategy.strip()
+        for number, (*_, shape) in enumerate(described):
+            whole = 3 * torch.arange(1.0, 1.0 + torch.Size(shape).numel()).reshape(tuple(shape))
+            assert (step.read(f"app/{number}") == whole.numpy()).all()
+    assert not ckptkit.verify(tmp_path / "own")
+    gloo.run(ranks, read, str(tmp_path / "own"), described)
+    # Offline into one process, and from there back into the job.
+    ckptkit.reshard(tmp_path / "own", tmp_path / "one", to="single", expect=strategy.strip())
+    gloo.run(ranks, read, str(tmp_path / "one"), described)
+
+
+def too_early(location: str) -> None:
+    rank, size, store = (
+        dist.get_rank(),
+        dist.get_world_size(),
+        dist.distributed_c10d._get_default_store(),
+    )
+    dist.destroy_process_group()
+    with Checkpointer(location) as checkpointer:
+        dist.init_process_group(
+            "gloo", store=PrefixStore("again", store), rank=rank, world_size=size
+        )
+        mesh = init_device_mesh("cpu", (size,))
+        state = {"x": distribute_tensor(torch.arange(4), mesh, [Shard(0)])}
+        with pytest.raises(UsageError, match="made before init_process_group"):
+            checkpointer.save(1, state={"app": state})
+        with pytest.raises(UsageError, match="made before init_process_group"):
+            checkpointer.restore(state={"app": state})
+
+
+def test_a_checkpointer_that_is_older_than_its_job_says_so(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(2, too_early, str(tmp_path))
+    assert not any(tmp_path.iterdir())
