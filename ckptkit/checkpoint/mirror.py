@@ -194,9 +194,15 @@ class Mirror:
         return [newer, older] if both else [newer]
 
     def _saved_here(self) -> dict[int, str]:
-        """The save ids of the local steps; what cannot be read is left out."""
+        """The save ids of the local steps; what cannot be read is left out, and so are steps that
+        are symbolic links: retention does not count them.
+        """
         found: dict[int, str] = {}
-        for step in Run(self.local).steps():
+        run = Run(self.local)
+        links = run.links()
+        for step in run.steps():
+            if step in links:
+                continue
             try:
                 found[step] = read_manifest(self.local, step_name(step)).save.save_id
             except NotFoundError:
@@ -223,8 +229,9 @@ class Mirror:
         here = {s: i for s, i in self._saved_here().items() if (s, i) not in memory.damaged}
         if memory.arrived.issuperset(here.items()):
             return []
-        there = set(Run(self.remote).steps())
-        kept = self._retention.kept(sorted({*here, *there}), up_to)
+        run = Run(self.remote)
+        there = set(run.steps())
+        kept = self._retention.kept(sorted({*here, *(there - run.links().keys())}), up_to)
         for step in there.intersection(here):
             if self._is_settled(step, here[step]):
                 memory.arrived.add((step, here[step]))

@@ -6,16 +6,19 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ckptkit
 from ckptkit import Run
+from ckptkit.checkpoint.barrier import SoloBarrier
+from ckptkit.checkpoint.mirror import Mirror, Retention
 from ckptkit.checkpoint.prune import plan_prune, remove
 from ckptkit.errors import CkptkitError, StorageError
 from ckptkit.live import Checkpointer
-from ckptkit.storage import LocalStore
+from ckptkit.storage import LocalStore, MemoryStore
 from tests.checkpoint.saving import assert_holds, files, inodes, save, small_state
 from tests.cli.programs import ckpt, document
 
@@ -248,3 +251,21 @@ def test_a_folder_behind_fsspecs_name_for_local_files_is_one(place: Path) -> Non
     with pytest.raises(StorageError, match="a symbolic link"):
         store.delete([f"{STEP}/manifest.msgpack"])
     assert inodes(place / "outside") == before
+
+
+def test_a_linked_step_nearby_is_not_copied_and_does_not_count_as_copied(place: Path) -> None:
+    class Refusing(MemoryStore):
+        def create(self, *arguments: Any, **options: Any) -> Any:
+            if "step-0000000110" in arguments[0]:
+                raise StorageError("not this one")
+            return super().create(*arguments, **options)
+
+    run, remote = place / "run", Refusing()
+    (run / "step-0000000200").symlink_to(place / "outside/run/step-0000000200")
+    mirror = Mirror(LocalStore(run), remote, Retention(keep_last=1))
+    for _ in range(2):
+        with pytest.raises(StorageError, match="not this one"):
+            mirror.upload(SoloBarrier(), 200)
+    # Step 110, which is kept, has not arrived: those before it stay.
+    assert Run(run).steps() == [90, 100, 110, 200]
+    assert Run(remote).steps() == []

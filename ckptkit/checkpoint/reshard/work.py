@@ -102,10 +102,10 @@ class Work:
         was resharded may be the very one.
         """
         _check_run(self.store)
-        refuse_links(self.store, self._prefix)
         there = committed_save_id(self.store, self._prefix)
         if there == self.target.save.save_id:
             return True
+        refuse_links(self.store, self._prefix)
         # By the save, since one folder may have many names.
         if there == self._checkpoint.save_id:
             raise StepExistsError(
