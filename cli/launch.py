@@ -8,9 +8,9 @@ import sys
 import click
 from ckptkit.cli.command import command
 from ckptkit.cli.exits import OK, PEER
-from ckptkit.cli.output import emit_json
+from ckptkit.cli.output import emit_json, printing
 
-from ckptkit.errors import PeerError, StorageError, UsageError
+from ckptkit.errors import PeerError, UsageError
 
 
 @command(
@@ -121,11 +121,6 @@ class _Printer:
         to = sys.stderr if self._all_to_stderr or stream == "stderr" else sys.stdout
         # What the terminal has no letters for must not end a training.
         told = line.encode(to.encoding, "backslashreplace").decode(to.encoding)
-        try:
+        with printing(to):
             to.write(f"{told}\n")
             to.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            what = f"the lines of the ranks cannot be printed: {error.strerror}"
-            raise StorageError(what, where=stream) from error

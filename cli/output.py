@@ -39,18 +39,19 @@ def remark(line: str) -> None:
 
 
 @contextmanager
-def printing() -> Iterator[None]:
-    """Say what is wrong with a stdout that cannot be written; a reader that went away is not."""
+def printing(to: TextIO | None = None) -> Iterator[None]:
+    """Say what is wrong with stdout, or another, that cannot be written; that its reader went away
+    is nothing to talk about.
+    """
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        let_go(sys.stdout)
+        let_go(to or sys.stdout)
         raise StorageError(
             f"the output cannot be written: {error.strerror}",
-            where="stdout",
-            hint="all but the output is as it would be without this error",
+            where="stderr" if to is sys.stderr else "stdout",
         ) from error
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from isal import isal_zlib
 
+from ckptkit.checkpoint.foreign import FOREIGN_HINT, foreign
 from ckptkit.checkpoint.pace import ask_all
 from ckptkit.checkpoint.places import DATA, MANIFEST, described, step_number, under
 from ckptkit.errors import AlreadyExistsError, FormatError, NotCommittedError, NotFoundError
@@ -198,6 +199,10 @@ def _not_committed(
             f"a run without a committed step: {len(steps)} were begun",
             where=where,
             hint="`ckpt ls RUN` shows them",
+        )
+    if what := foreign(store, names):
+        return NotFoundError(
+            f"no checkpoint of ckptkit, but {what}", where=where, hint=FOREIGN_HINT
         )
     what = f"{len(names)} other files" if names else "nothing there"
     return NotFoundError(

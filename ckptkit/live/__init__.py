@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptkit.live import oldest_torch as oldest_torch  # isort: skip - before what it may lack
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.distributed_model import DistributedModel, distributed_model
 from ckptkit.live.extra import Extra, WorldSizeError

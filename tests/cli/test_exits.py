@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 import click
 import pytest
@@ -91,3 +92,18 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ckptkit, "open", interrupt)
     result = ckpt("show", "x")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "reshard", "diff", "rules"])
+def test_every_command_names_what_others_saved(command: str, tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").touch()
+    to = ("--to", "fsdp:2")
+    more: dict[str, tuple[object, ...]] = {
+        "reshard": (tmp_path / "new", *to),
+        "rules": to,
+        "diff": (tmp_path,),
+    }
+    result = ckpt(command, tmp_path, *more.get(command, ()))
+    assert result.exit_code == 4
+    told = "no checkpoint of ckptkit, but a DCP checkpoint (torch.distributed.checkpoint)"
+    assert result.stderr.startswith(f"error: {tmp_path}: {told}\nhint: this version cannot read it")

@@ -237,7 +237,7 @@ def test_a_full_disk_ends_the_job_and_is_named(backend: str, tmp_path: Path) -> 
             check=False,
         )
     assert done.returncode == 5
-    told = "error: stdout: the lines of the ranks cannot be printed: No space left on device\n"
+    told = "error: stdout: the output cannot be written: No space left on device\n"
     assert done.stderr == told
 
 

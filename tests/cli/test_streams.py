@@ -78,9 +78,7 @@ def test_a_full_stdout_is_told(
     with open("/dev/full", "w") as full:  # noqa: PTH123 - a file that cannot be closed well
         monkeypatch.setattr(sys, "stdout", full)
         code = main([*line_of(name, places), *options], standalone_mode=False)
-    error, hint = capsys.readouterr().err.splitlines()
-    assert (code, f"{error}\n") == (5, FULL)
-    assert hint.startswith("hint: ")
+    assert (code, capsys.readouterr().err) == (5, FULL)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +95,7 @@ def test_a_stdout_that_cannot_be_written_reaches_the_shell(
     run: Path, line: list[str], redirected: str, told: str
 ) -> None:
     done = run_with([word.format(run=run) for word in line], redirected)
-    assert (done.returncode, done.stdout, done.stderr.partition("hint: ")[0]) == (5, "", told)
+    assert (done.returncode, done.stdout, done.stderr) == (5, "", told)
 
 
 def test_a_file_that_is_written_never_stands_in_for_a_closed_stdout(
@@ -220,5 +218,5 @@ def test_the_whole_matrix(
             done = run_with(words, redirected)
             assert (done.returncode, done.stdout) == (5, "")
             assert done.stderr.startswith("error: stdout: ")
-            assert done.stderr.count("\n") == 2 or name == "launch"
+            assert done.stderr.count("\n") == 1 or name == "launch"
         shutil.rmtree(places["new"], ignore_errors=True)

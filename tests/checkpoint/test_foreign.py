@@ -1,0 +1,84 @@
+"""What is no checkpoint of ckptkit is named as what it is."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ckptkit
+from ckptkit.errors import NotFoundError
+from tests.checkpoint.saving import Tensor, random_values, save
+
+
+def safetensors(path: Path) -> Path:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    return path
+
+
+def torch_save(path: Path) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({}))
+    return path
+
+
+def pickled(path: Path) -> Path:
+    path.write_bytes(pickle.dumps({}, protocol=2))
+    return path
+
+
+FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "one.safetensors": (safetensors, "a safetensors file"),
+    "one.pt": (torch_save, "a torch.save file"),
+    "old.pt": (pickled, "a pickle, as torch.save wrote before torch 1.6"),
+}
+FOLDERS = {
+    ".metadata __0_0.distcp": "a DCP checkpoint (torch.distributed.checkpoint)",
+    "global_step100 latest zero_to_fp32.py": "a DeepSpeed checkpoint",
+    "iter_0000100 latest_checkpointed_iteration.txt": "a Megatron checkpoint",
+    "config.json model.safetensors": "a Hugging Face model",
+    "model-00001-of-00002.safetensors model.safetensors.index.json": "a Hugging Face model",
+    "zarr.json model": "a plain Zarr folder",
+    "last.ckpt": "a folder of torch.save files",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_told_by_its_first_bytes(name: str, tmp_path: Path) -> None:
+    write, what = FILES[name]
+    path = write(tmp_path / name)
+    with pytest.raises(NotFoundError) as caught:
+        ckptkit.open(path)
+    assert str(caught.value).startswith(f"{path}: no checkpoint of ckptkit, but {what}\nhint: ")
+    path.write_bytes(b"")
+    with pytest.raises(NotFoundError, match="no checkpoint: nothing there"):
+        ckptkit.open(path)
+
+
+@pytest.mark.parametrize("names", FOLDERS)
+def test_a_folder_is_told_by_its_names(names: str, tmp_path: Path) -> None:
+    for name in names.split():
+        (tmp_path / name).touch()
+    with pytest.raises(NotFoundError) as caught:
+        ckptkit.plan_reshard(tmp_path, tmp_path / "new", to="fsdp:2")
+    assert caught.value.what == f"no checkpoint of ckptkit, but {FOLDERS[names]}"
+
+
+def test_parts_of_a_step_are_told_from_what_is_foreign(tmp_path: Path) -> None:
+    save(tmp_path, {"model/w": Tensor(random_values((3,)))}, step=1)
+    (pack,) = tmp_path.glob("*/data/*/*.zip")
+    for path, what in (
+        (pack, "the pack of one rank of a step"),
+        (tmp_path / "step-0000000001" / "manifest.msgpack", "the manifest of a step"),
+    ):
+        with pytest.raises(NotFoundError, match=what):
+            ckptkit.open(path)
+    (tmp_path / "notes.pt").touch()
+    (tmp_path / "model.safetensors").touch()
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert checkpoint.step == 1
