@@ -188,7 +188,9 @@ def test_a_fault_at_any_call_leaves_what_can_be_done_again(
     for call, number in calls:
         shutil.copytree(start, here)
         injected = f"inject={call}:{fault}:when={number}"
-        result = run(here, scene.words, *traced("-o", os.devnull, "-e", injected))
+        result = run(
+            here, scene.words, *traced("-y", "-o", str(tmp_path / "trace"), "-e", injected)
+        )
         try:
             check(here, scene, result)
             assert files(here / "src") == source
@@ -202,7 +204,9 @@ def test_a_fault_at_any_call_leaves_what_can_be_done_again(
 
 
 def check(here: Path, scene: Scene, result: subprocess.CompletedProcess[str]) -> None:
-    assert result.returncode != 70
+    # The fault also meets what is said, which is another test's.
+    is_mute = re.search(r"write\([12]<.*INJECTED", (here.parent / "trace").read_text())
+    assert is_mute or result.returncode != 70
     assert "Traceback" not in result.stderr or scene.words[0] == "live"
     there = scene.makes_step and is_whole(here, scene)
     if result.returncode == 0:
