@@ -27,6 +27,7 @@ from ckptkit.live.rules import HandCuts, RulesLike
 from ckptkit.live.snapshot import Reading, Sources, parameter_names, topology_of
 from ckptkit.live.tensors import local_of
 from ckptkit.live.world import current_world
+from ckptkit.live.wrapped import parts_of_tensor
 from ckptkit.model import Owner
 
 State = dict[str, Any]
@@ -195,6 +196,13 @@ class ShardedOptimizerState:
         reading.add_optimizer(
             [self._adapter.entry(name, key, value, entry.value) for key, value in state.items()]
         )
+        for key, value in state.items():
+            if torch.is_tensor(value) and parts_of_tensor(value):
+                raise UnsupportedTypeError(
+                    "a tensor made of others cannot be gathered or scattered",
+                    where=join("optimizer", name, key),
+                    hint="save and load it with a Checkpointer",
+                )
         found = {held.name: held for held in reading.tensors}
         tensors = {k: found[join("optimizer", name, k)] for k in state if torch.is_tensor(state[k])}
         return tensors, {key: value for key, value in state.items() if key not in tensors}

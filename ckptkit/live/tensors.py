@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
+from isal import isal_zlib
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -44,6 +46,12 @@ def as_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
     bits = _BITS.get(tensor.element_size())
     array: npt.NDArray[Any] = (tensor if bits is None else tensor.view(bits)).numpy()
     return array.view(dtype_of(name, tensor).bits)
+
+
+def checksum(name: str, local: torch.Tensor) -> int:
+    """The CRC-32 of the elements, in C order."""
+    elements = np.ascontiguousarray(as_bits(name, local.cpu())).reshape(-1)
+    return int(isal_zlib.crc32(elements.view(np.uint8)))
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
