@@ -19,6 +19,7 @@ from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import FormatError
 from ckptkit.format.names import join, split
 from ckptkit.format.objects import ObjectInfo
+from ckptkit.format.reserved import WRAPPED
 from ckptkit.live.agree import Agreement, Documents, agree, told
 from ckptkit.live.extra import DataRanks, Extra, WorldSizeError, is_marked
 from ckptkit.live.filling import Filling, Target
@@ -113,6 +114,7 @@ class Loading:
         for optimizer in self._sources.optimizers:
             optimizer.prepare(names, resumed.of_kind(optimizer.kind))
         snapshot, options = self._look(self._sources), self._options
+        self._check_wrappers(snapshot)
         targets, fresh = self._targets(snapshot, resumed)
         threads = options.threads
         if threads is None and self._checkpoint.store.abilities.is_file_system:
@@ -164,6 +166,7 @@ class Loading:
         ]
         size, rank = self._world.size, self._world.rank
         self._objects = with_own(self._objects, snapshot.open_trees, rank, size)
+        self._check_wrappers(snapshot)
         twins = Twins(self._checkpoint, snapshot.tied)
         self._compare_objects(snapshot)
         saved = self._optimizer_documents() if sources.optimizers else []
@@ -235,6 +238,17 @@ class Loading:
                 f"is given the states of all; {error.hint}".removesuffix("; "),
             ) from error
 
+    def _check_wrappers(self, snapshot: Snapshot) -> None:
+        """Parts make what they made only in a tensor of the same kind."""
+        for name, record in snapshot.objects.items():
+            item = self._objects.get(name)
+            if name.startswith(f"{WRAPPED}/") and item is not None and item.value != record:
+                raise StateMismatchError(
+                    f"made otherwise: {item.value} in the step, {record} here",
+                    where=name.removeprefix(f"{WRAPPED}/"),
+                    hint="make the model and the optimizer as those that saved",
+                )
+
     def _unexpected(self, agreement: Agreement, twins: Twins) -> list[str]:
         """The arrays of the step that no rank asked for."""
         if self._sources.model is None:
@@ -288,6 +302,12 @@ class Loading:
             item = self._objects.get(group)
             for name in [] if item is None else arrays_in(item.value, group):
                 if name not in snapshot.trees:
+                    if f"{WRAPPED}/{name}" in self._objects:
+                        raise StateMismatchError(
+                            "made of several tensors: only one of its kind can take them over",
+                            where=name,
+                            hint="have one there, or take load_state(location, nested=True)",
+                        )
                     array = self._checkpoint[name]
                     fresh[name] = torch.empty(array.shape, dtype=torch_dtype(array.dtype))
                     targets.append(Target(Held(name, array.shape, {}, fresh[name]), name))

@@ -17,11 +17,13 @@ from ckptkit.checkpoint.streaming import Band, Limits, stream
 from ckptkit.errors import FormatError
 from ckptkit.format.leaves import dumps
 from ckptkit.format.names import join, split
+from ckptkit.format.reserved import OPTIMIZER, WRAPPED
 from ckptkit.live.agree import Documents
 from ckptkit.live.held import Held, Tied
 from ckptkit.live.optimizers.adapter import Saved, SavedState
 from ckptkit.live.tensors import torch_dtype
 from ckptkit.live.trees import arrays_in, put_tensors
+from ckptkit.model import DTYPES
 
 _COMPARE_MEMORY = 64 << 20
 
@@ -123,7 +125,7 @@ def resume(
 ) -> Resumed:
     """What the step has for the parameters among tensors that fit it."""
     trained = trained_by(documents)
-    saved = _saved(checkpoint)
+    saved, wrappers = _saved(checkpoint), _wrappers(checkpoint)
     theirs: dict[str, str] = {}
     state: dict[str, dict[str, Any]] = {}
     arrays: dict[str, str] = {}
@@ -137,6 +139,10 @@ def resume(
         for key, array in saved.get(there, {}).items():
             arrays[join("optimizer", name, key)] = array
             state[name][key] = _as_here(checkpoint, array, join("model", there), held)
+        for key, record in wrappers.get(there, {}).items():
+            parts = [each for each in state[name] if each.startswith(f"{key}/")]
+            state[name] = {k: v for k, v in state[name].items() if k not in parts}
+            state[name][key] = record
         for document in documents:
             state[name] = nested(state[name], document["values"].get(there, {}), there)
     return Resumed(state, arrays, [_renamed(document, theirs) for document in documents])
@@ -171,6 +177,23 @@ def _saved(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
         if name.startswith("optimizer/"):
             _, parameter, key = split(name)
             found.setdefault(parameter, {})[key] = name
+    return found
+
+
+def _wrappers(checkpoint: Checkpoint) -> dict[str, dict[str, Saved]]:
+    """What optimizers keep in tensors that are made of others, by parameter and key."""
+    found: dict[str, dict[str, Saved]] = {}
+    prefix = f"{WRAPPED}/{OPTIMIZER}/"
+    for item in checkpoint.manifest.objects:
+        if not item.name.startswith(prefix):
+            continue
+        nodes, record = split(item.name.removeprefix(prefix)), item.value
+        dtype = str(record.get("dtype")) if isinstance(record, dict) else ""
+        if len(nodes) != 2 or dtype not in DTYPES or not isinstance(record["shape"], list):
+            raise FormatError("not what a save writes", where=f"objects.{item.name}", value=record)
+        shape = tuple(record["shape"])
+        kept = Saved(shape, torch_dtype(DTYPES[dtype]), is_like_parameter=True, is_wrapper=True)
+        found.setdefault(nodes[0], {})[nodes[1]] = kept
     return found
 
 

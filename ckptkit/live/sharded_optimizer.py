@@ -31,6 +31,7 @@ from ckptkit.live.rules import HandCuts, RulesLike
 from ckptkit.live.snapshot import Reading, Sources, parameter_names, rules_of, topology_of
 from ckptkit.live.tensors import local_of
 from ckptkit.live.world import World, current_world
+from ckptkit.live.wrapped import parts_of_tensor
 from ckptkit.model import Owner, Strategy
 
 State = dict[str, Any]
@@ -282,6 +283,13 @@ class ShardedOptimizerState:
             state = self._states.get(entry.value, {})
             found = [self._adapter.entry(name, k, v, entry.value) for k, v in state.items()]
         reading.add_optimizer(found)
+        for each in found:
+            if torch.is_tensor(each.value) and parts_of_tensor(each.value):
+                raise UnsupportedTypeError(
+                    "a tensor made of others cannot be gathered or scattered",
+                    where=join("optimizer", name, each.key),
+                    hint="save and load it with a Checkpointer",
+                )
         by_name = {held.name: held for held in reading.tensors}
         tensors = {
             e.key: by_name[join("optimizer", name, e.key)]

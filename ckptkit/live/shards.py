@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.names import join, split
+from ckptkit.format.reserved import WRAPPED
 from ckptkit.live.agree import Documents
 from ckptkit.live.held import Held
 from ckptkit.live.optimizers.adapter import Saved, SavedState
@@ -77,6 +79,13 @@ class LocalShard:
     def of(cls, snapshot: Snapshot) -> LocalShard:
         """What the snapshot of a rank has."""
         values: Any = snapshot.objects.get("model", {})
+        for name in snapshot.objects:
+            if name.startswith(f"{WRAPPED}/"):
+                raise UnsupportedTypeError(
+                    "a tensor made of others is no part of a shard",
+                    where=name.removeprefix(f"{WRAPPED}/"),
+                    hint="save it with a Checkpointer",
+                )
         tensors = {held.name: held.local for held in snapshot.tensors}
         return cls(ShardingMetadata.of(snapshot), tensors, values, snapshot.optimizers)
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoint.patterns import matches, pattern_list
-from ckptkit.errors import InvalidNameError, UsageError
+from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format import reserved
 from ckptkit.format.names import join
 from ckptkit.live.adapters import Entry
@@ -26,8 +26,9 @@ from ckptkit.live.optimizers import OptimizerAdapter, StateEntry, optimizer_adap
 from ckptkit.live.rules import HandCuts, HowCut
 from ckptkit.live.tensors import as_spread, check_plain, checksum, local_of
 from ckptkit.live.topology import Topology
-from ckptkit.live.trees import marked, take_tensors, without_tensors
+from ckptkit.live.trees import plain_extra, take_tensors, without_tensors
 from ckptkit.live.world import World
+from ckptkit.live.wrapped import always, layout_of_part, part_name, parts_of_tensor, record_of
 from ckptkit.model import (
     PerDataRank,
     PerRank,
@@ -195,7 +196,7 @@ def take_snapshot(
     spread = topology.strategy if says_all else None
     data = DataRanks(world.rank, world.size, spread, spread)
     objects: dict[str, object] = {
-        f"extra/{n}": _plain(f"extra/{n}", v) for n, v in (extra or {}).items()
+        f"extra/{n}": plain_extra(f"extra/{n}", v) for n, v in (extra or {}).items()
     }
     documents: list[dict[str, Any]] = []
     entries: list[Entry] = []
@@ -269,7 +270,9 @@ class Reading:
             name = join("model", entry.name)
             known = self._seen.setdefault(id(entry.value), name)
             if known != name:
-                self.tied.append(Tied(name, known))
+                parts = parts_of_tensor(entry.value)
+                pairs = [(part_name(name, key), part_name(known, key)) for key in parts]
+                self.tied += [Tied(mine, of) for mine, of in pairs or [(name, known)]]
                 continue
             role = "param" if entry.is_parameter else "buffer"
             alike = self._topology.replicas
@@ -287,6 +290,12 @@ class Reading:
                 name = join("optimizer", entry.parameter, entry.key)
                 of = join("model", entry.parameter)
                 alike = self._alike_of.get(of, self._topology.replicas)
+                if f"{reserved.WRAPPED}/{of}" in self.alike:
+                    raise UnsupportedTypeError(
+                        "its parameter is made of several tensors, and is trained",
+                        where=name,
+                        hint="frozen ones can be saved, and such states of plain parameters",
+                    )
                 self._add(name, entry.value, "optimizer", entry, of=of, alike=alike)
 
     def add_tree(self, tensors: Mapping[str, torch.Tensor], *, alike: bool) -> None:
@@ -315,7 +324,9 @@ class Reading:
                 hint="optimizers that share parameters go into state={…}, each under its own key",
             )
         self._names.add(name)
-        check_plain(name, tensor)
+        parts = parts_of_tensor(tensor)
+        if not parts:
+            check_plain(name, tensor)
         topology = self._topology
         staged = self._staged if staged is None else staged
         placements = dict(topology.placements(name, tensor, staged=staged))
@@ -323,6 +334,11 @@ class Reading:
             placements |= entry.placements(topology)
         shape = tuple(tensor.shape) if entry is None or entry.shape is None else entry.shape
         local = local_of(tensor)
+        alike |= topology.mesh_axes(tensor)
+        if parts:
+            held = Held(name, shape, placements, local, role, of, alike)
+            self._add_parts(held, record_of(tensor), parts, staged=staged)
+            return
         # What an optimizer keeps in another shape than the parameter's is cut as it says itself.
         is_like = self._locals.setdefault(of or name, local.shape) == local.shape
         said: Mapping[str, HowCut] = {}
@@ -340,12 +356,33 @@ class Reading:
                 # Whether it is a part or the same on all ranks cannot be seen: the commit compares.
                 self.alike[f"{reserved.ALIKE}/{name}"] = checksum(name, local)
         self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())
-        alike |= topology.mesh_axes(tensor)
         held = Held(name, shape, placements, local, role, of, alike, of_first)
-        own = topology.own_part(name, tensor)
-        if own is not None and isinstance(tensor, DTensor):
-            held = replace(held, own=own, tensor=tensor)
-        self.tensors.append(held)
+        self.tensors.append(self._as_it_lies(held, tensor))
+
+    def _as_it_lies(self, held: Held, tensor: torch.Tensor) -> Held:
+        """With the rank's own part, where no placements say what that is."""
+        own = self._topology.own_part(held.name, tensor)
+        if own is None or not isinstance(tensor, DTensor):
+            return held
+        return replace(held, own=own, tensor=tensor)
+
+    def _add_parts(
+        self,
+        whole: Held,
+        record: dict[str, Any],
+        parts: Mapping[str, torch.Tensor],
+        *,
+        staged: bool,
+    ) -> None:
+        """The tensors that one is made of, cut as it is; rules may say of each how."""
+        self.alike[f"{reserved.WRAPPED}/{whole.name}"] = record
+        for key, part in parts.items():
+            name = part_name(whole.name, key)
+            entry = StateEntry("", key, part)
+            if not self._rules.find(name, tuple(part.shape)):
+                shape, cuts = layout_of_part(name, key, part, whole)
+                entry = StateEntry("", key, part, shape, always(cuts))
+            self._add(name, part, whole.role, entry, alike=whole.alike, staged=staged, of=whole.of)
 
 
 def _optimizer_document(
@@ -386,15 +423,6 @@ def tree_of(value: object) -> Any:
     if isinstance(value, list):
         return [tree_of(item) for item in value]
     return value
-
-
-def _plain(name: str, value: object) -> object:
-    """A value of `extra` in types that the format has."""
-    if isinstance(value, Sum):
-        return value
-    if isinstance(value, (PerRank, PerDataRank, Replicated, Split)):
-        return type(value)(marked(value.value, name))
-    return marked(value, name)
 
 
 def _several(optimizer: object) -> list[object]:

@@ -15,7 +15,7 @@ from ckptkit.format.leaves import canonical
 from ckptkit.format.names import escape
 from ckptkit.format.reserved import REFERENCE
 from ckptkit.live.tensors import as_bits, check_plain, dtype_of, local_of, torch_dtype
-from ckptkit.model import DType
+from ckptkit.model import DType, PerDataRank, PerRank, Replicated, Split, Sum
 
 _TENSOR = "ckptkit.tensor"
 _MAX_DEPTH = 28
@@ -117,6 +117,13 @@ def marked(value: Any, where: str, depth: int = 0) -> Any:
     if type(value) in (list, tuple):
         return type(value)(marked(v, f"{where}[{at}]", depth + 1) for at, v in enumerate(value))
     return value
+
+
+def plain_extra(name: str, value: object) -> object:
+    """A value of `extra` with marks, whatever it says of ranks."""
+    if isinstance(value, (PerDataRank, PerRank, Replicated, Split)):
+        return type(value)(marked(value.value, name))
+    return value if isinstance(value, Sum) else marked(value, name)
 
 
 def unmarked(value: Any, where: str) -> Any:

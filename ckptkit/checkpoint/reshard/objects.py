@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from ckptkit.checkpoint.reshard.selection import Choice, Selection
-from ckptkit.format.names import split
+from ckptkit.errors import UsageError
+from ckptkit.format.names import escape, split
 from ckptkit.format.objects import ObjectInfo, share_of_items, total
-from ckptkit.format.reserved import ALIKE, MODEL, OPTIMIZER, REFERENCE
+from ckptkit.format.reserved import ALIKE, MODEL, OPTIMIZER, REFERENCE, WRAPPED
 
 
 def chosen_objects(
@@ -26,10 +27,25 @@ def chosen_objects(
             continue
         if group == ALIKE and rest in choice.changed | choice.left_out:
             continue
+        if group == WRAPPED:
+            found += _record(item, rest, choice)
+            continue
         name = f"{group}/{choice.names.get(rest, rest)}" if group == ALIKE else item.name
         value = _renamed_values(item, choice)
         found.append(ObjectInfo(name, item.semantics, value, item.ranks))
     return tuple(found)
+
+
+def _record(item: ObjectInfo, name: str, choice: Choice) -> list[ObjectInfo]:
+    """What arrays make together, if they go over."""
+    parts = item.value.get("inner") if isinstance(item.value, dict) else None
+    ends = [f"%2F{escape(str(part))}" for part in parts] if isinstance(parts, list) else []
+    if choice.changed.intersection(name + end for end in ends):
+        raise UsageError(
+            "a part of a tensor that is made of several cannot be cast or changed", where=name
+        )
+    new = {choice.names[name + end].removesuffix(end) for end in ends if name + end in choice.names}
+    return [ObjectInfo(f"{WRAPPED}/{each}", item.semantics, item.value) for each in sorted(new)]
 
 
 def parameter_order(objects: Sequence[ObjectInfo]) -> dict[str | None, int]:

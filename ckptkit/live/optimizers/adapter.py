@@ -35,6 +35,8 @@ class Saved:
     dtype: torch.dtype
     is_like_parameter: bool
     """Whether it has an element for each of the parameter's."""
+    is_wrapper: bool = False
+    """Whether it is made of several tensors."""
 
 
 SavedState = Mapping[str, Mapping[str, Any]]

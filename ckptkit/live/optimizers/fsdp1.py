@@ -22,6 +22,7 @@ from ckptkit.live.optimizers.adapter import Names, Saved, SavedState, StateEntry
 from ckptkit.live.optimizers.plain import PlainOptimizer
 from ckptkit.live.report import StateMismatchError
 from ckptkit.live.trees import take_tensors
+from ckptkit.live.wrapped import parts_of_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +215,8 @@ class FSDP1Optimizer(PlainOptimizer):
                     if take_tensors(value, key)[1]:
                         raise _in_a_container(pieces[0].name, key)
                     kept = _Kept(value=value)
+                elif parts_of_tensor(value):
+                    raise _in_a_container(pieces[0].name, key)
                 elif value.ndim == 0:
                     kept = _Kept(value=value.detach().to("cpu", copy=True))
                 elif value.shape == (size,):
@@ -254,11 +257,11 @@ class FSDP1Optimizer(PlainOptimizer):
         share: _Share,
         parameter: nn.Parameter,
         pieces: int,
-        saved: Mapping[str, Mapping[str, Saved]],
+        saved: SavedState,
     ) -> None:
         for name, kept in saved.items():
             for key, item in kept.items():
-                if not isinstance(item, Saved):
+                if not isinstance(item, Saved) or item.is_wrapper:
                     raise _in_a_container(name, key)
                 if item.shape and not item.is_like_parameter:
                     raise _not_of_its_shape(name, key, item.shape)
@@ -346,7 +349,7 @@ def _same(one: object, other: object) -> bool:
 
 def _in_a_container(name: str, key: str) -> UnsupportedTypeError:
     return UnsupportedTypeError(
-        "a container with tensors, which no flat parameter of FSDP1 can have",
+        "a container with tensors, or a tensor made of others: no flat parameter has such",
         where=f"optimizer/{name}/{key}",
         hint="fully_shard (FSDP2) keeps parameters apart",
     )

@@ -15,8 +15,10 @@ from ckptkit.errors import FormatError, InvalidNameError
 from ckptkit.format.names import join
 from ckptkit.live.groups import Group
 from ckptkit.live.optimizers.adapter import Names, Saved, SavedState, StateEntry
+from ckptkit.live.report import StateMismatchError
 from ckptkit.live.tensors import as_spread
 from ckptkit.live.trees import arrays_in, put_tensors, take_tensors
+from ckptkit.live.wrapped import parts_of_tensor
 
 
 class PlainOptimizer:
@@ -122,7 +124,7 @@ class PlainOptimizer:
         state = self.state.get(parameter, {})
         for key, value in list(state.items()):
             item = kept.get(key)
-            if item is None or (isinstance(item, Saved) and not _is_of(value, item.dtype)):
+            if item is None or (isinstance(item, Saved) and not _is_as(value, item)):
                 del state[key]
         if not state:
             self.state.pop(parameter, None)
@@ -132,7 +134,7 @@ class PlainOptimizer:
         fits. Containers stay the same ones, as optimizers may keep them in several places.
         """
         if isinstance(item, Saved):
-            fits = _is_of(mine, item.dtype) and tuple(mine.shape) == item.shape
+            fits = _is_as(mine, item) and tuple(mine.shape) == item.shape
             return mine if fits else self._empty(parameter, item)
         if isinstance(item, dict):
             known = mine if isinstance(mine, Mapping) else {}
@@ -153,6 +155,12 @@ class PlainOptimizer:
         return item
 
     def _empty(self, parameter: nn.Parameter, item: Saved) -> torch.Tensor:
+        if item.is_wrapper:
+            raise StateMismatchError(
+                f"the {self.kind} here does not keep what the step has, a tensor made of others",
+                where=f"a parameter of {tuple(parameter.shape)}",
+                hint="its options differ from those of the one that saved",
+            )
         if item.is_like_parameter:
             return torch.empty_like(parameter, dtype=item.dtype, requires_grad=False)
         if item.shape:
@@ -166,10 +174,12 @@ class PlainOptimizer:
     def _needs_a_step(self, parameter: nn.Parameter, kept: Mapping[str, Any]) -> bool:
         """Whether only the optimizer itself knows how a value of another shape is spread."""
         state = self.state.get(parameter, {})
-        return isinstance(parameter, DTensor) and any(
-            each.shape and not each.is_like_parameter and key not in state
+        is_cut = isinstance(parameter, DTensor)
+        return any(
+            each.is_wrapper or (is_cut and each.shape and not each.is_like_parameter)
             for key, item in kept.items()
             for each in _saved_in(item)
+            if key not in state
         )
 
     def _step_without_effect(self, parameters: list[nn.Parameter]) -> None:
@@ -179,8 +189,9 @@ class PlainOptimizer:
         rates = [group.get("lr") for group in self._optimizer.param_groups]
         try:
             for group in self._optimizer.param_groups:
-                if "lr" in group:
-                    group["lr"] = 0.0
+                if "lr" in group:  # some optimizers insist on a tensor
+                    is_tensor = torch.is_tensor(group["lr"])
+                    group["lr"] = torch.zeros_like(group["lr"]) if is_tensor else 0.0
             for parameter, _, _ in kept:
                 parameter.grad = torch.zeros_like(parameter) if parameter in wanted else None
             self._optimizer.step()
@@ -194,8 +205,10 @@ class PlainOptimizer:
                     parameter.copy_(value)
 
 
-def _is_of(value: object, dtype: torch.dtype) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == dtype
+def _is_as(value: object, item: Saved) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dtype != item.dtype:
+        return False
+    return bool(parts_of_tensor(value)) == item.is_wrapper
 
 
 def _saved_in(item: Any) -> Iterator[Saved]:
