@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FileStore
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.by_hand import BY_HAND, MICROBATCHES, Step, layer_by_layer
@@ -31,6 +33,8 @@ _SPECS = ("ddp", "zero1", "zero2", "zero3", "ddp:2,fsdp", "tp", "tp:2,fsdp", "pp
 _TAKING: dict[str, tuple[str, dict[str, Any]]] = {spec: (spec, {}) for spec in _SPECS}
 _TAKING["zero1, overlap"] = ("zero1", {"overlap": True})
 _KINDS = ("parameters", "gradients", "optimizer")
+_SIZES = (1, 2, 4, 8)
+_AFTER = (1, 3, 10, 30, 100, 300)
 # By strategy, the kinds of which a rank keeps its share.
 _SHARED_OUT = {"zero1": (2,), "zero2": (1, 2), "zero3": (0, 1, 2)}
 _NOTE = (
@@ -44,6 +48,8 @@ Make = Callable[[], Step]
 def benches(repeat: int) -> Iterator[Callable[[], Section]]:
     """All measurements."""
     yield partial(_what_each_takes, repeat)
+    yield partial(_by_ranks, repeat)
+    yield _rounding
     yield partial(_overhead, repeat)
     yield partial(_grouping, repeat)
 
@@ -77,6 +83,74 @@ def _what_each_takes(repeat: int) -> Section:
     ]
     columns = ["4 ranks", *_KINDS, "collectives", "ms a step"]
     return Section("Strategies: what each takes, llama-like", columns, rows, bars, [_NOTE])
+
+
+def _by_ranks(repeat: int) -> Section:
+    rows = []
+    for spec in ("ddp", "zero1", "zero2", "zero3", "tp", "pp"):
+        mib: list[str] = []
+        ms: list[str] = []
+        for ranks in _SIZES:
+            if spec in ("tp", "pp") and ranks > _RANKS:  # there are four heads and four layers
+                mib, ms = [*mib, ""], [*ms, ""]
+                continue
+            found = _on_ranks(ranks, _taken, spec, {}, repeat)
+            mib.append(f"{max(sum(r['mib']) for r in found):.1f}")
+            ms.append(f"{max(median(r['seconds']) for r in found) * 1e3:.0f}")
+        rows.append([spec, *mib, *ms])
+    columns = ["ranks", *(f"{n}, MiB" for n in _SIZES), *(f"{n}, ms" for n in _SIZES)]
+    note = "MiB of parameters, gradients and optimizer state of the fullest rank; ms of a step."
+    return Section("Strategies: by the number of ranks", columns, rows, [], [note, _NOTE])
+
+
+def _rounding() -> Section:
+    """How far parameters are from those of one process, trained on the same batches."""
+    rows = []
+    for name, make, dtype in (
+        ("AdamW, float32", partial(torch.optim.AdamW, lr=0.01), torch.float32),
+        ("SGD, float32", partial(torch.optim.SGD, lr=0.01, momentum=0.9), torch.float32),
+        ("AdamW, float64", partial(torch.optim.AdamW, lr=0.01), torch.float64),
+    ):
+        apart = _on_ranks(2, _apart, make, dtype)[0]
+        rows += [[f"{name}, {engine}", *far] for engine, far in apart.items()]
+    columns = ["2 ranks, after", *(f"{n} step{'s' if n > 1 else ''}" for n in _AFTER)]
+    return Section("Strategies: apart from one process", columns, rows, [], [])
+
+
+def _apart(make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype) -> dict[str, list[str]]:
+    alone, by_hand = _small(dtype), DistributedDataParallel(_small(dtype))
+    ddp, fsdp = (as_distributed(_small(dtype), spec, optimizer=make) for spec in ("ddp", "fsdp"))
+    steps = {
+        "torch's DDP": (by_hand, make(by_hand.parameters())),
+        "`ddp`": (ddp.model, ddp.optimizer),
+        "`fsdp`": (fsdp.model, fsdp.optimizer),
+    }
+    stepping = make(alone.parameters())
+    found: dict[str, list[str]] = {name: [] for name in steps}
+    for step in range(1, max(_AFTER) + 1):
+        torch.manual_seed(step)
+        inputs, targets = torch.randn(2, 16, 8, 32, dtype=dtype)
+        for model, optimizer in ((alone, stepping), *steps.values()):
+            mine = slice(None) if model is alone else slice(dist.get_rank(), None, 2)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs[mine]), targets[mine]).backward()
+            optimizer.step()
+        if step in _AFTER:
+            for name, (model, _) in steps.items():
+                pairs = zip(model.parameters(), alone.parameters(), strict=True)
+                far = max(float((_whole(p) - q).detach().abs().max()) for p, q in pairs)
+                found[name].append(f"{far:.0e}")
+    return found
+
+
+def _small(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    # Nothing depends on the bias of attention's keys, so that its gradient is rounding alone.
+    return nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True).to(dtype)
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def _overhead(repeat: int) -> Section:

@@ -102,10 +102,11 @@ class Options:
             raise _needs("offload", ", ".join(SHARDED), strategy)
         if self.overlap and "zero1" not in kinds:
             raise _needs("overlap", "zero1", strategy)
+        is_replicated = "ddp" in kinds and sharder_of(strategy)  # by an all-reduce of torch's own
         if self.compression is not None and (
-            not kinds & {"ddp", "zero1"} or sharder_of(strategy) or size_of(strategy, "tp") > 1
+            not kinds & {"ddp", "zero1", *SHARDED} or is_replicated or size_of(strategy, "tp") > 1
         ):
-            raise _needs("compression", "ddp or zero1 (without fsdp and tp)", strategy)
+            raise _needs("compression", "ddp, zero1, zero2 or fsdp alone, or with pp", strategy)
         if self.compression is not None:
             self._check_compression(self.compression, strategy)
         if isinstance(self.precision, MixedPrecisionPolicy) and not sharder_of(strategy):
@@ -114,7 +115,15 @@ class Options:
     def _check_compression(self, compression: str, strategy: Strategy) -> None:
         from ckptkit.parallel.optimizers.compression import compression_of  # noqa: PLC0415
 
-        if compression_of(compression).remembers and size_of(strategy, "pp") > 1:
+        remembers = compression_of(compression).remembers
+        if remembers and sharder_of(strategy):
+            raise UsageError(
+                "what is left unsent is as large as all gradients, on every rank, and "
+                f"{sharder_of(strategy)} keeps a part of them only",
+                value=f"{compression}, {strategy}",
+                hint="fp16, bf16 and int8 leave nothing unsent; or use ddp or zero1",
+            )
+        if remembers and size_of(strategy, "pp") > 1:
             raise UsageError(
                 "what stages have left unsent cannot be saved together",
                 value=f"{compression}, {strategy}",

@@ -211,7 +211,8 @@ class _Spreading:
 
         compression = compression_of(self._options.compression)
         for module in modules:
-            if isinstance(module, DistributedDataParallel):  # not where nothing is trained
+            # Not where nothing is trained.
+            if isinstance(module, (DistributedDataParallel, FSDPModule)):
                 compression.attach(module)
         return compression
 

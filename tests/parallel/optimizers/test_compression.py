@@ -237,7 +237,7 @@ def test_a_pipeline_refuses_what_it_could_not_save(spec: str) -> None:
 
 def test_only_models_of_ddp_send_gradients() -> None:
     with pytest.raises(UsageError, match="DistributedDataParallel"):
-        compression_of("int8").attach(network())  # type: ignore[arg-type]
+        compression_of("int8").attach(network())
 
 
 class Factor(nn.Module):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch.distributed.fsdp import fully_shard
 
-from ckptkit.parallel import as_distributed
+from ckptkit.errors import UsageError
+from ckptkit.parallel import as_distributed, compression_of
 from ckptkit.parallel.strategies import residuals
-from tests.live.network import batch, network
+from tests.live.network import batch, loss_of, network
 from tests.live.pool import JobError, Pool
 from tests.parallel.strategies.test_losses import ranks_of
 from tests.parallel.strategies.training import OPTIONS, STEPS, reference, spread, train
@@ -130,3 +132,40 @@ def test_what_rank_0_cannot_read_ends_all_ranks(gloo: Pool, tmp_path: Path) -> N
         gloo.run(2, unreadable, str(tmp_path))
     assert "RuntimeError: out of luck" in str(caught.value)
     assert "because of rank 0" in str(caught.value)
+
+
+def cut_and_compressed(spec: str, compression: str) -> tuple[list[float], float]:
+    dist = spread(spec, compression=compression)
+    losses = train(dist, range(STEPS))
+    return losses, dist.compression.bytes_sent / dist.compression.bytes_uncompressed
+
+
+@pytest.mark.parametrize("spec", ["fsdp:2", "zero2:3", "pp:2,fsdp:2"])
+@pytest.mark.parametrize(("compression", "share"), [("fp16", 0.5), ("bf16", 0.5), ("int8", 0.35)])
+def test_what_is_cut_sends_its_gradients_in_fewer_bytes_too(
+    gloo: Pool, spec: str, compression: str, share: float
+) -> None:
+    for losses, sent in gloo.run(ranks_of(spec), cut_and_compressed, spec, compression):
+        assert losses == pytest.approx(reference()[0], abs=0.02)
+        assert losses != reference()[0]
+        assert 0.2 < sent <= share
+
+
+def compressed_by_hand() -> str:
+    model = network(0)
+    fully_shard(model.get_submodule("head"))
+    fully_shard(model)
+    compression = compression_of("bf16")
+    compression.attach(model)
+    inputs, targets = batch(0)
+    loss_of(model(inputs), targets).backward()
+    assert 0 < compression.bytes_sent < compression.bytes_uncompressed
+    remembering = compression_of("powersgd:2")
+    with pytest.raises(UsageError) as refused:
+        remembering.attach(model)
+    return str(refused.value)
+
+
+def test_a_fully_sharded_model_of_ones_own_is_compressed(gloo: Pool) -> None:
+    for said in gloo.run(2, compressed_by_hand):
+        assert "as large as all gradients" in said

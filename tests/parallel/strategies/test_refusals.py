@@ -91,9 +91,20 @@ def test_an_option_that_means_nothing_is_refused(options: dict[str, Any], reason
         as_distributed(network(0), "ddp", **options)
 
 
-def test_compression_is_for_replicas() -> None:
-    with pytest.raises(UsageError, match="compression is for ddp or zero1"):
-        as_distributed(network(0), "fsdp", compression="int8")
+@pytest.mark.parametrize(
+    ("spec", "compression", "reason"),
+    [
+        ("tp:1", "int8", "compression is for ddp, zero1, zero2 or fsdp"),
+        ("ddp:1,fsdp:1", "int8", "compression is for ddp, zero1, zero2 or fsdp"),
+        ("fsdp:1", "topk:0.1", "what is left unsent is as large as all gradients"),
+        ("zero2:1", "powersgd:2", "and zero2 keeps a part of them only"),
+    ],
+)
+def test_compression_is_refused_where_torch_or_memory_does_not_allow_it(
+    spec: str, compression: str, reason: str
+) -> None:
+    with pytest.raises(UsageError, match=reason):
+        as_distributed(network(0), spec, compression=compression)
 
 
 def test_compression_is_for_one_stage_on_each_rank() -> None:

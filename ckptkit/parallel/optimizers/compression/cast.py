@@ -25,3 +25,9 @@ class Cast(Compression):
             self.wire.reduces(2 * buffer.numel())
             return _HOOKS[self.spec](self.wire.group, bucket)
         return done(buffer.copy_(self.wire.mean(buffer.to(_DTYPES[self.spec]))))
+
+    def _packed(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(_DTYPES[self.spec]).contiguous().view(torch.uint8)
+
+    def _unpacked(self, data: torch.Tensor, numel: int) -> torch.Tensor:
+        return data.clone().view(_DTYPES[self.spec])[:numel].float()

@@ -1,15 +1,23 @@
-"""What all ways of compressing gradients have in common: a hook of a DDP model, counts, a state."""
+"""What all ways of compressing gradients have in common: a hook of a DDP model, or what reduces and
+scatters for `fully_shard`; counts; a state.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.errors import UsageError
+from ckptkit.live.adapters.fsdp2 import own_param_groups
 from ckptkit.live.models import Model
 from ckptkit.live.snapshot import parameter_names
 from ckptkit.parallel.optimizers.compression.wire import Wire
@@ -20,7 +28,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Compression(ABC):
-    """Sends the gradients of a `DistributedDataParallel` model in fewer bytes.
+    """Sends the gradients of a `DistributedDataParallel` model in fewer bytes; those of a
+    `fully_shard` model where nothing is left unsent.
 
     Every rank makes one and attaches it before the first step. What it remembers from step to step
     belongs into the checkpoint: `Checkpointer.save(..., state={"compression": compression})`. It
@@ -35,14 +44,14 @@ class Compression(ABC):
         self._wire: Wire | None = None
         self._names: dict[torch.nn.Parameter, str] = {}
 
-    def attach(self, model: DistributedDataParallel) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Let the gradients of a model go through here; once, before its first step."""
-        if not isinstance(model, DistributedDataParallel):
+        if not isinstance(model, (DistributedDataParallel, FSDPModule)):
             raise UsageError(
-                "gradients are compressed where DistributedDataParallel sends them",
+                "gradients are compressed where DistributedDataParallel or fully_shard sends them",
                 where=f"compression {self.spec}",
                 value=type(model).__name__,
-                hint="ddp and zero1 are DistributedDataParallel models, the other strategies not",
+                hint="pass the wrapped model",
             )
         if self._wire is not None:
             raise UsageError(
@@ -50,6 +59,13 @@ class Compression(ABC):
             )
         self._names = parameter_names(Model(model).entries())
         self._check_dtypes()
+        if isinstance(model, FSDPModule):
+            self._wire = Wire(self._scattering(model))
+            comm = _ReduceScatter(self)
+            for unit in model.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.set_custom_reduce_scatter(comm)
+            return
         self._wire = Wire(model.process_group)
         # DDP checks annotations, and cannot read those that are text.
         model.register_comm_hook(self, lambda self, bucket: self._hook(bucket))
@@ -89,6 +105,43 @@ class Compression(ABC):
         of a job of as many ranks, and otherwise not.
         """
 
+    def _scattering(self, model: nn.Module) -> dist.ProcessGroup:
+        """The ranks over which `fully_shard` cuts a model."""
+        if self.remembers:
+            raise UsageError(
+                "what is left unsent is as large as all gradients, on every rank, and fully_shard "
+                "keeps a part of them only",
+                where=f"compression {self.spec}",
+                hint="fp16, bf16 and int8 leave nothing unsent; or use ddp or zero1",
+            )
+        units = (module for module in model.modules() if isinstance(module, FSDPModule))
+        meshes = {group.mesh_info.mesh for unit in units for group in own_param_groups(unit)}
+        if len(meshes) != 1 or any(mesh.ndim > 1 for mesh in meshes):
+            raise UsageError(
+                "replicas of what is cut take their mean by an all-reduce that torch lets nobody "
+                "replace",
+                where=f"compression {self.spec}",
+                hint="use fsdp or zero2 over all ranks",
+            )
+        group: dist.ProcessGroup = meshes.pop().get_group()
+        return group
+
+    def scatter_reduce(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum over all ranks of the piece that is this rank's, of one for each rank."""
+        data = [self._packed(piece) for piece in pieces]
+        total = torch.zeros_like(pieces[0], dtype=torch.float32)
+        for received in self.wire.exchange(data, data[0].numel()):
+            total += self._unpacked(received, total.numel())
+        return total
+
+    def _packed(self, values: torch.Tensor) -> torch.Tensor:
+        """The bytes that are sent for some elements."""
+        raise NotImplementedError
+
+    def _unpacked(self, data: torch.Tensor, numel: int) -> torch.Tensor:
+        """The elements that they stand for."""
+        raise NotImplementedError
+
     def _check_dtypes(self) -> None:
         for parameter, name in self._names.items():
             if parameter.requires_grad and parameter.dtype not in _DTYPES:
@@ -110,3 +163,30 @@ class Compression(ABC):
     @abstractmethod
     def _send(self, bucket: GradBucket) -> Sent:
         """Put the mean of a bucket's gradients over all ranks into its buffer."""
+
+
+class _ReduceScatter(ReduceScatter):
+    """What `fully_shard` calls with the gradients of a unit, in equal pieces for all ranks."""
+
+    def __init__(self, compression: Compression) -> None:
+        self._compression = compression
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for what is sent or received."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,  # noqa: ARG002, FBT001, FBT002
+    ) -> None:
+        """Fill the output with this rank's piece of the sum, or of the mean."""
+        wire = self._compression.wire
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise UsageError("no sum and no mean", where="compression", value=str(op))
+        wire.would_scatter(input_tensor)
+        total = self._compression.scatter_reduce(input_tensor.chunk(group.size()))
+        output_tensor.copy_(total / wire.size if op == dist.ReduceOp.AVG else total)

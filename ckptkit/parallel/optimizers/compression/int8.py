@@ -35,3 +35,10 @@ class Int8(Compression):
         means = wire.gather(encoded(mean.div_(wire.size), mine), sizes)
         found = [decoded(data, runs) for data, runs in zip(means, shares, strict=True)]
         return done(buffer.copy_(torch.cat(found)))
+
+    def _packed(self, values: torch.Tensor) -> torch.Tensor:
+        # Blocks of 512 whatever the tensors: one piece has a part of each of a whole unit.
+        return encoded(values.float(), runs_of([values.numel()]))
+
+    def _unpacked(self, data: torch.Tensor, numel: int) -> torch.Tensor:
+        return decoded(data, runs_of([numel]))

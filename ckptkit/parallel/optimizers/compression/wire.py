@@ -29,6 +29,10 @@ class Wire:
         """Count what the gradients would have cost as they are."""
         self.uncompressed += self._ring(tensor.nbytes)
 
+    def would_scatter(self, tensor: torch.Tensor) -> None:
+        """The same of gradients of which each rank gets its part of the sum only."""
+        self.uncompressed += tensor.nbytes * (self.size - 1) // self.size
+
     def reduces(self, nbytes: int) -> None:
         """Count an all-reduce that torch does itself."""
         self.sent += self._ring(nbytes)
