@@ -31,6 +31,17 @@ STRATEGIES: dict[str, dict[str, dict[str, str]]] = {
         "pp": {"embed": "stage(0)", "qkv": "stage(0)", "down": "stage(1)", "norm": "stage(1)"},
         "tp": {"embed": "shard(1)", "qkv": QKV, "down": "shard(1)", "moment": QKV},
     },
+    # Dense weights over both axes, experts on a mesh of their own.
+    "efsdp=fsdp:2,ep:2": {
+        "efsdp": {
+            **dict.fromkeys(("embed", "qkv", "down", "norm", "moment"), "shard(0)"),
+            "experts": "shard(1)",
+        },
+        "ep": {
+            **dict.fromkeys(("embed", "norm", "experts"), "shard(0)"),
+            **dict.fromkeys(("qkv", "down", "moment"), "shard(1)"),
+        },
+    },
     "pp:2,fsdp:2,ep:2": {
         "pp": {"embed": "stage(1)", "experts": "stage(0)"},
         "fsdp": {"qkv": "shard(1)", "experts": "shard(1)"},

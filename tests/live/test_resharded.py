@@ -30,7 +30,7 @@ RULES: dict[str, Any] = {
         "last": ["norm*", "head*", "scale"],
     },
 }
-SOURCES = ("fsdp2:4", "tp:2", "zero1:3", "pp:2", "fsdp1:2")
+SOURCES = ("fsdp2:4", "tp:2", "zero1:3", "pp:2", "fsdp1:2", "fsdp:4, experts on ep:2")
 TARGETS = (
     "plain",
     "ddp:2",

@@ -103,6 +103,21 @@ PUBLISHED: dict[str, tuple[str, Shapes]] = {
             "model.layers.1.mlp.shared_experts.down_proj.weight": (32, 24),
         },
     ),
+    "torchtitan with experts": (
+        "llama-meta",
+        {
+            **layers({f"attention.w{each}.weight": (32, 32) for each in "qkvo"}, "layers"),
+            **layers({"attention_norm.weight": (32,), "ffn_norm.weight": (32,)}, "layers"),
+            **layers({"moe.experts.w1": (6, 24, 32), "moe.experts.w2": (6, 32, 24)}, "layers"),
+            **layers({"moe.experts.w3": (6, 24, 32), "moe.expert_bias": (6,)}, "layers"),
+            **layers({"moe.shared_experts.w1.weight": (24, 32)}, "layers"),
+            **layers({"moe.shared_experts.w2.weight": (32, 24)}, "layers"),
+            **layers({"moe.router.gate.weight": (6, 32)}, "layers"),
+            "tok_embeddings.weight": (40, 32),
+            "norm.weight": (32,),
+            "output.weight": (40, 32),
+        },
+    ),
     "llama without its head": (
         "llama",
         {
@@ -187,6 +202,14 @@ def test_experts_are_given_to_ranks_in_runs(what: str) -> None:
             assert placement == f"owner({expert // 2})"
         else:
             assert placement == "replicate"
+
+
+def test_experts_in_one_tensor_are_cut_by_their_number_first() -> None:
+    placed = decided("torchtitan with experts", "ep:2,tp:2")
+    cuts = {each.name: list(map(str, each.placements)) for each in placed}
+    assert cuts["model/layers.0.moe.experts.w1"] == ["shard(0)", "shard(1)"]
+    assert cuts["model/layers.0.moe.experts.w2"] == ["shard(0)", "shard(2)"]
+    assert cuts["model/layers.0.attention.wo.weight"][0] == "replicate"
 
 
 def test_the_first_and_the_last_stage_have_what_is_outside_of_the_layers() -> None:
