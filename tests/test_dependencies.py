@@ -1,0 +1,76 @@
+"""The bounds in pyproject.toml say what is tested: offline, the oldest and the newest of each."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("model", "plan", "format", "storage", "checkpoint", "cli")
+# What these files import is not among the base dependencies.
+MORE = re.compile(
+    r"^\s*(?:import|from) (torch|obstore|boto|dask|distributed|ray|mpi4py|tensorstore|transformers"
+    r"|safetensors|setuptools|tests\.(?:live|servers|faults)|ckptkit\.(?:live|parallel|activation))",
+    re.MULTILINE,
+)
+TOOLS = ("pytest>=9.0", "pytest-xdist>=3.6", "hypothesis>=6.100", "jsonschema>=4.23", "botocore>=1.40")
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version that starts; skips where there is none."""
+    found = shutil.which(f"python{version}")
+    # A shim may stand for a version that is not chosen.
+    environment = os.environ | {"PYENV_VERSION": _installed(version)}
+    command = [found or "", "-c", "import sys; print(sys.executable)"]
+    if found is not None:
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if said.returncode == 0:
+            return said.stdout.strip()
+    pytest.skip(f"there is no python{version} on this machine")
+
+
+def _installed(version: str) -> str:
+    folders = (Path.home() / ".pyenv" / "versions").glob(f"{version}.*")
+    return next((folder.name for folder in folders), version)
+
+
+def run(*command: object) -> str:
+    """What a command prints; its end, where it fails."""
+    done = subprocess.run(
+        [*map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("resolution", ["lowest-direct", "highest"])
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_the_offline_tests_pass(tmp_path: Path, version: str, resolution: str) -> None:
+    python = interpreter(version)
+    tools, place = tmp_path / "tools", tmp_path / "place"
+    venv.create(tools, with_pip=True)
+    run(tools / "bin/pip", "install", "--quiet", "uv")
+    run(tools / "bin/uv", "venv", "--quiet", "--python", python, place)
+    index = run(tools / "bin/pip", "config", "list")
+    where = [v for k, v in re.findall(r"(\S+)='(.*)'", index) if k.endswith(".index-url")]
+    run(
+        *(tools / "bin/uv", "pip", "install", "--quiet", "--python", place / "bin/python"),
+        *(("--index-url", where[0]) if where else ()),
+        *("--resolution", resolution, "-e", ROOT, *TOOLS),
+    )
+    files = [path for folder in FOLDERS for path in (ROOT / "tests" / folder).rglob("test_*.py")]
+    offline = [path for path in files if not MORE.search(path.read_text())]
+    assert len(offline) > 60
+    out = run(
+        *(place / "bin/python", "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"),
+        *("-k", "not moto and not rgw and not gcs and not swift and not rclone and not torch"),
+        *offline,
+    )
+    assert re.search(r"\d{4} passed", out), out[-3000:]
