@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import re
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from ckptkit import parallel
 from ckptkit.errors import UsageError
-from ckptkit.parallel import as_distributed, run_in_memory
+from ckptkit.parallel import Compression, as_distributed, run_in_memory
 from tests.live.pool import Pool
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -87,6 +89,17 @@ def test_strategies_on_threads_are_refused_as_the_page_says() -> None:
 
     with pytest.raises(UsageError, match="no process group of torch's"):
         run_in_memory(spread_it, world_size=2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [parallel.Bytes, Compression, parallel.Distributed, parallel.GlobalSampler, parallel.Memory],
+)
+def test_the_example_of_a_class_gives_what_it_says(kind: type) -> None:
+    known = {**vars(parallel), "torch": torch}
+    (found,) = doctest.DocTestFinder(recurse=False).find(kind, globs=known)
+    assert found.examples
+    assert doctest.DocTestRunner().run(found).failed == 0
 
 
 def test_every_program_of_a_page_can_be_read() -> None:

@@ -40,6 +40,13 @@ class Distributed:
 
     Every rank makes the same calls. `step` runs under every strategy; without a pipeline, `model`
     is a module to call, and a loop of one's own is as good.
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> dist = as_distributed(model, "single", optimizer=torch.optim.SGD)  # or "fsdp", "tp:2", …
+    >>> batch = torch.ones(6, 4), torch.zeros(6, 2)
+    >>> loss = dist.step(torch.nn.functional.mse_loss, dist.share(batch))
+    >>> bool(loss > dist.step(torch.nn.functional.mse_loss, dist.share(batch)))
+    True
     """
 
     def __init__(  # noqa: PLR0913 — all that spreading has found out

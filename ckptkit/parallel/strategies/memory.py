@@ -15,7 +15,11 @@ from ckptkit.live.tensors import local_of
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Of one kind of tensors."""
+    """Of one kind of tensors.
+
+    >>> Bytes(here=10, whole=40).share
+    0.25
+    """
 
     here: int
     whole: int
@@ -28,7 +32,12 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What is held between two steps."""
+    """What is held between two steps.
+
+    >>> dist = as_distributed(torch.nn.Linear(4, 2), "single", optimizer=torch.optim.SGD)
+    >>> dist.memory().parameters.here
+    40
+    """
 
     parameters: Bytes
     gradients: Bytes

@@ -34,6 +34,10 @@ class Compression(ABC):
     Every rank makes one and attaches it before the first step. What it remembers from step to step
     belongs into the checkpoint: `Checkpointer.save(..., state={"compression": compression})`. It
     does not depend on how DDP puts the gradients into buckets.
+
+    >>> compression = compression_of("int8")  # then compression.attach(model)
+    >>> compression.bytes_sent, compression.remembers
+    (0, False)
     """
 
     remembers: ClassVar[bool] = False

@@ -15,6 +15,10 @@ class GlobalSampler:
 
     Its position is how many samples all ranks together have taken. An epoch's order follows from
     the seed and the number of the epoch; a batch may reach into the next epoch.
+
+    >>> sampler = GlobalSampler(10, shuffle=False)
+    >>> sampler.share(4, rank=1, ranks=2)
+    [2, 3]
     """
 
     def __init__(self, size: int, *, seed: int = 0, shuffle: bool = True) -> None:
