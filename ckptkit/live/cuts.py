@@ -52,16 +52,18 @@ def _torch_layout(
         pieces[dim] = before * ranks[at]
     # Of what is left for the axes to the right to cut; -1 where that differs between ranks.
     lengths = list(shape)
+    cutting = [(at, p) for at, p in enumerate(places) if isinstance(p, (Shard, Strided))]
     for at, place in enumerate(places):
         if not isinstance(place, Shard):
             continue
         dim, length = place.dim, lengths[place.dim]
         if factors[at] > 1:  # of blocks that no axis has made: packed, and each is cut for itself
-            if length < 0:
+            strided = [i for i, place in cutting if place.dim == dim and factors[i] > 1]
+            if length < 0 or len(strided) > 1:
                 raise LayoutError(
-                    f"dim {dim} is cut into pieces that differ in size, and these in blocks",
+                    f"dim {dim} is cut in blocks, and further in a way that has two readings",
                     value=str(placements),
-                    hint="cut it along one dim of the mesh, or evenly",
+                    hint="cut blocks along one dim of the mesh, or make them tensors of their own",
                 )
             places[at] = Shard(dim, _chunked(length, factors[at]))
         lengths[dim] = -1 if length < 0 or length % ranks[at] else length // ranks[at]

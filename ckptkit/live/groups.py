@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +30,9 @@ def kind_of(name: str) -> str:
     return _KINDS.get(name.lower(), "")
 
 
+Line = tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The ranks that one kind of parallelism joins, in their order along its axis."""
@@ -39,6 +42,9 @@ class Group:
     name: str = ""
     is_assumed: bool = False
     """Whether nothing says what these ranks have in common: they only fill a gap of the mesh."""
+
+    by_mesh: tuple[int, ...] = ()
+    """The same ranks in the order of a mesh that numbers them otherwise than their group does."""
 
     @property
     def stride(self) -> int:
@@ -61,7 +67,8 @@ class Group:
             raise StrategyError(
                 f"the ranks of a {self.kind} group are not evenly spaced",
                 value=self.ranks,
-                hint="ckptkit knows meshes whose ranks are numbered row by row",
+                hint="ckptkit knows meshes whose ranks are numbered row by row; only `fully_shard` "
+                "cuts in the order of ranks whatever that of its mesh",
             )
 
 
@@ -78,19 +85,27 @@ def assumed(groups: list[Group]) -> list[Group]:
     return [replace(group, is_assumed=group.kind == "ddp") for group in groups]
 
 
-def mesh_groups(mesh: DeviceMesh, kinds: tuple[str, ...]) -> list[Group]:
-    """One group for each dim of a device mesh that this rank is in."""
+def mesh_groups(
+    mesh: DeviceMesh, kinds: tuple[str, ...], by_rank: Collection[Line] | None = ()
+) -> list[Group]:
+    """One group for each dim of a device mesh that this rank is in. Lines that are `by_rank` (None:
+    all) are taken in the order of their ranks, whatever that of the mesh is.
+    """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    return [
-        Group(kind, ranks_along(mesh, dim), name)
-        for dim, (kind, name) in enumerate(zip(kinds, names, strict=True))
-    ]
+    found = []
+    for dim, (kind, name) in enumerate(zip(kinds, names, strict=True)):
+        line = ranks_along(mesh, dim)
+        ranks = tuple(sorted(line)) if by_rank is None or line in by_rank else line
+        found.append(Group(kind, ranks, name, by_mesh=() if ranks == line else line))
+    return found
 
 
-def dtensor_groups(tensors: Sequence[DTensor], *, fully_sharded: bool = False) -> list[Group]:
+def dtensor_groups(
+    tensors: Sequence[DTensor], by_rank: Collection[Line] = (), *, fully_sharded: bool = False
+) -> list[Group]:
     """The lines of ranks of the meshes of some DTensors. The name of a dim says its kind, unless it
     says that it repeats and it does not: no axis along which something is cut is `ddp`. One without
     a name is `fsdp` where it is the first to cut rows and `fully_sharded`, otherwise `tp`.
@@ -108,7 +123,7 @@ def dtensor_groups(tensors: Sequence[DTensor], *, fully_sharded: bool = False) -
             if cut and kinds[at] in ("", "ddp"):
                 rows = fully_sharded and 0 in cut and "fsdp" not in kinds
                 kinds[at] = "fsdp" if rows else "tp"
-        found += assumed(mesh_groups(mesh, tuple(kind or "ddp" for kind in kinds)))
+        found += assumed(mesh_groups(mesh, tuple(kind or "ddp" for kind in kinds), by_rank))
     return list(dict.fromkeys(found))
 
 

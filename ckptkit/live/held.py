@@ -36,7 +36,9 @@ class Held:
 
     def part(self, topology: Topology) -> Part:
         """What this rank holds of it."""
-        return self.own or topology.part(self.name, self.shape, self.placements)
+        if self.own is not None:
+            return self.own
+        return topology.part(self.name, self.shape, self.placements)
 
     def moved(self, topology: Topology) -> Held:
         """The tensor as its placements say. Where the rank holds something else this is a

@@ -168,7 +168,9 @@ def topology_of(world: World, sources: Sources, mesh: DeviceMesh | None = None) 
     for optimizer in sources.optimizers:
         groups += optimizer.groups()
     tensors = (t for _, by_name in _trees(sources.stateful).values() for t in by_name.values())
-    groups += dtensor_groups([t for t in tensors if isinstance(t, DTensor)], fully_sharded=True)
+    spread = [t for t in tensors if isinstance(t, DTensor)]
+    by_rank = {group.by_mesh for group in groups}
+    groups += dtensor_groups(spread, by_rank, fully_sharded=True)
     return Topology.of(world, groups)
 
 

@@ -67,6 +67,8 @@ class Topology:
     strides: tuple[int, ...]
     replicas: frozenset[str]
     """The axes whose ranks are known to hold the same parameters."""
+    by_rank: frozenset[tuple[int, ...]] = frozenset()
+    """Lines of meshes that number their ranks otherwise than what cuts along them does."""
     _runs_of: dict[DeviceMesh, tuple[Run, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -89,7 +91,8 @@ class Topology:
             if axis.kind in _KEPT_ALIKE and not group.is_assumed
         ]
         strides = tuple(group.stride for group in axes)
-        return cls(strategy, world.rank, strides, frozenset(kept_alike))
+        by_rank = frozenset(group.by_mesh for group in chosen)
+        return cls(strategy, world.rank, strides, frozenset(kept_alike), by_rank)
 
     def mesh_axes(self, tensor: torch.Tensor) -> frozenset[str]:
         """The axes of a DTensor's mesh, along which it keeps its replicas alike."""
@@ -144,10 +147,10 @@ class Topology:
         if not isinstance(tensor, DTensor):
             return None
         _, own = self._of_dtensor(name, tensor)
-        coordinate = tensor.device_mesh.get_coordinate()
-        if own is None or coordinate is None:
+        if own is None:
             return None
-        return own.part(own.strategy.mesh.rank(tuple(coordinate)))
+        place = tuple(line.index(self.rank) for line in self._lines(tensor.device_mesh))
+        return own.part(own.strategy.mesh.rank(place))
 
     def _of_dtensor(self, name: str, tensor: DTensor) -> tuple[dict[str, Placement], Layout | None]:
         """How the axes cut it; and how its own mesh does, where the axes cannot do the same."""
@@ -197,9 +200,13 @@ class Topology:
 
     def _runs(self, mesh: DeviceMesh) -> tuple[Run, ...]:
         if mesh not in self._runs_of:
-            lines = [ranks_along(mesh, dim) for dim in range(mesh.ndim)]
+            lines = self._lines(mesh)
             self._runs_of[mesh] = tuple(self.run_of(line, str(mesh)) for line in lines)
         return self._runs_of[mesh]
+
+    def _lines(self, mesh: DeviceMesh) -> list[tuple[int, ...]]:
+        lines = [ranks_along(mesh, dim) for dim in range(mesh.ndim)]
+        return [tuple(sorted(line)) if line in self.by_rank else line for line in lines]
 
 
 def _refined(groups: list[Group], world_size: int) -> list[Group]:

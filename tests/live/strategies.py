@@ -106,6 +106,12 @@ def hsdp(seed: int, make: MakeOptimizer) -> Job:
     return _replicated(_fully_sharded(network(seed), mesh), make)
 
 
+def fsdp2_reversed(seed: int, make: MakeOptimizer) -> Job:
+    """`fully_shard` over a mesh that numbers the ranks downwards, which its groups do not."""
+    mesh = DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("fsdp",))
+    return _replicated(_fully_sharded(network(seed), mesh), make)
+
+
 def fsdp1(seed: int, make: MakeOptimizer) -> Job:
     """`FullyShardedDataParallel`, parameters as views of the flat ones."""
     return _fsdp1(seed, make, ShardingStrategy.FULL_SHARD)
@@ -348,6 +354,7 @@ LAYOUTS = {
     "fsdp2:2": Layout(2, "fsdp:2", fsdp2),
     "fsdp2:3": Layout(3, "fsdp:3", fsdp2),
     "fsdp2:4": Layout(4, "fsdp:4", fsdp2),
+    "fsdp2:4, reversed": Layout(4, "fsdp:4", fsdp2_reversed),
     "hsdp:2x2": Layout(4, "replicate=ddp:2,shard=fsdp:2", hsdp),
     "zero1:2": Layout(2, "zero1:2", zero1),
     "zero1:3": Layout(3, "zero1:3", zero1),

@@ -65,6 +65,16 @@ def refusal(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+def plainly(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor outside of autograd, and as the DTensor that DDP has made it of."""
+    spec: Any = getattr(tensor, "_st_info", None)
+    if spec is None:
+        return tensor.detach()
+    return DTensor.from_local(
+        tensor.detach(), spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride
+    )
+
+
 def as_torch_has_it(job: Job) -> State:
     """The whole of this rank's modules, gathered by torch's own means."""
     found = {}
@@ -74,7 +84,7 @@ def as_torch_has_it(job: Job) -> State:
                 items = [*module.named_parameters(), *module.named_buffers()]
                 values = {name: value.detach().clone() for name, value in items}
         else:
-            values = module.state_dict()
+            values = {n: plainly(t) for n, t in module.state_dict(keep_vars=True).items()}
         for name, value in values.items():
             plain = name.removeprefix("module.").replace("_fsdp_wrapped_module.", "")
             found[plain] = value.full_tensor() if isinstance(value, DTensor) else value

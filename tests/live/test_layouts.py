@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptkit
-from ckptkit.errors import UsageError
+from ckptkit.errors import StrategyError, UsageError
 from ckptkit.live import Checkpointer, load, save
 from tests.live.pool import Pool
 
@@ -95,6 +95,20 @@ def test_an_axis_is_of_the_kind_that_its_name_or_its_cuts_say(
     # Offline into one process, and from there back into the job.
     ckptkit.reshard(tmp_path / "own", tmp_path / "one", to="single", expect=strategy.strip())
     gloo.run(ranks, read, str(tmp_path / "one"), described)
+
+
+def by_hand_and_downwards(location: str) -> None:
+    mesh = DeviceMesh("cpu", [1, 0])
+    state = {"x": distribute_tensor(torch.arange(4), mesh, [Shard(0)], src_data_rank=None)}
+    # What torch gathers on such a mesh is not what it has cut: nobody knows the right order.
+    assert state["x"].full_tensor().tolist() == [2, 3, 0, 1]
+    with pytest.raises(StrategyError, match="not evenly spaced"):
+        save(location, step=1, state={"app": state})
+
+
+def test_a_mesh_on_which_torch_contradicts_itself_is_refused(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(2, by_hand_and_downwards, str(tmp_path))
+    assert not any(tmp_path.iterdir())
 
 
 def too_early(location: str) -> None:

@@ -19,8 +19,9 @@ from tests.live.test_matrix import load, save
 RULES: dict[str, Any] = {
     "rules": [
         {"match": "embed.weight", "tp": "shard(0)"},
-        {"match": "re:.*(up\\.weight|up\\.bias|head\\.weight)", "tp": "shard(0)"},
-        {"match": "*.down.weight", "tp": "shard(1)"},
+        {"match": "re:.*(up\\.weight|up\\.bias)", "tp": "shard(0)", "ep": "shard(0)"},
+        {"match": "*head.weight", "tp": "shard(0)"},
+        {"match": "*.down.weight", "tp": "shard(1)", "ep": "shard(1)"},
         {"match": "*", "tp": "replicate"},
     ],
     "pipeline": {
@@ -64,7 +65,8 @@ def saved(gloo: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return found
 
 
-@pytest.mark.parametrize("target", TARGETS)
+# Offline, rules alone say what ep cuts; the job cuts its dense weights along that axis too.
+@pytest.mark.parametrize("target", [*TARGETS, "fsdp:4, experts on ep:2"])
 def test_a_job_loads_what_was_resharded_for_it(
     gloo: Pool, saved: Saved, tmp_path: Path, target: str
 ) -> None:

@@ -164,10 +164,13 @@ def test_the_axes_cut_as_torch_does(
             strategies.add(str(topology.strategy))
             for whole, tensor in tensors:
                 size, local = tuple(whole.shape), tensor.to_local()
+                strided = any(isinstance(place, _StridedShard) for place in tensor.placements)
+                if strided and any(length % world for length in size):
+                    continue  # torch's own strided pieces are then not those that FSDP2 makes
                 try:
                     placements = topology.placements("x", tensor, staged=False)
                 except LayoutError as error:
-                    assert "pieces that differ in size" in str(error)  # noqa: PT017
+                    assert "has two readings" in str(error)  # noqa: PT017
                     continue
                 part = topology.own_part("x", tensor) or topology.part("x", size, placements)
                 mine = torch.empty(part.shape, dtype=torch.int64)

@@ -27,7 +27,8 @@ class FSDP2Adapter(InPlace):
             kinds = ["ddp"] * info.mesh.ndim
             if info.shard_mesh_dim is not None:
                 kinds[info.shard_mesh_dim] = "fsdp"
-            found += assumed(mesh_groups(info.mesh, tuple(kinds)))
+            # It cuts by the ranks of its group, which torch numbers upwards whatever the mesh does.
+            found += assumed(mesh_groups(info.mesh, tuple(kinds), by_rank=None))
         return list(dict.fromkeys(found))
 
     def details(self, module: nn.Module) -> dict[str, Any]:
@@ -53,8 +54,11 @@ class FSDP2Adapter(InPlace):
 
 
 def fsdp_lines(module: nn.Module) -> set[tuple[int, ...]]:
-    """The lines of ranks along which `fully_shard` cuts or repeats."""
-    return {group.ranks for group in FSDP2Adapter().groups(module)}
+    """The lines of ranks along which `fully_shard` cuts or repeats, in the order of ranks and in
+    that of its mesh.
+    """
+    groups = FSDP2Adapter().groups(module)
+    return {line for group in groups for line in (group.ranks, group.by_mesh) if line}
 
 
 def _param_groups(module: nn.Module) -> list[Any]:
