@@ -19,7 +19,13 @@ MORE = re.compile(
     r"|safetensors|setuptools|tests\.(?:live|servers|faults)|ckptkit\.(?:live|parallel|activation))",
     re.MULTILINE,
 )
-TOOLS = ("pytest>=9.0", "pytest-xdist>=3.6", "hypothesis>=6.100", "jsonschema>=4.23", "botocore>=1.40")
+TOOLS = (
+    "pytest>=9.0",
+    "pytest-xdist>=3.6",
+    "hypothesis>=6.100",
+    "jsonschema>=4.23",
+    "botocore>=1.40",
+)
 
 
 def interpreter(version: str) -> str:

@@ -14,7 +14,16 @@ Way = Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any]]
 
 
 class Undo:
-    """Gives the blocks their own forwards back, when it is called."""
+    """Gives the blocks their own forwards back, when it is called.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> _, undo = checkpoint_activations(model, "full", blocks=nn.Linear)
+    >>> undo.blocks
+    ('0', '1')
+    >>> undo()
+    >>> undo.blocks
+    ()
+    """
 
     def __init__(self) -> None:
         self._blocks: dict[str, _Put] = {}
@@ -60,7 +69,12 @@ class _Put(NamedTuple):
 
 
 class Checkpointed(NamedTuple):
-    """`model, undo = checkpoint_activations(...)`."""
+    """`model, undo = checkpoint_activations(...)`.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> model, undo = checkpoint_activations(model, "full", blocks=nn.Linear)
+    >>> undo()
+    """
 
     model: Any
     undo: Undo

@@ -31,6 +31,11 @@ class DistributedActivationStore:
     `clear_everywhere` and `memory_stats` are called by all ranks. None waits longer than `timeout`
     seconds for another rank. What is registered is dense, and must not be changed in place
     afterwards. One process needs no process group.
+
+    >>> with DistributedActivationStore() as store:  # of one process, or of all ranks of a job
+    ...     store.register("layers.0", torch.ones(2))
+    ...     print(store.fetch("layers.0", source_rank=0), store.synchronize())
+    tensor([1., 1.]) {}
     """
 
     def __init__(

@@ -30,6 +30,11 @@ class PipelineActivations:
     `attach` lets the stages of `torch.distributed.pipelining` tell it of their micro-batches: what
     a stage hands on is its boundary. In a distributed store other ranks may fetch it, under the
     name `<stage>/<micro-batch>/<name>`.
+
+    >>> with PipelineActivations() as kept:
+    ...     kept.register(0, 3, torch.ones(2), is_boundary=True)
+    ...     print(kept.in_flight(0), kept.boundaries(0))
+    [3] {3: (tensor([1., 1.]),)}
     """
 
     def __init__(self, store: ActivationStore | DistributedActivationStore | None = None) -> None:

@@ -16,7 +16,11 @@ _EVERY = re.compile(r"every:([1-9]\d{0,5})", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One of "full", "every:n", "selective", "budget:2GiB", "offload" and "partition"."""
+    """One of "full", "every:n", "selective", "budget:2GiB", "offload" and "partition".
+
+    >>> Policy.parse("every:2")
+    Policy(kind='every', every=2, budget=0)
+    """
 
     kind: str
     every: int = 1

@@ -10,7 +10,12 @@ _MOST_STATES = 4096
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """What was measured of a block, in bytes and seconds."""
+    """What was measured of a block, in bytes and seconds.
+
+    >>> cost = BlockCost("layers.0", kept=4096, recomputed=512, peak=8192, seconds=0.01, at_once=4)
+    >>> cost.held(again=False), cost.held(again=True)
+    (16384, 2048)
+    """
 
     name: str
     kept: int

@@ -12,7 +12,11 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """The memory of a store, in bytes; tensors that share memory are counted once."""
+    """The memory of a store, in bytes; tensors that share memory are counted once.
+
+    >>> print(MemoryStats(current=2048, peak=4096, count=2))
+    2 activations, 2.0 KiB (peak 4.0 KiB)
+    """
 
     current: int = 0
     peak: int = 0
@@ -33,7 +37,12 @@ class MemoryStats:
 
 @dataclass(frozen=True, slots=True)
 class GroupMemoryStats:
-    """The memory of the stores of all ranks, at one time."""
+    """The memory of the stores of all ranks, at one time.
+
+    >>> stats = GroupMemoryStats((MemoryStats(100, 300, 1), MemoryStats(200, 200, 2)), 0.0)
+    >>> stats.total, stats.peak, stats.counts
+    (300, 500, (1, 2))
+    """
 
     ranks: tuple[MemoryStats, ...]
     timestamp: float

@@ -46,6 +46,12 @@ class ActivationStore:
     `budget`, the oldest are dropped when there are more bytes than that, and recomputed when they
     are retrieved. Leaving a `with` block, also by an exception, clears it. Safe to use from
     several threads.
+
+    >>> with ActivationStore(budget="1MiB") as store:
+    ...     store.register("layers.0", torch.ones(2))
+    ...     made = store.retrieve_or_recompute("layers.1", lambda: torch.zeros(2))
+    ...     print(store.retrieve("layers.0"), store.memory_stats())
+    tensor([1., 1.]) 2 activations, 16 B (peak 16 B)
     """
 
     def __init__(

@@ -26,6 +26,10 @@ class TensorParallelPolicy:
     "once": one rank keeps it, the others fetch it from there; "cut": each keeps a piece. What
     differs between the ranks (`is_sharded`) each keeps for itself. All ranks register the same
     layers, so that each knows alone what the others keep.
+
+    >>> policy = TensorParallelPolicy(rank=0, world_size=2, owners={"layers.0": 1})
+    >>> policy.owner("layers.0"), policy.keeps("layers.0")
+    (1, False)
     """
 
     rank: int
@@ -118,6 +122,13 @@ class PartitionedActivations:
     """Activations that all ranks of a group hold alike, of which each keeps its piece.
 
     `register` is each rank's own affair; `retrieve` is a collective of the group.
+
+    >>> init().backend
+    'gloo'
+    >>> kept = PartitionedActivations(torch.distributed.group.WORLD)
+    >>> kept.register("layers.0", torch.ones(2))
+    >>> kept.retrieve("layers.0")
+    tensor([1., 1.])
     """
 
     def __init__(self, group: dist.ProcessGroup, store: ActivationStore | None = None) -> None:

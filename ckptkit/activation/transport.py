@@ -48,7 +48,11 @@ class Transport(Protocol):
 
 
 class ThreadTransport:
-    """The ranks are threads of one process: for tests and notebooks."""
+    """The ranks are threads of one process: for tests and notebooks.
+
+    >>> [transport.rank for transport in ThreadTransport.world(2)]
+    [0, 1]
+    """
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self._rank = rank

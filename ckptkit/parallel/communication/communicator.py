@@ -41,6 +41,10 @@ class Communicator:
     shapes or dtypes), all of them raise and can go on; a rank that is late or gone ends the
     communicator: every further call raises. The price is a small exchange before each
     collective, so this is for what happens now and then: training engines have faster ways.
+
+    >>> with init() as comm:  # one rank, where no launcher says otherwise
+    ...     print(comm.rank, comm.all_reduce(torch.ones(2), "mean"), comm.all_reduce(3))
+    0 tensor([1., 1.]) 3
     """
 
     def __init__(self, transport: Transport) -> None:

@@ -40,6 +40,11 @@ class AsynchronousSGD:
     the last one waits for it. A worker that dies, or is waited for longer than `timeout` seconds,
     is an error for all, or with `on_loss="continue"` the others go on; a server that dies takes
     parameters with it, and is always an error.
+
+    >>> model = nn.Linear(2, 1)
+    >>> with AsynchronousSGD(model, torch.optim.SGD) as training:
+    ...     model(torch.ones(4, 2)).sum().backward()
+    ...     training.step()
     """
 
     def __init__(

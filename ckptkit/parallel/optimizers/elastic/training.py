@@ -64,6 +64,21 @@ class ElasticTraining:
 
     A step takes `batch` samples of all ranks together, or `batch_per_rank` of each. The learning
     rate is meant for `reference` ranks, by default for as many as the training begins with.
+
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    >>> sampler = GlobalSampler(8)
+    >>> with (
+    ...     Checkpointer("runs/elastic") as ckpt,
+    ...     ElasticTraining(
+    ...         ckpt, model=model, optimizer=optimizer, sampler=sampler, batch=4
+    ...     ) as training,
+    ... ):
+    ...     for step in training.steps(2):
+    ...         model(torch.ones(len(step.samples), 2)).sum().backward()
+    ...         optimizer.step()
+    >>> training.step
+    2
     """
 
     def __init__(  # noqa: PLR0913 — one keyword for each decision
