@@ -82,7 +82,7 @@ def assumed(groups: list[Group]) -> list[Group]:
     """The groups, of which those that repeat do so for the DTensors of a mesh only: of other
     tensors nobody keeps the copies alike.
     """
-    return [replace(group, is_assumed=group.kind == "ddp") for group in groups]
+    return [replace(group, is_assumed=group.kind in ("ddp", "zero1")) for group in groups]
 
 
 def mesh_groups(
