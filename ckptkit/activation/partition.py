@@ -69,7 +69,7 @@ def gather(piece: Piece) -> torch.Tensor:
     """The whole tensor again; all ranks of the group do so in the same order."""
     with metered():
         whole = piece.own.new_empty(piece.own.numel() * piece.group.size())
-    dist.all_gather_into_tensor(whole, piece.own, group=piece.group)
+    dist.all_gather_single(whole, piece.own, group=piece.group)
     tensor = whole[: piece.shape.numel()].view(piece.shape)
     if piece.stride is not None:
         tensor = tensor.as_strided(piece.shape, piece.stride)

@@ -22,9 +22,6 @@ from ckptkit.model import Placement
 
 Placements = Callable[[Topology], Mapping[str, Placement]]
 
-# torch 2.13 renamed it, and warns of the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
@@ -121,7 +118,7 @@ class Flat:
         assert self.group is not None  # noqa: S101 — the callers have looked
         found = mine.new_empty(mine.numel() * self.group.size())
         # As bytes: not every backend knows every dtype.
-        _all_gather(found.view(torch.uint8), mine.view(torch.uint8), group=self.group)
+        dist.all_gather_single(found.view(torch.uint8), mine.view(torch.uint8), group=self.group)
         return found
 
 

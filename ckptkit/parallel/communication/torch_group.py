@@ -14,8 +14,6 @@ import torch.distributed as dist
 from ckptkit.errors import PeerError, UsageError
 from ckptkit.parallel.communication.transport import DEFAULT_TIMEOUT, Transport
 
-# The name since torch 2.13, and the one before, which warns there.
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _NAMES = {"ckptkit_mpi": "mpi"}
 _SHORT = 248  # bytes of a message that need no second exchange
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -97,7 +95,7 @@ class TorchTransport:
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         mine = mine.to(self.device)
         found = torch.empty(size * self.size, dtype=torch.uint8, device=self.device)
-        self._wait(lambda: all_gather_single(found, mine, self._group, async_op=True))
+        self._wait(lambda: dist.all_gather_single(found, mine, self._group, async_op=True))
         whole = found.cpu().numpy().tobytes()
         return [whole[at : at + size] for at in range(0, len(whole), size)]
 

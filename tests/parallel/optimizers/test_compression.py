@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptkit.errors import UsageError
 from ckptkit.live import Checkpointer
 from ckptkit.model import Strategy
-from ckptkit.parallel.communication.torch_group import all_gather_single
-from ckptkit.parallel.optimizers.compression import compression_of, wire
+from ckptkit.parallel.optimizers.compression import compression_of
 from ckptkit.parallel.strategies.options import Options
 from tests.live.pool import Pool
 from tests.parallel.optimizers.problem import flat, loss_of, loss_unseen, many_buckets, network
@@ -157,8 +156,8 @@ def layer_bytes(spec: str) -> tuple[float, float]:
     with pytest.MonkeyPatch.context() as patch:
         for name in share:
             patch.setattr(dist, name, partial(count, name, getattr(dist, name)))
-        gather = partial(count, "", all_gather_single)
-        patch.setattr(wire, "all_gather_single", gather)
+        gather = partial(count, "", dist.all_gather_single)
+        patch.setattr(dist, "all_gather_single", gather)
         model(torch.ones(2, 1024)).sum().backward()
     whole = 2 * (size - 1) / size * 4 * 2**20
     assert compression.bytes_uncompressed == whole

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ckptkit.parallel.communication.torch_group import all_gather_single
-
 
 class Wire:
     """One process group, and how many bytes this rank has sent over it.
@@ -78,7 +76,7 @@ class Wire:
         padded = mine.new_zeros(largest)
         padded[: mine.numel()] = mine
         received = mine.new_empty(largest * self.size)
-        all_gather_single(received, padded, group=self.group)
+        dist.all_gather_single(received, padded, group=self.group)
         self.sent += padded.nbytes * (self.size - 1)
         rows = received.view(self.size, largest)
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
