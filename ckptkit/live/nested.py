@@ -14,7 +14,8 @@ from ckptkit.checkpoint.patterns import check_used, matches
 from ckptkit.errors import FormatError
 from ckptkit.format.names import escape, inner_name, split, unescape
 from ckptkit.format.objects import whole
-from ckptkit.format.reserved import ALIKE, MODEL, OPTIMIZER, OWN, WRAPPED
+from ckptkit.format.reserved import ALIKE, DATA_RANK, MODEL, OPTIMIZER, OWN, WRAPPED
+from ckptkit.live.extra import is_marked
 from ckptkit.live.own_keys import parts_of
 from ckptkit.live.trees import arrays_in, put_tensors, unmarked, with_value
 
@@ -73,6 +74,10 @@ def nested_state(
 def _values(checkpoint: Checkpoint) -> dict[str, Any]:
     """The values of all objects by name, those of some ranks only at their places."""
     found = {item.name: whole(item) for item in checkpoint.manifest.objects}
+    for item in checkpoint.manifest.objects:
+        if is_marked(item):
+            # An empty mark, which no save writes, gives nothing.
+            found[item.name] = [leaf for v in item.value for leaf in v[DATA_RANK][-1:]]
     for item in checkpoint.manifest.objects:
         if item.name.startswith(f"{OWN}/"):
             group, keys, _, value = parts_of(item)

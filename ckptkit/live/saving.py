@@ -126,9 +126,10 @@ class PreparedSave:
             values,
             lambda name: _fingerprint(parameters.get(name)),
         )
-        if self._world.size > 1:
-            _check_replicas(self._barrier, snapshot, options.differing)
-        details, keys = self._told_by_rank_0(snapshot)
+        replicas = _checksums(snapshot, options.differing)
+        details, keys, compares = self._told_by_rank_0(snapshot, has_replicas=bool(replicas))
+        if compares:
+            _check_replicas(self._barrier, replicas)
         if keys and isinstance(self._barrier, StoreBarrier):
             some = keys_of_some(self._barrier, snapshot.open_trees, keys)
             objects, tensors = own_apart(snapshot, objects, tensors, some)
@@ -159,18 +160,26 @@ class PreparedSave:
             writer.add_object("optimizer", agreement.optimizers)
         return writer
 
-    def _told_by_rank_0(self, snapshot: Snapshot) -> tuple[dict[str, Any], bytes]:
-        """The details of the step, which stages may tell differently, and what tells the keys of
-        nested dictionaries, which ranks may have of their own.
+    def _told_by_rank_0(
+        self, snapshot: Snapshot, *, has_replicas: bool
+    ) -> tuple[dict[str, Any], bytes, bool]:
+        """The details of the step, which stages may tell differently, what tells the keys of
+        nested dictionaries, which ranks may have of their own, and whether replicas are compared.
+
+        Where they are not, nobody waits here for a rank that is late or lost.
         """
         trees = snapshot.open_trees
-        said = dumps([self.step, snapshot.details, fingerprint_of_keys(trees) if trees else b""])
-        step, details, keys = unpack(bytes.fromhex(self._barrier.share(said.hex())), "rank 0")
+        keys = fingerprint_of_keys(trees) if trees else b""
+        # The first stage may have none of the buffers of the others.
+        compares = has_replicas or bool(trees) or snapshot.topology.pipeline is not None
+        said = dumps([self.step, snapshot.details, keys, compares and self._world.size > 1])
+        heard = unpack(bytes.fromhex(self._barrier.share(said.hex())), "rank 0")
+        step, details, keys, compares = heard
         if step != self.step:
             raise UsageError(
                 f"rank 0 saves step {step}, rank {self._world.rank} another one", value=self.step
             )
-        return details, keys
+        return details, keys, compares
 
 
 def _fingerprint(held: Held | None) -> list[object] | None:
@@ -181,18 +190,22 @@ def _fingerprint(held: Held | None) -> list[object] | None:
     return [str(dtype_of(held.name, held.local)), list(held.shape), content]
 
 
-def _check_replicas(barrier: JobBarrier, snapshot: Snapshot, differing: Sequence[str]) -> None:
-    """Refuse buffers and tensors of `state` that differ between ranks of which the first one's
-    are saved, unless the caller says that they may.
+def _checksums(snapshot: Snapshot, differing: Sequence[str]) -> list[list[Any]]:
+    """Of buffers and tensors of `state` of which the first rank's are saved, and which nobody said
+    may differ: the name, that rank and the checksum.
     """
     topology = snapshot.topology
-    mine = [
+    return [
         [held.name, held.first_replica(topology), checksum(held.name, held.local)]
         for held in snapshot.tensors
         if held.role in ("buffer", "other")
         and not held.is_sure(topology)
         and not matches(differing, held.name, inner_name(held.name, held.role))
     ]
+
+
+def _check_replicas(barrier: JobBarrier, mine: list[list[Any]]) -> None:
+    """Refuse a save where such checksums differ between ranks."""
 
     def conclude(heard: list[Any]) -> list[Any]:
         kept: dict[tuple[str, int], int] = {}

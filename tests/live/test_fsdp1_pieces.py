@@ -208,7 +208,8 @@ def save_while_training_goes_on(location: str) -> None:
     job = WAYS["full, flat"].job(0)
     job.train(range(3))
     store(job, f"{location}/now")
-    with Checkpointer(f"{location}/later", asynchronous=True, timeout=20) as checkpointer:
+    later = Checkpointer(f"{location}/later", asynchronous=True, timeout=20, differing=["*seen"])
+    with later as checkpointer:
         checkpointer.save(5, model=job.model, optimizer=job.optimizer)
         job.train(range(3, 6))
 
