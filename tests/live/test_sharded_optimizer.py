@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.live import ShardedOptimizerState
+from ckptkit.live.tensors import as_spread
 from tests.live.network import network
 from tests.live.pool import Pool
 from tests.live.strategies import LAYOUTS, Job, build
@@ -75,6 +76,8 @@ def kept_by_torch(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
     for module in job.modules:
         for name, parameter in module.named_parameters():
             state = optimizer.state.get(parameter, {})
+            # Around DTensors, DDP has plain parameters, and the optimizer plain state of these.
+            state = {k: as_spread(v, parameter) for k, v in state.items()}
             whole = {
                 key: value.full_tensor() if isinstance(value, DTensor) else value
                 for key, value in state.items()
