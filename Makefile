@@ -28,7 +28,7 @@ test: ## set up with torch, then ruff, mypy and pytest
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(TYPED)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 3  # more than cores: half of the time is waiting
 
 test-long: ## set up with torch, then the tests that take minutes each
 	+@$(SET_UP) dev
