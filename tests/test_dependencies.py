@@ -64,11 +64,8 @@ def test_the_offline_tests_pass(tmp_path: Path, version: str, resolution: str) -
     venv.create(tools, with_pip=True)
     run(tools / "bin/pip", "install", "--quiet", "uv")
     run(tools / "bin/uv", "venv", "--quiet", "--python", python, place)
-    index = run(tools / "bin/pip", "config", "list")
-    where = [v for k, v in re.findall(r"(\S+)='(.*)'", index) if k.endswith(".index-url")]
     run(
         *(tools / "bin/uv", "pip", "install", "--quiet", "--python", place / "bin/python"),
-        *(("--index-url", where[0]) if where else ()),
         *("--resolution", resolution, "-e", ROOT, *TOOLS),
     )
     files = [path for folder in FOLDERS for path in (ROOT / "tests" / folder).rglob("test_*.py")]
