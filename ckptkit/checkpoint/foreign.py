@@ -66,4 +66,5 @@ def _file(store: Store) -> str | None:
         above = store_at(replace(store.address, location=location.parent))
         with above.open(location.name) as source:
             head = bytes(source.fetch(0, min(_HEAD, source.size)))
-    return next((what for what, magic in _FILES if re.match(magic, head, re.DOTALL)), None)
+    found = (what for what, magic in _FILES if re.match(magic, head, re.DOTALL))
+    return next(found, "a file of a kind that is not known" if head else None)

@@ -69,6 +69,12 @@ def test_a_folder_is_told_by_its_names(names: str, tmp_path: Path) -> None:
     assert caught.value.what == f"no checkpoint of ckptkit, but {FOLDERS[names]}"
 
 
+def test_a_file_of_an_unknown_kind_is_not_called_nothing(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(NotFoundError, match="a file of a kind that is not known"):
+        ckptkit.open(tmp_path / "notes.txt")
+
+
 def test_parts_of_a_step_are_told_from_what_is_foreign(tmp_path: Path) -> None:
     save(tmp_path, {"model/w": Tensor(random_values((3,)))}, step=1)
     (pack,) = tmp_path.glob("*/data/*/*.zip")
