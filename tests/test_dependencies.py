@@ -21,6 +21,7 @@ MORE = re.compile(
 )
 TOOLS = (
     "pytest>=9.0",
+    "pytest-rerunfailures>=16",
     "pytest-xdist>=3.6",
     "hypothesis>=6.100",
     "jsonschema>=4.23",
