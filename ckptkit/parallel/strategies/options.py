@@ -102,12 +102,10 @@ class Options:
             raise _needs("offload", ", ".join(SHARDED), strategy)
         if self.overlap and "zero1" not in kinds:
             raise _needs("overlap", "zero1", strategy)
-        is_replicated = "ddp" in kinds and sharder_of(strategy)  # by an all-reduce of torch's own
-        if self.compression is not None and (
-            not kinds & {"ddp", "zero1", *SHARDED} or is_replicated or size_of(strategy, "tp") > 1
-        ):
-            raise _needs("compression", "ddp, zero1, zero2 or fsdp alone, or with pp", strategy)
         if self.compression is not None:
+            if not kinds & {"ddp", "zero1", *SHARDED}:
+                # Ranks of tp and pp sum or hand on activations, which need all of their bits.
+                raise _needs("compression of gradients", "ddp, zero1, zero2 and fsdp", strategy)
             self._check_compression(self.compression, strategy)
         if isinstance(self.precision, MixedPrecisionPolicy) and not sharder_of(strategy):
             raise _needs("a MixedPrecisionPolicy", ", ".join(SHARDED), strategy)
@@ -116,6 +114,15 @@ class Options:
         from ckptkit.parallel.optimizers.compression import compression_of  # noqa: PLC0415
 
         remembers = compression_of(compression).remembers
+        if "ddp" in {axis.kind for axis in strategy.mesh.axes} and (
+            sharder_of(strategy) or size_of(strategy, "tp") > 1
+        ):
+            raise UsageError(
+                "replicas of what is cut take their mean by an all-reduce that torch lets nobody "
+                "replace",
+                value=f"{compression}, {strategy}",
+                hint="cut over all ranks instead of ddp: fsdp, or tp and fsdp",
+            )
         if remembers and sharder_of(strategy):
             raise UsageError(
                 "what is left unsent is as large as all gradients, on every rank, and "

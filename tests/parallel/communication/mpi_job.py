@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 from ckptkit.errors import PeerError
 from ckptkit.live import load, save
+from ckptkit.parallel import as_distributed
 from ckptkit.parallel.communication.communicator import Communicator
 from ckptkit.parallel.communication.mpi import moving
 from ckptkit.parallel.communication.starting import init
 from tests.parallel.communication.contract import CONTRACT
-from tests.parallel.communication.training import all_trainings
+from tests.parallel.communication.training import all_trainings, model
 
 IN_PIECES = (
     "messages_arrive_in_their_order_by_sender_and_tag",
@@ -41,6 +42,7 @@ def main(folder: str) -> None:
         found[name] = problem_of(lambda check=check: check(comm))  # type: ignore[misc]
     found["trainings"] = all_trainings()
     found["checkpoint"] = problem_of(lambda: save_and_load(f"{folder}/run"))
+    found["whole"] = problem_of(whole_parameters)
     found["pieces"] = problem_of(lambda: in_pieces(comm))
     found["pipeline"] = problem_of(cross)
     found["anyone"] = problem_of(lambda: from_anyone(comm))
@@ -69,6 +71,20 @@ def save_and_load(run: str) -> None:
     load(run, model=net)
     rank_0 = dist.get_rank() == 0
     assert not rank_0 or torch.equal(net.weight, before["weight"])
+
+
+def whole_parameters() -> None:
+    """What is cut over all ranks comes together on rank 0, trained or not."""
+    dist_model = as_distributed(model(), "fsdp", optimizer=torch.optim.AdamW)
+    before = model().state_dict()
+    full = dist_model.full_state_dict()
+    assert (full is None) == (dist.get_rank() > 0)
+    assert full is None or all(torch.equal(full[name], before[name]) for name in before)
+    inputs = torch.randn(4, 6)
+    for _ in range(3):
+        dist_model.step(lambda found, _: found.square().mean(), (inputs, inputs))
+    trained = dist_model.full_state_dict()
+    assert trained is None or not torch.equal(trained["0.weight"], before["0.weight"])
 
 
 def in_pieces(comm: Communicator) -> None:

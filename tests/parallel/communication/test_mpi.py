@@ -74,6 +74,7 @@ def test_torchs_engines_train_over_mpi_as_over_gloo(
     "what",
     [
         pytest.param("checkpoint", id="a checkpoint is saved and loaded"),
+        pytest.param("whole", id="the whole parameters of a model cut by fsdp are one call"),
         pytest.param("pieces", id="what is too large for one call goes in pieces"),
         pytest.param("pipeline", id="large messages cross each other"),
         pytest.param("anyone", id="a rank receives from whoever sends"),

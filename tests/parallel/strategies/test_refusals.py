@@ -94,17 +94,21 @@ def test_an_option_that_means_nothing_is_refused(options: dict[str, Any], reason
 @pytest.mark.parametrize(
     ("spec", "compression", "reason"),
     [
-        ("tp:1", "int8", "compression is for ddp, zero1, zero2 or fsdp"),
-        ("ddp:1,fsdp:1", "int8", "compression is for ddp, zero1, zero2 or fsdp"),
+        ("tp:1", "int8", "compression of gradients is for ddp, zero1, zero2 and fsdp"),
+        ("ddp:1,fsdp:1", "int8", "an all-reduce that torch lets nobody replace"),
         ("fsdp:1", "topk:0.1", "what is left unsent is as large as all gradients"),
         ("zero2:1", "powersgd:2", "and zero2 keeps a part of them only"),
+        ("ddp:2,tp:2", "int8", "an all-reduce that torch lets nobody replace"),
+        ("pp:2,ddp:2", "topk:0.1", "what stages have left unsent"),
     ],
 )
 def test_compression_is_refused_where_torch_or_memory_does_not_allow_it(
     spec: str, compression: str, reason: str
 ) -> None:
+    strategy = Strategy.parse(spec)
+    options = Options.of(strategy, compression=compression, microbatches=4)
     with pytest.raises(UsageError, match=reason):
-        as_distributed(network(0), spec, compression=compression)
+        options.check(strategy)
 
 
 def test_compression_is_for_one_stage_on_each_rank() -> None:
