@@ -27,7 +27,7 @@ CALLS = (
     *("unlink", "unlinkat", "mkdir", "mkdirat", "rmdir"),
 )
 FAULTS = ("signal=KILL", "error=EIO", "error=ENOSPC")
-MOST = 40
+MOST = 12
 """Cases of one command and fault, spread over all its calls, by default; CKPTKIT_ALL_CALLS=1 for
 every one."""
 STEP = "step-0000000001"
@@ -194,7 +194,7 @@ def test_a_fault_at_any_call_leaves_what_can_be_done_again(
         try:
             check(here, scene, result)
             assert files(here / "src") == source
-            assert left(here / "dst") == left(clean / "dst")
+            assert left(here) == left(clean)  # beside the target too
         except (AssertionError, CkptkitError) as error:
             problems.append(
                 f"{injected}: exit {result.returncode}, {error}\n{result.stderr[-600:]}"
@@ -204,9 +204,7 @@ def test_a_fault_at_any_call_leaves_what_can_be_done_again(
 
 
 def check(here: Path, scene: Scene, result: subprocess.CompletedProcess[str]) -> None:
-    # The fault also meets what is said, which is another test's.
-    is_mute = re.search(r"write\([12]<.*INJECTED", (here.parent / "trace").read_text())
-    assert is_mute or result.returncode != 70
+    assert result.returncode != 70
     assert "Traceback" not in result.stderr or scene.words[0] == "live"
     there = scene.makes_step and is_whole(here, scene)
     if result.returncode == 0:
