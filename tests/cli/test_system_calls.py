@@ -207,10 +207,9 @@ def test_a_fault_at_any_call_leaves_what_can_be_done_again(
 
 def check(here: Path, scene: Scene, result: subprocess.CompletedProcess[str]) -> None:
     assert result.returncode != 70
-    # Start-up differs from run to run: the fault may meet a file of Python's own instead.
-    is_ours = re.search(f"{re.escape(str(here))}.*INJECTED", (here.parent / "trace").read_text())
-    if is_ours and scene.words[0] != "live":
-        assert "Traceback" not in result.stderr
+    # Each thread has a call of that number: of the first one it may be a part of Python's start.
+    said = re.sub("(?s)Error processing line.*Remainder of file ignored\n", "", result.stderr)
+    assert "Traceback" not in said or scene.words[0] == "live"
     there = scene.makes_step and is_whole(here, scene)
     if result.returncode == 0:
         assert there or not scene.makes_step
