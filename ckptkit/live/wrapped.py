@@ -39,6 +39,16 @@ def parts_of_tensor(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: getattr(local, name) for name in names}
 
 
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape and the cut of one that is made of others, with elements of its own."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    made = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    if not isinstance(tensor, DTensor):
+        return made
+    mesh, cuts, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    return DTensor.from_local(made, mesh, cuts, run_check=False, shape=shape, stride=stride)
+
+
 def part_name(name: str, part: str) -> str:
     """The name of the array of a part: one node, as that of the whole would be."""
     *above, last = split(name)
