@@ -375,6 +375,7 @@ class Reading:
         staged: bool,
     ) -> None:
         """The tensors that one is made of, cut as it is; rules may say of each how."""
+        record = {**record, "shape": list(whole.shape)}  # cut by hand, it looks like a whole
         self.alike[f"{reserved.WRAPPED}/{whole.name}"] = record
         self.made[whole.name] = whole, [part_name(whole.name, key) for key in parts]
         for key, part in parts.items():
@@ -384,6 +385,9 @@ class Reading:
                 shape, cuts = layout_of_part(name, key, part, whole)
                 entry = StateEntry("", key, part, shape, always(cuts))
             self._add(name, part, whole.role, entry, alike=whole.alike, staged=staged, of=whole.of)
+            if self._is_cut[whole.name] and not self._is_cut[name]:
+                # Each rank may have made it of its own rows: the commit compares.
+                self.alike[f"{reserved.ALIKE}/{name}"] = checksum(name, part)
 
 
 def _optimizer_document(

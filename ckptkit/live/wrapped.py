@@ -82,7 +82,8 @@ def layout_of_part(
     if known == _TABLE:
         return own, {axis: p for axis, p in placements.items() if axis not in cuts}
     along_rows = all(p.dim == 0 for p in cuts.values())
-    if known is None and along_rows and part.ndim > 1 and own[0] == local[0]:
+    if known is None and along_rows and own and own[0] == local[0]:
+        # A part of another kind has as many rows only by chance, and not for other ranks.
         return (shape[0], *own[1:]), dict(placements)
     if known == _BLOCKS and along_rows and len(cuts) == 1 and part.numel():
         block, rest = divmod(math.prod(local), part.numel())

@@ -204,6 +204,90 @@ def test_a_part_that_is_cut_in_an_unknown_way_is_refused_by_name(
         assert message.startswith("optimizer/weight/momentum%2Fscale: nothing says how")
 
 
+class Packed(Quantised):
+    """Two elements in each code."""
+
+    @staticmethod
+    def __new__(cls: Any, *parts: Any) -> Any:
+        rows, columns = parts[0].shape
+        return torch.Tensor._make_wrapper_subclass(cls, (rows, 2 * columns), dtype=torch.bfloat16)
+
+
+FP8 = torch.float8_e4m3fn
+INNER: dict[str, Any] = {  # what each rank makes of its rows
+    "4 bit": lambda x: Packed((x[:, ::2] * 16 + x[:, 1::2]).byte(), x[:, ::4] / 2, True),
+    "fp8 by row": lambda x: Quantised(x.to(FP8), x[:, :1] / 2, True),
+    "fp8 by row, flat": lambda x: Quantised(x.to(FP8), x[:, 0] / 2, True),
+    "fp8 by tensor": lambda x: Quantised(x.to(FP8), torch.tensor(0.25), True),
+    "fp8 by rank": lambda x: Quantised(x.to(FP8), torch.tensor([x.sum()]), True),
+    "fp8 by column": lambda x: Quantised(x.to(FP8), torch.arange(8.0)[None], True),
+}
+
+
+def frozen(task: str, location: str, kind: str, rules: Any = None, by_hand: str = "") -> Any:
+    """What a frozen parameter holds, saved or loaded; or why that is refused. An axis that cuts
+    by hand has no DTensors.
+    """
+    model: Any = nn.Module()
+    rows = 6 if by_hand else 5
+    whole = torch.arange(8.0 * rows).reshape(rows, 8).remainder(15)
+    weight = _spread(whole if task == "save" else whole + 1, INNER[kind])
+    weight = getattr(weight, "_local_tensor", weight) if by_hand else weight
+    model.weight = nn.Parameter(weight, requires_grad=False)
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=(by_hand,)) if by_hand else None
+    call = partial(save, step=1) if task == "save" else load
+    try:
+        call(location, model=model, rules=rules, mesh=mesh, timeout=20)
+    except ckptkit.CkptkitError as error:
+        return str(error)
+    local = getattr(model.weight, "_local_tensor", model.weight)
+    return [getattr(local, name).float().tolist() for name in local.parts]
+
+
+@pytest.mark.parametrize("kind", ["4 bit", "fp8 by row", "fp8 by row, flat"])
+def test_parts_with_rows_of_their_own_are_cut_with_them(
+    gloo: Pool, tmp_path: Path, kind: str
+) -> None:
+    saved = [gloo.run(ranks, frozen, "save", str(tmp_path / str(ranks)), kind) for ranks in (1, 2)]
+    for of, location in ((saved[0], tmp_path / "1"), (saved[1], tmp_path / "2")):
+        for ranks in (1, 2, 3):
+            found = gloo.run(ranks, frozen, "load", str(location), kind)
+            assert [list(chain(*rows)) for rows in zip(*found, strict=True)] == [
+                list(chain(*rows)) for rows in zip(*of, strict=True)
+            ]
+            assert list(chain(*(rank[0] for rank in found))) == saved[0][0][0]
+
+
+def test_parts_without_rows_are_as_rules_say_and_the_same_on_all_ranks(
+    gloo: Pool, tmp_path: Path
+) -> None:
+    for kind in ("fp8 by tensor", "fp8 by rank", "fp8 by column"):
+        for message in gloo.run(2, frozen, "save", str(tmp_path / "a"), kind):
+            assert message.startswith("model/weight%2Fscale: nothing says how")
+    same = {"*scale": {"fsdp": "replicate"}}
+    for kind in ("fp8 by tensor", "fp8 by column"):
+        location = str(tmp_path / kind)
+        saved = gloo.run(2, frozen, "save", location, kind, same)
+        for ranks in (1, 2, 3):
+            found = gloo.run(ranks, frozen, "load", location, kind, same)
+            assert list(chain(*(codes for codes, _ in found))) == list(
+                chain(*(codes for codes, _ in saved))
+            )
+            assert [scale for _, scale in found] == [saved[0][1]] * ranks
+    for message in gloo.run(2, frozen, "save", str(tmp_path / "a"), "fp8 by rank", same):
+        assert "model/weight%2Fscale" in message
+
+
+def test_what_is_cut_by_hand_is_cut_in_all_parts(gloo: Pool, tmp_path: Path) -> None:
+    rules = {"model/weight": {"tp": "shard(0)"}}
+    saved = gloo.run(2, frozen, "save", str(tmp_path / "b"), "4 bit", rules, "tp")
+    assert gloo.run(2, frozen, "load", str(tmp_path / "b"), "4 bit", rules, "tp") == saved
+    found = gloo.run(3, frozen, "load", str(tmp_path / "b"), "4 bit", rules, "tp")
+    for mine, theirs in zip(zip(*found, strict=True), zip(*saved, strict=True), strict=True):
+        assert list(chain(*mine)) == list(chain(*theirs))
+
+
 class Choosy(ByRow):
     """Plain state for small parts, as torchao's optimizers keep it."""
 
