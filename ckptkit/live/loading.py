@@ -164,6 +164,9 @@ class Loading:
             for held in snapshot.tensors
             if compare(self._checkpoint, held, _known_as(held, snapshot), report)
         ]
+        # Optimizers name what they keep after the parameter, not after what that is made of.
+        fits = {held.name for held in fitting}
+        fitting += [whole for whole, parts in snapshot.made.values() if fits.issuperset(parts)]
         size, rank = self._world.size, self._world.rank
         self._objects = with_own(self._objects, snapshot.open_trees, rank, size)
         self._check_wrappers(snapshot)
