@@ -19,7 +19,7 @@ from ckptkit.format import reserved
 from ckptkit.format.names import join
 from ckptkit.live.adapters import Entry
 from ckptkit.live.extra import DataRanks
-from ckptkit.live.groups import Group, dtensor_groups, kind_of, mesh_groups
+from ckptkit.live.groups import Group, check_upwards, dtensor_groups, kind_of, mesh_groups
 from ckptkit.live.held import Held, Tied
 from ckptkit.live.models import Model
 from ckptkit.live.optimizers import OptimizerAdapter, StateEntry, optimizer_adapter
@@ -159,18 +159,21 @@ def topology_of(world: World, sources: Sources, mesh: DeviceMesh | None = None) 
     groups: list[Group] = []
     if mesh is None and sources.model is not None:
         mesh = sources.model.mesh
-    if mesh is not None:
-        names = mesh.mesh_dim_names or ("",) * mesh.ndim
-        found = mesh_groups(mesh, tuple(kind_of(name) or "ddp" for name in names))
-        groups += [replace(g, is_assumed=not kind_of(g.name)) for g in found]
     if sources.model is not None:
         groups += sources.model.groups()
     for optimizer in sources.optimizers:
         groups += optimizer.groups()
+    if mesh is not None:
+        names = mesh.mesh_dim_names or ("",) * mesh.ndim
+        found = mesh_groups(mesh, tuple(kind_of(name) or "ddp" for name in names))
+        by_rank = {group.by_mesh for group in groups}
+        for group in found:
+            if group.by_mesh not in by_rank:  # what is cut by hand may go either way
+                check_upwards(group.by_mesh, "mesh=")
+        groups = [replace(g, is_assumed=not kind_of(g.name)) for g in found] + groups
     tensors = (t for _, by_name in _trees(sources.stateful).values() for t in by_name.values())
     spread = [t for t in tensors if isinstance(t, DTensor)]
-    by_rank = {group.by_mesh for group in groups}
-    groups += dtensor_groups(spread, by_rank, fully_sharded=True)
+    groups += dtensor_groups(spread, fully_sharded=True)
     return Topology.of(world, groups)
 
 

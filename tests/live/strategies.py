@@ -207,6 +207,14 @@ def replicate_of_tp(seed: int, make: MakeOptimizer) -> Job:
     return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("ddp"), 2)
 
 
+def ddp_of_tp_permuted(seed: int, make: MakeOptimizer) -> Job:
+    """Tensor parallelism of ranks that are far apart, with replicas that go downwards."""
+    mesh = DeviceMesh("cpu", [[1, 3], [0, 2]], mesh_dim_names=("ddp", "tp"))
+    model = _tensor_parallel(network(seed), mesh["tp"])
+    _average_gradients(model, mesh.get_group("ddp"))
+    return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("ddp"), 2)
+
+
 def pp(seed: int, make: MakeOptimizer) -> Job:
     """A pipeline of one stage on each rank."""
     return _pipeline(seed, make, dist.get_rank(), dist.get_world_size())
@@ -368,6 +376,7 @@ LAYOUTS = {
     "ddp:2,tp:2": Layout(4, "ddp:2,tp:2", ddp_tp),
     "ddp:2 around tp:2": Layout(4, "ddp:2,tp:2", ddp_of_tp),
     "replicate:2 of tp:2": Layout(4, "ddp:2,tp:2", replicate_of_tp),
+    "tp:2,ddp:2 over a permuted mesh": Layout(4, "tp:2,ddp:2", ddp_of_tp_permuted),
     "pp:2": Layout(2, "pp:2", pp),
     "pp:3": Layout(3, "pp:3", pp),
     "pp:4": Layout(4, "pp:4", pp),
