@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,17 @@ class Group:
     def is_line(self) -> bool:
         """Whether it can be a line of a mesh whose ranks are numbered row by row."""
         return self.size < 2 or self.ranks[0] // self.stride % self.size == 0
+
+    def to_doc(self) -> list[object]:
+        """What it says of the lines of all ranks, as plain values."""
+        return [self.kind, self.stride, self.size, self.name, self.is_assumed]
+
+    @classmethod
+    def through(cls, rank: int, doc: Sequence[Any]) -> Group:
+        """The line through a rank that another rank has told of with `to_doc`."""
+        kind, stride, size, name, is_assumed = doc
+        first = rank - rank // max(stride, 1) % size * stride
+        return cls(kind, tuple(first + stride * n for n in range(size)), name, is_assumed)
 
     def __post_init__(self) -> None:
         steps = {b - a for a, b in zip(self.ranks, self.ranks[1:], strict=False)}

@@ -151,11 +151,7 @@ def experts(seed: int, make: MakeOptimizer) -> Job:
     """Fully sharded over all ranks, but for what is cut as experts are, over a mesh of its own."""
     mesh, flat = _expert_meshes()
     model = network(seed)
-    for layer in model.layers.values():
-        plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(layer, mesh["ep"], plan)
-        for part in (layer.up, layer.down):
-            fully_shard(cast("nn.Module", part), mesh=mesh["efsdp"])
+    _cut_experts(model, mesh["ep"], mesh["efsdp"])
     model = _fully_sharded(model, flat)
     return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("efsdp"), 2)
 
@@ -241,6 +237,32 @@ def pp_fsdp_tp(seed: int, make: MakeOptimizer) -> Job:
     shape = (2, dist.get_world_size() // 4, 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "fsdp", "tp"))
     return _pipeline(seed, make, mesh.get_local_rank("pp"), 2, mesh)
+
+
+def pp_experts(seed: int, make: MakeOptimizer) -> Job:
+    """Experts in the last stage of a pipeline only: on four ranks beside what nothing cuts, on
+    eight beside what is fully sharded, over a mesh of their own.
+    """
+    replicas = dist.get_world_size() // 4
+    mesh = init_device_mesh("cpu", (2, replicas, 2), mesh_dim_names=("pp", "efsdp", "ep"))
+    stage = mesh.get_local_rank("pp")
+    model = network(seed).keep((PARTS[:2], PARTS[2:])[stage])
+    if stage == 1:
+        _cut_experts(model, mesh["ep"], mesh["efsdp"] if replicas > 1 else None)
+    if replicas > 1:
+        _fully_sharded(model, mesh["efsdp", "ep"]._flatten("fsdp"))
+    made = [_stage(model, stage, 2, mesh.get_group("pp"))]
+    job = _piped(made, ScheduleGPipe(made[0], 2, loss_of), make)
+    job.replica, job.replicas = mesh.get_local_rank("efsdp"), replicas
+    return job
+
+
+def _cut_experts(model: Network, ep: DeviceMesh, efsdp: DeviceMesh | None) -> None:
+    for layer in model.layers.values():
+        plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(layer, ep, plan)
+        for part in (layer.up, layer.down) if efsdp is not None else ():
+            fully_shard(cast("nn.Module", part), mesh=efsdp)
 
 
 def _replicated(model: nn.Module, make: MakeOptimizer) -> Job:
