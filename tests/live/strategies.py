@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate as composable_replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -193,6 +194,11 @@ def ddp_of_tp(seed: int, make: MakeOptimizer) -> Job:
         _tensor_parallel(network(seed), mesh["tp"]), device_mesh=mesh["ddp"]
     )
     return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("ddp"), 2)
+
+
+def composable(seed: int, make: MakeOptimizer) -> Job:
+    """The older `replicate`, which is DDP beside the modules."""
+    return _replicated(composable_replicate(network(seed)), make)
 
 
 def replicate_of_tp(seed: int, make: MakeOptimizer) -> Job:

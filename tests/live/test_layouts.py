@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict_loader import load as load_of_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_of_dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptkit
@@ -196,6 +198,29 @@ def test_a_mesh_that_goes_downwards_may_name_what_fully_shard_cuts(
     gloo: Pool, tmp_path: Path
 ) -> None:
     gloo.run(2, named_downwards, str(tmp_path))
+
+
+def composed(location: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    whole = cast("DTensor", model[0].weight).full_tensor()
+    replicate(model, device_mesh=mesh["ddp"])
+    for step in (1, 2):
+        save(location, step=step, model=model)
+        model(torch.ones(1, 4))  # from here on the weight is no parameter of its module
+    with ckptkit.open(location) as found:
+        assert str(found.strategy) == "ddp:2,tp:2"
+        assert (found.read("model/0.weight") == whole.detach().numpy()).all()
+    weight = cast("DTensor", model[0].weight).to_local().detach()
+    kept = weight.clone()
+    weight.fill_(-1)
+    load(location, model=model)
+    assert torch.equal(weight, kept)
+
+
+def test_the_older_replicate_hides_no_dtensor(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(4, composed, str(tmp_path))
 
 
 def too_early(location: str) -> None:

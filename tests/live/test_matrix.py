@@ -14,7 +14,7 @@ import ckptkit
 from ckptkit.live import Checkpointer
 from tests.live.gathering import Arrays, Comparison, gathered, same, scramble
 from tests.live.pool import Pool
-from tests.live.strategies import LAYOUTS, adamw, build, pp_experts, pp_fsdp_tp
+from tests.live.strategies import LAYOUTS, adamw, build, composable, pp_experts, pp_fsdp_tp
 
 STEPS = 2
 
@@ -94,11 +94,12 @@ def test_any_strategy_loads_what_any_saved(matrix: Matrix, source: str, target: 
     assert not problems, "\n".join(problems)
 
 
-# No part of the matrix: of eight ranks, or of stages that are spread over other meshes each.
+# No part of the matrix: of eight ranks, of stages that are spread over other meshes each, or old.
 APART = {
     "pp:2,fsdp:2,tp:2": (8, pp_fsdp_tp),
     "pp:2,ep:2": (4, pp_experts),
     "pp:2,efsdp=fsdp:2,ep:2": (8, pp_experts),
+    "ddp:2": (2, composable),
 }
 
 
@@ -123,7 +124,7 @@ def load_apart(steps: list[tuple[str, Arrays]], layout: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("layout", APART)
-def test_three_dims_and_stages_of_other_meshes_do_too(
+def test_three_dims_other_meshes_of_stages_and_old_wrappers_do_too(
     matrix: Matrix, gloo: Pool, tmp_path: Path, layout: str
 ) -> None:
     ranks, own, one = APART[layout][0], str(tmp_path / "own"), str(tmp_path / "one")
