@@ -61,28 +61,46 @@ KINDS: dict[str, list[Spread]] = {
 }
 
 
-def spread(described: Sequence[Spread], factor: int) -> dict[str, DTensor]:
+class Meshes:
+    """The meshes of a job, each made once: to make one is to connect its ranks anew, and none of
+    them goes on while others still do.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, DeviceMesh] = {}
+
+    def of(self, ranks: Any, names: Sequence[str] = ()) -> DeviceMesh:
+        """The mesh of some ranks in order, with names for its dims."""
+        key = f"{ranks} {names}"
+        if key not in self._known:
+            self._known[key] = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(names) or None)
+            dist.barrier()
+        return self._known[key]
+
+
+def spread(described: Sequence[Spread], meshes: Meshes, factor: int) -> dict[str, DTensor]:
     """The tensors, which hold different numbers for each factor."""
     found = {}
     for number, (sizes, names, placements, shape) in enumerate(described):
-        world = dist.get_world_size()
-        mesh = DeviceMesh(
-            "cpu", torch.arange(world).reshape(tuple(sizes)), mesh_dim_names=tuple(names) or None
-        )
+        mesh = meshes.of(torch.arange(dist.get_world_size()).reshape(tuple(sizes)), names)
         whole = factor * torch.arange(1.0, 1.0 + torch.Size(shape).numel()).reshape(tuple(shape))
         found[str(number)] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     return found
 
 
-def written(location: str, described: Sequence[Spread]) -> None:
-    save(location, step=1, state={"app": spread(described, factor=3)})
-
-
-def read(location: str, described: Sequence[Spread]) -> None:
-    state = spread(described, factor=0)
-    load(location, state={"app": state})
-    for name, wanted in spread(described, factor=3).items():
-        assert torch.equal(state[name].to_local(), wanted.to_local()), (name, wanted)
+def written_and_read(location: str, described: Sequence[Spread], strategy: str) -> None:
+    """Into the same job, as it was saved and from one process."""
+    meshes = Meshes()
+    wanted = spread(described, meshes, factor=3)
+    save(f"{location}/own", step=1, state={"app": wanted})
+    if dist.get_rank() == 0:
+        ckptkit.reshard(f"{location}/own", f"{location}/one", to="single", expect=strategy)
+    dist.barrier()
+    for step in ("own", "one"):
+        state = spread(described, meshes, factor=0)
+        load(f"{location}/{step}", state={"app": state})
+        for name, tensor in state.items():
+            assert torch.equal(tensor.to_local(), wanted[name].to_local()), (step, name)
 
 
 @pytest.mark.parametrize("strategy", KINDS)
@@ -90,26 +108,23 @@ def test_an_axis_is_of_the_kind_that_its_name_or_its_cuts_say(
     gloo: Pool, tmp_path: Path, strategy: str
 ) -> None:
     described, ranks = KINDS[strategy], 8 if strategy.count(",") == 2 else 4
-    gloo.run(ranks, written, str(tmp_path / "own"), described)
-    with ckptkit.open(tmp_path / "own") as step:
-        assert str(step.strategy) == strategy.strip()
-        for number, (*_, shape) in enumerate(described):
-            whole = 3 * torch.arange(1.0, 1.0 + torch.Size(shape).numel()).reshape(tuple(shape))
-            assert (step.read(f"app/{number}") == whole.numpy()).all()
-    assert not ckptkit.verify(tmp_path / "own")
-    gloo.run(ranks, read, str(tmp_path / "own"), described)
-    # Offline into one process, and from there back into the job.
-    ckptkit.reshard(tmp_path / "own", tmp_path / "one", to="single", expect=strategy.strip())
-    gloo.run(ranks, read, str(tmp_path / "one"), described)
+    gloo.run(ranks, written_and_read, str(tmp_path), described, strategy.strip())
+    for location in (tmp_path / "own", tmp_path / "one"):
+        assert not ckptkit.verify(location)
+        with ckptkit.open(location) as step:
+            for number, (*_, shape) in enumerate(described):
+                whole = 3 * torch.arange(1.0, 1.0 + torch.Size(shape).numel())
+                assert (step.read(f"app/{number}") == whole.reshape(tuple(shape)).numpy()).all()
 
 
 def dcp_agrees(location: str) -> None:
     """DTensors of meshes in any order are saved and filled as torch's own checkpoints do."""
     whole = torch.arange(42.0).reshape(7, 6)
     state: dict[str, DTensor] = {}
+    meshes = Meshes()
     for ranks, placements in PERMUTED:
-        mesh = DeviceMesh("cpu", ranks)
-        spread = distribute_tensor(whole + len(state), mesh, placements, src_data_rank=None)
+        value = whole + len(state)
+        spread = distribute_tensor(value, meshes.of(ranks), placements, src_data_rank=None)
         state[str(len(state))] = spread
     dcp = f"{location}/dcp"
     save_of_dcp({"app": state}, checkpoint_id=dcp)
@@ -202,6 +217,7 @@ def test_a_mesh_that_goes_downwards_may_name_what_fully_shard_cuts(
 
 def composed(location: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "tp"))
+    torch.manual_seed(0)  # replicas begin alike
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
     whole = cast("DTensor", model[0].weight).full_tensor()
