@@ -77,8 +77,8 @@ class Group:
             raise StrategyError(
                 f"the ranks of a {self.kind} group are not evenly spaced",
                 value=self.ranks,
-                hint="ckptkit knows meshes whose ranks are numbered row by row; only `fully_shard` "
-                "cuts in the order of ranks whatever that of its mesh",
+                hint="a step numbers the ranks of a mesh row by row: make the job's meshes so, as "
+                "[[0, 1], [2, 3]] and [[0, 2], [1, 3]] are",
             )
 
 

@@ -266,8 +266,9 @@ def _tangled(groups: list[Group], world_size: int) -> StrategyError:
     return StrategyError(
         f"the groups of ranks do not span a mesh of {world_size} ranks",
         value=shown,
-        hint="(kind, name, stride, size); a mesh numbers its ranks row by row, and each group "
-        "is one of its lines",
+        hint="(kind, name, stride, size); each group has to be a line of one mesh whose ranks are "
+        "numbered row by row, as [[0, 1], [2, 3]] and [[0, 2], [1, 3]] are, and not "
+        "[[0, 3], [1, 2]]: make the job's meshes so",
     )
 
 

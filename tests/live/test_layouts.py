@@ -194,6 +194,19 @@ def test_a_cut_on_which_torch_contradicts_itself_is_refused(
     assert not any(tmp_path.iterdir())
 
 
+def unevenly(location: str) -> None:
+    mesh = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("replicate", "shard"))
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises((StrategyError, PeerError), match="numbered row by row, as"):
+        save(location, step=1, model=model)
+
+
+def test_a_mesh_of_uneven_lines_is_refused_with_what_to_do(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(4, unevenly, str(tmp_path))
+    assert not any(tmp_path.iterdir())
+
+
 def named_downwards(location: str) -> None:
     mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("fsdp",))
     model = nn.Linear(4, 4)
