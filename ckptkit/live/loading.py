@@ -138,7 +138,8 @@ class Loading:
         return nbytes
 
     def _look(self, sources: Sources) -> Snapshot:
-        return take_snapshot(self._world, sources, mesh=self._mesh, rules=self._rules)
+        mesh, rules = self._mesh, self._rules
+        return take_snapshot(self._world, sources, mesh=mesh, rules=rules, barrier=self._barrier)
 
     def _compare(self) -> Resumed:
         """Compare names, shapes and dtypes before anything changes; raise where they differ more

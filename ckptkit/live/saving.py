@@ -73,7 +73,9 @@ class PreparedSave:
         self._options = options
         self._is_cancelled = False
         try:
-            snapshot = take_snapshot(world, sources, extra=extra, mesh=mesh, rules=rules)
+            snapshot = take_snapshot(
+                world, sources, extra=extra, mesh=mesh, rules=rules, barrier=barrier
+            )
             self._nbytes = _whole_bytes(snapshot)
             tensors = [held.moved(snapshot.topology) for held in snapshot.tensors]
             on_devices = any(held.local.device.type != "cpu" for held in tensors)

@@ -13,13 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ckptkit.checkpoint.barrier import Gathering
 from ckptkit.checkpoint.patterns import matches, pattern_list
 from ckptkit.errors import InvalidNameError, UsageError
 from ckptkit.format import reserved
 from ckptkit.format.names import join
 from ckptkit.live.adapters import Entry
+from ckptkit.live.agree import told
 from ckptkit.live.extra import DataRanks
-from ckptkit.live.groups import Group, dtensor_groups, kind_of, mesh_groups
+from ckptkit.live.groups import Group, check_upwards, dtensor_groups, kind_of, mesh_groups
 from ckptkit.live.held import Held, Tied
 from ckptkit.live.models import Model
 from ckptkit.live.optimizers import OptimizerAdapter, StateEntry, optimizer_adapter
@@ -156,24 +158,41 @@ class Snapshot:
         return found  # type: ignore[no-any-return]
 
 
-def topology_of(world: World, sources: Sources, mesh: DeviceMesh | None = None) -> Topology:
-    """The topology of a job, read off its model and optimizers; `mesh` names what they do not."""
+def topology_of(
+    world: World,
+    sources: Sources,
+    mesh: DeviceMesh | None = None,
+    barrier: Gathering | None = None,
+) -> Topology:
+    """The topology of a job, read off its model and optimizers; `mesh` names what they do not. With
+    a barrier the stages of a pipeline, of which only some may have experts, find one for all.
+    """
     groups: list[Group] = []
     if mesh is None and sources.model is not None:
         mesh = sources.model.mesh
-    if mesh is not None:
-        names = mesh.mesh_dim_names or ("",) * mesh.ndim
-        found = mesh_groups(mesh, tuple(kind_of(name) or "ddp" for name in names))
-        groups += [replace(g, is_assumed=not kind_of(g.name)) for g in found]
     if sources.model is not None:
         groups += sources.model.groups()
     for optimizer in sources.optimizers:
         groups += optimizer.groups()
+    if mesh is not None:
+        names = mesh.mesh_dim_names or ("",) * mesh.ndim
+        found = mesh_groups(mesh, tuple(kind_of(name) or "ddp" for name in names))
+        by_rank = {group.by_mesh for group in groups}
+        for group in found:
+            if group.by_mesh not in by_rank:  # what is cut by hand may go either way
+                check_upwards(group.by_mesh, "mesh=")
+        groups = [replace(g, is_assumed=not kind_of(g.name)) for g in found] + groups
     tensors = (t for _, by_name in _trees(sources.stateful).values() for t in by_name.values())
     spread = [t for t in tensors if isinstance(t, DTensor)]
-    by_rank = {group.by_mesh for group in groups}
-    groups += dtensor_groups(spread, by_rank, fully_sharded=True)
+    groups += dtensor_groups(spread, fully_sharded=True)
+    if barrier is not None and any(group.kind == "pp" and group.size > 1 for group in groups):
+        lines = told(barrier, [group.to_doc() for group in groups], _distinct)
+        groups = [*(Group.through(world.rank, line) for line in lines), *groups]
     return Topology.of(world, groups)
+
+
+def _distinct(heard: list[Any]) -> list[Any]:
+    return list({tuple(line): line for lines in heard for line in lines}.values())
 
 
 def rules_of(sources: Sources, rules: HandCuts | None) -> HandCuts:
@@ -190,9 +209,10 @@ def take_snapshot(
     extra: Mapping[str, object] | None = None,
     mesh: DeviceMesh | None = None,
     rules: HandCuts | None = None,
+    barrier: Gathering | None = None,
 ) -> Snapshot:
     """Look at everything; nothing is copied yet."""
-    topology = topology_of(world, sources, mesh)
+    topology = topology_of(world, sources, mesh, barrier)
     staged = sources.model is not None and sources.model.is_staged
     reading = Reading(topology, rules_of(sources, rules), staged=staged)
     details: dict[str, Any] = {}

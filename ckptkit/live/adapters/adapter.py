@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -116,12 +117,21 @@ def dtensors(module: nn.Module) -> list[DTensor]:
     return [tensor for tensor in found if isinstance(tensor, DTensor)]
 
 
+def ddp_wrappers(module: nn.Module) -> list[DistributedDataParallel]:
+    """Those anywhere in a model; the older, composable `replicate` keeps its own beside it, from
+    the first forward on.
+    """
+    states = (getattr(replicate.state(m), "_ddp", None) for m in module.modules())
+    found = [*module.modules(), *states]
+    return [each for each in found if isinstance(each, DistributedDataParallel)]
+
+
 def parameters_of_ddp(module: nn.Module) -> dict[str, nn.Parameter]:
     """By name, the parameters that `DistributedDataParallel` has taken off modules. Of DTensors it
     makes plain parameters; from the first forward on modules have DTensors of the same memory
     instead, which are no parameters.
     """
-    wrappers = (m for m in module.modules() if isinstance(m, DistributedDataParallel))
+    wrappers = ddp_wrappers(module)
     plain = [p for w in wrappers for p in w._module_parameters if hasattr(p, "_st_info")]
     at = {(p.data_ptr(), tuple(p.shape)): p for p in plain}
     found: dict[str, nn.Parameter] = {}
