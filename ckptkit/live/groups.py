@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from ckptkit.errors import StrategyError
@@ -104,7 +105,10 @@ def mesh_groups(
 
 
 def dtensor_groups(
-    tensors: Sequence[DTensor], by_rank: Collection[Line] = (), *, fully_sharded: bool = False
+    tensors: Sequence[DTensor | DTensorSpec],
+    by_rank: Collection[Line] = (),
+    *,
+    fully_sharded: bool = False,
 ) -> list[Group]:
     """The lines of ranks of the meshes of some DTensors. The name of a dim says its kind, unless it
     says that it repeats and it does not: no axis along which something is cut is `ddp`. One without
