@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from ckptkit.errors import StrategyError
@@ -127,7 +128,9 @@ def check_upwards(line: Sequence[int], where: str) -> None:
         )
 
 
-def dtensor_groups(tensors: Sequence[DTensor], *, fully_sharded: bool = False) -> list[Group]:
+def dtensor_groups(
+    tensors: Sequence[DTensor | DTensorSpec], *, fully_sharded: bool = False
+) -> list[Group]:
     """The lines of ranks of the meshes of some DTensors. The name of a dim says its kind, unless it
     says that it repeats and it does not: no axis along which something is cut is `ddp`. One without
     a name is `fsdp` where it is the first to cut rows and `fully_sharded`, otherwise `tp`.

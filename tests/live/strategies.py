@@ -134,6 +134,26 @@ def fsdp1_hybrid(seed: int, make: MakeOptimizer) -> Job:
     return _fsdp1(seed, make, ShardingStrategy.HYBRID_SHARD, mesh)
 
 
+def fsdp1_tp(seed: int, make: MakeOptimizer) -> Job:
+    """FSDP1 of what tensor parallelism has cut already."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    return _fsdp1(seed, make, ShardingStrategy.FULL_SHARD, mesh["fsdp"], mesh["tp"])
+
+
+def fsdp1_flat_tp(seed: int, make: MakeOptimizer) -> Job:
+    """The same with flat parameters, and tensor parallelism between ranks that are far apart."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "fsdp"))
+    strategy = ShardingStrategy.FULL_SHARD
+    return _fsdp1(seed, make, strategy, mesh["fsdp"], mesh["tp"], use_orig_params=False)
+
+
+def fsdp1_hybrid_tp(seed: int, make: MakeOptimizer) -> Job:
+    """The same on eight ranks, four of which repeat the others."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    strategy, both = ShardingStrategy.HYBRID_SHARD, mesh["replicate", "shard"]
+    return _fsdp1(seed, make, strategy, both, mesh["tp"])
+
+
 def tp(seed: int, make: MakeOptimizer) -> Job:
     """`parallelize_module`."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
@@ -281,18 +301,26 @@ def _fsdp1(
     make: MakeOptimizer,
     strategy: ShardingStrategy,
     mesh: DeviceMesh | None = None,
+    tp: DeviceMesh | None = None,
     *,
     use_orig_params: bool = True,
 ) -> Job:
-    model = FullyShardedDataParallel(
-        network(seed),
-        sharding_strategy=strategy,
+    model = network(seed) if tp is None else _tensor_parallel(network(seed), tp)
+    wrapped = _wrapped(model, mesh, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    job = _replicated(wrapped, make)
+    if mesh is not None:
+        job.replica, job.replicas = int((mesh.mesh < dist.get_rank()).sum()), mesh.size()
+    return job
+
+
+def _wrapped(model: nn.Module, mesh: DeviceMesh | None, **options: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(
+        model,
         device_mesh=mesh,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
+        **{"use_orig_params": True, **options},
     )
-    return _replicated(model, make)
 
 
 def _fully_sharded(
@@ -378,6 +406,7 @@ _FSDP1 = {
     "fsdp1:3": Layout(3, "fsdp:3", fsdp1),
     "fsdp1:2, flat": Layout(2, "fsdp:2", fsdp1_flat),
     "fsdp1:2, grad op": Layout(2, "fsdp:2", fsdp1_grad_op),
+    "fsdp1:2, tp:2": Layout(4, "fsdp:2,tp:2", fsdp1_tp),
     "fsdp1:2x2": Layout(4, "replicate=ddp:2,shard=fsdp:2", fsdp1_hybrid),
 }
 
