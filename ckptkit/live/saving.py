@@ -193,15 +193,14 @@ def _fingerprint(held: Held | None) -> list[object] | None:
 
 
 def _checksums(snapshot: Snapshot, differing: Sequence[str]) -> list[list[Any]]:
-    """Of buffers and tensors of `state` of which the first rank's are saved, and which nobody said
-    may differ: the name, that rank and the checksum.
+    """Of what nothing keeps the same on several ranks, of which the first one's is saved, and which
+    nobody said may differ: the name, that rank and the checksum.
     """
     topology = snapshot.topology
     return [
         [held.name, held.first_replica(topology), checksum(held.name, held.local)]
         for held in snapshot.tensors
-        if held.role in ("buffer", "other")
-        and not held.is_sure(topology)
+        if not held.is_sure(topology)
         and not matches(differing, held.name, inner_name(held.name, held.role))
     ]
 
