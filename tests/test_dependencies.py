@@ -54,7 +54,7 @@ def run(*command: object) -> str:
     return done.stdout
 
 
-def tested_with() -> list[str]:
+def needed_by_tests() -> list[str]:
     """What the offline tests need besides, as pyproject.toml bounds it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     known = [one for extra in project["optional-dependencies"].values() for one in extra]
@@ -74,7 +74,7 @@ def test_the_offline_tests_pass(tmp_path: Path, version: str, resolution: str) -
         *(tools / "bin/uv", "pip", "install", "--quiet", "--python", place / "bin/python"),
         # The oldest that need no compiler.
         *("--resolution", resolution, "--only-binary", ":all:", "--no-binary", "ckptkit"),
-        *("-e", ROOT, *tested_with(), "botocore>=1.40"),
+        *("-e", ROOT, *needed_by_tests(), "botocore>=1.40"),
     )
     files = [path for folder in FOLDERS for path in (ROOT / "tests" / folder).rglob("test_*.py")]
     offline = [path for path in files if not MORE.search(path.read_text())]

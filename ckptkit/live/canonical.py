@@ -19,15 +19,6 @@ _WRAPPERS: tuple[tuple[type[nn.Module], str], ...] = (
 _COMPILED = "_orig_mod"
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The innermost module of the wrappers around a whole model."""
-    while (inner := _inner(model)) is not None:
-        found = getattr(model, inner)
-        assert isinstance(found, nn.Module)  # noqa: S101 — as its wrapper keeps it
-        model = found
-    return model
-
-
 def canonical_names(model: nn.Module) -> Callable[[str], str]:
     """A function from the names that the wrapped model uses to those of the plain one.
 

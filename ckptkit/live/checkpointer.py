@@ -47,7 +47,7 @@ class Checkpointer:
     thread writes it; what goes wrong there is raised by the next call, by `wait` and at the end of
     the `with` block; without one nothing but the log tells of a last save that failed. A save that
     begins while another is being written waits for it, or with `when_busy="skip"` does nothing and
-    returns False.
+    returns None.
 
     With `local`, a folder that all ranks see (on the disk of a single machine, or in a shared file
     system), steps are saved there and copied to `location` in the background. A local step stays
@@ -63,8 +63,8 @@ class Checkpointer:
     an object store (see `ckptkit.open`).
 
     What no wrapper keeps the same on all ranks has to be the same, or the save is refused: buffers,
-    tensors in `state`, and all of a model that nothing wraps. Of what `differing` names (patterns
-    too) the first rank's is saved.
+    tensors in `state`, and parameters that are not cut along an axis that cuts. Of what `differing`
+    names (patterns too) the first rank's is saved.
     """
 
     def __init__(  # noqa: PLR0913 — one keyword for each decision, all with defaults

@@ -84,6 +84,12 @@ class Held:
         """Whether nobody's values but this rank's are saved for it, or such that are the same."""
         return not self._unsure(topology) - self.placements.keys() - self.of_first
 
+    def is_whole_where_others_are_cut(self, topology: Topology) -> bool:
+        """Whether nobody says that it is cut along an axis that is there to cut."""
+        unsure = self._unsure(topology) - self.placements.keys()
+        axes = topology.strategy.mesh.axes
+        return any(a.name in unsure for a in axes if a.kind not in ("ddp", "zero1", "pp"))
+
     def _unsure(self, topology: Topology) -> set[str]:
         axes = topology.strategy.mesh.axes
         return {axis.name for axis in axes if axis.size > 1 and axis.name not in self.alike}

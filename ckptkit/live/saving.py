@@ -195,12 +195,17 @@ def _fingerprint(held: Held | None) -> list[object] | None:
 def _checksums(snapshot: Snapshot, differing: Sequence[str]) -> list[list[Any]]:
     """Of what nothing keeps the same on several ranks, of which the first one's is saved, and which
     nobody said may differ: the name, that rank and the checksum.
+
+    Parameters of mere copies of a model are not compared: ranks need not meet for them, and one
+    that is lost keeps nobody waiting. Along an axis that cuts they are: who forgot a rule for one
+    that was cut by hand would lose what the other ranks have.
     """
     topology = snapshot.topology
     return [
         [held.name, held.first_replica(topology), checksum(held.name, held.local)]
         for held in snapshot.tensors
         if not held.is_sure(topology)
+        and (held.role in ("buffer", "other") or held.is_whole_where_others_are_cut(topology))
         and not matches(differing, held.name, inner_name(held.name, held.role))
     ]
 
@@ -225,8 +230,8 @@ def _check_replicas(barrier: JobBarrier, mine: list[list[Any]]) -> None:
             f"the values of rank {shown} are not those of the first rank that holds the same, "
             f"which alone would be saved{more}",
             where=name,
-            hint=f'differing=["{name}"] (names or patterns) saves the first rank\'s knowingly; '
-            "in state={…} PerRank(…) keeps each rank's",
+            hint="if it is cut by hand, say how in rules={…}; in state={…} PerRank(…) keeps each "
+            f"rank's; differing=[\"{name}\"] (names or patterns) saves the first rank's knowingly",
         )
 
 

@@ -222,8 +222,9 @@ def budgets() -> list[tuple[int, int, tuple[str, ...]]]:
 
 def test_ranks_choose_the_same_blocks_and_stay_within_the_budget(gloo: Pool) -> None:
     one, other = gloo.run(2, budgets)
-    assert one == other
-    for peak, budget, blocks in one:
+    # What FSDP gathers ahead depends on the moment, and so do the last bytes of a peak.
+    assert [blocks for *_, blocks in one] == [blocks for *_, blocks in other]
+    for peak, budget, blocks in (*one, *other):
         assert peak <= budget
         assert blocks
     assert len(one[0][2]) < 4
