@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
+
+# Started in the background by a shell, pytest ignores Ctrl-C, and all that tests start would too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite(
     "tests.checkpoint.saving",

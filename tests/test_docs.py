@@ -424,6 +424,19 @@ def test_the_readme_is_read_in_three_minutes() -> None:
     assert len(PAGES["README.md"].splitlines()) <= 150
 
 
+def test_the_headlines_of_the_benchmarks_are_figures_of_theirs() -> None:
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    head, *sections = re.split(r"^## ", results, flags=re.MULTILINE)
+    by_name = {section.partition("\n")[0]: section for section in sections}
+    rows = re.findall(r"^\| (.*?) \| ([\d.]+) (x|B|MiB) \| (.*?) \|$", head, re.MULTILINE)
+    assert rows
+    for name, figure, unit, section in rows:
+        pattern = rf"^\| {re.escape(name)} +\| +{figure} {unit} \|"
+        assert re.search(pattern, by_name[section], re.MULTILINE), name
+    (why,) = re.findall(r"^## Why\n(.*?)^## ", PAGES["README.md"], re.DOTALL | re.MULTILINE)
+    assert {*re.findall(r"\d+\.\d+", why)} <= {*re.findall(r"\d+\.\d+", str(rows))}
+
+
 def test_links_lead_somewhere() -> None:
     gone = [
         (page, link)

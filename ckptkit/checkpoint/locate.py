@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from isal import isal_zlib
 
@@ -80,7 +81,21 @@ def _bytes(store: Store, prefix: str, most: int) -> bytes | None:
             if store.abilities.is_file_system and tail[0] == CRC_MARK:
                 crc = _crc_of(source, source.size - 4)
             check_sum(MANIFEST_KIND, tail, crc, where)
-        return store.read(key, 0, min(source.size, most))
+        with _in_memory(where, source.size):
+            return store.read(key, 0, min(source.size, most))
+
+
+@contextmanager
+def _in_memory(where: str, size: int) -> Iterator[None]:
+    """A manifest may have 4 GiB, and as objects a part of it takes up to 70 times its bytes."""
+    try:
+        yield
+    except MemoryError as error:
+        raise FormatError(
+            f"a manifest of {size} bytes takes more memory than there is",
+            where=where,
+            hint="`ckpt ls RUN` reads no more than its head",
+        ) from error
 
 
 def _crc_of(source: Source, size: int) -> int:
@@ -94,7 +109,9 @@ def _crc_of(source: Source, size: int) -> int:
 
 
 def _manifest(store: Store, prefix: str, data: bytes) -> Manifest:
-    manifest = Manifest.from_bytes(data, described(store, under(prefix, MANIFEST)))
+    where = described(store, under(prefix, MANIFEST))
+    with _in_memory(where, len(data)):
+        manifest = Manifest.from_bytes(data, where)
     _check_number(store, prefix, manifest.save)
     return manifest
 

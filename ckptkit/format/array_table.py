@@ -13,10 +13,16 @@ import msgpack
 import numpy as np
 
 from ckptkit.errors import CorruptionError, FormatError, NotFoundError
-from ckptkit.format.arrays import Alias, ArrayInfo, arrays_from_docs, arrays_to_docs
+from ckptkit.format.arrays import (
+    MAX_ARRAYS,
+    Alias,
+    ArrayInfo,
+    arrays_from_docs,
+    arrays_to_docs,
+)
 from ckptkit.format.columns import U32, U64
 from ckptkit.format.fields import Fields
-from ckptkit.format.leaves import unpack
+from ckptkit.format.leaves import unpack, unpack_items
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAP_HEADS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
@@ -111,15 +117,14 @@ class ArrayTables:
     def _listed(self, packed: tuple[bytes, bytes], axes: int) -> ArrayTable:
         key = (_digest(packed), axes)
         if key not in self._known:
-            table = ArrayTable(*arrays_from_docs(_decoded(packed), axes), packed)
+            table = ArrayTable(*arrays_from_docs(packed, axes), packed)
             self._known.setdefault(key, table)
         return self._known[key]
 
     def _referred(self, packed: tuple[bytes, bytes], rank: int, axes: int) -> ArrayTable:
-        fields = _decoded(packed)
-        if fields.items("placements"):
+        if any(True for _ in unpack_items(packed[0], "placements", MAX_ARRAYS)):
             raise FormatError("placements of arrays that another record lists", where="placements")
-        reference = Fields(fields.any("arrays"), "arrays")
+        reference = Fields(unpack(packed[1], "arrays"), "arrays")
         reference.integer("rank", below=1)
         digest = reference.bytes("sha256")
         reference.finish()
@@ -146,9 +151,3 @@ class ArrayTables:
 
 def _digest(packed: tuple[bytes, bytes]) -> bytes:
     return hashlib.sha256(b"".join(packed)).digest()
-
-
-def _decoded(packed: tuple[bytes, bytes]) -> Fields:
-    placements, arrays = packed
-    documents = {"placements": unpack(placements, "placements"), "arrays": unpack(arrays, "arrays")}
-    return Fields(documents, "")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
 from ckptkit.format.fields import Fields
-from ckptkit.format.names import ancestors, name_from_file
+from ckptkit.format.leaves import unpack_items
+from ckptkit.format.names import name_from_file
 from ckptkit.model import DType, Grid, Placement, placement_from_doc, placement_to_doc
 from ckptkit.model import doc as document
 
@@ -68,13 +69,15 @@ def arrays_to_docs(
     return [[placement_to_doc(p) for p in row] for row in table], entries
 
 
-def arrays_from_docs(fields: Fields, axes: int) -> tuple[tuple[ArrayInfo, ...], tuple[Alias, ...]]:
-    """Take `placements` and `arrays` out of a document."""
-    table = _placements(fields.items("placements"), axes)
+def arrays_from_docs(
+    packed: tuple[bytes, bytes], axes: int
+) -> tuple[tuple[ArrayInfo, ...], tuple[Alias, ...]]:
+    """What the fields `placements` and `arrays` of a document say, both still packed."""
+    table = _placements(unpack_items(packed[0], "placements", MAX_ARRAYS), axes)
     arrays: list[ArrayInfo] = []
     aliases: list[Alias] = []
     names: list[str] = []
-    for number, doc in enumerate(fields.items("arrays")):
+    for number, doc in enumerate(unpack_items(packed[1], "arrays", MAX_ARRAYS)):
         where = f"arrays.{number}"
         if not isinstance(doc, dict):
             raise FormatError("not a map", where=where, value=doc)
@@ -90,7 +93,7 @@ def arrays_from_docs(fields: Fields, axes: int) -> tuple[tuple[ArrayInfo, ...], 
     return tuple(arrays), tuple(aliases)
 
 
-def _placements(rows: list[Any], axes: int) -> list[tuple[Placement, ...]]:
+def _placements(rows: Iterable[Any], axes: int) -> list[tuple[Placement, ...]]:
     table = []
     for number, row in enumerate(rows):
         where = f"placements.{number}"
@@ -148,7 +151,7 @@ def is_addressable(shape: tuple[int, ...], dtype: DType) -> bool:
     """Whether numpy can hold the shape: it counts no dim of size zero, and so can be empty arrays
     that it cannot.
     """
-    return math.prod(max(1, extent) for extent in shape) * dtype.itemsize < 1 << 63
+    return math.prod([extent or 1 for extent in shape]) * dtype.itemsize < 1 << 63
 
 
 def check_names(arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> None:
@@ -160,12 +163,16 @@ def check_names(arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> None:
     rising = all(first.name < second.name for first, second in pairwise(arrays))
     if len(known) < len(names) or not rising:
         raise FormatError("the arrays are not sorted by distinct names", where="arrays")
+    groups: set[str] = set()
     for name in names:
-        clash = known.intersection(ancestors(name))
-        if clash:
-            raise FormatError(
-                f"the array lies below the array {clash.pop()!r}", where="arrays", value=name
-            )
+        group = name.rpartition("/")[0]
+        while group not in groups:  # the root is its own group
+            if group in known:
+                raise FormatError(
+                    f"the array lies below the array {group!r}", where="arrays", value=name
+                )
+            groups.add(group)
+            group = group.rpartition("/")[0]
     real = {array.name for array in arrays}
     for alias in aliases:
         if alias.alias_of not in real:

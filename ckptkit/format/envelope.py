@@ -4,6 +4,7 @@ section 6).
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -115,8 +116,9 @@ def _unpack_around(data: bytes, where: str, packed: Collection[str]) -> dict[str
 
 def _walk(data: bytes, where: str) -> Iterator[tuple[str, memoryview]]:
     """The keys of a map, and their values as they stand there."""
-    walker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=max(1, len(data)))
-    walker.feed(data)
+    walker = msgpack.Unpacker(
+        io.BytesIO(data), strict_map_key=False, max_buffer_size=max(1, len(data))
+    )
     view = memoryview(data)
     for _ in range(walker.read_map_header()):
         start, middle, end = walker.tell(), _skip(walker, where), _skip(walker, where)

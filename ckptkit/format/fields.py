@@ -37,7 +37,10 @@ class Fields:
 
     def integer(self, key: str, *, below: int = LIMIT) -> int:
         """An integer in [0, below)."""
-        return document.integer(self.any(key), self.at(key), most=below - 1)
+        value = self.any(key)
+        if type(value) is int and 0 <= value < below:
+            return value
+        return document.integer(value, self.at(key), most=below - 1)
 
     def number(self, key: str) -> float:
         """A finite float."""
@@ -48,7 +51,8 @@ class Fields:
 
     def text(self, key: str) -> str:
         """A string."""
-        return document.text(self.any(key), self.at(key))
+        value = self.any(key)
+        return value if type(value) is str else document.text(value, self.at(key))
 
     def items(self, key: str) -> list[Any]:
         """A list."""

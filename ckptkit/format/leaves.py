@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import datetime
 import enum
+import io
 import os
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from typing import Any
 
 import msgpack
@@ -102,7 +104,31 @@ def unpack(data: bytes | memoryview, where: str, depth: int = 0) -> Any:
     """Decode one document or leaf; anything outside the closed set is a FormatError."""
     if depth >= MAX_DEPTH:
         raise FormatError(f"more than {MAX_DEPTH} levels deep", where=where)
+    with _as_format_errors(where):
+        return msgpack.unpackb(data, **_hooks(where, depth))
 
+
+def unpack_items(data: bytes | memoryview, where: str, most: int) -> Iterator[Any]:
+    """Decode the items of a list of at most so many one by one.
+
+    Each takes many times its bytes as an object: the first that is wrong ends a list of millions
+    before the others are made.
+    """
+    unpacker = msgpack.Unpacker(
+        io.BytesIO(data), max_buffer_size=max(1, len(data)), **_hooks(where, 1)
+    )
+    with _as_format_errors(where):
+        try:
+            count = unpacker.read_array_header()
+        except ValueError as error:
+            raise FormatError("not a list", where=where) from error
+        if count > most:
+            raise FormatError(f"more than {most} entries", where=where, value=count)
+        for _ in range(count):
+            yield unpacker.unpack()
+
+
+def _hooks(where: str, depth: int) -> dict[str, Any]:
     def extension(code: int, payload: bytes) -> object:
         return _extension(code, payload, where, depth + 1)
 
@@ -112,10 +138,13 @@ def unpack(data: bytes | memoryview, where: str, depth: int = 0) -> Any:
             raise FormatError("a key appears twice in one map", where=where)
         return result
 
+    return {"strict_map_key": False, "object_pairs_hook": unique, "ext_hook": extension}
+
+
+@contextmanager
+def _as_format_errors(where: str) -> Iterator[None]:
     try:
-        return msgpack.unpackb(
-            data, strict_map_key=False, object_pairs_hook=unique, ext_hook=extension
-        )
+        yield
     except CkptkitError:
         raise
     except Exception as error:  # msgpack raises a dozen unrelated types on bad input

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
 import numpy as np
 
-from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.errors import FormatError
 from ckptkit.format.arrays import (
     Alias,
     ArrayInfo,
@@ -29,7 +27,7 @@ from ckptkit.format.columns import (
 )
 from ckptkit.format.envelope import check_head, packed_fields, seal, unseal
 from ckptkit.format.fields import Fields, extent, located
-from ckptkit.format.leaves import unpack
+from ckptkit.format.leaves import unpack, unpack_items
 from ckptkit.format.objects import (
     ObjectInfo,
     check_items,
@@ -42,6 +40,7 @@ from ckptkit.format.record import SaveInfo
 GROUPS_PACK = "groups.zip"
 
 MANIFEST_KIND = "ckptkit-manifest"
+_TABLE = ("placements", "arrays")
 _COLUMNS = ("pack", "offset", "length", "crc32")
 _HEAD = ("save_id", "step", "time", "writer", "world_size", "strategy")
 
@@ -105,7 +104,7 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
         """Read and check a manifest; errors name the field."""
-        fields = Fields(unseal(MANIFEST_KIND, data, where), "")
+        fields = Fields(unseal(MANIFEST_KIND, data, where, _TABLE), "")
         with located(where):
             return cls._from_fields(fields)
 
@@ -121,21 +120,18 @@ class Manifest:
         with located(where):
             known = {key: unpack(found[key], key) for key in _HEAD if key in found}
             save = SaveInfo.from_fields(Fields({**known, "details": {}}, ""))
-            packs = msgpack.Unpacker(io.BytesIO(found.get("packs", b"\xc0")), strict_map_key=False)
-            try:
-                count = packs.read_array_header()
-                _check_count(count, save.world_size)
-                return save, sum(_pack(packs.unpack(), f"packs.{i}").size for i in range(count))
-            except CkptkitError:
-                raise
-            except Exception as error:  # as in `leaves.unpack`
-                raise FormatError(f"not valid msgpack: {error}", where="packs") from error
+            docs = unpack_items(found.get("packs", b"\xc0"), "packs", save.world_size + 1)
+            sizes = [_pack(doc, f"packs.{i}").size for i, doc in enumerate(docs)]
+            _check_count(len(sizes), save.world_size)
+            return save, sum(sizes)
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Manifest:
         save = SaveInfo.from_fields(fields)
         packs = tuple(_pack(doc, f"packs.{i}") for i, doc in enumerate(fields.items("packs")))
-        arrays, aliases = arrays_from_docs(fields, len(save.strategy.mesh.axes))
+        arrays, aliases = arrays_from_docs(
+            (fields.bytes("placements"), fields.bytes("arrays")), len(save.strategy.mesh.axes)
+        )
         columns = columns_from_doc(fields.any("chunks"), "chunks", _COLUMNS)
         objects = objects_from_docs(fields)
         _check_per_rank(objects, save.world_size)

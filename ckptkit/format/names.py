@@ -116,10 +116,12 @@ def _problem(name: str) -> str:
 
 @lru_cache(maxsize=65536)
 def _is_canonical(node: str) -> bool:
-    if not _ESCAPED.fullmatch(node) or len(node) > MAX_NODE_BYTES:
+    if len(node) > MAX_NODE_BYTES:
         return False
     if _PLAIN.fullmatch(node) and node[0] not in "_." and node != "zarr.json":
         return True
+    if not _ESCAPED.fullmatch(node):
+        return False
     try:
         return escape(unescape(node)) == node
     except (InvalidNameError, FormatError):

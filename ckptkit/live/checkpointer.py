@@ -62,8 +62,9 @@ class Checkpointer:
     folder where there is one: copying is left to the next job. `storage_options` say how to reach
     an object store (see `ckptkit.open`).
 
-    Buffers, and tensors in `state`, have to be the same on ranks that nothing keeps alike, or the
-    save is refused; of those that `differing` names (patterns too) the first rank's are saved.
+    What no wrapper keeps the same on all ranks has to be the same, or the save is refused: buffers,
+    tensors in `state`, and all of a model that nothing wraps. Of what `differing` names (patterns
+    too) the first rank's is saved.
     """
 
     def __init__(  # noqa: PLR0913 — one keyword for each decision, all with defaults

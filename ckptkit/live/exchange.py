@@ -70,6 +70,7 @@ class Spoken:
     problem: str = ""
     is_involved: bool = True
     """Whether this rank knows what the call is about: a stage knows only its own parameters."""
+    strategy: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +115,8 @@ class Exchange:
         if problem:
             return Spoken(problem=problem, is_involved=is_involved)
         tensors = {name: Spread.of(each) for name, each in held.items()}
-        return Spoken(tensors, values or {}, tied or {}, "", is_involved)
+        strategy = str(self._topology.strategy)
+        return Spoken(tensors, values or {}, tied or {}, "", is_involved, strategy)
 
     def agree(self, spoken: Spoken, where: str = "") -> Plan:
         """Put together what all say; raises on every rank what one of them found wrong."""
@@ -220,6 +222,11 @@ class Exchange:
                     known.append(spread)
             plan.values.update({k: v for k, v in spoken.values.items() if k not in plan.values})
             plan.tied.update(spoken.tied)
+        for rank, spoken in enumerate(heard) if plan.tensors else ():
+            if spoken.strategy and spoken.strategy != heard[0].strategy:
+                what = f"its stage is spread over {spoken.strategy}, that of rank 0 over "
+                what += f"{heard[0].strategy}: save and load them with a Checkpointer"
+                problems.setdefault(what, []).append(rank)
         if not problems and not any(spoken.is_involved for spoken in heard):
             return "no rank has a parameter of this name"
         if not problems:

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.live.canonical import canonical_names
@@ -21,6 +25,8 @@ from ckptkit.live.topology import Topology
 from ckptkit.model import Placement
 
 Placements = Callable[[Topology], Mapping[str, Placement]]
+JoinedMeshes = dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
+"""Of a mesh of FSDP1 and one of tensor parallelism: that of both. Made once, it takes a while."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +37,11 @@ class Piece:
     also: tuple[str, ...]
     """The other names of a tied parameter."""
     shape: tuple[int, ...]
+    """Of what tensor parallelism has left of it to this rank."""
+    stride: tuple[int, ...]
+    """How it lies in the flat parameter, which keeps the order of its memory."""
+    cut: DTensorSpec | None
+    """How its rows lie on the ranks, where tensor parallelism has cut it too."""
     start: int
     """Where it begins in the whole flat parameter."""
     first: int
@@ -41,6 +52,22 @@ class Piece:
     """Where they begin in the shard."""
     parameter: nn.Parameter | None
     """The parameter itself, with `use_orig_params`."""
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def of_elements(self, elements: torch.Tensor) -> torch.Tensor:
+        """All elements, in the order of memory, in its shape."""
+        return elements.as_strided(self.shape, self.stride)
+
+    def elements_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The elements of a value of its shape, in the order of memory."""
+        ordered = torch.empty_strided(
+            self.shape, self.stride, dtype=whole.dtype, device=whole.device
+        )
+        return ordered.copy_(whole).as_strided((self.size,), (1,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,16 +93,16 @@ class Flat:
         """
         wanted = [piece for piece in self.pieces if piece.name in names]
         if self.group is None:
-            return {piece.name: elements[piece.name].view(piece.shape) for piece in wanted}
+            return {piece.name: piece.of_elements(elements[piece.name]) for piece in wanted}
         size, rank = self.group.size(), self.group.rank()
         shard = torch.zeros(self.shard_size, dtype=dtype, device=self.device)
         for piece in wanted:
             if piece.count:
                 shard[piece.at : piece.at + piece.count] = elements[piece.name]
-        whole = self._of_all_ranks(shard)
+        whole = of_all_ranks(shard, self.group)
         found = {}
         for piece in wanted:
-            full = whole[piece.start : piece.start + math.prod(piece.shape)].view(piece.shape)
+            full = piece.of_elements(whole[piece.start : piece.start + piece.size])
             height = _height(piece, size)
             # In host memory: a second copy of an optimizer's state may not fit beside the first.
             found[piece.name] = full[rank * height : (rank + 1) * height].to("cpu", copy=True)
@@ -87,7 +114,7 @@ class Flat:
         """
         wanted = [piece for piece in self.pieces if piece.name in rows]
         if self.group is None:
-            return {piece.name: rows[piece.name].reshape(-1) for piece in wanted}
+            return {piece.name: piece.elements_of(rows[piece.name]) for piece in wanted}
         size = self.group.size()
         counts = [_height(piece, size) * math.prod(piece.shape[1:]) for piece in wanted]
         ends = list(accumulate(counts))
@@ -96,30 +123,30 @@ class Flat:
         for piece, count, end in zip(wanted, counts, ends, strict=True):
             own = rows[piece.name].reshape(-1)
             mine[end - count : end - count + own.numel()] = own
-        everyone = self._of_all_ranks(mine).view(size, -1)
+        everyone = of_all_ranks(mine, self.group).view(size, -1)
         found = {}
         for piece, count, end in zip(wanted, counts, ends, strict=True):
-            full = everyone[:, end - count : end].reshape(-1)
+            rows_of_all = everyone[:, end - count : end].reshape(-1)[: piece.size]
+            full = piece.elements_of(rows_of_all.view(piece.shape))
             found[piece.name] = full[piece.first : piece.first + piece.count]
         return found
 
-    def placements(self, shape: Sequence[int]) -> Placements:
-        """How the axes cut the rows of something."""
+    def described(
+        self, piece: Piece, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[int, ...], Placements | None]:
+        """Rows of a piece; the shape of the whole, and how the axes cut it if they do not say it
+        themselves.
+        """
+        if piece.cut is not None:
+            return as_dtensor(rows, piece.cut), tuple(piece.cut.shape), None
         ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)
-        return rows_over(ranks, shape)
+        return rows, piece.shape, rows_over(ranks, piece.shape)
 
     @property
     def shard_size(self) -> int:
         """How many elements each rank has, padding included."""
         size: int = self.parameter._sharded_size.numel()  # type: ignore[attr-defined]
         return size
-
-    def _of_all_ranks(self, mine: torch.Tensor) -> torch.Tensor:
-        assert self.group is not None  # noqa: S101 — the callers have looked
-        found = mine.new_empty(mine.numel() * self.group.size())
-        # As bytes: not every backend knows every dtype.
-        dist.all_gather_single(found.view(torch.uint8), mine.view(torch.uint8), group=self.group)
-        return found
 
 
 def rows_over(ranks: Sequence[int], shape: Sequence[int]) -> Placements:
@@ -133,20 +160,60 @@ def flats_of(module: nn.Module) -> list[Flat]:
     paths: dict[nn.Module, list[str]] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         paths.setdefault(part, []).append(path)
-    handles = [unit._handle for unit in FullyShardedDataParallel.fsdp_modules(module)]
-    return [_flat(handle, paths, canonical) for handle in handles if handle is not None]
+    units = FullyShardedDataParallel.fsdp_modules(module)
+    joined: JoinedMeshes = {}
+    return [_flat(unit, joined, paths, canonical) for unit in units if unit._handle is not None]
+
+
+def cut_before(module: nn.Module) -> list[DTensorSpec]:
+    """How tensor parallelism has cut what FSDP1 has made flat."""
+    units = FullyShardedDataParallel.fsdp_modules(module)
+    flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
+    return [spec for each in flat for spec in each._param_extensions if spec is not None]
+
+
+def cut_further(
+    spec: DTensorSpec, mesh: DeviceMesh, joined: JoinedMeshes, name: str = ""
+) -> DTensorSpec:
+    """How a DTensor lies when a mesh of FSDP1 has cut the rows that each rank has of it."""
+    pair = mesh, spec.mesh
+    if pair not in joined:
+        try:
+            joined[pair] = DeviceMesh._concatenate([shard_mesh(mesh), spec.mesh])
+        except (RuntimeError, TypeError) as error:  # other ranks, or dims without names
+            raise UnsupportedTypeError(
+                "FSDP1 and tensor parallelism have meshes that are not of one",
+                where=name,
+                value=pair,
+                hint="slice both from one: mesh = init_device_mesh(…, mesh_dim_names=…), "
+                'mesh["fsdp"] and mesh["tp"]',
+            ) from error
+    pieces = spec.num_shards_map[0]
+    rows = _StridedShard(0, split_factor=pieces) if pieces > 1 else Shard(0)
+    return DTensorSpec(joined[pair], (rows, *spec.placements), tensor_meta=spec.tensor_meta)
+
+
+def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The dim of a mesh of FSDP1 along which it cuts: the last, where another repeats."""
+    names = mesh.mesh_dim_names
+    return mesh if mesh.ndim == 1 or names is None else mesh[names[-1]]
+
+
+def as_dtensor(rows: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Rows in their own memory, wherever that is, as what all ranks have together."""
+    meta = TensorMeta(spec.shape, spec.stride, rows.dtype)
+    return DTensor(rows, DTensorSpec(spec.mesh, spec.placements, meta), requires_grad=False)
 
 
 def _flat(
-    handle: Any, paths: Mapping[nn.Module, list[str]], canonical: Callable[[str], str]
+    unit: Any,
+    joined: JoinedMeshes,
+    paths: Mapping[nn.Module, list[str]],
+    canonical: Callable[[str], str],
 ) -> Flat:
+    handle = unit._handle
     parameter = handle.flat_param
-    if any(extension is not None for extension in parameter._param_extensions):
-        raise UnsupportedTypeError(
-            "FSDP1 over tensor parallelism is not supported",
-            value=parameter._fqns[0],
-            hint="fully_shard (FSDP2) goes with tensor parallelism",
-        )
+    group = handle.process_group if handle.uses_sharded_strategy else None
 
     def names(part: nn.Module, name: str) -> list[str]:
         return [canonical(f"{path}.{name}" if path else name) for path in paths[part]]
@@ -165,24 +232,54 @@ def _flat(
         if not padding
     ]
     originals = parameter._params or [None] * len(known)
+    cut = [each[0] for each, s in zip(known, parameter._param_extensions, strict=True) if s]
+    if cut and group is None and parameter._params:
+        raise UnsupportedTypeError(
+            "FSDP1 with NO_SHARD and use_orig_params=True does not train DTensors",
+            where=cut[0],
+            hint="torch refuses its first forward pass; DistributedDataParallel goes around "
+            "DTensors, and FULL_SHARD cuts them",
+        )
+    cuts = [
+        spec
+        if spec is None or group is None
+        else cut_further(spec, unit._device_mesh, joined, each[0])
+        for each, spec in zip(known, parameter._param_extensions, strict=True)
+    ]
     described = zip(
-        known, parameter._shapes, starts, parameter._shard_param_infos, originals, strict=True
+        known,
+        parameter._shapes,
+        parameter._strides,
+        cuts,
+        starts,
+        parameter._shard_param_infos,
+        originals,
+        strict=True,
     )
     pieces = tuple(
         Piece(
             name=each[0],
             also=tuple(each[1:]),
             shape=tuple(shape),
+            stride=tuple(stride),
+            cut=spec,
             start=start,
             first=own.intra_param_start_idx or 0,
             count=own.numel_in_shard or 0,
             at=own.offset_in_shard or 0,
             parameter=original,
         )
-        for each, shape, start, own, original in described
+        for each, shape, stride, spec, start, own, original in described
     )
-    group = handle.process_group if handle.uses_sharded_strategy else None
     return Flat(parameter, pieces, group, handle.device)
+
+
+def of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What all ranks of a group have, one after another."""
+    found = mine.new_empty(mine.numel() * group.size())
+    # As bytes: not every backend knows every dtype.
+    dist.all_gather_single(found.view(torch.uint8), mine.view(torch.uint8), group=group)
+    return found
 
 
 def _height(piece: Piece, ranks: int) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from ckptkit.errors import StrategyError
@@ -30,9 +33,6 @@ def kind_of(name: str) -> str:
     return _KINDS.get(name.lower(), "")
 
 
-Line = tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Group:
     """The ranks that one kind of parallelism joins, in their order along its axis."""
@@ -44,7 +44,7 @@ class Group:
     """Whether nothing says what these ranks have in common: they only fill a gap of the mesh."""
 
     by_mesh: tuple[int, ...] = ()
-    """The same ranks in the order of a mesh that numbers them otherwise than their group does."""
+    """The same ranks in the order of a mesh, where that is not the order in which they cut."""
 
     @property
     def stride(self) -> int:
@@ -61,14 +61,25 @@ class Group:
         """Whether it can be a line of a mesh whose ranks are numbered row by row."""
         return self.size < 2 or self.ranks[0] // self.stride % self.size == 0
 
+    def to_doc(self) -> list[object]:
+        """What it says of the lines of all ranks, as plain values."""
+        return [self.kind, self.stride, self.size, self.name, self.is_assumed]
+
+    @classmethod
+    def through(cls, rank: int, doc: Sequence[Any]) -> Group:
+        """The line through a rank that another rank has told of with `to_doc`."""
+        kind, stride, size, name, is_assumed = doc
+        first = rank - rank // max(stride, 1) % size * stride
+        return cls(kind, tuple(first + stride * n for n in range(size)), name, is_assumed)
+
     def __post_init__(self) -> None:
         steps = {b - a for a, b in zip(self.ranks, self.ranks[1:], strict=False)}
         if len(steps) > 1 or any(step <= 0 for step in steps):
             raise StrategyError(
                 f"the ranks of a {self.kind} group are not evenly spaced",
                 value=self.ranks,
-                hint="ckptkit knows meshes whose ranks are numbered row by row; only `fully_shard` "
-                "cuts in the order of ranks whatever that of its mesh",
+                hint="a step numbers the ranks of a mesh row by row: make the job's meshes so, as "
+                "[[0, 1], [2, 3]] and [[0, 2], [1, 3]] are",
             )
 
 
@@ -85,26 +96,40 @@ def assumed(groups: list[Group]) -> list[Group]:
     return [replace(group, is_assumed=group.kind in ("ddp", "zero1")) for group in groups]
 
 
-def mesh_groups(
-    mesh: DeviceMesh, kinds: tuple[str, ...], by_rank: Collection[Line] | None = ()
-) -> list[Group]:
-    """One group for each dim of a device mesh that this rank is in. Lines that are `by_rank` (None:
-    all) are taken in the order of their ranks, whatever that of the mesh is.
+def mesh_groups(mesh: DeviceMesh, kinds: tuple[str, ...]) -> list[Group]:
+    """One group for each dim of a device mesh that this rank is in. Their ranks go upwards, as in
+    torch's groups, whatever the order in the mesh is.
     """
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    if mesh.get_coordinate() is None:
         return []
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    found = []
-    for dim, (kind, name) in enumerate(zip(kinds, names, strict=True)):
-        line = ranks_along(mesh, dim)
-        ranks = tuple(sorted(line)) if by_rank is None or line in by_rank else line
-        found.append(Group(kind, ranks, name, by_mesh=() if ranks == line else line))
-    return found
+    lines = [ranks_along(mesh, dim) for dim in range(mesh.ndim)]
+    return [
+        Group(kind, tuple(sorted(line)), name, by_mesh=() if is_upwards(line) else line)
+        for kind, name, line in zip(kinds, names, lines, strict=True)
+    ]
+
+
+def is_upwards(line: Sequence[int]) -> bool:
+    """Whether a line of a mesh goes the way that the ranks of its process group do."""
+    return all(one < other for one, other in pairwise(line))
+
+
+def check_upwards(line: Sequence[int], where: str) -> None:
+    """Refuse to cut along a line of which torch has two minds."""
+    if not is_upwards(line):
+        raise StrategyError(
+            "cut along ranks that do not go upwards: torch scatters and gathers there in the order "
+            "of ranks, but DCP saves and loads in that of the mesh",
+            where=where,
+            value=tuple(line),
+            hint="number the ranks upwards along the dims of a mesh that cut; those that repeat, "
+            "and those of `fully_shard`, may go any way",
+        )
 
 
 def dtensor_groups(
-    tensors: Sequence[DTensor], by_rank: Collection[Line] = (), *, fully_sharded: bool = False
+    tensors: Sequence[DTensor | DTensorSpec], *, fully_sharded: bool = False
 ) -> list[Group]:
     """The lines of ranks of the meshes of some DTensors. The name of a dim says its kind, unless it
     says that it repeats and it does not: no axis along which something is cut is `ddp`. One without
@@ -123,8 +148,8 @@ def dtensor_groups(
             if cut and kinds[at] in ("", "ddp"):
                 rows = fully_sharded and 0 in cut and "fsdp" not in kinds
                 kinds[at] = "fsdp" if rows else "tp"
-        found += assumed(mesh_groups(mesh, tuple(kind or "ddp" for kind in kinds), by_rank))
-    return list(dict.fromkeys(found))
+        found += assumed(mesh_groups(mesh, tuple(kind or "ddp" for kind in kinds)))
+    return list(dict.fromkeys(replace(group, by_mesh=()) for group in found))
 
 
 def ranks_along(mesh: DeviceMesh, dim: int) -> tuple[int, ...]:

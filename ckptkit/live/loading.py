@@ -138,7 +138,8 @@ class Loading:
         return nbytes
 
     def _look(self, sources: Sources) -> Snapshot:
-        return take_snapshot(self._world, sources, mesh=self._mesh, rules=self._rules)
+        mesh, rules = self._mesh, self._rules
+        return take_snapshot(self._world, sources, mesh=mesh, rules=rules, barrier=self._barrier)
 
     def _compare(self) -> Resumed:
         """Compare names, shapes and dtypes before anything changes; raise where they differ more
@@ -164,6 +165,9 @@ class Loading:
             for held in snapshot.tensors
             if compare(self._checkpoint, held, _known_as(held, snapshot), report)
         ]
+        # Optimizers name what they keep after the parameter, not after what that is made of.
+        fits = {held.name for held in fitting}
+        fitting += [whole for whole, parts in snapshot.made.values() if fits.issuperset(parts)]
         size, rank = self._world.size, self._world.rank
         self._objects = with_own(self._objects, snapshot.open_trees, rank, size)
         self._check_wrappers(snapshot)

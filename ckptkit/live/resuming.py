@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.stored import StoredArrays
@@ -17,13 +18,12 @@ from ckptkit.checkpoint.streaming import Band, Limits, stream
 from ckptkit.errors import FormatError
 from ckptkit.format.leaves import dumps
 from ckptkit.format.names import join, split
-from ckptkit.format.reserved import OPTIMIZER, WRAPPED
+from ckptkit.format.reserved import MODEL, OPTIMIZER, WRAPPED
 from ckptkit.live.agree import Documents
 from ckptkit.live.held import Held, Tied
 from ckptkit.live.optimizers.adapter import Saved, SavedState
 from ckptkit.live.tensors import torch_dtype
 from ckptkit.live.trees import arrays_in, put_tensors
-from ckptkit.model import DTYPES
 
 _COMPARE_MEMORY = 64 << 20
 
@@ -138,11 +138,13 @@ def resume(
         state[name] = {}
         for key, array in saved.get(there, {}).items():
             arrays[join("optimizer", name, key)] = array
-            state[name][key] = _as_here(checkpoint, array, join("model", there), held)
+            of = wrappers.get(there, {}).get("")
+            state[name][key] = _as_here(checkpoint, array, join("model", there), of, held)
         for key, record in wrappers.get(there, {}).items():
-            parts = [each for each in state[name] if each.startswith(f"{key}/")]
-            state[name] = {k: v for k, v in state[name].items() if k not in parts}
-            state[name][key] = record
+            if key:
+                parts = [each for each in state[name] if each.startswith(f"{key}/")]
+                state[name] = {k: v for k, v in state[name].items() if k not in parts}
+                state[name][key] = record
         for document in documents:
             state[name] = nested(state[name], document["values"].get(there, {}), there)
     return Resumed(state, arrays, [_renamed(document, theirs) for document in documents])
@@ -181,28 +183,33 @@ def _saved(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
 
 
 def _wrappers(checkpoint: Checkpoint) -> dict[str, dict[str, Saved]]:
-    """What optimizers keep in tensors that are made of others, by parameter and key."""
+    """What is kept in tensors that are made of others, by parameter and key: what optimizers keep,
+    and under no key the parameter itself.
+    """
     found: dict[str, dict[str, Saved]] = {}
-    prefix = f"{WRAPPED}/{OPTIMIZER}/"
     for item in checkpoint.manifest.objects:
-        if not item.name.startswith(prefix):
+        group, *nodes = split(item.name.removeprefix(f"{WRAPPED}/"))
+        if not item.name.startswith(f"{WRAPPED}/") or group not in (MODEL, OPTIMIZER):
             continue
-        nodes, record = split(item.name.removeprefix(prefix)), item.value
-        dtype = str(record.get("dtype")) if isinstance(record, dict) else ""
-        if len(nodes) != 2 or dtype not in DTYPES or not isinstance(record["shape"], list):
+        record = item.value if isinstance(item.value, dict) else {}
+        dtype, shape = getattr(torch, str(record.get("dtype")), None), record.get("shape")
+        is_named = len(nodes) == (2 if group == OPTIMIZER else 1)
+        if not (is_named and isinstance(dtype, torch.dtype) and isinstance(shape, list)):
             raise FormatError("not what a save writes", where=f"objects.{item.name}", value=record)
-        shape = tuple(record["shape"])
-        kept = Saved(shape, torch_dtype(DTYPES[dtype]), is_like_parameter=True, is_wrapper=True)
-        found.setdefault(nodes[0], {})[nodes[1]] = kept
+        kept = Saved(tuple(shape), dtype, is_like_parameter=True, is_wrapper=True)
+        found.setdefault(nodes[0], {})["".join(nodes[1:])] = kept
     return found
 
 
-def _as_here(checkpoint: Checkpoint, name: str, parameter: str, held: Held) -> Saved:
+def _as_here(
+    checkpoint: Checkpoint, name: str, parameter: str, wrapper: Saved | None, held: Held
+) -> Saved:
     """The array with the dtype of the parameter here, where it had that of the one there."""
-    array, of = checkpoint[name], checkpoint[parameter]
-    alike = array.dtype == of.dtype and array.shape == of.shape
-    dtype = held.local.dtype if alike else torch_dtype(array.dtype)
-    return Saved(array.shape, dtype, array.shape == held.shape)
+    array, of = checkpoint[name], wrapper or checkpoint[parameter]
+    own = torch_dtype(array.dtype)
+    there = of.dtype if isinstance(of, Saved) else torch_dtype(of.dtype)
+    alike = own == there and array.shape == of.shape
+    return Saved(array.shape, held.local.dtype if alike else own, array.shape == held.shape)
 
 
 def _renamed(document: dict[str, Any], theirs: Mapping[str, str]) -> dict[str, Any]:

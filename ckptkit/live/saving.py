@@ -73,7 +73,9 @@ class PreparedSave:
         self._options = options
         self._is_cancelled = False
         try:
-            snapshot = take_snapshot(world, sources, extra=extra, mesh=mesh, rules=rules)
+            snapshot = take_snapshot(
+                world, sources, extra=extra, mesh=mesh, rules=rules, barrier=barrier
+            )
             self._nbytes = _whole_bytes(snapshot)
             tensors = [held.moved(snapshot.topology) for held in snapshot.tensors]
             on_devices = any(held.local.device.type != "cpu" for held in tensors)
@@ -191,15 +193,14 @@ def _fingerprint(held: Held | None) -> list[object] | None:
 
 
 def _checksums(snapshot: Snapshot, differing: Sequence[str]) -> list[list[Any]]:
-    """Of buffers and tensors of `state` of which the first rank's are saved, and which nobody said
-    may differ: the name, that rank and the checksum.
+    """Of what nothing keeps the same on several ranks, of which the first one's is saved, and which
+    nobody said may differ: the name, that rank and the checksum.
     """
     topology = snapshot.topology
     return [
         [held.name, held.first_replica(topology), checksum(held.name, held.local)]
         for held in snapshot.tensors
-        if held.role in ("buffer", "other")
-        and not held.is_sure(topology)
+        if not held.is_sure(topology)
         and not matches(differing, held.name, inner_name(held.name, held.role))
     ]
 

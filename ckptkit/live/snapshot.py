@@ -13,13 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ckptkit.checkpoint.barrier import Gathering
 from ckptkit.checkpoint.patterns import matches, pattern_list
-from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
+from ckptkit.errors import InvalidNameError, UsageError
 from ckptkit.format import reserved
 from ckptkit.format.names import join
 from ckptkit.live.adapters import Entry
+from ckptkit.live.agree import told
 from ckptkit.live.extra import DataRanks
-from ckptkit.live.groups import Group, dtensor_groups, kind_of, mesh_groups
+from ckptkit.live.groups import Group, check_upwards, dtensor_groups, kind_of, mesh_groups
 from ckptkit.live.held import Held, Tied
 from ckptkit.live.models import Model
 from ckptkit.live.optimizers import OptimizerAdapter, StateEntry, optimizer_adapter
@@ -146,6 +148,8 @@ class Snapshot:
 
     open_trees: dict[str, Any] = field(default_factory=dict)
     """The nested dictionaries of which ranks may have keys of their own, tensors as marks."""
+    made: Mapping[str, tuple[Held, Sequence[str]]] = field(default_factory=dict)
+    """By name the tensors that are made of others, which are among `tensors`, and their names."""
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -154,24 +158,41 @@ class Snapshot:
         return found  # type: ignore[no-any-return]
 
 
-def topology_of(world: World, sources: Sources, mesh: DeviceMesh | None = None) -> Topology:
-    """The topology of a job, read off its model and optimizers; `mesh` names what they do not."""
+def topology_of(
+    world: World,
+    sources: Sources,
+    mesh: DeviceMesh | None = None,
+    barrier: Gathering | None = None,
+) -> Topology:
+    """The topology of a job, read off its model and optimizers; `mesh` names what they do not. With
+    a barrier the stages of a pipeline, of which only some may have experts, find one for all.
+    """
     groups: list[Group] = []
     if mesh is None and sources.model is not None:
         mesh = sources.model.mesh
-    if mesh is not None:
-        names = mesh.mesh_dim_names or ("",) * mesh.ndim
-        found = mesh_groups(mesh, tuple(kind_of(name) or "ddp" for name in names))
-        groups += [replace(g, is_assumed=not kind_of(g.name)) for g in found]
     if sources.model is not None:
         groups += sources.model.groups()
     for optimizer in sources.optimizers:
         groups += optimizer.groups()
+    if mesh is not None:
+        names = mesh.mesh_dim_names or ("",) * mesh.ndim
+        found = mesh_groups(mesh, tuple(kind_of(name) or "ddp" for name in names))
+        by_rank = {group.by_mesh for group in groups}
+        for group in found:
+            if group.by_mesh not in by_rank:  # what is cut by hand may go either way
+                check_upwards(group.by_mesh, "mesh=")
+        groups = [replace(g, is_assumed=not kind_of(g.name)) for g in found] + groups
     tensors = (t for _, by_name in _trees(sources.stateful).values() for t in by_name.values())
     spread = [t for t in tensors if isinstance(t, DTensor)]
-    by_rank = {group.by_mesh for group in groups}
-    groups += dtensor_groups(spread, by_rank, fully_sharded=True)
+    groups += dtensor_groups(spread, fully_sharded=True)
+    if barrier is not None and any(group.kind == "pp" and group.size > 1 for group in groups):
+        lines = told(barrier, [group.to_doc() for group in groups], _distinct)
+        groups = [*(Group.through(world.rank, line) for line in lines), *groups]
     return Topology.of(world, groups)
+
+
+def _distinct(heard: list[Any]) -> list[Any]:
+    return list({tuple(line): line for lines in heard for line in lines}.values())
 
 
 def rules_of(sources: Sources, rules: HandCuts | None) -> HandCuts:
@@ -188,9 +209,10 @@ def take_snapshot(
     extra: Mapping[str, object] | None = None,
     mesh: DeviceMesh | None = None,
     rules: HandCuts | None = None,
+    barrier: Gathering | None = None,
 ) -> Snapshot:
     """Look at everything; nothing is copied yet."""
-    topology = topology_of(world, sources, mesh)
+    topology = topology_of(world, sources, mesh, barrier)
     staged = sources.model is not None and sources.model.is_staged
     reading = Reading(topology, rules_of(sources, rules), staged=staged)
     details: dict[str, Any] = {}
@@ -235,6 +257,7 @@ def take_snapshot(
         trees,
         spread,
         {n: objects[n] for n, v in sources.stateful.items() if not isinstance(v, closed)},
+        reading.made,
     )
 
 
@@ -263,6 +286,8 @@ class Reading:
         self._names: set[str] = set()
         self.tensors: list[Held] = []
         self.tied: list[Tied] = []
+        self.made: dict[str, tuple[Held, list[str]]] = {}
+        """Tensors that are made of others, and the names of these."""
 
     def add_model(self, entries: Iterable[Entry]) -> None:
         """Parameters and buffers; a tensor of two names is stored once."""
@@ -292,12 +317,6 @@ class Reading:
                 name = join("optimizer", entry.parameter, entry.key)
                 of = join("model", entry.parameter)
                 alike = self._alike_of.get(of, self._topology.replicas)
-                if f"{reserved.WRAPPED}/{of}" in self.alike:
-                    raise UnsupportedTypeError(
-                        "its parameter is made of several tensors, and is trained",
-                        where=name,
-                        hint="frozen ones can be saved, and such states of plain parameters",
-                    )
                 self._add(name, entry.value, "optimizer", entry, of=of, alike=alike)
 
     def add_tree(self, tensors: Mapping[str, torch.Tensor], *, alike: bool) -> None:
@@ -337,10 +356,6 @@ class Reading:
         shape = tuple(tensor.shape) if entry is None or entry.shape is None else entry.shape
         local = local_of(tensor)
         alike |= topology.mesh_axes(tensor)
-        if parts:
-            held = Held(name, shape, placements, local, role, of, alike)
-            self._add_parts(held, record_of(tensor), parts, staged=staged)
-            return
         # What an optimizer keeps in another shape than the parameter's is cut as it says itself.
         is_like = self._locals.setdefault(of or name, local.shape) == local.shape
         said: Mapping[str, HowCut] = {}
@@ -352,14 +367,17 @@ class Reading:
                 placement, whole = self._rules.placement(name, said[axis.kind], shape, size)
                 shape = shape if isinstance(tensor, DTensor) else whole
                 placements[axis.name] = placement
-        if role == "optimizer" and local.ndim and not isinstance(tensor, DTensor):
+        if role == "optimizer" and local.ndim and not parts and not isinstance(tensor, DTensor):
             says = said or (entry is not None and entry.placements is not None)
             if self._is_cut.get(of or "") and not says:
                 # Whether it is a part or the same on all ranks cannot be seen: the commit compares.
                 self.alike[f"{reserved.ALIKE}/{name}"] = checksum(name, local)
         self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())
         held = Held(name, shape, placements, local, role, of, alike, of_first)
-        self.tensors.append(self._as_it_lies(held, tensor))
+        if parts:
+            self._add_parts(held, record_of(tensor), parts, staged=staged)
+        else:
+            self.tensors.append(self._as_it_lies(held, tensor))
 
     def _as_it_lies(self, held: Held, tensor: torch.Tensor) -> Held:
         """With the rank's own part, where no placements say what that is."""
@@ -377,7 +395,9 @@ class Reading:
         staged: bool,
     ) -> None:
         """The tensors that one is made of, cut as it is; rules may say of each how."""
+        record = {**record, "shape": list(whole.shape)}  # cut by hand, it looks like a whole
         self.alike[f"{reserved.WRAPPED}/{whole.name}"] = record
+        self.made[whole.name] = whole, [part_name(whole.name, key) for key in parts]
         for key, part in parts.items():
             name = part_name(whole.name, key)
             entry = StateEntry("", key, part)
@@ -385,6 +405,9 @@ class Reading:
                 shape, cuts = layout_of_part(name, key, part, whole)
                 entry = StateEntry("", key, part, shape, always(cuts))
             self._add(name, part, whole.role, entry, alike=whole.alike, staged=staged, of=whole.of)
+            if self._is_cut[whole.name] and not self._is_cut[name]:
+                # Each rank may have made it of its own rows: the commit compares.
+                self.alike[f"{reserved.ALIKE}/{name}"] = checksum(name, part)
 
 
 def _optimizer_document(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.errors import LayoutError, StrategyError
 from ckptkit.live.cuts import Run, own_layout, refined
-from ckptkit.live.groups import Group, ranks_along
+from ckptkit.live.groups import Group, check_upwards, ranks_along
 from ckptkit.live.world import World
 from ckptkit.model import (
     Layout,
@@ -68,7 +68,7 @@ class Topology:
     replicas: frozenset[str]
     """The axes whose ranks are known to hold the same parameters."""
     by_rank: frozenset[tuple[int, ...]] = frozenset()
-    """Lines of meshes that number their ranks otherwise than what cuts along them does."""
+    """Lines of meshes that do not go upwards, as what cuts along them does."""
     _runs_of: dict[DeviceMesh, tuple[Run, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -155,7 +155,12 @@ class Topology:
     def _of_dtensor(self, name: str, tensor: DTensor) -> tuple[dict[str, Placement], Layout | None]:
         """How the axes cut it; and how its own mesh does, where the axes cannot do the same."""
         own = own_layout(name, tensor)
-        row, is_exact = refined(own, self._runs(tensor.device_mesh), self.strategy)
+        mesh = tensor.device_mesh
+        for dim, placement in enumerate(own.placements):
+            line = ranks_along(mesh, dim)
+            if not isinstance(placement, Replicate) and line not in self.by_rank:
+                check_upwards(line, name)
+        row, is_exact = refined(own, self._runs(mesh), self.strategy)
         axes = zip(self.strategy.mesh.axes, row, strict=True)
         found: dict[str, Placement] = {
             axis.name: place for axis, place in axes if not isinstance(place, Replicate)
@@ -205,8 +210,7 @@ class Topology:
         return self._runs_of[mesh]
 
     def _lines(self, mesh: DeviceMesh) -> list[tuple[int, ...]]:
-        lines = [ranks_along(mesh, dim) for dim in range(mesh.ndim)]
-        return [tuple(sorted(line)) if line in self.by_rank else line for line in lines]
+        return [tuple(sorted(ranks_along(mesh, dim))) for dim in range(mesh.ndim)]
 
 
 def _refined(groups: list[Group], world_size: int) -> list[Group]:
@@ -262,8 +266,9 @@ def _tangled(groups: list[Group], world_size: int) -> StrategyError:
     return StrategyError(
         f"the groups of ranks do not span a mesh of {world_size} ranks",
         value=shown,
-        hint="(kind, name, stride, size); a mesh numbers its ranks row by row, and each group "
-        "is one of its lines",
+        hint="(kind, name, stride, size); each group has to be a line of one mesh whose ranks are "
+        "numbered row by row, as [[0, 1], [2, 3]] and [[0, 2], [1, 3]] are, and not "
+        "[[0, 3], [1, 2]]: make the job's meshes so",
     )
 
 

@@ -39,6 +39,16 @@ def parts_of_tensor(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: getattr(local, name) for name in names}
 
 
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape and the cut of one that is made of others, with elements of its own."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    made = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    if not isinstance(tensor, DTensor):
+        return made
+    mesh, cuts, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    return DTensor.from_local(made, mesh, cuts, run_check=False, shape=shape, stride=stride)
+
+
 def part_name(name: str, part: str) -> str:
     """The name of the array of a part: one node, as that of the whole would be."""
     *above, last = split(name)
@@ -72,7 +82,8 @@ def layout_of_part(
     if known == _TABLE:
         return own, {axis: p for axis, p in placements.items() if axis not in cuts}
     along_rows = all(p.dim == 0 for p in cuts.values())
-    if known is None and along_rows and part.ndim > 1 and own[0] == local[0]:
+    if known is None and along_rows and own and own[0] == local[0]:
+        # A part of another kind has as many rows only by chance, and not for other ranks.
         return (shape[0], *own[1:]), dict(placements)
     if known == _BLOCKS and along_rows and len(cuts) == 1 and part.numel():
         block, rest = divmod(math.prod(local), part.numel())

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -176,7 +177,8 @@ class Grid:
         try:
             if kind == "regular":
                 found = document.fields(doc, where, ("kind", "chunk_shape"))
-                return cls(shape, document.integers(found["chunk_shape"], f"{where}.chunk_shape"))
+                chunk = document.integers(found["chunk_shape"], f"{where}.chunk_shape")
+                return _regular(shape, chunk)
             if kind == "rectilinear":
                 found = document.fields(doc, where, ("kind", "edges"))
                 return cls(shape, None, _edges_from(found["edges"], f"{where}.edges"))
@@ -211,6 +213,12 @@ class Grid:
             a + n <= length for a, n, length in zip(box.offset, box.shape, self.shape, strict=True)
         ):
             raise LayoutError(f"the box is not inside an array of {self.shape}", value=box)
+
+
+@lru_cache(maxsize=4096)
+def _regular(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Grid:
+    """Layers are alike: a document of 100,000 arrays has a few dozen grids."""
+    return Grid(shape, chunk_shape)
 
 
 def _regular_counts(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from isal import isal_zlib
 
 from tests.cli.programs import ckpt, document, environment
 from tests.format.samples import edited, plain, sealed
@@ -103,9 +104,31 @@ def _hole_before_the_checksum(manifest: Path) -> None:
         file.write(good)
 
 
+def _hole_in_a_value(manifest: Path) -> None:
+    """Nothing is wrong with it but that `details` has 1 GiB of zeros."""
+    document = plain(manifest.read_bytes())
+    size, band = 1 << 30, bytes(1 << 24)
+    before, behind = sealed(edited(document, "details", {"x": b"x" * 70_000}))[:-4].split(
+        b"x" * 70_000
+    )
+    before = before[:-4] + size.to_bytes(4, "big")
+    crc = isal_zlib.crc32(before)
+    for _ in range(0, size, len(band)):
+        crc = isal_zlib.crc32(band, crc)
+    with manifest.open("wb") as file:
+        file.write(before)
+        file.seek(size, os.SEEK_CUR)
+        file.write(behind + isal_zlib.crc32(behind, crc).to_bytes(4, "big"))
+
+
 @pytest.mark.parametrize(
     ("made", "commands"),
-    [(_hole, ["ls", "show"]), (_hole_with_ends, ["ls"]), (_hole_before_the_checksum, ["show"])],
+    [
+        (_hole, ["ls", "show"]),
+        (_hole_with_ends, ["ls"]),
+        (_hole_before_the_checksum, ["show"]),
+        (_hole_in_a_value, ["ls", "show", "verify"]),
+    ],
 )
 def test_a_file_with_a_hole_is_a_problem_of_its_step(
     run: Path, made: Callable[[Path], None], commands: list[str]

@@ -164,7 +164,9 @@ def is_whole(here: Path, scene: Scene) -> bool:
 
 
 def clean_up(here: Path, scene: Scene) -> None:
-    if scene.words[0] != "unpack":
+    if scene.words[0] == "unpack":
+        run(here, scene.words)  # says that the target is there, and removes what lies beside it
+    else:
         run_plainly(here, ["prune", "dst", "--keep-last", "9", "--grace", "0"])
 
 
@@ -205,7 +207,9 @@ def test_a_fault_at_any_call_leaves_what_can_be_done_again(
 
 def check(here: Path, scene: Scene, result: subprocess.CompletedProcess[str]) -> None:
     assert result.returncode != 70
-    assert "Traceback" not in result.stderr or scene.words[0] == "live"
+    # Each thread has a call of that number: of the first one it may be a part of Python's start.
+    said = re.sub("(?s)Error processing line.*Remainder of file ignored\n", "", result.stderr)
+    assert "Traceback" not in said or scene.words[0] == "live"
     there = scene.makes_step and is_whole(here, scene)
     if result.returncode == 0:
         assert there or not scene.makes_step

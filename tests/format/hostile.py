@@ -41,7 +41,9 @@ def mutated(value: Any, rng: random.Random) -> Any:
         case bool():
             return not value
         case int():
-            return rng.choice([value + 1, max(0, value - 1), value * 2, *NUMBERS])
+            largest = 2**64 - 1  # that msgpack writes
+            near = [min(value + 1, largest), max(0, value - 1), min(value * 2, largest)]
+            return rng.choice([*near, *NUMBERS])
         case float():
             return rng.choice([float("nan"), float("inf"), -0.0, 1e308, -1.0, 2**63])
         case str():

@@ -99,3 +99,36 @@ def test_a_list_of_many_edges_is_no_more_than_what_it_takes_in_the_file() -> Non
         assert tracemalloc.get_traced_memory()[1] < 40 * len(data)
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("field", ["arrays", "placements"])
+def test_a_list_of_empty_maps_ends_at_the_first(field: str) -> None:
+    data = sealed(edited(MANIFEST, field, [{}] * 500_000))
+    assert peak_of(data, f"{field}.0") < 6 * len(data)
+
+
+@pytest.mark.parametrize("field", ["arrays", "placements"])
+def test_a_list_of_more_entries_than_the_format_has_is_not_begun(field: str) -> None:
+    data = sealed(edited(MANIFEST, field, [None] * (2**24 + 1)))
+    assert peak_of(data, field, "more than 16777216 entries") < 6 * len(data)
+
+
+def test_entries_of_arrays_are_in_memory_one_by_one() -> None:
+    entry = {**MANIFEST["arrays"][0], "shape": [0, 1], "grid": REGULAR}
+    entries = [{**entry, "name": f"model/layers.{number:05d}.w"} for number in range(10_000)]
+    chunks = {**dict.fromkeys(MANIFEST["chunks"], b""), "count": 1}  # the arrays fit, this not
+    data = sealed({**MANIFEST, "arrays": entries, "chunks": chunks})
+    assert peak_of(data, "chunks.pack") < 9 * len(data)
+
+
+def peak_of(data: bytes, where: str, problem: str = ".") -> int:
+    """How much memory a manifest takes until it is refused."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match=problem) as refused:
+            Manifest.from_bytes(data, "m")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert refused.value.where.startswith(f"m: {where}")
+    return peak

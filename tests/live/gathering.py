@@ -24,7 +24,7 @@ from tests.live.strategies import Job
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
-_PREFIXES = ("module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 _RANK = 1 << 32
 
 
@@ -180,6 +180,8 @@ def _like(value: Any, of: tuple[str, DTensor] | None) -> Any:
 def _of_fsdp1(job: Job) -> dict[str, torch.Tensor]:
     options = StateDictOptions(full_state_dict=True)
     module = job.modules[0]
+    if FullyShardedDataParallel.fsdp_modules(module)[0]._fsdp_extension is not None:
+        return _of_sliced_fsdp1(job)
     model: Any = get_model_state_dict(module, options=options)
     found = {f"model/{canonical(name)}": tensor for name, tensor in model.items()}
     document = get_optimizer_state_dict(module, job.optimizer, options=options)
@@ -189,6 +191,36 @@ def _of_fsdp1(job: Job) -> dict[str, torch.Tensor]:
             if torch.is_tensor(value):
                 found[f"optimizer/{canonical(name)}/{key}"] = value
     return found
+
+
+def _of_sliced_fsdp1(job: Job) -> dict[str, torch.Tensor]:
+    """The same where the mesh is a part of another, and torch's own state dicts are not right: what
+    the optimizer keeps is gathered in the place of the parameters.
+    """
+    module, parameters = job.modules[0], list(job.modules[0].parameters())
+    states = [job.optimizer.state.get(p, {}) for p in parameters]
+    found = {f"model/{name}": tensor for name, tensor in _summoned(module).items()}
+    found |= {f"model/{canonical(name)}": buffer for name, buffer in module.named_buffers()}
+    keys: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(keys, [(k, v.ndim) for s in states for k, v in s.items()])
+    kept = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for key, dims in dict.fromkeys(each for of_rank in keys for each in of_rank):
+            for parameter, state in zip(parameters, states, strict=True):
+                value = state.get(key, torch.tensor(0.0))
+                parameter.copy_(value if dims else torch.full_like(parameter, float(value)))
+            for name, tensor in _summoned(module).items():
+                one = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                found[f"optimizer/{name}/{key}"] = tensor if dims else one.max()
+        for parameter, value in zip(parameters, kept, strict=True):
+            parameter.copy_(value)
+    return found
+
+
+def _summoned(module: nn.Module) -> dict[str, torch.Tensor]:
+    with FullyShardedDataParallel.summon_full_params(module, writeback=False):
+        named = {canonical(name): p for name, p in module.named_parameters()}
+        return {name: parameter.detach().clone() for name, parameter in named.items()}
 
 
 def whole(tensor: torch.Tensor) -> npt.NDArray[Any]:

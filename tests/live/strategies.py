@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate as composable_replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -133,6 +134,26 @@ def fsdp1_hybrid(seed: int, make: MakeOptimizer) -> Job:
     return _fsdp1(seed, make, ShardingStrategy.HYBRID_SHARD, mesh)
 
 
+def fsdp1_tp(seed: int, make: MakeOptimizer) -> Job:
+    """FSDP1 of what tensor parallelism has cut already."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    return _fsdp1(seed, make, ShardingStrategy.FULL_SHARD, mesh["fsdp"], mesh["tp"])
+
+
+def fsdp1_flat_tp(seed: int, make: MakeOptimizer) -> Job:
+    """The same with flat parameters, and tensor parallelism between ranks that are far apart."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "fsdp"))
+    strategy = ShardingStrategy.FULL_SHARD
+    return _fsdp1(seed, make, strategy, mesh["fsdp"], mesh["tp"], use_orig_params=False)
+
+
+def fsdp1_hybrid_tp(seed: int, make: MakeOptimizer) -> Job:
+    """The same on eight ranks, four of which repeat the others."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    strategy, both = ShardingStrategy.HYBRID_SHARD, mesh["replicate", "shard"]
+    return _fsdp1(seed, make, strategy, both, mesh["tp"])
+
+
 def tp(seed: int, make: MakeOptimizer) -> Job:
     """`parallelize_module`."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
@@ -151,11 +172,7 @@ def experts(seed: int, make: MakeOptimizer) -> Job:
     """Fully sharded over all ranks, but for what is cut as experts are, over a mesh of its own."""
     mesh, flat = _expert_meshes()
     model = network(seed)
-    for layer in model.layers.values():
-        plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(layer, mesh["ep"], plan)
-        for part in (layer.up, layer.down):
-            fully_shard(cast("nn.Module", part), mesh=mesh["efsdp"])
+    _cut_experts(model, mesh["ep"], mesh["efsdp"])
     model = _fully_sharded(model, flat)
     return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("efsdp"), 2)
 
@@ -199,11 +216,24 @@ def ddp_of_tp(seed: int, make: MakeOptimizer) -> Job:
     return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("ddp"), 2)
 
 
+def composable(seed: int, make: MakeOptimizer) -> Job:
+    """The older `replicate`, which is DDP beside the modules."""
+    return _replicated(composable_replicate(network(seed)), make)
+
+
 def replicate_of_tp(seed: int, make: MakeOptimizer) -> Job:
     """`replicate` of what tensor parallelism has cut."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "tp"))
     model = _tensor_parallel(network(seed), mesh["tp"])
     replicate(model, mesh=mesh["ddp"])
+    return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("ddp"), 2)
+
+
+def ddp_of_tp_permuted(seed: int, make: MakeOptimizer) -> Job:
+    """Tensor parallelism of ranks that are far apart, with replicas that go downwards."""
+    mesh = DeviceMesh("cpu", [[1, 3], [0, 2]], mesh_dim_names=("ddp", "tp"))
+    model = _tensor_parallel(network(seed), mesh["tp"])
+    _average_gradients(model, mesh.get_group("ddp"))
     return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("ddp"), 2)
 
 
@@ -235,6 +265,32 @@ def pp_fsdp_tp(seed: int, make: MakeOptimizer) -> Job:
     return _pipeline(seed, make, mesh.get_local_rank("pp"), 2, mesh)
 
 
+def pp_experts(seed: int, make: MakeOptimizer) -> Job:
+    """Experts in the last stage of a pipeline only: on four ranks beside what nothing cuts, on
+    eight beside what is fully sharded, over a mesh of their own.
+    """
+    replicas = dist.get_world_size() // 4
+    mesh = init_device_mesh("cpu", (2, replicas, 2), mesh_dim_names=("pp", "efsdp", "ep"))
+    stage = mesh.get_local_rank("pp")
+    model = network(seed).keep((PARTS[:2], PARTS[2:])[stage])
+    if stage == 1:
+        _cut_experts(model, mesh["ep"], mesh["efsdp"] if replicas > 1 else None)
+    if replicas > 1:
+        _fully_sharded(model, mesh["efsdp", "ep"]._flatten("fsdp"))
+    made = [_stage(model, stage, 2, mesh.get_group("pp"))]
+    job = _piped(made, ScheduleGPipe(made[0], 2, loss_of), make)
+    job.replica, job.replicas = mesh.get_local_rank("efsdp"), replicas
+    return job
+
+
+def _cut_experts(model: Network, ep: DeviceMesh, efsdp: DeviceMesh | None) -> None:
+    for layer in model.layers.values():
+        plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(layer, ep, plan)
+        for part in (layer.up, layer.down) if efsdp is not None else ():
+            fully_shard(cast("nn.Module", part), mesh=efsdp)
+
+
 def _replicated(model: nn.Module, make: MakeOptimizer) -> Job:
     optimizer = make(list(model.parameters()))
     return Job(model, [model], optimizer, dist.get_rank(), dist.get_world_size())
@@ -245,18 +301,26 @@ def _fsdp1(
     make: MakeOptimizer,
     strategy: ShardingStrategy,
     mesh: DeviceMesh | None = None,
+    tp: DeviceMesh | None = None,
     *,
     use_orig_params: bool = True,
 ) -> Job:
-    model = FullyShardedDataParallel(
-        network(seed),
-        sharding_strategy=strategy,
+    model = network(seed) if tp is None else _tensor_parallel(network(seed), tp)
+    wrapped = _wrapped(model, mesh, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    job = _replicated(wrapped, make)
+    if mesh is not None:
+        job.replica, job.replicas = int((mesh.mesh < dist.get_rank()).sum()), mesh.size()
+    return job
+
+
+def _wrapped(model: nn.Module, mesh: DeviceMesh | None, **options: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(
+        model,
         device_mesh=mesh,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
+        **{"use_orig_params": True, **options},
     )
-    return _replicated(model, make)
 
 
 def _fully_sharded(
@@ -342,6 +406,7 @@ _FSDP1 = {
     "fsdp1:3": Layout(3, "fsdp:3", fsdp1),
     "fsdp1:2, flat": Layout(2, "fsdp:2", fsdp1_flat),
     "fsdp1:2, grad op": Layout(2, "fsdp:2", fsdp1_grad_op),
+    "fsdp1:2, tp:2": Layout(4, "fsdp:2,tp:2", fsdp1_tp),
     "fsdp1:2x2": Layout(4, "replicate=ddp:2,shard=fsdp:2", fsdp1_hybrid),
 }
 
@@ -368,6 +433,7 @@ LAYOUTS = {
     "ddp:2,tp:2": Layout(4, "ddp:2,tp:2", ddp_tp),
     "ddp:2 around tp:2": Layout(4, "ddp:2,tp:2", ddp_of_tp),
     "replicate:2 of tp:2": Layout(4, "ddp:2,tp:2", replicate_of_tp),
+    "tp:2,ddp:2 over a permuted mesh": Layout(4, "tp:2,ddp:2", ddp_of_tp_permuted),
     "pp:2": Layout(2, "pp:2", pp),
     "pp:3": Layout(3, "pp:3", pp),
     "pp:4": Layout(4, "pp:4", pp),

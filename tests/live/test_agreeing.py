@@ -167,7 +167,8 @@ def test_ranks_that_fail_in_two_ways_agree_on_one(gloo: Pool, tmp_path: Path) ->
 def normed(kind: str) -> nn.Module:
     """A model with statistics of its own data, after a step."""
     model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    nn.init.ones_(model.get_parameter("0.weight"))
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
     if kind == "fsdp":
         fully_shard(model)
     elif kind.startswith("ddp"):
@@ -203,6 +204,41 @@ def test_buffers_that_differ_are_kept_of_the_first_rank_only_where_that_is_said(
         saved = torch.from_numpy(step.read("model/1.running_mean"))
         assert saved.numel() == 4
         assert abs(float(saved.mean()) - mean) < 0.5
+
+
+def save_what_nothing_wraps(location: str) -> list[str]:
+    """A model and an optimizer whose ranks were to be kept alike by hand; what is refused."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    messages = []
+    for step, value in enumerate((model.weight, None, optimizer), start=1):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if isinstance(value, torch.Tensor):
+            value.data += dist.get_rank() // 2
+        elif value is not None:
+            optimizer.state[model.bias]["exp_avg"] += dist.get_rank() // 2
+        try:
+            save(location, step=step, model=model, optimizer=optimizer, timeout=30)
+        except PeerError as error:
+            messages.append(str(error))
+            with torch.no_grad():
+                dist.broadcast(model.weight, 0)
+    everything = ["model/*", "optimizer/*"]
+    save(location, step=4, model=model, optimizer=optimizer, differing=everything, timeout=30)
+    return messages
+
+
+def test_parameters_that_nothing_keeps_alike_have_to_be_the_same(
+    gloo: Pool, tmp_path: Path
+) -> None:
+    found = gloo.run(3, save_what_nothing_wraps, str(tmp_path))
+    assert found == [found[0]] * 3
+    weight, state = found[0]
+    assert weight.startswith("model/weight: the values of rank 2 are not those of the first rank")
+    assert state.startswith("optimizer/bias/exp_avg: the values of rank 2 are not those")
+    assert ckptkit.Run(tmp_path).steps() == [2, 4]
 
 
 def save_trees(location: str) -> list[str]:

@@ -30,7 +30,7 @@ from ckptkit.live import (
 )
 from tests.live.network import network
 from tests.live.pool import Pool
-from tests.live.strategies import LAYOUTS, Job, build
+from tests.live.strategies import LAYOUTS, Job, adamw, build, pp_experts
 
 State = dict[str, Any]
 CUT = "layers.0.up.weight"
@@ -231,6 +231,21 @@ def of_two_stages() -> None:
 
 def test_two_stages_may_have_a_tensor_of_one_name(gloo: Pool) -> None:
     gloo.run(2, of_two_stages)
+
+
+def of_stages_of_other_meshes() -> str:
+    model = distributed_model(pp_experts(0, adamw).model)
+    local = model.local_state_dict()
+    model.load_local_state_dict({name: value.clone() for name, value in local.items()})
+    return refusal(model.full_state_dict)
+
+
+def test_stages_that_are_spread_otherwise_are_not_gathered(gloo: Pool) -> None:
+    for said in gloo.run(4, of_stages_of_other_meshes):
+        assert (
+            "rank 2, 3: its stage is spread over pp:2,ep:2, that of rank 0 over pp:2,ddp:2" in said
+        )
+        assert "with a Checkpointer" in said
 
 
 def cut_by_hand() -> None:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.checkpoint.state_dict_loader import load as load_of_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_of_dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptkit
-from ckptkit.errors import StrategyError, UsageError
+from ckptkit.errors import PeerError, StrategyError, UsageError
 from ckptkit.live import Checkpointer, load, save
 from tests.live.pool import Pool
 
@@ -55,28 +61,46 @@ KINDS: dict[str, list[Spread]] = {
 }
 
 
-def spread(described: Sequence[Spread], factor: int) -> dict[str, DTensor]:
+class Meshes:
+    """The meshes of a job, each made once: to make one is to connect its ranks anew, and none of
+    them goes on while others still do.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, DeviceMesh] = {}
+
+    def of(self, ranks: Any, names: Sequence[str] = ()) -> DeviceMesh:
+        """The mesh of some ranks in order, with names for its dims."""
+        key = f"{ranks} {names}"
+        if key not in self._known:
+            self._known[key] = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(names) or None)
+            dist.barrier()
+        return self._known[key]
+
+
+def spread(described: Sequence[Spread], meshes: Meshes, factor: int) -> dict[str, DTensor]:
     """The tensors, which hold different numbers for each factor."""
     found = {}
     for number, (sizes, names, placements, shape) in enumerate(described):
-        world = dist.get_world_size()
-        mesh = DeviceMesh(
-            "cpu", torch.arange(world).reshape(tuple(sizes)), mesh_dim_names=tuple(names) or None
-        )
+        mesh = meshes.of(torch.arange(dist.get_world_size()).reshape(tuple(sizes)), names)
         whole = factor * torch.arange(1.0, 1.0 + torch.Size(shape).numel()).reshape(tuple(shape))
         found[str(number)] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     return found
 
 
-def written(location: str, described: Sequence[Spread]) -> None:
-    save(location, step=1, state={"app": spread(described, factor=3)})
-
-
-def read(location: str, described: Sequence[Spread]) -> None:
-    state = spread(described, factor=0)
-    load(location, state={"app": state})
-    for name, wanted in spread(described, factor=3).items():
-        assert torch.equal(state[name].to_local(), wanted.to_local()), (name, wanted)
+def written_and_read(location: str, described: Sequence[Spread], strategy: str) -> None:
+    """Into the same job, as it was saved and from one process."""
+    meshes = Meshes()
+    wanted = spread(described, meshes, factor=3)
+    save(f"{location}/own", step=1, state={"app": wanted})
+    if dist.get_rank() == 0:
+        ckptkit.reshard(f"{location}/own", f"{location}/one", to="single", expect=strategy)
+    dist.barrier()
+    for step in ("own", "one"):
+        state = spread(described, meshes, factor=0)
+        load(f"{location}/{step}", state={"app": state})
+        for name, tensor in state.items():
+            assert torch.equal(tensor.to_local(), wanted[name].to_local()), (step, name)
 
 
 @pytest.mark.parametrize("strategy", KINDS)
@@ -84,31 +108,148 @@ def test_an_axis_is_of_the_kind_that_its_name_or_its_cuts_say(
     gloo: Pool, tmp_path: Path, strategy: str
 ) -> None:
     described, ranks = KINDS[strategy], 8 if strategy.count(",") == 2 else 4
-    gloo.run(ranks, written, str(tmp_path / "own"), described)
-    with ckptkit.open(tmp_path / "own") as step:
-        assert str(step.strategy) == strategy.strip()
-        for number, (*_, shape) in enumerate(described):
-            whole = 3 * torch.arange(1.0, 1.0 + torch.Size(shape).numel()).reshape(tuple(shape))
-            assert (step.read(f"app/{number}") == whole.numpy()).all()
-    assert not ckptkit.verify(tmp_path / "own")
-    gloo.run(ranks, read, str(tmp_path / "own"), described)
-    # Offline into one process, and from there back into the job.
-    ckptkit.reshard(tmp_path / "own", tmp_path / "one", to="single", expect=strategy.strip())
-    gloo.run(ranks, read, str(tmp_path / "one"), described)
+    gloo.run(ranks, written_and_read, str(tmp_path), described, strategy.strip())
+    for location in (tmp_path / "own", tmp_path / "one"):
+        assert not ckptkit.verify(location)
+        with ckptkit.open(location) as step:
+            for number, (*_, shape) in enumerate(described):
+                whole = 3 * torch.arange(1.0, 1.0 + torch.Size(shape).numel())
+                assert (step.read(f"app/{number}") == whole.reshape(tuple(shape)).numpy()).all()
 
 
-def by_hand_and_downwards(location: str) -> None:
-    mesh = DeviceMesh("cpu", [1, 0])
-    state = {"x": distribute_tensor(torch.arange(4), mesh, [Shard(0)], src_data_rank=None)}
-    # What torch gathers on such a mesh is not what it has cut: nobody knows the right order.
-    assert state["x"].full_tensor().tolist() == [2, 3, 0, 1]
-    with pytest.raises(StrategyError, match="not evenly spaced"):
-        save(location, step=1, state={"app": state})
+def dcp_agrees(location: str) -> None:
+    """DTensors of meshes in any order are saved and filled as torch's own checkpoints do."""
+    whole = torch.arange(42.0).reshape(7, 6)
+    state: dict[str, DTensor] = {}
+    meshes = Meshes()
+    for ranks, placements in PERMUTED:
+        value = whole + len(state)
+        spread = distribute_tensor(value, meshes.of(ranks), placements, src_data_rank=None)
+        state[str(len(state))] = spread
+    dcp = f"{location}/dcp"
+    save_of_dcp({"app": state}, checkpoint_id=dcp)
+    save(f"{location}/own", step=1, state={"app": state})
+    kept = {name: tensor.to_local().clone() for name, tensor in state.items()}
+    for read in (load, lambda _, *, state: load_of_dcp(state, checkpoint_id=dcp)):
+        for tensor in state.values():
+            tensor.to_local().fill_(-1)
+        read(f"{location}/own", state={"app": state})
+        for name, tensor in state.items():
+            assert torch.equal(tensor.to_local(), kept[name]), name
+            assert torch.equal(tensor.full_tensor(), whole + int(name))
+    plain = {name: torch.empty_like(whole) for name in state}
+    load_of_dcp({"app": plain}, checkpoint_id=dcp)
+    assert all(torch.equal(tensor, whole + int(name)) for name, tensor in plain.items())
 
 
-def test_a_mesh_on_which_torch_contradicts_itself_is_refused(gloo: Pool, tmp_path: Path) -> None:
-    gloo.run(2, by_hand_and_downwards, str(tmp_path))
+# Ranks go upwards along all dims that cut.
+PERMUTED: list[tuple[Any, list[Any]]] = [
+    ([[0, 2], [1, 3]], [Shard(0), Shard(1)]),
+    ([[0, 2], [1, 3]], [Shard(0), Shard(0)]),
+    ([[0, 2], [1, 3]], [_StridedShard(0, split_factor=2), Shard(0)]),
+    ([[1, 0], [3, 2]], [Shard(0), Replicate()]),
+    ([[2, 0], [3, 1]], [Shard(1), Replicate()]),
+    ([[2, 3], [0, 1]], [Replicate(), Shard(1)]),
+    ([3, 2, 1, 0], [Replicate()]),
+]
+
+
+def test_a_dtensor_lies_as_dcp_says_whatever_the_order_of_its_mesh(
+    gloo: Pool, tmp_path: Path
+) -> None:
+    gloo.run(4, dcp_agrees, str(tmp_path))
+    ckptkit.reshard(tmp_path / "own", tmp_path / "one", to="single")
+    for location in (tmp_path / "own", tmp_path / "one"):
+        with ckptkit.open(location) as step:
+            for number in range(len(PERMUTED)):
+                whole = torch.arange(42.0).reshape(7, 6).numpy() + number
+                assert (step.read(f"app/{number}") == whole).all()
+
+
+def by_hand_and_downwards(location: str, ranks: Any, placements: list[Any]) -> None:
+    mesh = DeviceMesh("cpu", ranks)
+    value = torch.arange(16.0).reshape(4, 4)
+    # What torch gathers here is not what it has cut, but what it has scattered; DCP saves the one
+    # as the other: nobody knows which of the two a tensor is.
+    cut = distribute_tensor(value, mesh, placements, src_data_rank=None)
+    scattered = distribute_tensor(value, mesh, placements)
+    assert torch.equal(scattered.full_tensor(), value)
+    assert not torch.equal(cut.full_tensor(), value)
+    with pytest.raises((StrategyError, PeerError), match="ranks that do not go upwards"):
+        save(location, step=1, state={"app": {"x": cut}})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placements"),
+    [
+        ([3, 2, 1, 0], [Shard(0)]),
+        ([[1, 0], [3, 2]], [Replicate(), Shard(0)]),
+        ([[2, 3], [0, 1]], [Shard(0), Shard(1)]),
+    ],
+)
+def test_a_cut_on_which_torch_contradicts_itself_is_refused(
+    gloo: Pool, tmp_path: Path, ranks: Any, placements: list[Any]
+) -> None:
+    gloo.run(4, by_hand_and_downwards, str(tmp_path), ranks, placements)
     assert not any(tmp_path.iterdir())
+
+
+def unevenly(location: str) -> None:
+    mesh = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("replicate", "shard"))
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises((StrategyError, PeerError), match="numbered row by row, as"):
+        save(location, step=1, model=model)
+
+
+def test_a_mesh_of_uneven_lines_is_refused_with_what_to_do(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(4, unevenly, str(tmp_path))
+    assert not any(tmp_path.iterdir())
+
+
+def named_downwards(location: str) -> None:
+    mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("fsdp",))
+    model = nn.Linear(4, 4)
+    with Checkpointer(location, mesh=mesh) as checkpointer:
+        # Nobody knows whether what is cut by hand goes by the ranks or by the mesh.
+        with pytest.raises((StrategyError, PeerError), match="ranks that do not go upwards"):
+            checkpointer.save(1, model=model)
+        fully_shard(model, mesh=mesh)
+        checkpointer.save(2, model=model)
+    wanted = [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]
+    for name, whole in zip(("weight", "bias"), wanted, strict=True):
+        with ckptkit.open(location) as step:
+            assert (step.read(f"model/{name}") == whole.detach().numpy()).all()
+
+
+def test_a_mesh_that_goes_downwards_may_name_what_fully_shard_cuts(
+    gloo: Pool, tmp_path: Path
+) -> None:
+    gloo.run(2, named_downwards, str(tmp_path))
+
+
+def composed(location: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "tp"))
+    torch.manual_seed(0)  # replicas begin alike
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    whole = cast("DTensor", model[0].weight).full_tensor()
+    replicate(model, device_mesh=mesh["ddp"])
+    for step in (1, 2):
+        save(location, step=step, model=model)
+        model(torch.ones(1, 4))  # from here on the weight is no parameter of its module
+    with ckptkit.open(location) as found:
+        assert str(found.strategy) == "ddp:2,tp:2"
+        assert (found.read("model/0.weight") == whole.detach().numpy()).all()
+    weight = cast("DTensor", model[0].weight).to_local().detach()
+    kept = weight.clone()
+    weight.fill_(-1)
+    load(location, model=model)
+    assert torch.equal(weight, kept)
+
+
+def test_the_older_replicate_hides_no_dtensor(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(4, composed, str(tmp_path))
 
 
 def too_early(location: str) -> None:

@@ -14,7 +14,7 @@ import ckptkit
 from ckptkit.live import Checkpointer
 from tests.live.gathering import Arrays, Comparison, gathered, same, scramble
 from tests.live.pool import Pool
-from tests.live.strategies import LAYOUTS, adamw, build, pp_fsdp_tp
+from tests.live.strategies import LAYOUTS, adamw, build, composable, pp_experts, pp_fsdp_tp
 
 STEPS = 2
 
@@ -94,37 +94,50 @@ def test_any_strategy_loads_what_any_saved(matrix: Matrix, source: str, target: 
     assert not problems, "\n".join(problems)
 
 
-EIGHT = "pp:2,fsdp:2,tp:2"
+# No part of the matrix: of eight ranks, of stages that are spread over other meshes each, or old.
+APART = {
+    "pp:2,fsdp:2,tp:2": (8, pp_fsdp_tp),
+    "pp:2,ep:2": (4, pp_experts),
+    "pp:2,efsdp=fsdp:2,ep:2": (8, pp_experts),
+    "ddp:2": (2, composable),
+}
 
 
-def save_on_eight(location: str) -> Arrays:
-    """As `save`, of a job that is no part of the matrix."""
-    job = pp_fsdp_tp(3, adamw)
+def save_apart(location: str, layout: str) -> Arrays:
+    """As `save`."""
+    job = APART[layout][1](3, adamw)
     job.train(range(STEPS))
     with Checkpointer(location, timeout=60, differing=["*seen"]) as checkpointer:
         checkpointer.save(STEPS, model=job.model, optimizer=job.optimizer)
     return gathered(job)
 
 
-def load_on_eight(location: str, whole: Arrays) -> list[str]:
+def load_apart(steps: list[tuple[str, Arrays]], layout: str) -> list[list[str]]:
     """As `load`."""
-    job = pp_fsdp_tp(4, adamw)
-    with Checkpointer(location, timeout=60) as checkpointer:
-        checkpointer.restore(model=job.model, optimizer=job.optimizer)
-    return Comparison(job).differences(whole)
+    job = APART[layout][1](4, adamw)
+    found = []
+    for location, whole in steps:
+        with Checkpointer(location, timeout=60) as checkpointer:
+            checkpointer.restore(model=job.model, optimizer=job.optimizer)
+        found.append(Comparison(job).differences(whole))
+    return found
 
 
-def test_eight_ranks_in_three_dims_do_too(matrix: Matrix, gloo: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", APART)
+def test_three_dims_other_meshes_of_stages_and_old_wrappers_do_too(
+    matrix: Matrix, gloo: Pool, tmp_path: Path, layout: str
+) -> None:
+    ranks, own, one = APART[layout][0], str(tmp_path / "own"), str(tmp_path / "one")
     whole: dict[str, Any] = {}
-    for rank in gloo.run(8, save_on_eight, str(tmp_path), timeout=120):
+    for rank in gloo.run(ranks, save_apart, own, layout, timeout=120):
         whole = dict(rank) | whole
-    with ckptkit.open(tmp_path) as step:
-        assert str(step.strategy) == EIGHT
-    steps = {EIGHT: (str(tmp_path), whole)}
-    for layout in ("plain", "fsdp2:3"):
-        loaded = gloo.run(LAYOUTS[layout].ranks, load, layout, steps)
-        assert loaded == [{EIGHT: []}] * LAYOUTS[layout].ranks
+    with ckptkit.open(own) as step:
+        assert str(step.strategy) == layout
+    ckptkit.reshard(own, one, to="single")
+    steps = {"own": (own, whole), "one": (one, whole)}
+    for other in ("plain", "fsdp2:3"):
+        loaded = gloo.run(LAYOUTS[other].ranks, load, other, steps)
+        assert loaded == [{"own": [], "one": []}] * LAYOUTS[other].ranks
     source = "fsdp2:3"
-    arrays = matrix.saved(source)
-    loaded_by_eight = gloo.run(8, load_on_eight, matrix.location(source), arrays, timeout=120)
-    assert loaded_by_eight == [[]] * 8
+    into = [(matrix.location(source), matrix.saved(source)), *steps.values()]
+    assert gloo.run(ranks, load_apart, into, layout, timeout=120) == [[[], [], []]] * ranks

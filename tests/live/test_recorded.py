@@ -43,6 +43,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "fsdp1:2": {"fsdp": {"sharding_strategy": "FULL_SHARD", "zero_stage": 3}},
     "fsdp1:2, grad op": {"fsdp": {"sharding_strategy": "SHARD_GRAD_OP", "zero_stage": 2}},
     "tp:2": {"tp": {"cut_dims": {"0": 6, "1": 2}}},
+    "fsdp1:2, tp:2": {
+        "fsdp": {"sharding_strategy": "FULL_SHARD", "zero_stage": 3},
+        "tp": {"cut_dims": {"0": 6, "1": 2}},
+    },
     "pp:2, two stages each": {"pipeline": {"stages": 4, "ranks": 2}},
     "pp:2,fsdp:1,tp:2": {"pipeline": {"stages": 2}, "fsdp": {"zero_stage": 3}, "tp": {}},
 }

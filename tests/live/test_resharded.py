@@ -31,7 +31,15 @@ RULES: dict[str, Any] = {
         "last": ["norm*", "head*", "scale"],
     },
 }
-SOURCES = ("fsdp2:4", "tp:2", "zero1:3", "pp:2", "fsdp1:2", "fsdp:4, experts on ep:2")
+SOURCES = (
+    "fsdp2:4",
+    "tp:2",
+    "zero1:3",
+    "pp:2",
+    "fsdp1:2",
+    "fsdp1:2, tp:2",
+    "fsdp:4, experts on ep:2",
+)
 TARGETS = (
     "plain",
     "ddp:2",
@@ -41,6 +49,7 @@ TARGETS = (
     "tp:2",
     "tp:4",
     "fsdp:2,tp:2",
+    "fsdp1:2, tp:2",
     "ddp:2,tp:2",
     "pp:2",
     "pp:2,fsdp:2",

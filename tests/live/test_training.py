@@ -21,6 +21,7 @@ TRAINED = [
     "hsdp:2x2",
     "fsdp1:2",
     "fsdp1:2, flat",
+    "fsdp1:2, tp:2",
     "zero1:2",
     "zero2:2",
     "tp:2",

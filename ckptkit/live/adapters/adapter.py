@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.live.canonical import canonical_names
+from ckptkit.live.flat import cut_before
 from ckptkit.live.groups import Group
 from ckptkit.live.tensors import as_spread
 from ckptkit.live.topology import Topology
@@ -109,11 +113,24 @@ def state_of(module: nn.Module) -> dict[str, Any]:
         raise
 
 
-def dtensors(module: nn.Module) -> list[DTensor]:
-    """The DTensors among a module's parameters and buffers, and what DDP keeps of such."""
+def dtensors(module: nn.Module) -> list[DTensorSpec]:
+    """How the DTensors lie that are a module's parameters and buffers, or that DDP and FSDP1 keep
+    plain parameters of.
+    """
     tensors = [*module.parameters(), *module.buffers(), *parameters_of_ddp(module).values()]
     found = [as_spread(tensor, tensor) for tensor in tensors]
-    return [tensor for tensor in found if isinstance(tensor, DTensor)]
+    # Gathered, those that are flat in FSDP1 are DTensors again.
+    own = [t for t in found if isinstance(t, DTensor) and not _is_fsdp_flattened(t)]
+    return [tensor._spec for tensor in own] + cut_before(module)
+
+
+def ddp_wrappers(module: nn.Module) -> list[DistributedDataParallel]:
+    """Those anywhere in a model; the older, composable `replicate` keeps its own beside it, from
+    the first forward on.
+    """
+    states = (getattr(replicate.state(m), "_ddp", None) for m in module.modules())
+    found = [*module.modules(), *states]
+    return [each for each in found if isinstance(each, DistributedDataParallel)]
 
 
 def parameters_of_ddp(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -121,7 +138,7 @@ def parameters_of_ddp(module: nn.Module) -> dict[str, nn.Parameter]:
     makes plain parameters; from the first forward on modules have DTensors of the same memory
     instead, which are no parameters.
     """
-    wrappers = (m for m in module.modules() if isinstance(m, DistributedDataParallel))
+    wrappers = ddp_wrappers(module)
     plain = [p for w in wrappers for p in w._module_parameters if hasattr(p, "_st_info")]
     at = {(p.data_ptr(), tuple(p.shape)): p for p in plain}
     found: dict[str, nn.Parameter] = {}

@@ -6,22 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from ckptkit.live.adapters.adapter import Entry, InPlace
+from ckptkit.live.adapters.adapter import Entry, InPlace, ddp_wrappers
 from ckptkit.live.groups import Group, group_of
 
 
 class DDPAdapter(InPlace):
-    """Modules in `DistributedDataParallel`, anywhere in the model."""
+    """Modules in `DistributedDataParallel` or its composable `replicate`, anywhere in the model."""
 
     def recognises(self, module: nn.Module) -> bool:
         """Whether some module is wrapped."""
-        return bool(_wrappers(module))
+        return bool(ddp_wrappers(module))
 
     def groups(self, module: nn.Module) -> list[Group]:
         """The ranks among which gradients are averaged."""
-        return [group_of("ddp", wrapper.process_group) for wrapper in _wrappers(module)]
+        return [group_of("ddp", wrapper.process_group) for wrapper in ddp_wrappers(module)]
 
     def entries(self, module: nn.Module) -> list[Entry]:
         """The module's own tensors; the wrappers keep those parameters alike that they know.
@@ -29,10 +28,10 @@ class DDPAdapter(InPlace):
         Between two forward passes buffers such as running means differ, until the wrapper gives
         all ranks those of the first.
         """
-        kept = {id(p) for wrapper in _wrappers(module) for p in wrapper._module_parameters}
+        kept = {id(p) for wrapper in ddp_wrappers(module) for p in wrapper._module_parameters}
         broadcast = {
             id(buffer)
-            for wrapper in _wrappers(module)
+            for wrapper in ddp_wrappers(module)
             if wrapper.broadcast_buffers
             for name, buffer in wrapper.module.named_buffers()
             if name not in wrapper.parameters_to_ignore
@@ -46,7 +45,7 @@ class DDPAdapter(InPlace):
 
     def details(self, module: nn.Module) -> dict[str, Any]:
         """The size of its buckets, and how it treats buffers and gradients."""
-        wrapper = _wrappers(module)[0]
+        wrapper = ddp_wrappers(module)[0]
         mixed = wrapper.mixed_precision
         return {
             "ddp": {
@@ -57,7 +56,3 @@ class DDPAdapter(InPlace):
                 "mixed_precision": None if mixed is None else str(mixed),
             }
         }
-
-
-def _wrappers(module: nn.Module) -> list[DistributedDataParallel]:
-    return [m for m in module.modules() if isinstance(m, DistributedDataParallel)]

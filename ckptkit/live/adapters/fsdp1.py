@@ -11,17 +11,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from ckptkit.live.adapters.adapter import Entry, state_of
 from ckptkit.live.canonical import canonical_names
-from ckptkit.live.flat import flats_of, rows_over
+from ckptkit.live.flat import (
+    JoinedMeshes,
+    as_dtensor,
+    cut_further,
+    flats_of,
+    of_all_ranks,
+    rows_over,
+    shard_mesh,
+)
 from ckptkit.live.groups import Group, group_of
+from ckptkit.live.tensors import local_of
 
 _STAGES = {
     ShardingStrategy.FULL_SHARD: 3,
@@ -128,8 +143,77 @@ def _sharded(module: nn.Module) -> Iterator[None]:
     with warnings.catch_warnings():
         # That all of this is deprecated, and that unsharded modules give whole tensors.
         warnings.simplefilter("ignore")
-        with FullyShardedDataParallel.state_dict_type(module, kind, config):
+        with (
+            FullyShardedDataParallel.state_dict_type(module, kind, config),
+            _cut_in_rows(module),
+        ):
             yield
+
+
+@contextmanager
+def _cut_in_rows(module: nn.Module) -> Iterator[None]:
+    """Have state dicts cut in rows, where torch would cut them otherwise or not at all."""
+    joined: JoinedMeshes = {}
+    known: list[tuple[Any, Any]] = [
+        (unit, unit._fsdp_extension) for unit in FullyShardedDataParallel.fsdp_modules(module)
+    ]
+    for unit, extension in known:
+        if extension is not None or unit._device_mesh is None:
+            unit._fsdp_extension = _Rows(extension, unit.process_group, joined)
+    try:
+        yield
+    finally:
+        for unit, extension in known:
+            unit._fsdp_extension = extension
+
+
+class _Rows(DTensorExtensions):
+    """Cuts state dicts into rows of what tensor parallelism has left to a rank, and puts these
+    together. Where FSDP has a part of a mesh, torch cuts what tensor parallelism repeats along the
+    first dim of the whole mesh, whose ever that is, and takes uneven parts for even ones.
+    """
+
+    def __init__(self, extension: object, group: dist.ProcessGroup, joined: JoinedMeshes) -> None:
+        vars(self).update({} if extension is None else vars(extension))
+        self._group = group
+        self._joined = joined
+
+    def chunk_tensor(self, tensor: torch.Tensor, *where: Any, **how: Any) -> torch.Tensor:
+        """Give this rank's rows; torch refuses those that do not lie row by row."""
+        return _create_chunk_sharded_tensor(tensor.contiguous(), *where, **how)
+
+    def chunk_dtensor(
+        self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh
+    ) -> torch.Tensor:
+        """Give this rank's rows."""
+        local = local_of(tensor)
+        if isinstance(tensor, DTensor):
+            spec = cut_further(tensor._spec, device_mesh, self._joined)
+        else:
+            meta = TensorMeta(local.shape, local.stride(), local.dtype)
+            spec = DTensorSpec(shard_mesh(device_mesh), (Shard(0),), tensor_meta=meta)
+        height = -(-local.shape[0] // self._group.size())
+        rows = local[rank * height : (rank + 1) * height]
+        return as_dtensor(rows.clone(memory_format=torch.contiguous_format), spec)
+
+    def all_gather_dtensor(
+        self,
+        tensor: DTensor,
+        parent_mesh: DeviceMesh | None,  # noqa: ARG002 — another's interface
+    ) -> torch.Tensor:
+        """Give what tensor parallelism has left to this rank."""
+        mesh, rows = tensor.device_mesh, tensor._local_tensor
+        shape = tuple(tensor.shape)
+        if mesh.ndim > 1:
+            names = mesh.mesh_dim_names or ()
+            shape, _ = compute_local_shape_and_global_offset(
+                shape, mesh[names[1:]], tensor.placements[1:]
+            )
+        height = -(-shape[0] // self._group.size())
+        mine = rows.new_zeros((height, *shape[1:]))
+        mine[: len(rows)] = rows
+        found = of_all_ranks(mine.view(-1), self._group)
+        return found.view(height * self._group.size(), *shape[1:])[: shape[0]]
 
 
 def _axis_names(unit: Any) -> dict[dist.ProcessGroup, str]:

@@ -28,7 +28,7 @@ class FSDP2Adapter(InPlace):
             if info.shard_mesh_dim is not None:
                 kinds[info.shard_mesh_dim] = "fsdp"
             # It cuts by the ranks of its group, which torch numbers upwards whatever the mesh does.
-            found += assumed(mesh_groups(info.mesh, tuple(kinds), by_rank=None))
+            found += assumed(mesh_groups(info.mesh, tuple(kinds)))
         return list(dict.fromkeys(found))
 
     def details(self, module: nn.Module) -> dict[str, Any]:

@@ -23,9 +23,7 @@ class TensorParallelAdapter(InPlace):
         """The axes along which some tensor is cut, and those that only repeat."""
         # What FSDP cuts says nothing of tensor parallelism: FSDP's own adapter names that axis.
         fsdp = fsdp_lines(module)
-        return [
-            group for group in dtensor_groups(dtensors(module), fsdp) if group.ranks not in fsdp
-        ]
+        return [group for group in dtensor_groups(dtensors(module)) if group.ranks not in fsdp]
 
     def details(self, module: nn.Module) -> dict[str, Any]:
         """How many tensors are cut along each dim, by others than FSDP."""
@@ -35,7 +33,7 @@ class TensorParallelAdapter(InPlace):
         for tensor in dtensors(module):
             mesh = tensor.device_mesh
             if mesh not in lines:
-                lines[mesh] = mesh_groups(mesh, ("tp",) * mesh.ndim, fsdp)
+                lines[mesh] = mesh_groups(mesh, ("tp",) * mesh.ndim)
             for line, place in zip(lines[mesh], tensor.placements, strict=bool(lines[mesh])):
                 if line.ranks not in fsdp and line.size > 1 and hasattr(place, "dim"):
                     dims[str(place.dim)] = dims.get(str(place.dim), 0) + 1

@@ -21,6 +21,7 @@ from ckptkit.live.flat import Flat, Piece, flats_of
 from ckptkit.live.optimizers.adapter import Names, Saved, SavedState, StateEntry
 from ckptkit.live.optimizers.plain import PlainOptimizer
 from ckptkit.live.report import StateMismatchError
+from ckptkit.live.tensors import local_of
 from ckptkit.live.trees import take_tensors
 from ckptkit.live.wrapped import parts_of_tensor
 
@@ -130,8 +131,8 @@ class FSDP1Optimizer(PlainOptimizer):
 
     def take(self, part: FlatPart, entries: Sequence[StateEntry], values: dict[str, Any]) -> None:
         """Take over the rows, filled, and the values of one parameter. A collective."""
-        whole = {e.key: e.value for e in entries if e.placements is None}
-        self._absorb_rows(part.share, [e for e in entries if e.placements is not None])
+        whole = {e.key: e.value for e in entries if e.shape is None}
+        self._absorb_rows(part.share, [e for e in entries if e.shape is not None])
         self._absorb_values(part.share, {part.piece.name: whole | values})
 
     @staticmethod
@@ -177,10 +178,10 @@ class FSDP1Optimizer(PlainOptimizer):
         for share in self._shares:
             own = set(share.names)
             mine = [entry for entry in entries if entry.parameter in own]
-            self._absorb_rows(share, [e for e in mine if e.placements is not None])
+            self._absorb_rows(share, [e for e in mine if e.shape is not None])
             given: dict[str, dict[str, Any]] = {}
             for entry in mine:
-                if entry.placements is None and self._was_saved(entry):
+                if entry.shape is None and self._was_saved(entry):
                     given.setdefault(entry.parameter, {})[entry.key] = entry.value
             for name in own:
                 given.setdefault(name, {}).update(values.get(name, {}))
@@ -237,7 +238,7 @@ class FSDP1Optimizer(PlainOptimizer):
                 else:
                     value = item.value.clone() if torch.is_tensor(item.value) else item.value
                     found.append(StateEntry(name, key, value))
-        shapes = {p.name: p.shape for pieces in share.pieces.values() for p in pieces}
+        known = {p.name: p for pieces in share.pieces.values() for p in pieces}
         for (key, dtype), names in sorts.items():
             here = {
                 piece.name: share.elements(piece, self.state[parameter][key])
@@ -247,7 +248,7 @@ class FSDP1Optimizer(PlainOptimizer):
             }
             rows = share.flat.rows(names, here, dtype)
             found += [
-                StateEntry(name, key, rows[name], shapes[name], share.flat.placements(shapes[name]))
+                StateEntry(name, key, *share.flat.described(known[name], rows[name]))
                 for name in names
             ]
         return found
@@ -295,7 +296,8 @@ class FSDP1Optimizer(PlainOptimizer):
     def _absorb_rows(self, share: _Share, entries: Sequence[StateEntry]) -> None:
         sorts: dict[tuple[str, torch.dtype], dict[str, torch.Tensor]] = {}
         for entry in entries:
-            sorts.setdefault((entry.key, entry.value.dtype), {})[entry.parameter] = entry.value
+            own_rows = local_of(entry.value)
+            sorts.setdefault((entry.key, own_rows.dtype), {})[entry.parameter] = own_rows
         for (key, _), rows in sorts.items():
             elements = share.flat.elements(rows)
             for parameter, pieces in share.holders():

@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckptkit.errors import FormatError, InvalidNameError
+from ckptkit.errors import FormatError, InvalidNameError, UnsupportedTypeError
 from ckptkit.format.names import join
 from ckptkit.live.groups import Group
 from ckptkit.live.optimizers.adapter import Names, Saved, SavedState, StateEntry
 from ckptkit.live.report import StateMismatchError
 from ckptkit.live.tensors import as_spread
 from ckptkit.live.trees import arrays_in, put_tensors, take_tensors
-from ckptkit.live.wrapped import parts_of_tensor
+from ckptkit.live.wrapped import as_plain, parts_of_tensor
 
 
 class PlainOptimizer:
@@ -89,13 +89,23 @@ class PlainOptimizer:
         for parameter, kept in known.items():
             self._drop(parameter, kept)
         if any(self._needs_a_step(parameter, kept) for parameter, kept in known.items()):
-            self._step_without_effect([parameter for parameter, kept in known.items() if kept])
+            wanted = [parameter for parameter, kept in known.items() if kept]
+            try:
+                self._step_without_effect(wanted)
+            except NotImplementedError as error:
+                made = [names[each] for each in wanted if parts_of_tensor(each)]
+                raise UnsupportedTypeError(
+                    f"the {self.kind} cannot make its state by a step: {error}",
+                    where=join("model", made[0]) if made else "optimizer",
+                    hint="let it make a step before the load",
+                ) from error
         for parameter, kept in known.items():
             self._drop(parameter, kept)
             for key, item in kept.items():
                 state = self.state[parameter]
                 if key not in state or not isinstance(item, Saved):
-                    state[key] = self._made(parameter, item, state.get(key))
+                    where = join("optimizer", names[parameter], key)
+                    state[key] = self._made(parameter, item, state.get(key), where)
 
     def absorb(
         self,
@@ -129,16 +139,26 @@ class PlainOptimizer:
         if not state:
             self.state.pop(parameter, None)
 
-    def _made(self, parameter: nn.Parameter, item: Any, mine: Any) -> Any:
+    def _made(self, parameter: nn.Parameter, item: Any, mine: Any, where: str) -> Any:
         """What the checkpoint has, in memory to be filled: that which is here already, where it
         fits. Containers stay the same ones, as optimizers may keep them in several places.
         """
         if isinstance(item, Saved):
             fits = _is_as(mine, item) and tuple(mine.shape) == item.shape
+            if item.is_wrapper and not fits:
+                raise StateMismatchError(
+                    f"the {self.kind} here does not keep a tensor made of others, as the step has",
+                    where=where,
+                    hint="its options differ from those of the one that saved, or it keeps parts "
+                    "of this size otherwise: load into as many ranks as saved",
+                )
             return mine if fits else self._empty(parameter, item)
         if isinstance(item, dict):
             known = mine if isinstance(mine, Mapping) else {}
-            made = {key: self._made(parameter, each, known.get(key)) for key, each in item.items()}
+            made = {
+                key: self._made(parameter, each, known.get(key), where)
+                for key, each in item.items()
+            }
             if type(mine) is not dict:
                 return made
             mine.clear()
@@ -147,7 +167,7 @@ class PlainOptimizer:
         if isinstance(item, (list, tuple)):
             here = list(mine) if isinstance(mine, (list, tuple)) else []
             here += [None] * (len(item) - len(here))
-            items = [self._made(parameter, each, here[at]) for at, each in enumerate(item)]
+            items = [self._made(parameter, each, here[at], where) for at, each in enumerate(item)]
             if type(mine) is not list:
                 return items if isinstance(item, list) else tuple(items)
             mine[:] = items
@@ -155,14 +175,10 @@ class PlainOptimizer:
         return item
 
     def _empty(self, parameter: nn.Parameter, item: Saved) -> torch.Tensor:
-        if item.is_wrapper:
-            raise StateMismatchError(
-                f"the {self.kind} here does not keep what the step has, a tensor made of others",
-                where=f"a parameter of {tuple(parameter.shape)}",
-                hint="its options differ from those of the one that saved",
-            )
         if item.is_like_parameter:
-            return torch.empty_like(parameter, dtype=item.dtype, requires_grad=False)
+            # Of a parameter that is made of others torch would make another such.
+            like = as_plain(parameter) if parts_of_tensor(parameter) else parameter
+            return torch.empty_like(like, dtype=item.dtype, requires_grad=False)
         if item.shape:
             return torch.empty(item.shape, dtype=item.dtype, device=parameter.device)
         group = next(
