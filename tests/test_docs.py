@@ -344,6 +344,8 @@ def assert_shows(printed: str, shown: str) -> None:
         re.escape(f"{Path.cwd()}/"): "/data/",
         r"\d{4}-\d\d-\d\dT[\d:]{8}Z": "<time>",
         r"\d{8}T\d{6}Z-[0-9a-f]{12}": "<save id>",
+        r"at most [\d.]+ \w+, \d+ workers": "<memory>",
+        r"about [\d.]+ \w+, by a short probe": "<seconds>",
         " +": " ",  # columns are as wide as their rows ask for
     }
     for pattern, name in varying.items():
