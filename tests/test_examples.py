@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
@@ -97,40 +95,6 @@ def test_a_text_changes_the_strategy_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_short(example: Path) -> None:
     assert len(example.read_text().splitlines()) < 80
-
-
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(8, 4)
-
-
-def test_what_the_readme_shows_of_a_training_loop_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    readme = (ROOT / "README.md").read_text()
-    loop, calls = re.findall(r"```python\n(from ckptkit\.live .*?)```", readme, re.DOTALL)
-    model = Network()
-    optimizer = torch.optim.AdamW(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
-
-    def train(step: int) -> int:
-        model.embed(torch.tensor([step % 8])).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        return 3
-
-    names = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "train": train}
-    exec(loop, names)
-    assert names["tokens"] == 6000
-    names["train"] = None  # a second time there is nothing to do
-    exec(loop, names)
-    assert (names["step"], names["tokens"]) == (2000, 6000)
-    exec(calls, names)
-    (weight,) = names["weights"].values()  # type: ignore[attr-defined]
-    assert torch.equal(weight, model.embed.weight)
 
 
 def test_the_activations_of_each_policy_are_told_and_its_gradients_are_the_same(

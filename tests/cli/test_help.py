@@ -33,17 +33,18 @@ def test_the_program_lists_its_commands_whole() -> None:
     assert result.stdout.rstrip().endswith("141  the reader of the output went away")
 
 
-def test_every_command_has_one_file_a_schema_and_a_place_in_the_readme() -> None:
+def test_every_command_has_one_file_a_schema_and_a_place_in_the_docs() -> None:
     made = {path.stem for path in (ROOT / "cli").glob("*.py") if "@command(" in path.read_text()}
     assert made == set(COMMANDS)
-    readme = (ROOT / "README.md").read_text()
-    assert not [name for name in COMMANDS if not re.search(rf"[$`] ?ckpt {name}\b", readme)]
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert not [name for name in COMMANDS if not re.search(rf"[$`] ?ckpt {name}\b", page)]
     schemas = {path.name for path in (ROOT / "schemas" / "cli").iterdir()}
     assert schemas == {f"{name}.schema.json" for name in COMMANDS}
 
 
-def test_the_readme_has_every_exit_code() -> None:
-    table = re.findall(r"^\| ([\d, ]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_the_docs_have_every_exit_code() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    table = re.findall(r"^\| ([\d, ]+) \|", page, re.MULTILINE)
     assert [int(code) for row in table for code in row.split(",")] == sorted(MEANING)
 
 
