@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-TYPED := ckptkit ckptkit_command.py $(VENV)/typing/ckptkit/cli $(VENV)/typing/ckptkit/schemas tests $(wildcard examples/*.py benchmarks/*.py)
+TYPED := ckptkit ckptkit_command.py $(VENV)/typing/ckptkit/cli $(VENV)/typing/ckptkit/schemas tests $(wildcard examples/*.py benchmarks/*.py docs/*.py)
 TORCH := $(shell sed -n 's/^ *"\(torch==.*\)",$$/\1/p' pyproject.toml)
 FOR ?= $(MAKECMDGOALS)
 
