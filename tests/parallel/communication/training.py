@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +17,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+
+from ckptkit.parallel import as_distributed
 
 Numbers = list[float]
 
@@ -95,6 +99,18 @@ def zero1() -> Numbers:
     return train(net, dist.get_rank(), sharded=True)
 
 
+def in_one_line(spec: str) -> Numbers:
+    """What `as_distributed` makes of the model."""
+    spread = as_distributed(model(), spec, optimizer=torch.optim.AdamW)
+    for step in range(3):
+        torch.manual_seed(100 * step)
+        inputs = torch.randn(8, 6)
+        spread.step(lambda found, _: found.square().mean(), spread.share((inputs, inputs)))
+    values = spread.model.state_dict().values()
+    whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
+    return torch.cat([value.flatten() for value in whole]).tolist()
+
+
 def half_sums() -> Numbers:
     """Sums as the engines ask for them."""
     rank = dist.get_rank()
@@ -119,6 +135,8 @@ TRAININGS = {
     "fsdp": fsdp,
     "tp": tp,
     "pipeline": pipeline,
+    "zero2 in one line": partial(in_one_line, "zero2"),
+    "a hybrid in one line": partial(in_one_line, "ddp:2,fsdp:2"),
     "sums": half_sums,
 }
 
