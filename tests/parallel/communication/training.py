@@ -18,9 +18,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ckptkit.parallel import as_distributed
+from tests.parallel.strategies.training import spread, values
+from tests.parallel.strategies.training import train as trained
 
 Numbers = list[float]
+SPECS = (
+    *("ddp", "zero1", "zero2", "zero3", "ddp:2,fsdp:2", "tp:2,ddp:2", "tp:2,fsdp:2"),
+    *("pp:4", "pp:2,ddp:2", "pp:2,fsdp:2", "pp:2,tp:2"),
+)
 
 
 def model() -> nn.Sequential:
@@ -100,15 +105,11 @@ def zero1() -> Numbers:
 
 
 def in_one_line(spec: str) -> Numbers:
-    """What `as_distributed` makes of the model."""
-    spread = as_distributed(model(), spec, optimizer=torch.optim.AdamW)
-    for step in range(3):
-        torch.manual_seed(100 * step)
-        inputs = torch.randn(8, 6)
-        spread.step(lambda found, _: found.square().mean(), spread.share((inputs, inputs)))
-    values = spread.model.state_dict().values()
-    whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
-    return torch.cat([value.flatten() for value in whole]).tolist()
+    """The losses of three steps under a strategy, and what the parameters are then."""
+    under = spread(spec)
+    losses = trained(under, range(3))
+    whole = values(under)
+    return losses + [number for name in sorted(whole) for number in whole[name].flatten().tolist()]
 
 
 def half_sums() -> Numbers:
@@ -135,8 +136,7 @@ TRAININGS = {
     "fsdp": fsdp,
     "tp": tp,
     "pipeline": pipeline,
-    "zero2 in one line": partial(in_one_line, "zero2"),
-    "a hybrid in one line": partial(in_one_line, "ddp:2,fsdp:2"),
+    **{f"as_distributed {spec}": partial(in_one_line, spec) for spec in SPECS},
     "sums": half_sums,
 }
 
