@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -130,7 +131,7 @@ def half_sums() -> Numbers:
     return found + whole + (total.tolist() if rank == 0 else [])
 
 
-TRAININGS = {
+TRAININGS: dict[str, Callable[[], Numbers]] = {
     "ddp": ddp,
     "zero1": zero1,
     "fsdp": fsdp,
