@@ -15,11 +15,10 @@ from benchmarks.ranks import isolated
 from benchmarks.table import Bar, Section
 from ckptkit.checkpoint.assemble import assemble
 from ckptkit.format.array_table import ArrayTable
-from ckptkit.format.arrays import ArrayInfo
+from ckptkit.format.arrays import ArrayInfo, key_of
 from ckptkit.format.manifest import Manifest, PackInfo, pack_name
 from ckptkit.format.pack import Entry
 from ckptkit.format.record import Record, SaveInfo
-from ckptkit.format.zarr_documents import key_of
 from ckptkit.model import DType, Grid, Shard, Strategy
 from ckptkit.storage import open_store
 

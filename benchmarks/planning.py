@@ -16,8 +16,8 @@ from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import DType, Rules, Strategy, layout_of
 from ckptkit.plan.chunks import choose_grid
-from ckptkit.plan.placing import place
-from ckptkit.plan.subjects import Tensor
+from ckptkit.plan.cuts import Tensor
+from ckptkit.plan.place import place
 
 HIDDEN, FFN, KV, VOCAB, LAYERS = 16384, 53248, 1024, 128256, 126
 BATCH_BYTES, PART_BYTES = 64 << 20, 16 << 20

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from ckptkit.errors import UsageError
-from ckptkit.model.quantity import parse_size
+from ckptkit.model.document import parse_size
 
 _PLAIN = ("full", "selective", "offload", "partition")
 _HINT = f"there are {', '.join(_PLAIN)}, every:2 and budget:2GiB"

@@ -18,7 +18,7 @@ from ckptkit.activation.moved import Lane, Moved
 from ckptkit.activation.stats import MemoryStats
 from ckptkit.activation.wire import bytes_of, is_plain
 from ckptkit.errors import NotFoundError, UnsupportedTypeError, UsageError
-from ckptkit.model.quantity import parse_size
+from ckptkit.model.document import parse_size
 
 LayerId = str | int
 Memories = tuple[tuple[int, int], ...]

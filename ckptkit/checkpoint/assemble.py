@@ -12,14 +12,13 @@ import numpy.typing as npt
 
 from ckptkit.errors import CorruptionError, FormatError, PeerError
 from ckptkit.format.array_table import ArrayTable
-from ckptkit.format.arrays import Alias, ArrayInfo, check_names
+from ckptkit.format.arrays import Alias, ArrayInfo, check_names, key_of
 from ckptkit.format.columns import chunk_starts
 from ckptkit.format.leaves import canonical
 from ckptkit.format.manifest import Manifest, PackInfo
 from ckptkit.format.names import ancestors
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.format.record import Record
-from ckptkit.format.zarr_documents import key_of
 
 
 def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:

@@ -41,10 +41,10 @@ from ckptkit.errors import (
     StepExistsError,
 )
 from ckptkit.format.array_table import ArrayTables
+from ckptkit.format.arrays import group_document, key_of
 from ckptkit.format.envelope import MAX_DOCUMENT_BYTES
 from ckptkit.format.manifest import GROUPS_PACK, Manifest, PackInfo, pack_name
 from ckptkit.format.pack import directory
-from ckptkit.format.zarr_documents import group_document, key_of
 from ckptkit.storage import Store
 
 

@@ -21,7 +21,7 @@ from ckptkit.checkpoint.streaming import STREAM_MEMORY, Band, Limits, stream
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.format.names import inner_name
 from ckptkit.format.objects import ObjectInfo, whole
-from ckptkit.model.quantity import parse_size
+from ckptkit.model.document import parse_size
 from ckptkit.storage import Options
 
 # What the numbers of a block are converted to, a few times over.

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.errors import LayoutError, UsageError
-from ckptkit.format.arrays import ArrayInfo
-from ckptkit.format.zarr_documents import chunk_key
+from ckptkit.format.arrays import ArrayInfo, chunk_key
 from ckptkit.model import Box, DType, Grid, Part
 from ckptkit.storage.buffers import copy_elements
 

@@ -18,9 +18,9 @@ from ckptkit.checkpoint.streaming import STREAM_MEMORY, Band, Limits, Readable, 
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.checkpoint.verify import Finding
 from ckptkit.format.leaves import canonical
+from ckptkit.format.names import ALIKE, DIGEST_ALGORITHM
 from ckptkit.format.objects import ObjectInfo, whole
-from ckptkit.format.reserved import ALIKE, DIGEST_ALGORITHM
-from ckptkit.model.quantity import parse_size
+from ckptkit.model.document import parse_size
 from ckptkit.storage import Options
 
 _ARRAY, _OBJECT, _STEP = b"ckptkit-array-1\0", b"ckptkit-object-1\0", b"ckptkit-step-1\0"

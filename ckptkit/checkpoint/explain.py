@@ -12,8 +12,8 @@ from ckptkit.checkpoint.reshard.selection import Selection, choose
 from ckptkit.checkpoint.reshard.target import Outline, tensors_of
 from ckptkit.checkpoint.rules_file import RulesLike, rules_between
 from ckptkit.model import Strategy, layout_of
-from ckptkit.plan.placing import Placed, decide
-from ckptkit.plan.subjects import Tensor
+from ckptkit.plan.cuts import Tensor
+from ckptkit.plan.place import Placed, decide
 from ckptkit.storage import Options
 
 

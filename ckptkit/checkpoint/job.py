@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.format.manifest import Manifest
 from ckptkit.model import Box
-from ckptkit.plan.load import Piece, Pieces, coalesce, join_runs, pieces_of, side_by_side
+from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, pieces_of, side_by_side
 
 # So many bytes between two pieces are read along everywhere: headers are no longer.
 GAP_BYTES = 4 << 10

@@ -21,15 +21,14 @@ from ckptkit.checkpoint.image import (
 from ckptkit.checkpoint.places import data_prefix
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.format.array_table import ArrayTable
-from ckptkit.format.arrays import Alias, ArrayInfo
+from ckptkit.format.arrays import Alias, ArrayInfo, array_document, group_document, key_of
 from ckptkit.format.manifest import pack_name
 from ckptkit.format.names import ancestors
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.format.pack import record_name
 from ckptkit.format.record import Record, SaveInfo
-from ckptkit.format.zarr_documents import array_document, group_document, key_of
 from ckptkit.model import Layout, Part
-from ckptkit.plan.save import Held, chunks_to_write, writes_document
+from ckptkit.plan.write import Owned, chunks_to_write, writes_document
 from ckptkit.storage import AlignedBuffer, BufferPool, Store
 
 
@@ -161,7 +160,7 @@ class Pack:
 
 
 def documents_of(
-    known: Sequence[tuple[Held, ArrayInfo]],
+    known: Sequence[tuple[Owned, ArrayInfo]],
     writes: Mapping[str, npt.NDArray[np.int64]],
     rank: int,
 ) -> list[tuple[str, bytes]]:
@@ -180,7 +179,7 @@ def _content(holdings: Holdings, rank: int) -> PackContent:
     order = list(holdings.arrays.values())
     # Shared out in the order of names, which is the same on all ranks however they were added.
     named = sorted(order, key=lambda h: h.info.name)
-    known = [Held(h.info.name, h.layout, h.info.grid, h.info.dtype.itemsize) for h in named]
+    known = [Owned(h.info.name, h.layout, h.info.grid, h.info.dtype.itemsize) for h in named]
     writes = dict(zip(sorted(holdings.arrays), chunks_to_write(known, rank), strict=True))
     infos = [holding.info for holding in named]
     return LocalContent(

@@ -19,9 +19,9 @@ from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.checkpoint.threads import Progress, cores, run_threads
 from ckptkit.errors import CorruptionError
+from ckptkit.format.arrays import chunk_key
 from ckptkit.format.manifest import Manifest
-from ckptkit.format.zarr_documents import chunk_key
-from ckptkit.plan.load import Piece
+from ckptkit.plan.read import Piece
 from ckptkit.storage import Source, default_pool
 from ckptkit.storage.buffers import copy_bytes, copy_elements
 

@@ -16,8 +16,8 @@ import yaml
 
 from ckptkit.errors import RulesError
 from ckptkit.model import Rules, Strategy
+from ckptkit.model.expression import sizes_of
 from ckptkit.model.rules import matches
-from ckptkit.model.sizes import sizes_of
 
 RulesLike: TypeAlias = Rules | Mapping[str, Any] | str | os.PathLike[str]
 

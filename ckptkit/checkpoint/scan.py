@@ -16,18 +16,18 @@ from ckptkit.checkpoint.commit import groups_image
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.tail import PackRecord
 from ckptkit.checkpoint.threads import Progress, share_out
-from ckptkit.format.arrays import ArrayInfo
-from ckptkit.format.manifest import Manifest
-from ckptkit.format.names import ancestors
-from ckptkit.format.pack import Entry, data_offset, directory, local_header
-from ckptkit.format.record import Record
-from ckptkit.format.zarr_documents import (
+from ckptkit.format.arrays import (
     DOCUMENT,
+    ArrayInfo,
     array_document,
     chunk_key,
     group_document,
     key_of,
 )
+from ckptkit.format.manifest import Manifest
+from ckptkit.format.names import ancestors
+from ckptkit.format.pack import Entry, data_offset, directory, local_header
+from ckptkit.format.record import Record
 from ckptkit.storage import Source, Store, default_pool
 
 _WINDOW = 4 << 20

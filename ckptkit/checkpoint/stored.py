@@ -17,11 +17,10 @@ from ckptkit.checkpoint.reading import BAND_BYTES
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.checkpoint.threads import cores
 from ckptkit.errors import CorruptionError
-from ckptkit.format.arrays import ArrayInfo
+from ckptkit.format.arrays import ArrayInfo, chunk_key
 from ckptkit.format.manifest import Manifest
-from ckptkit.format.zarr_documents import chunk_key
 from ckptkit.model import Box, DType, Grid
-from ckptkit.plan.load import pieces_of, pieces_within
+from ckptkit.plan.read import pieces_of, pieces_within
 from ckptkit.storage import default_pool
 from ckptkit.storage.closing import Closing
 

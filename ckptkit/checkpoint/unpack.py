@@ -18,7 +18,7 @@ from ckptkit.checkpoint.streaming import STREAM_MEMORY
 from ckptkit.checkpoint.threads import Progress, share_out
 from ckptkit.checkpoint.zarr_view import ZarrView, presented_grid
 from ckptkit.errors import AlreadyExistsError, UsageError
-from ckptkit.model.quantity import parse_size
+from ckptkit.model.document import parse_size
 from ckptkit.storage import Location
 from ckptkit.storage.folders import entered, make_folders, sync_folder
 from ckptkit.storage.refusals import refusals

@@ -21,14 +21,14 @@ from zarr.abc.store import (
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from ckptkit.errors import UsageError
-from ckptkit.format.names import ancestors
-from ckptkit.format.zarr_documents import (
+from ckptkit.format.arrays import (
     DOCUMENT,
     array_document,
     chunk_key,
     group_document,
     key_of,
 )
+from ckptkit.format.names import ancestors
 from ckptkit.model import Grid
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from ckptkit.format.arrays import (
     arrays_to_docs,
 )
 from ckptkit.format.columns import U32, U64
-from ckptkit.format.fields import Fields
 from ckptkit.format.leaves import unpack, unpack_items
+from ckptkit.model.document import Fields
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAP_HEADS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
@@ -51,12 +51,10 @@ class ArrayTable:
 
     @cached_property
     def by_name(self) -> dict[str, ArrayInfo]:
-        """The arrays, aliases left out."""
         return {array.name: array for array in self.arrays}
 
     @cached_property
     def chunk_counts(self) -> U64:
-        """How many chunks each array has."""
         return np.array([array.grid.chunk_count for array in self.arrays], dtype=np.uint64)
 
     @cached_property

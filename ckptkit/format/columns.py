@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ckptkit.errors import FormatError
 from ckptkit.format.arrays import ArrayInfo
-from ckptkit.format.fields import Fields
+from ckptkit.model.document import Fields
 
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]

@@ -26,7 +26,6 @@ from ckptkit.format.columns import (
     stored_bytes,
 )
 from ckptkit.format.envelope import check_head, packed_fields, seal, unseal
-from ckptkit.format.fields import Fields, extent, located
 from ckptkit.format.leaves import unpack, unpack_items
 from ckptkit.format.objects import (
     ObjectInfo,
@@ -36,6 +35,7 @@ from ckptkit.format.objects import (
     objects_to_docs,
 )
 from ckptkit.format.record import SaveInfo
+from ckptkit.model.document import Fields, extent, located
 
 GROUPS_PACK = "groups.zip"
 
@@ -86,7 +86,6 @@ class Manifest:
         _check_lengths(self.arrays, self.starts, self.length)
 
     def to_bytes(self) -> bytes:
-        """The document."""
         table, entries = arrays_to_docs(self.arrays, self.aliases)
         fields = {
             **self.save.to_fields(),

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.errors import FormatError
-from ckptkit.format.fields import Fields
 from ckptkit.format.leaves import check_leaf, encode
+from ckptkit.model.document import Fields
 
 SEMANTICS = ("replicated", "per_rank", "sum", "split")
 

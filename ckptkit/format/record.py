@@ -13,7 +13,6 @@ from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.arrays import Alias, ArrayInfo
 from ckptkit.format.columns import U32, U64, columns_from_doc, columns_to_doc
 from ckptkit.format.envelope import seal, unseal
-from ckptkit.format.fields import LIMIT, Fields, located
 from ckptkit.format.leaves import check_leaf, encode
 from ckptkit.format.names import name_from_file
 from ckptkit.format.objects import (
@@ -24,8 +23,8 @@ from ckptkit.format.objects import (
     objects_to_docs,
 )
 from ckptkit.format.pack import Entry
-from ckptkit.model import Strategy
-from ckptkit.model import doc as document
+from ckptkit.model import Strategy, document
+from ckptkit.model.document import LIMIT, Fields, located
 
 MAX_RANKS = 1 << 24
 SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{7,63}")
@@ -48,7 +47,6 @@ class SaveInfo:
     details: dict[str, Any]
 
     def to_fields(self) -> dict[str, Any]:
-        """The document's first fields."""
         return {
             "save_id": self.save_id,
             "step": self.step,
@@ -61,7 +59,6 @@ class SaveInfo:
 
     @classmethod
     def from_fields(cls, fields: Fields) -> SaveInfo:
-        """Take them out of a document."""
         save_id = fields.text("save_id")
         if not SAVE_ID.fullmatch(save_id):
             raise FormatError("not a save id", where=fields.at("save_id"), value=save_id)
@@ -109,7 +106,6 @@ class Record:
         return self.table.aliases
 
     def to_bytes(self) -> bytes:
-        """The document."""
         table = self.table.reference() if self.refers else self.table.packed
         columns = {name: getattr(self, name) for name in _COLUMNS}
         columns["array"] = self.table.places[self.array]

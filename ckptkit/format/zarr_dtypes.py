@@ -29,7 +29,6 @@ class _Plugin(ZDType[Any, Any]):
 
     @property
     def item_size(self) -> int:
-        """The bytes of one element."""
         return self.known.itemsize
 
     @classmethod
@@ -44,7 +43,6 @@ class _Plugin(ZDType[Any, Any]):
         raise _WrongDType(f"{dtype} is not {cls.known.name}")
 
     def to_native_dtype(self) -> Any:
-        """The numpy dtype."""
         return self.known.numpy
 
     @classmethod
@@ -58,7 +56,6 @@ class _Plugin(ZDType[Any, Any]):
         raise _WrongDType(f"{data} is not {cls.known.name}")
 
     def to_json(self, zarr_format: Any) -> Any:
-        """Its name in zarr.json."""
         if zarr_format != 3:
             raise _WrongDType(f"{self.known.name} is not in Zarr v{zarr_format}")
         return self.known.name
@@ -67,11 +64,9 @@ class _Plugin(ZDType[Any, Any]):
         return isinstance(data, (int, float, np.number, np.void, tuple))
 
     def cast_scalar(self, data: object) -> Any:
-        """A number as an element."""
         return np.array(data, dtype=self.known.numpy)[()]
 
     def default_scalar(self) -> Any:
-        """All bits zero."""
         return np.zeros((), dtype=self.known.numpy)[()]
 
     def from_json_scalar(self, data: Any, *, zarr_format: Any) -> Any:  # noqa: ARG002

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit.errors import LayoutError
 from ckptkit.model import Layout, Placement, Replicate, Shard, Strategy, Strided, layout_of
-from ckptkit.model.mesh import Axis, Mesh
+from ckptkit.model.strategy import Axis, Mesh
 
 Run = tuple[int, ...]
 """The axes that a line of ranks lies along, outermost first."""

@@ -17,9 +17,8 @@ from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier, Gathering
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import FormatError
-from ckptkit.format.names import join, split
+from ckptkit.format.names import WRAPPED, join, split
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.format.reserved import WRAPPED
 from ckptkit.live.agree import Agreement, Documents, agree, told
 from ckptkit.live.extra import DataRanks, Extra, WorldSizeError, is_marked
 from ckptkit.live.filling import Filling, Target

@@ -12,9 +12,19 @@ import torch
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.patterns import check_used, matches
 from ckptkit.errors import FormatError
-from ckptkit.format.names import escape, inner_name, split, unescape
+from ckptkit.format.names import (
+    ALIKE,
+    DATA_RANK,
+    MODEL,
+    OPTIMIZER,
+    OWN,
+    WRAPPED,
+    escape,
+    inner_name,
+    split,
+    unescape,
+)
 from ckptkit.format.objects import whole
-from ckptkit.format.reserved import ALIKE, DATA_RANK, MODEL, OPTIMIZER, OWN, WRAPPED
 from ckptkit.live.extra import is_marked
 from ckptkit.live.own_keys import parts_of
 from ckptkit.live.trees import arrays_in, put_tensors, unmarked, with_value

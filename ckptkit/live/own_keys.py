@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.errors import FormatError
-from ckptkit.format.names import escape
+from ckptkit.format.names import OWN, escape
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.format.reserved import OWN
 from ckptkit.live.agree import Keys
 from ckptkit.live.held import Held
 from ckptkit.live.snapshot import Snapshot

@@ -28,7 +28,7 @@ from ckptkit.live.tensors import torch_dtype
 from ckptkit.live.topology import Topology
 from ckptkit.live.wire import wire
 from ckptkit.model import Box, Replicate
-from ckptkit.plan.sharing import in_batches, readable_pieces, readers_of
+from ckptkit.plan.read import batches, readable_pieces, readers_of
 
 log = logging.getLogger("ckptkit.live")
 
@@ -234,8 +234,8 @@ class _Circle:
         found: list[list[list[Piece]]] = []
         for place in range(len(self._ranks)):
             mine = [piece for piece, r in zip(plan, readers, strict=True) if r == place]
-            ranges = in_batches([piece.room for piece in mine], BATCH_BYTES)
-            found.append([[mine[at] for at in batch] for batch in ranges])
+            runs = batches([piece.room for piece in mine], BATCH_BYTES)
+            found.append([mine[first:last] for first, last in runs])
         return found
 
     def _memory(self, size: int) -> torch.Tensor:

@@ -17,8 +17,7 @@ from ckptkit.checkpoint.stored import StoredArrays
 from ckptkit.checkpoint.streaming import Band, Limits, stream
 from ckptkit.errors import FormatError
 from ckptkit.format.leaves import dumps
-from ckptkit.format.names import join, split
-from ckptkit.format.reserved import MODEL, OPTIMIZER, WRAPPED
+from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
 from ckptkit.live.agree import Documents
 from ckptkit.live.held import Held, Tied
 from ckptkit.live.optimizers.adapter import Saved, SavedState

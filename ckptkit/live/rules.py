@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ckptkit.errors import LayoutError, RulesError
-from ckptkit.format.names import inner_name
-from ckptkit.format.reserved import OPTIMIZER
+from ckptkit.format.names import OPTIMIZER, inner_name
 from ckptkit.model import Cut, Experts, Placement, Rule, Rules, Shard, parse_placement
 
 # Either placements such as `{"*.wqkv.weight": {"tp": "shard(0)"}}`, or rules as a file has them.

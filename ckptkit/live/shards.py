@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ckptkit.errors import UnsupportedTypeError
-from ckptkit.format.names import join, split
-from ckptkit.format.reserved import WRAPPED
+from ckptkit.format.names import WRAPPED, join, split
 from ckptkit.live.agree import Documents
 from ckptkit.live.held import Held
 from ckptkit.live.optimizers.adapter import Saved, SavedState

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from ckptkit.checkpoint.barrier import Gathering
 from ckptkit.checkpoint.patterns import matches, pattern_list
 from ckptkit.errors import InvalidNameError, UsageError
-from ckptkit.format import reserved
-from ckptkit.format.names import join
+from ckptkit.format.names import ALIKE, WRAPPED, join
 from ckptkit.live.adapters import Entry
 from ckptkit.live.agree import told
 from ckptkit.live.extra import DataRanks
@@ -371,7 +370,7 @@ class Reading:
             says = said or (entry is not None and entry.placements is not None)
             if self._is_cut.get(of or "") and not says:
                 # Whether it is a part or the same on all ranks cannot be seen: the commit compares.
-                self.alike[f"{reserved.ALIKE}/{name}"] = checksum(name, local)
+                self.alike[f"{ALIKE}/{name}"] = checksum(name, local)
         self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())
         held = Held(name, shape, placements, local, role, of, alike, of_first)
         if parts:
@@ -396,7 +395,7 @@ class Reading:
     ) -> None:
         """The tensors that one is made of, cut as it is; rules may say of each how."""
         record = {**record, "shape": list(whole.shape)}  # cut by hand, it looks like a whole
-        self.alike[f"{reserved.WRAPPED}/{whole.name}"] = record
+        self.alike[f"{WRAPPED}/{whole.name}"] = record
         self.made[whole.name] = whole, [part_name(whole.name, key) for key in parts]
         for key, part in parts.items():
             name = part_name(whole.name, key)
@@ -407,7 +406,7 @@ class Reading:
             self._add(name, part, whole.role, entry, alike=whole.alike, staged=staged, of=whole.of)
             if self._is_cut[whole.name] and not self._is_cut[name]:
                 # Each rank may have made it of its own rows: the commit compares.
-                self.alike[f"{reserved.ALIKE}/{name}"] = checksum(name, part)
+                self.alike[f"{ALIKE}/{name}"] = checksum(name, part)
 
 
 def _optimizer_document(

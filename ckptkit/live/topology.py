@@ -27,7 +27,7 @@ from ckptkit.model import (
     Strategy,
     layout_of,
 )
-from ckptkit.model.mesh import Axis, Mesh
+from ckptkit.model.strategy import Axis, Mesh
 
 # Ranks that differ along these read data of their own, and so do those that experts are spread
 # over; ranks along `tp` and `pp` work on the same.

@@ -12,8 +12,7 @@ import torch
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
 from ckptkit.format.leaves import canonical
-from ckptkit.format.names import escape
-from ckptkit.format.reserved import REFERENCE
+from ckptkit.format.names import REFERENCE, escape
 from ckptkit.live.tensors import as_bits, check_plain, dtype_of, local_of, torch_dtype
 from ckptkit.model import DType, PerDataRank, PerRank, Replicated, Split, Sum
 

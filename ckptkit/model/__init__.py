@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from ckptkit.model.box import MAX_COORDINATE, Box, flat_boxes
-from ckptkit.model.cover import Gap, check_cover
+from ckptkit.model.box import MAX_COORDINATE, Box, Gap, check_cover, flat_boxes
 from ckptkit.model.dtype import DTYPES, DType
 from ckptkit.model.grid import MAX_CHUNKS, Grid
-from ckptkit.model.layout import Layout, layout_of
-from ckptkit.model.mesh import KINDS, MAX_AXES, MAX_WORLD_SIZE, Axis, Mesh
+from ckptkit.model.layout import Layout, Part, Replicas, Share, layout_of
 from ckptkit.model.object import PerDataRank, PerRank, Replicated, Split, Sum
-from ckptkit.model.part import Part, Replicas, Share
 from ckptkit.model.placement import (
     Owner,
     Placement,
@@ -22,7 +19,7 @@ from ckptkit.model.placement import (
     placement_to_doc,
 )
 from ckptkit.model.rules import Cut, Experts, Pipeline, Rule, Rules
-from ckptkit.model.strategy import Strategy
+from ckptkit.model.strategy import KINDS, MAX_AXES, MAX_WORLD_SIZE, Axis, Mesh, Strategy
 
 __all__ = [
     "DTYPES",

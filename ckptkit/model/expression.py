@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any
 
 from ckptkit.errors import RulesError
 from ckptkit.model.box import MAX_COORDINATE
 
-# Recursion and the size of products are bounded by the length of the text.
+# It bounds the recursion, and the size of products.
 _MAX_LENGTH = 200
-_TOKEN = re.compile(r"\s*(?:(\d{1,19})|([A-Za-z_]\w*)(\??)|(//|[-+*()]))", re.ASCII)
+_TEXT = re.compile(r"(\s*(\d{1,19}(?!\w)|[A-Za-z_]\w*\??|//|[-+*()]))+\s*", re.ASCII)
 _GRAMMAR = "integers, names of sizes, + - * // and parentheses; a size ending in ? may be unknown"
-
-_Name: TypeAlias = tuple[str, bool]
-_Tree: TypeAlias = "int | _Name | tuple[str, _Tree, _Tree]"
-_OPERATORS: dict[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "//": operator.floordiv,
+# Python has no `?`: it is read as the end of a name that no size can have.
+_OPTIONAL = "\u00f8"
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
 }
 
 
@@ -41,17 +41,13 @@ class Expression:
 
     def missing(self, sizes: Mapping[str, int]) -> list[str]:
         """The sizes that it needs and nobody gave."""
-        return [
-            name
-            for name, optional in _names(_parsed(self.text))
-            if not optional and name not in sizes
-        ]
+        names = _names(_parsed(self.text))
+        return [name for name in names if not name.endswith(_OPTIONAL) and name not in sizes]
 
     def unknown(self, sizes: Mapping[str, int]) -> list[str]:
         """The sizes that it would rather know, and does not."""
-        return [
-            name for name, optional in _names(_parsed(self.text)) if optional and name not in sizes
-        ]
+        names = [name for name in _names(_parsed(self.text)) if name.endswith(_OPTIONAL)]
+        return [name[:-1] for name in names if name[:-1] not in sizes]
 
     def value(self, sizes: Mapping[str, int]) -> int:
         """What it comes to; 1 where a size that may be unknown is."""
@@ -80,75 +76,73 @@ def missing_sizes(names: list[str], text: str) -> RulesError:
 
 
 @lru_cache(maxsize=1024)
-def _parsed(text: str) -> _Tree:
+def _parsed(text: str) -> ast.expr:
+    """Python's own reading of the text, once it holds nothing but what the grammar has."""
     if len(text) > _MAX_LENGTH:
         raise RulesError(f"longer than {_MAX_LENGTH} characters", value=text)
-    tokens = list(_tokens(text))
-    tree, rest = _sum(tokens, 0, text)
-    if rest != len(tokens):
-        raise _refusal(text)
+    refusal = RulesError("not a number, nor arithmetic over sizes", value=text, hint=_GRAMMAR)
+    if not _TEXT.fullmatch(text):
+        raise refusal
+    try:
+        tree = ast.parse(" ".join(text.replace("?", _OPTIONAL).split()), mode="eval").body
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise refusal from error
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            continue
+        if not isinstance(node, ast.Constant | ast.Name | ast.operator | ast.expr_context):
+            raise refusal
     return tree
 
 
-def _tokens(text: str) -> Iterator[_Tree | str]:
-    text, place = text.rstrip(), 0
-    while place < len(text):
-        match = _TOKEN.match(text, place)
-        if match is None:
-            raise _refusal(text)
-        number, name, optional, sign = match.groups()
-        yield int(number) if number else (name, bool(optional)) if name else sign
-        place = match.end()
+def _names(tree: ast.expr) -> list[str]:
+    return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
 
 
-def _sum(tokens: list[_Tree | str], at: int, text: str) -> tuple[_Tree, int]:
-    tree, at = _product(tokens, at, text)
-    while at < len(tokens) and tokens[at] in ("+", "-"):
-        sign = str(tokens[at])
-        right, at = _product(tokens, at + 1, text)
-        tree = (sign, tree, right)
-    return tree, at
+def _evaluated(tree: ast.expr, sizes: Mapping[str, int]) -> int:
+    match tree:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.Name(id=name):
+            return sizes[name.removesuffix(_OPTIONAL)]
+        case ast.BinOp(left=left, op=sign, right=right):
+            return _OPERATORS[type(sign)](_evaluated(left, sizes), _evaluated(right, sizes))
+    raise RulesError("not arithmetic", value=ast.unparse(tree))
 
 
-def _product(tokens: list[_Tree | str], at: int, text: str) -> tuple[_Tree, int]:
-    tree, at = _atom(tokens, at, text)
-    while at < len(tokens) and tokens[at] in ("*", "//"):
-        sign = str(tokens[at])
-        right, at = _atom(tokens, at + 1, text)
-        tree = (sign, tree, right)
-    return tree, at
+_NESTED = ("text_config", "llm_config", "language_config")
+_SYNONYMS = {
+    "hidden_size": ("n_embd", "d_model", "n_embed", "dim"),
+    "num_attention_heads": ("n_head", "num_heads", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_kv_heads", "n_head_kv"),
+    "intermediate_size": ("n_inner", "d_ff", "ffn_dim", "ffn_hidden_size"),
+    "head_dim": ("d_kv",),
+}
 
 
-def _atom(tokens: list[_Tree | str], at: int, text: str) -> tuple[_Tree, int]:
-    item = tokens[at] if at < len(tokens) else ")"
-    if item == "(":
-        tree, at = _sum(tokens, at + 1, text)
-        if at < len(tokens) and tokens[at] == ")":
-            return tree, at + 1
-        raise _refusal(text)
-    if isinstance(item, str):
-        raise _refusal(text)
-    return item, at + 1
+def sizes_of(config: Mapping[str, Any]) -> dict[str, int]:
+    """The integers of a Hugging Face config, those of a nested text model first, and what follows
+    from them: other names, `head_dim`, and `num_key_value_heads`.
+    """
+    found: dict[str, int] = {}
+    for part in (*(config.get(key) for key in _NESTED), config):
+        if isinstance(part, Mapping):
+            integers = {str(key): value for key, value in part.items() if type(value) is int}
+            found = {**integers, **found}
+    for name, others in _SYNONYMS.items():
+        known = next((found[other] for other in others if other in found), None)
+        if known is not None:
+            found.setdefault(name, known)
+    heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
+    if heads and _shares_keys(config):
+        found["num_key_value_heads"] = 1
+    elif heads:
+        found.setdefault("num_key_value_heads", heads)
+    if heads and hidden and hidden % heads == 0:
+        found.setdefault("head_dim", hidden // heads)
+    return found
 
 
-def _evaluated(tree: _Tree, sizes: Mapping[str, int]) -> int:
-    if isinstance(tree, int):
-        return tree
-    if len(tree) == 2:
-        return sizes[tree[0]]
-    sign, left, right = tree
-    return _OPERATORS[sign](_evaluated(left, sizes), _evaluated(right, sizes))
-
-
-def _names(tree: _Tree) -> Iterator[_Name]:
-    if isinstance(tree, int):
-        return
-    if len(tree) == 2:
-        yield tree
-        return
-    yield from _names(tree[1])
-    yield from _names(tree[2])
-
-
-def _refusal(text: str) -> RulesError:
-    return RulesError("not a number, nor arithmetic over sizes", value=text, hint=_GRAMMAR)
+def _shares_keys(config: Mapping[str, Any]) -> bool:
+    """Falcon and others say so apart, and give a number of heads that then means nothing."""
+    return config.get("multi_query") is True and config.get("new_decoder_architecture") is not True

@@ -11,8 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.errors import FormatError, LayoutError
-from ckptkit.model import doc as document
+from ckptkit.model import document
 from ckptkit.model.box import MAX_COORDINATE, Box
+
+I64 = npt.NDArray[np.int64]
 
 MAX_CHUNKS = 2**40
 
@@ -103,15 +105,16 @@ class Grid:
             return math.prod(self._chunk_shape)
         return math.prod(max(sizes, default=0) for sizes in self._piece_sizes())
 
-    def stored_elements(self) -> npt.NDArray[np.int64]:
-        """The elements each chunk is stored as, in row-major order."""
+    def stored_elements(self, chunks: I64 | None = None) -> I64:
+        """How many elements these chunks, or all in row-major order, are stored as."""
         if self._chunk_shape is not None:
-            return np.full(self.chunk_count, self.chunk_elements, dtype=np.int64)
+            count = self.chunk_count if chunks is None else len(chunks)
+            return np.full(count, self.chunk_elements, dtype=np.int64)
         elements = np.ones(1, dtype=np.int64)
         for sizes in self._piece_sizes():
             along = np.array(sizes, dtype=np.int64)
             elements = (elements[:, None] * along[None, :]).reshape(-1)
-        return elements
+        return elements if chunks is None else elements[chunks]
 
     def interval(self, dim: int, index: int) -> tuple[int, int, int]:
         """Along one dim: where a chunk starts and stops in the array, and its stored length."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -10,12 +10,9 @@ from typing import Any, TypeAlias
 
 from ckptkit.errors import LayoutError
 from ckptkit.model.box import Box
-from ckptkit.model.cut import AxisCut, DimCut, Intervals
-from ckptkit.model.mesh import Axis
-from ckptkit.model.overlap import Digit, Tangle
-from ckptkit.model.part import Part, Replicas, Share
+from ckptkit.model.cut import AxisCut, Digit, DimCut, Intervals, Tangle
 from ckptkit.model.placement import Owner, Placement, Replicate, Shard, Stage, Strided
-from ckptkit.model.strategy import Strategy
+from ckptkit.model.strategy import Axis, Strategy
 
 # Per dim: start in the tensor, length, start in what the rank holds.
 _Run: TypeAlias = tuple[int, int, int]
@@ -65,7 +62,6 @@ class Layout:
         return (layout_of, (self.shape, self.strategy, self.placements))
 
     def part(self, rank: int) -> Part:
-        """What a rank holds."""
         part = self._parts.get(rank)
         if part is None:
             if len(self._parts) >= _PARTS_KEPT:
@@ -261,3 +257,42 @@ def _boxes(runs: list[list[_Run]]) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
 
 def _placed(sharers: list[tuple[int, range]], coords: tuple[int, ...]) -> list[Digit]:
     return [(axis, held, coords[axis] - held.start) for axis, held in sharers]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds of a tensor: boxes in global coordinates, in the order of its memory.
+
+    `shape` is that of the local tensor, `places` are the same boxes within it. A rank that holds
+    nothing has no boxes.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    places: tuple[Box, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.boxes
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """The ranks that hold the same: equal keys are equal sets of ranks, also across tensors.
+
+    `index` is this rank's place among the `count` of them. Of nothing, nobody is a replica: the
+    key is then empty and the count 0.
+    """
+
+    key: tuple[Hashable, ...]
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Boxes of a part that the very same ranks hold."""
+
+    boxes: tuple[Box, ...]
+    places: tuple[Box, ...]
+    replicas: Replicas

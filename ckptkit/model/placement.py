@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptkit.errors import FormatError, LayoutError
-from ckptkit.model import doc as document
+from ckptkit.model import document
 from ckptkit.model.box import MAX_COORDINATE
 
 _GRAMMAR = (

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.model import Box, Grid
+from ckptkit.model import Box, Grid, Layout, Replicas
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid
-from ckptkit.plan.save import chunks_in
+from ckptkit.plan.read import batches
+from ckptkit.plan.write import chunks_in
 
 I64 = npt.NDArray[np.int64]
 
@@ -52,25 +54,6 @@ def target_grid(
     return chosen
 
 
-def stored_sizes(grid: Grid, chunks: I64, itemsize: int) -> I64:
-    """The bytes that chunks of a grid are stored as."""
-    if grid.is_regular:
-        return np.full(len(chunks), grid.chunk_elements * itemsize, dtype=np.int64)
-    sizes: I64 = grid.stored_elements()[chunks] * itemsize
-    return sizes
-
-
-def batches(sizes: I64, limit: int) -> list[tuple[int, int]]:
-    """Runs [i, j) of neighbours that have at most `limit` bytes together, or are one alone."""
-    ends = np.cumsum(sizes)
-    found, first, begin = list[tuple[int, int]](), 0, 0
-    while first < len(ends):
-        last = max(first + 1, int(np.searchsorted(ends, begin + limit, side="right")))
-        found.append((first, last))
-        first, begin = last, int(ends[last - 1])
-    return found
-
-
 @lru_cache(maxsize=65536)
 def reading_of(
     source: Grid, target: Grid, boxes: tuple[Box, ...], itemsizes: tuple[int, int], limit: int
@@ -82,15 +65,16 @@ def reading_of(
     parts = [np.zeros(0, dtype=np.int64), *(chunks_in(target, box) for box in boxes)]
     chunks = np.concatenate(parts)
     if source == target:
-        return Reading(len(chunks), int(stored_sizes(source, chunks, itemsizes[0]).sum()))
-    sizes = stored_sizes(target, chunks, max(itemsizes))
+        return Reading(len(chunks), int(source.stored_elements(chunks).sum()) * itemsizes[0])
+    sizes = target.stored_elements(chunks) * max(itemsizes)
     runs = batches(sizes, limit)
     batch = np.repeat(np.arange(len(runs)), [last - first for first, last in runs])
     needed, owner = _overlapping(source, target, chunks)
     # Once in a batch, however many of its chunks need it.
     keys = np.unique(batch[owner] * np.int64(source.chunk_count) + needed)
     return Reading(
-        len(keys), int(stored_sizes(source, keys % source.chunk_count, itemsizes[0]).sum())
+        len(keys),
+        int(source.stored_elements(keys % source.chunk_count).sum()) * itemsizes[0],
     )
 
 
@@ -160,3 +144,50 @@ def _has_borders(grid: Grid, edges: tuple[tuple[int, ...], ...]) -> bool:
         elif not set(cuts) <= set(grid.edges[dim]):
             return False
     return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spread:
+    """What each rank's pack has of an array, and what is read for all of them together."""
+
+    nbytes: npt.NDArray[np.float64]
+    reading: Reading
+
+
+@lru_cache(maxsize=16384)
+def spread(
+    layout: Layout, source: Grid, target: Grid, itemsizes: tuple[int, int], limit: int
+) -> Spread:
+    """How an array goes from one grid into the packs of a layout; itemsizes are the source's and
+    the target's. What ranks hold alike is in equal shares.
+    """
+    nbytes = np.zeros(layout.strategy.world_size)
+    requests = read = 0
+    # Parts that overlap have holders of each stretch of their own: no part stands for others then.
+    every = range(len(nbytes)) if layout.is_tangled else layout.distinct_ranks()
+    for rank in every:
+        first: tuple[Box, ...] = ()
+        for share in layout.shares(rank):
+            stored = sum(
+                int(target.stored_elements(chunks_in(target, box)).sum()) * itemsizes[1]
+                for box in share.boxes
+            )
+            ranks = [rank] if layout.is_tangled else _members(layout, share.replicas)
+            nbytes[ranks] += stored / share.replicas.count
+            # What ranks hold alike is read once, by whichever of them writes it.
+            first += share.boxes if share.replicas.index == 0 else ()
+        reading = reading_of(source, target, first, itemsizes, limit)
+        requests, read = requests + reading.requests, read + reading.nbytes
+    return Spread(nbytes, Reading(requests, read))
+
+
+def _members(layout: Layout, replicas: Replicas) -> list[int]:
+    """The ranks that hold the same: along each axis some, in all combinations."""
+    sizes = layout.strategy.mesh.sizes
+    ranks = np.zeros(1, dtype=np.int64)
+    for axis, along in enumerate(replicas.key):
+        members = np.array(list(cast("Iterable[int]", along)), dtype=np.int64)
+        stride = math.prod(sizes[axis + 1 :])
+        ranks = (ranks[:, None] + stride * members[None, :]).reshape(-1)
+    found: list[int] = ranks.tolist()
+    return found

@@ -9,8 +9,7 @@ import pytest
 import tensorstore
 import zarr
 
-from ckptkit.format.arrays import ArrayInfo
-from ckptkit.format.zarr_documents import array_document, chunk_key, group_document, key_of
+from ckptkit.format.arrays import ArrayInfo, array_document, chunk_key, group_document, key_of
 from ckptkit.format.zarr_dtypes import register
 from ckptkit.model import DTYPES, Box, DType, Grid
 

@@ -9,9 +9,8 @@ import yaml
 
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import Cut, Experts, Pipeline, Replicate, Rule, Rules, Shard
-from ckptkit.model.expression import Expression
+from ckptkit.model.expression import Expression, sizes_of
 from ckptkit.model.rules import matches
-from ckptkit.model.sizes import sizes_of
 
 TEXT = r"""
 rules:

@@ -7,8 +7,8 @@ import pytest
 from ckptkit.checkpoint.rules_file import load_rules
 from ckptkit.errors import RulesError
 from ckptkit.model import Strategy
-from ckptkit.plan.placing import Placed, decide
-from ckptkit.plan.subjects import Tensor
+from ckptkit.plan.cuts import Tensor
+from ckptkit.plan.place import Placed, decide
 
 ATTENTION = {
     f"self_attn.{each}_proj.weight": (32 if each in "qo" else 8, 32)

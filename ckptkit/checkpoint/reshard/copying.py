@@ -23,8 +23,7 @@ from ckptkit.checkpoint.reshard.target import Target, TargetArray
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.errors import AlreadyExistsError, PeerError
 from ckptkit.model import Grid
-from ckptkit.plan.load import pieces_within
-from ckptkit.plan.regrid import batches, stored_sizes
+from ckptkit.plan.read import batches, pieces_within
 from ckptkit.storage import Store
 
 # As the parts of local files are when a job writes them: larger ones are no faster to write, and
@@ -130,7 +129,7 @@ def _lasts(content: PackContent, origins: Sequence[TargetArray], budget: Budget)
     usual = min(_USUAL, budget.batch_bytes)
     held = sum(map(content.length, range(end)))
     for array, origin in zip(content.arrays, origins, strict=True):
-        sizes = stored_sizes(array.info.grid, array.chunks, origin.itemsize)
+        sizes = array.info.grid.stored_elements(array.chunks) * origin.itemsize
         for first, last in batches(sizes, usual if origin.is_kept else budget.batch_bytes):
             nbytes = int(sizes[first:last].sum())
             if held and held + nbytes > usual:

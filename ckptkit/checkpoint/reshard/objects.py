@@ -9,9 +9,8 @@ import numpy as np
 
 from ckptkit.checkpoint.reshard.selection import Choice, Selection
 from ckptkit.errors import UsageError
-from ckptkit.format.names import escape, split
+from ckptkit.format.names import ALIKE, MODEL, OPTIMIZER, REFERENCE, WRAPPED, escape, split
 from ckptkit.format.objects import ObjectInfo, share_of_items, total
-from ckptkit.format.reserved import ALIKE, MODEL, OPTIMIZER, REFERENCE, WRAPPED
 
 
 def chosen_objects(

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckptkit.checkpoint.reshard.target import Target, TargetArray
 from ckptkit.format.arrays import ArrayInfo
-from ckptkit.plan.balance import spread
+from ckptkit.plan.regrid import spread
 
 # What a chunk adds to a manifest, and about what an array does.
 _CHUNK_BYTES, _ARRAY_BYTES = 24, 160

@@ -19,7 +19,7 @@ from ckptkit.checkpoint.rules_file import RulesLike, rules_between
 from ckptkit.checkpoint.threads import Progress, cores
 from ckptkit.errors import UsageError
 from ckptkit.model import Strategy
-from ckptkit.model.quantity import parse_size
+from ckptkit.model.document import parse_size
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.storage import Options, Store
 

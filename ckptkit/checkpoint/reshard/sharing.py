@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ckptkit.checkpoint.job import Request
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box
-from ckptkit.plan.load import Piece, pieces_of
+from ckptkit.plan.read import Piece, pieces_of
 from ckptkit.storage.buffers import copy_elements
 
 Key = tuple[int, int]

@@ -18,15 +18,15 @@ from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import Alias, ArrayInfo
 from ckptkit.format.leaves import dumps
 from ckptkit.format.manifest import Manifest
+from ckptkit.format.names import DIGEST_ALGORITHM
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.format.record import SaveInfo
-from ckptkit.format.reserved import DIGEST_ALGORITHM
 from ckptkit.model import Layout, Rules, Strategy, layout_of
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
-from ckptkit.plan.placing import Placed, place
+from ckptkit.plan.cuts import Tensor
+from ckptkit.plan.place import Placed, place
 from ckptkit.plan.regrid import target_grid
-from ckptkit.plan.save import Held, chunks_to_write
-from ckptkit.plan.subjects import Tensor
+from ckptkit.plan.write import Owned, chunks_to_write
 from ckptkit.version import __version__
 
 # What a source says of itself, and no longer of what is made of it.
@@ -139,10 +139,10 @@ class Target:
         return chunks_to_write(self.held, rank)
 
     @cached_property
-    def held(self) -> list[Held]:
+    def held(self) -> list[Owned]:
         """The arrays as planning knows them."""
         return [
-            Held(a.info.name, a.layout, a.info.grid, a.info.dtype.itemsize) for a in self.arrays
+            Owned(a.info.name, a.layout, a.info.grid, a.info.dtype.itemsize) for a in self.arrays
         ]
 
     def _details(self, source: SaveInfo) -> dict[str, Any]:

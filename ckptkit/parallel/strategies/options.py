@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import UsageError
 from ckptkit.model import Strategy
-from ckptkit.model.quantity import parse_size
+from ckptkit.model.document import parse_size
 from ckptkit.parallel.strategies.spec import SHARDED, sharder_of, size_of
 
 Split: TypeAlias = Callable[[nn.Module, tuple[str, ...]], nn.Module]

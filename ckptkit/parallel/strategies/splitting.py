@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from ckptkit.errors import LayoutError
-from ckptkit.plan.staging import balanced
+from ckptkit.plan.stages import balanced
 
 # Each trial runs the model, and one that so many find no place in can hardly be cut at all.
 _TRIALS_FOR_A_STAGE = 4

@@ -10,8 +10,8 @@ from typing import Any
 import ckptkit
 from ckptkit import Checkpoint, PerRank, Replicated, Split, Strategy, Sum, Writer
 from ckptkit.model import Rules, layout_of
-from ckptkit.plan.placing import place
-from ckptkit.plan.subjects import Tensor as Facts
+from ckptkit.plan.cuts import Tensor as Facts
+from ckptkit.plan.place import place
 from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import Values, random_values, same, save_by, take
 

@@ -4,7 +4,8 @@ section 3).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import heapq
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Owned:
     """One array as a rank knows it."""
 
     name: str
@@ -35,7 +36,7 @@ class _Stretch:
     replicas: Replicas
 
 
-def chunks_to_write(arrays: Sequence[Held], rank: int) -> list[I64]:
+def chunks_to_write(arrays: Sequence[Owned], rank: int) -> list[I64]:
     """For each array the chunks that this rank writes, in file order.
 
     What several ranks hold is one stream of chunks for each set of such ranks, cut into equal
@@ -58,7 +59,7 @@ def chunks_to_write(arrays: Sequence[Held], rank: int) -> list[I64]:
     return [np.concatenate(parts) if parts else nothing for parts in mine]
 
 
-def writes_document(array: Held, chunks: I64, rank: int) -> bool:
+def writes_document(array: Owned, chunks: I64, rank: int) -> bool:
     """Whether this rank writes the array's zarr.json: with chunk 0, or, without chunks, as its
     lowest holder.
     """
@@ -76,7 +77,7 @@ def chunks_in(grid: Grid, box: Box) -> I64:
     return numbers
 
 
-def _chunks_held(array: Held, share: Share) -> I64:
+def _chunks_held(array: Owned, share: Share) -> I64:
     parts = [np.zeros(0, dtype=np.int64)]
     for box in share.boxes:
         if not array.grid.is_whole(box):
@@ -89,9 +90,12 @@ def _chunks_held(array: Held, share: Share) -> I64:
     return np.concatenate(parts)
 
 
-def _shares(arrays: Sequence[Held], stream: Sequence[_Stretch]) -> Iterator[I64]:
+def _shares(arrays: Sequence[Owned], stream: Sequence[_Stretch]) -> Iterator[I64]:
     """The chunks of each stretch whose middle lies in this rank's share of the stream."""
-    sizes = [_sizes(arrays[stretch.array], stretch.chunks) for stretch in stream]
+    sizes = []
+    for stretch in stream:
+        array = arrays[stretch.array]
+        sizes.append(array.grid.stored_elements(stretch.chunks) * array.itemsize)
     total = sum(int(size.sum()) for size in sizes)
     begin = 0
     for stretch, size in zip(stream, sizes, strict=True):
@@ -103,9 +107,14 @@ def _shares(arrays: Sequence[Held], stream: Sequence[_Stretch]) -> Iterator[I64]
         begin += int(size.sum())
 
 
-def _sizes(array: Held, chunks: I64) -> I64:
-    if array.grid.is_regular:
-        size = array.grid.chunk_elements * array.itemsize
-        return np.full(len(chunks), size, dtype=np.int64)
-    sizes: I64 = array.grid.stored_elements()[chunks] * array.itemsize
-    return sizes
+def owners_of(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """The rank of each parameter: largest first to the rank with the fewest elements so far, ties
+    in their order, as torch's ZeroRedundancyOptimizer does.
+    """
+    loads = [(0, rank) for rank in range(ranks)]
+    owners: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        load, rank = heapq.heappop(loads)
+        owners[name] = rank
+        heapq.heappush(loads, (load + sizes[name], rank))
+    return owners

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import UsageError
-from ckptkit.model.quantity import parse_size
+from ckptkit.model.document import parse_size
 
 
 @pytest.mark.parametrize(

@@ -279,3 +279,43 @@ def _within(
             last += 1
         yield first, last
         first = last
+
+
+def readable_pieces(grid: Grid, box: Box, itemsize: int, limit: int) -> Iterator[Box]:
+    """A box as some of at most `limit` bytes, cut where chunks end, so that no chunk is in two of
+    them; one chunk may have more.
+    """
+    if box.is_empty:
+        return
+    spans = grid.span(box)
+    # Along the first dim of several chunks, for pieces that lie together in memory.
+    dim = next((dim for dim, span in enumerate(spans) if len(span) > 1), None)
+    if dim is None or box.size * itemsize <= limit:
+        yield box
+        return
+    middle = grid.interval(dim, spans[dim][len(spans[dim]) // 2])[0]
+    for half in box.split(dim, middle):
+        yield from readable_pieces(grid, half, itemsize, limit)
+
+
+def readers_of(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Which of some ranks reads each piece: about the same number of bytes each, and neighbours,
+    which one request may read, together.
+    """
+    total = max(1, sum(sizes))
+    readers, before = [], 0
+    for size in sizes:
+        readers.append(min(ranks - 1, (2 * before + size) * ranks // (2 * total)))
+        before += size
+    return readers
+
+
+def batches(sizes: Sequence[int] | I64, limit: int) -> list[tuple[int, int]]:
+    """Runs [i, j) of neighbours that have at most `limit` bytes together, or are one alone."""
+    ends = np.cumsum(sizes)
+    found, first, begin = list[tuple[int, int]](), 0, 0
+    while first < len(ends):
+        last = max(first + 1, int(np.searchsorted(ends, begin + limit, side="right")))
+        found.append((first, last))
+        first, begin = last, int(ends[last - 1])
+    return found

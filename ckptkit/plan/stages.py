@@ -9,8 +9,7 @@ from itertools import pairwise
 from ckptkit.errors import RulesError
 from ckptkit.model import Pipeline, Replicate, Rules, Stage, Strategy
 from ckptkit.model.rules import matches
-from ckptkit.plan.cutting import AS_IN_SOURCE, Said
-from ckptkit.plan.subjects import Subject
+from ckptkit.plan.cuts import AS_IN_SOURCE, Said, Subject
 
 _HINT = (
     "say it in the rules, such as pipeline: {layers: 'layers\\.(\\d+)', split: balanced,"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import RulesError
 from ckptkit.model import Box, Placement, Rules, Strategy, layout_of, parse_placement
-from ckptkit.plan.placing import Placed, decide, place
-from ckptkit.plan.subjects import Tensor
+from ckptkit.plan.cuts import Tensor
+from ckptkit.plan.place import Placed, decide, place
 
 SINGLE = Strategy.parse("single")
 RULES = Rules.from_doc(

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import RulesError
 from ckptkit.model import Rules, Strategy
-from ckptkit.plan.placing import place
-from ckptkit.plan.staging import balanced
-from ckptkit.plan.subjects import Tensor
+from ckptkit.plan.cuts import Tensor
+from ckptkit.plan.place import place
+from ckptkit.plan.stages import balanced
 
 SINGLE = Strategy.parse("single")
 

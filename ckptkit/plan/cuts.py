@@ -6,8 +6,10 @@ is cut is such an end: it was trained so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from urllib.parse import unquote
 
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import (
@@ -24,7 +26,6 @@ from ckptkit.model import (
     Strided,
 )
 from ckptkit.model.cut import AxisCut, DimCut
-from ckptkit.plan.subjects import Subject
 
 AS_IN_SOURCE = "as in the source"
 
@@ -154,3 +155,93 @@ def _edges(placement: Shard, subject: Subject, axis: Axis) -> set[int]:
     """Where an axis cuts the dim, were it the only one."""
     cut = AxisCut(0, axis.name, axis.size, placement.blocks, placement.unit)
     return set(DimCut(subject.tensor.shape[placement.dim], (cut,)).edges())
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What has to be known of a tensor to place it; `placements` are those of the source."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    role: str
+    of: str | None
+    placements: tuple[Placement, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A tensor, its name inside of its group, and the parameter that it follows: often itself."""
+
+    tensor: Tensor
+    inner: str
+    lead: Tensor
+
+    @property
+    def has_shape_of_lead(self) -> bool:
+        """Whether it is cut as the parameter is; what is 0-d is never cut."""
+        return bool(self.tensor.shape) and self.tensor.shape == self.lead.shape
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter, or may well be one: nobody said what it is."""
+        return _is_parameter(self.tensor)
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it belongs to the model, or follows what does; what is neither is only kept."""
+        return self.tensor.role != "other" or self.is_parameter or self.lead is not self.tensor
+
+
+def subjects_of(tensors: Sequence[Tensor]) -> list[Subject]:
+    """The tensors, in their order, with what each of them follows."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    parameters = {inner_name(t): t for t in tensors if _is_parameter(t)}
+    absent = _stand_ins(tensors, by_name)
+    return [_subject(tensor, by_name, parameters, absent) for tensor in tensors]
+
+
+def inner_name(tensor: Tensor) -> str:
+    """The name inside of its group: of optimizer state, its parameter's."""
+    nodes = (tensor.of or tensor.name).split("/")
+    if tensor.of is None and tensor.role == "optimizer" and len(nodes) > 2:
+        nodes = nodes[:-1]
+    return unquote("/".join(nodes[1:] or nodes))
+
+
+def _subject(
+    tensor: Tensor,
+    by_name: dict[str, Tensor],
+    parameters: dict[str, Tensor],
+    absent: dict[str, Tensor],
+) -> Subject:
+    inner, lead = inner_name(tensor), tensor
+    if tensor.of is not None:
+        lead = by_name.get(tensor.of) or absent[tensor.of]
+    elif tensor.role in ("other", "optimizer") and not _is_parameter(tensor):
+        same = parameters.get(inner)
+        if same is not None and (same.shape == tensor.shape or tensor.role == "optimizer"):
+            lead = same
+    return Subject(tensor, inner, lead)
+
+
+def _stand_ins(tensors: Sequence[Tensor], by_name: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For parameters that are not there, the largest of their state: it has their shape."""
+    found: dict[str, Tensor] = {}
+    for tensor in tensors:
+        if tensor.of is not None and tensor.of not in by_name:
+            known = found.get(tensor.of)
+            if known is None or (tensor.elements, len(tensor.shape)) > (
+                known.elements,
+                len(known.shape),
+            ):
+                found[tensor.of] = tensor
+    return found
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return tensor.role == "param" or (tensor.role == "other" and tensor.name.startswith("model/"))

@@ -25,7 +25,7 @@ from ckptkit.model import (
     layout_of,
 )
 from ckptkit.plan.chunks import choose_grid
-from ckptkit.plan.save import Held, chunks_in, chunks_to_write, writes_document
+from ckptkit.plan.write import Owned, chunks_in, chunks_to_write, writes_document
 
 CUT: st.SearchStrategy[Placement] = st.sampled_from(
     [Shard(0), Shard(1), Shard(0, None, 2), Strided(0), Strided(1)]
@@ -38,13 +38,13 @@ def held(
     strategy: Strategy | str,
     placements: Sequence[Placement],
     chunk_bytes: int = 64,
-) -> Held:
+) -> Owned:
     layout = layout_of(shape, strategy, placements)
-    return Held(name, layout, choose_grid(shape, 4, layout.edges, chunk_bytes), 4)
+    return Owned(name, layout, choose_grid(shape, 4, layout.edges, chunk_bytes), 4)
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> list[Held]:
+def jobs(draw: st.DrawFn) -> list[Owned]:
     """Some arrays on one mesh, each cut in its own way."""
     sizes = draw(st.lists(st.integers(1, 4), max_size=3))
     strategy = Strategy(Mesh(tuple(Axis(f"a{i}", "ddp", size) for i, size in enumerate(sizes))))
@@ -65,10 +65,10 @@ def jobs(draw: st.DrawFn) -> list[Held]:
     return arrays or [held("one", (3,), strategy, [Replicate()] * len(sizes))]
 
 
-def fused() -> st.SearchStrategy[list[Held]]:
+def fused() -> st.SearchStrategy[list[Owned]]:
     """Query, key and value in one tensor, with fewer key heads than ranks."""
 
-    def make(data: tuple[int, int, int, int]) -> list[Held]:
+    def make(data: tuple[int, int, int, int]) -> list[Owned]:
         ranks, heads, shared, extra = data
         blocks = (heads * ranks * 2, shared * 2, shared * 2)
         strategy = Strategy.parse(f"ddp:{extra},tp:{ranks}")
@@ -81,18 +81,18 @@ def fused() -> st.SearchStrategy[list[Held]]:
     return numbers.map(make)
 
 
-def all_writes(arrays: list[Held]) -> list[list[np.ndarray]]:
+def all_writes(arrays: list[Owned]) -> list[list[np.ndarray]]:
     ranks = arrays[0].layout.strategy.world_size
     return [[*chunks_to_write(arrays, rank)] for rank in range(ranks)]
 
 
-def size_of(array: Held, chunk: int) -> int:
+def size_of(array: Owned, chunk: int) -> int:
     index = array.grid.index(chunk)
     return int(np.prod(array.grid.stored_shape(index), dtype=int)) * array.itemsize
 
 
 @given(jobs() | fused())
-def test_every_chunk_is_written_exactly_once(arrays: list[Held]) -> None:
+def test_every_chunk_is_written_exactly_once(arrays: list[Owned]) -> None:
     writes = all_writes(arrays)
     for number, array in enumerate(arrays):
         written = np.concatenate([chunks[number] for chunks in writes])
@@ -101,7 +101,7 @@ def test_every_chunk_is_written_exactly_once(arrays: list[Held]) -> None:
 
 
 @given(jobs() | fused())
-def test_a_rank_writes_only_what_it_holds(arrays: list[Held]) -> None:
+def test_a_rank_writes_only_what_it_holds(arrays: list[Owned]) -> None:
     for rank, writes in enumerate(all_writes(arrays)):
         for array, chunks in zip(arrays, writes, strict=True):
             part = array.layout.part(rank)
@@ -112,7 +112,7 @@ def test_a_rank_writes_only_what_it_holds(arrays: list[Held]) -> None:
 
 @settings(deadline=None)
 @given(jobs() | fused())
-def test_replicas_write_equal_shares_but_for_one_chunk(arrays: list[Held]) -> None:
+def test_replicas_write_equal_shares_but_for_one_chunk(arrays: list[Owned]) -> None:
     shares: dict[Hashable, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     totals: dict[Hashable, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     largest: dict[Hashable, int] = defaultdict(int)
@@ -137,7 +137,7 @@ def test_replicas_write_equal_shares_but_for_one_chunk(arrays: list[Held]) -> No
 
 
 @given(jobs() | fused())
-def test_each_document_has_one_writer(arrays: list[Held]) -> None:
+def test_each_document_has_one_writer(arrays: list[Owned]) -> None:
     all_ranks = all_writes(arrays)
     for number, array in enumerate(arrays):
         writers = [
@@ -153,7 +153,7 @@ def test_each_document_has_one_writer(arrays: list[Held]) -> None:
 
 
 @given(jobs())
-def test_ranks_need_to_know_only_the_arrays_they_hold(arrays: list[Held]) -> None:
+def test_ranks_need_to_know_only_the_arrays_they_hold(arrays: list[Owned]) -> None:
     expected = all_writes(arrays)
     for rank, writes in enumerate(expected):
         known = [
@@ -190,7 +190,7 @@ def test_pipeline_stages_that_know_different_arrays_agree() -> None:
 
 def test_a_grid_that_does_not_fit_the_parts_is_refused() -> None:
     layout = layout_of((8,), "fsdp:2", [Shard(0)])
-    array = Held("a", layout, Grid.regular((8,), (3,)), 4)
+    array = Owned("a", layout, Grid.regular((8,), (3,)), 4)
     with pytest.raises(LayoutError, match="beyond what one rank holds") as error:
         chunks_to_write([array], 0)
     assert error.value.where == "a"
@@ -198,14 +198,14 @@ def test_a_grid_that_does_not_fit_the_parts_is_refused() -> None:
 
 def test_padding_counts_as_bytes_when_shares_are_cut() -> None:
     layout = layout_of((9,), "ddp:2", [Replicate()])
-    array = Held("a", layout, Grid.regular((9,), (4,)), 1)
+    array = Owned("a", layout, Grid.regular((9,), (4,)), 1)
     # Stored are 4, 4 and 4 bytes: the middle of the second chunk is the middle of all.
     assert [chunks_to_write([array], rank)[0].tolist() for rank in (0, 1)] == [[0], [1, 2]]
 
 
 def test_shares_are_exact_beyond_64_bits() -> None:
     grid = Grid.regular((2**61,), (2**55,))
-    array = Held("a", layout_of((2**61,), "ddp:4", [Replicate()]), grid, 1)
+    array = Owned("a", layout_of((2**61,), "ddp:4", [Replicate()]), grid, 1)
     found = [chunks_to_write([array], rank)[0].tolist() for rank in range(4)]
     assert found == [list(range(k, k + 16)) for k in (0, 16, 32, 48)]
 

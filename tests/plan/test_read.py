@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckptkit.model import Box, Grid
-from ckptkit.plan.load import coalesce, join_runs, pieces_of, pieces_within
+from ckptkit.plan.read import coalesce, join_runs, pieces_of, pieces_within
 
 
 @st.composite

@@ -18,10 +18,9 @@ from ckptkit.model import (
     Strided,
     layout_of,
 )
-from ckptkit.plan.cutting import Cutter, Said
-from ckptkit.plan.owning import owners_of
-from ckptkit.plan.staging import Stager
-from ckptkit.plan.subjects import Subject, Tensor, subjects_of
+from ckptkit.plan.cuts import Cutter, Said, Subject, Tensor, subjects_of
+from ckptkit.plan.stages import Stager
+from ckptkit.plan.write import owners_of
 
 _SHARDERS = ("fsdp", "zero2", "zero3")
 _LISTED = 8

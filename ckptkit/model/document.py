@@ -1,0 +1,157 @@
+"""Strict readers of what comes from outside: a checked value, or an error that says where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ckptkit.errors import CkptkitError, FormatError, UsageError
+from ckptkit.model.box import MAX_COORDINATE
+
+
+def fields(
+    doc: object, where: str, required: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The document as a dict that has all required keys and none but the optional ones besides."""
+    if type(doc) is not dict:
+        raise FormatError("must be a map", where=where, value=doc)
+    for key in required:
+        if key not in doc:
+            raise FormatError(f"lacks {key!r}", where=where, value=doc)
+    if len(doc) > len(required):
+        for key in doc:
+            if key not in required and key not in optional:
+                raise FormatError("has an unknown key", where=where, value=key)
+    return doc
+
+
+def integer(value: object, where: str, *, least: int = 0, most: int = MAX_COORDINATE) -> int:
+    if type(value) is not int:
+        raise FormatError("must be an integer", where=where, value=value)
+    if not least <= value <= most:
+        raise FormatError(f"must be from {least} to {most}", where=where, value=value)
+    return value
+
+
+def integers(
+    value: object, where: str, *, least: int = 0, most: int = MAX_COORDINATE
+) -> tuple[int, ...]:
+    """A list of such ints, as a tuple."""
+    if type(value) is not list and type(value) is not tuple:
+        raise FormatError("must be a list of integers", where=where, value=value)
+    for i, item in enumerate(value):
+        if type(item) is not int or not least <= item <= most:
+            integer(item, f"{where}.{i}", least=least, most=most)
+    return tuple(value)
+
+
+def text(value: object, where: str) -> str:
+    if type(value) is not str:
+        raise FormatError("must be a string", where=where, value=value)
+    return value
+
+
+_SIZES: dict[str, int] = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", 1)},
+}
+_QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)", re.ASCII)
+
+
+def parse_size(what: int | str) -> int:
+    """The bytes of a number, or of a text such as 4096, 512MiB or 1.5 GB."""
+    if isinstance(what, int) and not isinstance(what, bool):
+        size = what
+    else:
+        match = _QUANTITY.fullmatch(what.strip()) if isinstance(what, str) else None
+        unit = _SIZES.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            raise UsageError("no size", value=what, hint="write 4096, 512MiB or 1.5GB")
+        size = round(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if size < 1:
+        raise UsageError("less than one byte", value=what, hint="write 512MiB or 1.5GB")
+    return size
+
+
+LIMIT = 1 << 63
+
+
+class Fields:
+    """A map from a document, whose keys are taken one by one."""
+
+    def __init__(self, value: object, where: str) -> None:
+        if not isinstance(value, dict):
+            raise FormatError("not a map", where=where, value=value)
+        self._left = dict(value)
+        self._where = where
+
+    def at(self, key: str) -> str:
+        """Where a key stands, for messages: `arrays.3.shape`."""
+        return f"{self._where}.{key}" if self._where else key
+
+    def has(self, key: str) -> bool:
+        return key in self._left
+
+    def any(self, key: str) -> Any:
+        """The value as it is; the caller checks it."""
+        if key not in self._left:
+            raise FormatError("the field is missing", where=self.at(key))
+        return self._left.pop(key)
+
+    def integer(self, key: str, *, below: int = LIMIT) -> int:
+        value = self.any(key)
+        if type(value) is int and 0 <= value < below:
+            return value
+        return integer(value, self.at(key), most=below - 1)
+
+    def number(self, key: str) -> float:
+        value = self.any(key)
+        if type(value) not in (int, float) or not -(2**63) <= value < 2**64:
+            raise FormatError("not a finite number", where=self.at(key), value=value)
+        return float(value)
+
+    def text(self, key: str) -> str:
+        value = self.any(key)
+        return value if type(value) is str else text(value, self.at(key))
+
+    def items(self, key: str) -> list[Any]:
+        value = self.any(key)
+        if not isinstance(value, list):
+            raise FormatError("not a list", where=self.at(key), value=value)
+        return value
+
+    def bytes(self, key: str) -> bytes:
+        value = self.any(key)
+        if not isinstance(value, bytes):
+            raise FormatError("not bytes", where=self.at(key), value=type(value).__name__)
+        return value
+
+    def finish(self) -> None:
+        """Refuse what this version does not know: it could change the meaning of the rest."""
+        if self._left:
+            raise FormatError(
+                "fields that this version of the format does not have",
+                where=self._where,
+                value=list(self._left),
+            )
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """What is wrong inside is said to be in a file: `FILE: arrays.3.shape`."""
+    try:
+        yield
+    except CkptkitError as error:
+        error.where = f"{where}: {error.where}" if error.where else where
+        raise
+
+
+def extent(value: object, where: str) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise FormatError("not an offset and a length", where=where, value=value)
+    offset, length = integers(value, where, most=LIMIT - 1)
+    return offset, length
