@@ -13,8 +13,8 @@ from typing import Self
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
-from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.places import Place, step_name, store_at
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.run.mirror import Retention
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.threads import Progress

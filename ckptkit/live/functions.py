@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT
-from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.places import Place, store_at
+from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.format.names import pattern_list
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.loading import Loading, LoadOptions, Restored

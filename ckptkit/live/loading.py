@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier, Gathering
-from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import FormatError
 from ckptkit.format.names import WRAPPED, join, split

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckptkit.checkpoint.barrier import Barrier
-from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.places import described
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.format.manifest import Manifest
 from ckptkit.live.wire import bytes_of_first
 from ckptkit.storage import Store

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.live.filling import Filling, Inside, Target
 from ckptkit.live.meeting import StoreBarrier

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT
-from ckptkit.checkpoint.checkpoint import open_checkpoint
+from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.errors import CkptkitError
 from ckptkit.live.meeting import leaving
 from ckptkit.parallel.strategies.alike import room
