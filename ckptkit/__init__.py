@@ -4,12 +4,12 @@ anyone.
 
 from __future__ import annotations
 
-from ckptkit.checkpoint.barrier import Barrier, FileBarrier, ThreadBarrier
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.checkpoint import open_checkpoint as open  # noqa: A004
 from ckptkit.checkpoint.compare import ArrayDifference, Diff, ObjectDifference, diff
 from ckptkit.checkpoint.digest import Digest, digest
 from ckptkit.checkpoint.explain import Explained, explain_rules
+from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
 from ckptkit.checkpoint.rebuild import rebuild
 from ckptkit.checkpoint.reshard.closing import commit_packs
 from ckptkit.checkpoint.reshard.planning import ReshardPlan
@@ -30,7 +30,6 @@ _register()
 
 __all__ = [
     "ArrayDifference",
-    "Barrier",
     "Checkpoint",
     "CkptkitError",
     "Diff",
@@ -40,6 +39,7 @@ __all__ = [
     "Finding",
     "ObjectDifference",
     "PerRank",
+    "Ranks",
     "Replicated",
     "ReshardPlan",
     "Resharded",
