@@ -11,12 +11,11 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.patterns import matches
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_line, leaving
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.checkpoint.writer import Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
-from ckptkit.format.names import inner_name
+from ckptkit.format.names import inner_name, matches
 from ckptkit.live.agree import agree, fingerprint_of_keys, keys_of_some
 from ckptkit.live.arena import Arena
 from ckptkit.live.held import Held

@@ -13,10 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ckptkit.checkpoint.patterns import matches, pattern_list
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import InvalidNameError, UsageError
-from ckptkit.format.names import ALIKE, WRAPPED, join
+from ckptkit.format.names import ALIKE, WRAPPED, join, matches, pattern_list
 from ckptkit.live.adapters import Entry
 from ckptkit.live.extra import DataRanks
 from ckptkit.live.groups import Group, check_upwards, dtensor_groups, kind_of, mesh_groups

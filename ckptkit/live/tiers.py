@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from ckptkit.checkpoint.mirror import LOCAL, REMOTE, Mirror, Retention
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
-from ckptkit.checkpoint.run import Run
-from ckptkit.checkpoint.transfer import CopyOptions
+from ckptkit.checkpoint.run.copy import CopyOptions
+from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, Mirror, Retention
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, PeerError, UsageError
 from ckptkit.live.background import Rounds
 from ckptkit.storage import Store

@@ -13,9 +13,9 @@ import torch
 
 import ckptkit
 from ckptkit import Run
-from ckptkit.checkpoint.mirror import Mirror, Retention
-from ckptkit.checkpoint.prune import plan_prune, remove
 from ckptkit.checkpoint.ranks import OneRank
+from ckptkit.checkpoint.run.mirror import Mirror, Retention
+from ckptkit.checkpoint.run.run import plan_prune, remove
 from ckptkit.errors import CkptkitError, StorageError
 from ckptkit.live import Checkpointer
 from ckptkit.storage import LocalStore, MemoryStore

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from ckptkit.checkpoint.ranks import leaving
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.ranks import World, next_name, ranks_of
