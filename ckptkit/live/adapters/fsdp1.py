@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,7 +100,9 @@ class FSDP1Adapter:
             for key, value in state_of(module).items():
                 name = canonical(key)
                 is_parameter = name in parameters or isinstance(value, nn.Parameter)
-                found[name] = _entry(name, key, value, is_parameter=is_parameter)
+                entry = _entry(name, key, value, is_parameter=is_parameter)
+                # FSDP keeps what it has flattened: of other parameters it does nothing.
+                found[name] = replace(entry, is_kept_alike=name in parameters)
         for name, first in first_of.items():
             if name in found and first in found:
                 found[name] = _tied(found[name], found[first])
@@ -131,8 +134,7 @@ def _entry(name: str, key: str, value: Any, *, is_parameter: bool) -> Entry:
 def _tied(entry: Entry, first: Entry) -> Entry:
     """A second name of a parameter: the same value, loaded under both."""
     key = entry.source[0]
-    source = (key, first.source[1])
-    return Entry(entry.name, first.value, True, first.shape, first.placements, source)  # noqa: FBT003
+    return replace(first, name=entry.name, source=(key, first.source[1]))
 
 
 @contextmanager
