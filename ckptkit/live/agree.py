@@ -13,8 +13,8 @@ from ckptkit.checkpoint.barrier import Barrier, Gathering
 from ckptkit.errors import InvalidNameError
 from ckptkit.format.leaves import canonical, dumps, unpack
 from ckptkit.live.meeting import StoreBarrier
-from ckptkit.live.topology import Topology
-from ckptkit.live.trees import is_mark
+from ckptkit.live.state.topology import Topology
+from ckptkit.live.state.trees import Keys, is_mark
 
 Documents = list[dict[str, Any]]
 
@@ -138,10 +138,6 @@ def _speaks_for_its_stage(topology: Topology) -> bool:
 
 def _values_only(optimizers: Documents) -> Documents:
     return [{**document, "groups": []} for document in optimizers]
-
-
-Keys = tuple[str | int, ...]
-"""The group and the keys that lead to a value of a nested dictionary."""
 
 
 def keys_of_some(

@@ -15,7 +15,7 @@ from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.places import data_prefix
 from ckptkit.checkpoint.sources import Sources
 from ckptkit.format.manifest import Manifest
-from ckptkit.live.tensors import torch_dtype
+from ckptkit.live.state.tensors import torch_dtype
 
 _Bytes = npt.NDArray[np.uint8]
 

@@ -10,7 +10,7 @@ from ckptkit.checkpoint.barrier import Barrier
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.places import described
 from ckptkit.format.manifest import Manifest
-from ckptkit.live.wire import bytes_of_first
+from ckptkit.live.world import bytes_of_first
 from ckptkit.storage import Store
 
 

@@ -24,9 +24,9 @@ from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.live.filling import Filling, Inside, Target
 from ckptkit.live.meeting import StoreBarrier
-from ckptkit.live.tensors import torch_dtype
-from ckptkit.live.topology import Topology
-from ckptkit.live.wire import wire
+from ckptkit.live.state.tensors import torch_dtype
+from ckptkit.live.state.topology import Topology
+from ckptkit.live.world import wire
 from ckptkit.model import Box, Replicate
 from ckptkit.plan.read import batches, readable_pieces, readers_of
 

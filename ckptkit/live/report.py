@@ -8,8 +8,8 @@ from typing import Any
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.errors import LayoutError
-from ckptkit.live.held import Held
-from ckptkit.live.tensors import dtype_of
+from ckptkit.live.state.parts import LiveTensor
+from ckptkit.live.state.tensors import dtype_of
 
 _SHOWN = 8
 
@@ -74,7 +74,9 @@ def of_all(found: Sequence[Mapping[str, list[str]]]) -> dict[str, Any]:
     return {**together, "ranks": some}
 
 
-def compare(checkpoint: Checkpoint, held: Held, known_as: Iterable[str], report: Report) -> str:
+def compare(
+    checkpoint: Checkpoint, held: LiveTensor, known_as: Iterable[str], report: Report
+) -> str:
     """Note how a tensor differs from the step; the name to read it under, empty for none."""
     name = next((each for each in known_as if each in checkpoint), "")
     if not name:

@@ -19,8 +19,7 @@ from ckptkit.errors import CkptkitError, FormatError, UsageError
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.loading import Restored
 from ckptkit.live.meeting import barrier_of, leaving, next_name
-from ckptkit.live.rng import rng_state, set_rng_state
-from ckptkit.live.world import current_world
+from ckptkit.live.world import current_world, rng_state, set_rng_state
 from ckptkit.model import PerRank
 from ckptkit.parallel.optimizers.elastic.rate import Rule, rule_of, scale
 from ckptkit.parallel.optimizers.elastic.replicas import (
