@@ -7,15 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.errors import LayoutError
 from ckptkit.live.state.parts import LiveTensor
 from ckptkit.live.state.tensors import dtype_of
+from ckptkit.live.wrappers.entries import StateMismatchError
 
 _SHOWN = 8
-
-
-class StateMismatchError(LayoutError):
-    """The step does not fit the objects it was to be loaded into."""
 
 
 @dataclass(slots=True)
