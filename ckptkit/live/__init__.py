@@ -9,6 +9,7 @@ from ckptkit.live.extra import Extra, WorldSizeError
 from ckptkit.live.functions import load, load_state, save
 from ckptkit.live.loading import Restored
 from ckptkit.live.report import Report
+from ckptkit.live.rng import rng_state, set_rng_state
 from ckptkit.live.sharded_optimizer import ShardedOptimizerState
 from ckptkit.live.shards import (
     CheckpointHelper,
@@ -18,7 +19,6 @@ from ckptkit.live.shards import (
     helper_for,
     save_distributed,
 )
-from ckptkit.live.world import rng_state, set_rng_state
 from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.model import PerDataRank, PerRank, Replicated, Split, Sum
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from ckptkit.format.names import join
 from ckptkit.live.exchange import Exchange, Plan, Spread
 from ckptkit.live.handover import hand_over
+from ckptkit.live.ranks import current_world
 from ckptkit.live.report import Report
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
 from ckptkit.live.state.parts import HandCuts, LiveTensor, RulesLike
-from ckptkit.live.world import current_world
 from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.live.wrappers.training import Model, TrainingState
 from ckptkit.model import Strategy

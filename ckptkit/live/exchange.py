@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckptkit.live.ranks import World, wire
 from ckptkit.live.state.parts import LiveTensor
 from ckptkit.live.state.topology import Topology
-from ckptkit.live.world import World, wire
 from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.model import Box, Layout, Part, Placement, Replicate, Stage
 

@@ -18,12 +18,12 @@ from ckptkit.live.agree import Documents
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.exchange import Exchange, Spoken
 from ckptkit.live.handover import hand_over
+from ckptkit.live.ranks import current_world
 from ckptkit.live.resuming import nested
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
 from ckptkit.live.state.parts import LiveTensor
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
 from ckptkit.live.state.topology import Topology
-from ckptkit.live.world import current_world
 from ckptkit.live.wrappers.entries import Saved, SavedState, parameter_names
 from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.model import DTYPES, Box, Strategy

@@ -12,11 +12,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ckptkit.checkpoint.barrier import Gathering
+from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import InvalidNameError, UsageError
 from ckptkit.format.names import ALIKE, WRAPPED, join
-from ckptkit.live.agree import told
 from ckptkit.live.extra import DataRanks
+from ckptkit.live.ranks import World
 from ckptkit.live.state.lines import Line, check_upwards, dtensor_lines, kind_of, mesh_lines
 from ckptkit.live.state.parts import (
     HandCuts,
@@ -30,7 +30,6 @@ from ckptkit.live.state.parts import (
 from ckptkit.live.state.tensors import as_spread, check_plain, checksum, local_of, parts_of_tensor
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import plain_extra, take_tensors, without_tensors
-from ckptkit.live.world import World
 from ckptkit.live.wrappers.entries import ModelEntry, StateEntry, parameter_names
 from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.model import (
@@ -85,7 +84,7 @@ def take_snapshot(
     extra: Mapping[str, object] | None = None,
     mesh: DeviceMesh | None = None,
     rules: HandCuts | None = None,
-    barrier: Gathering | None = None,
+    barrier: Ranks | None = None,
 ) -> Snapshot:
     """Look at everything; nothing is copied yet."""
     nested = _trees(sources)
@@ -174,7 +173,7 @@ def topology_of(
     world: World,
     sources: TrainingState,
     mesh: DeviceMesh | None = None,
-    barrier: Gathering | None = None,
+    barrier: Ranks | None = None,
     nested: Trees | None = None,
 ) -> Topology:
     """The topology of a job, read off its model and optimizers; `mesh` names what they do not. With
@@ -199,7 +198,7 @@ def topology_of(
     tensors = (tensor for _, by_name in nested.values() for tensor in by_name.values())
     lines += dtensor_lines([t for t in tensors if isinstance(t, DTensor)], fully_sharded=True)
     if barrier is not None and any(line.kind == "pp" and line.size > 1 for line in lines):
-        docs = told(barrier, [line.to_doc() for line in lines], _distinct)
+        docs = barrier.agree([line.to_doc() for line in lines], _distinct)
         lines = [*(Line.through(world.rank, doc) for doc in docs), *lines]
     return Topology.of(world.rank, world.size, lines)
 

@@ -15,8 +15,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.optim import Optimizer
 
-from ckptkit.checkpoint.patterns import matches, pattern_list
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
+from ckptkit.format.names import matches, pattern_list
 from ckptkit.live.state.lines import Line, line_of
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.wrappers import fsdp1, modules
