@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.live.state.parts import LiveTensor
 from ckptkit.live.state.tensors import dtype_of
 from ckptkit.live.wrappers.entries import StateMismatchError
