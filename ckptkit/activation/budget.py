@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any, TypeVar
+from dataclasses import astuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -14,11 +14,12 @@ from ckptkit.activation.applied import Undo
 from ckptkit.activation.probe import Costs, Step, measure, measured_peak
 from ckptkit.activation.recompute import Recomputed
 from ckptkit.activation.solver import Around, BlockCost, choose, peak_of
+from ckptkit.activation.transport import gathered
 from ckptkit.errors import UsageError
+from ckptkit.live.wire import wire
 
 _LOG = logging.getLogger("ckptkit.activation")
 _ROUNDS = 8
-T = TypeVar("T")
 
 
 def fit(
@@ -131,29 +132,24 @@ def _recomputed(_: str, block: nn.Module, plain: Any) -> Recomputed:
 def _agreed(costs: Costs) -> Costs:
     """Ranks that have the same blocks choose the same ones: recomputing may be collective."""
     names = [cost.name for cost in costs.blocks]
-    alike = [each for each in _heard(costs) if [cost.name for cost in each.blocks] == names]
-    before = max(each.around.before for each in alike)
-    after = max(each.around.after for each in alike)
-    blocks = tuple(map(_highest, *(each.blocks for each in alike)))
-    return Costs(blocks, Around(before, after), costs.has_backward)
-
-
-def _highest(*costs: BlockCost) -> BlockCost:
-    return BlockCost(
-        costs[0].name,
-        *(max(getattr(cost, each.name) for cost in costs) for each in fields(BlockCost)[1:]),
-    )
+    mine = names, [astuple(cost)[1:] for cost in costs.blocks], astuple(costs.around)
+    alike = [said[1:] for said in _heard(mine) if said[0] == names]
+    blocks = [
+        BlockCost(name, *map(max, *measured, measured[0]))
+        for name, *measured in zip(names, *(numbers for numbers, _ in alike), strict=True)
+    ]
+    around = Around(*map(max, *(around for _, around in alike), astuple(costs.around)))
+    return Costs(tuple(blocks), around, costs.has_backward)
 
 
 def _most(peak: int, costs: Costs) -> int:
     """The highest peak of the ranks that have the same blocks."""
     names = [cost.name for cost in costs.blocks]
-    return max(size for size, theirs in _heard((peak, names)) if theirs == names)
+    return max(int(size) for size, theirs in _heard((peak, names)) if theirs == names)
 
 
-def _heard(said: T) -> list[T]:
+def _heard(said: object) -> list[Any]:
+    """What all ranks say."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [said]
-    heard: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(heard, said)
-    return heard
+    return gathered(dist.group.WORLD, said, wire())

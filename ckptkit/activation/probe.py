@@ -16,7 +16,7 @@ from torch import nn
 from ckptkit.activation.applied import Undo
 from ckptkit.activation.buffers import restored
 from ckptkit.activation.copies import version_of
-from ckptkit.activation.meter import ActivationMeter, peak_bytes
+from ckptkit.activation.memory import ActivationMeter, peak_bytes
 from ckptkit.activation.recompute import Recomputed
 from ckptkit.activation.solver import Around, BlockCost
 from ckptkit.activation.state import versions_of

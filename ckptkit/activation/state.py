@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ckptkit.activation.buffers import Buffers, buffers_of, put_buffers
 from ckptkit.activation.copies import Copies, version_of
-from ckptkit.activation.meter import storages_of
+from ckptkit.activation.memory import storages_of
 from ckptkit.errors import UsageError
 
 
