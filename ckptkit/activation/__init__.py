@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckptkit.activation.applied import Checkpointed, Undo
+from ckptkit.activation.budget import BlockCost
 from ckptkit.activation.checkpointing import checkpoint_activations
 from ckptkit.activation.memory import (
     ActivationMeter,
@@ -14,7 +15,6 @@ from ckptkit.activation.memory import (
 from ckptkit.activation.partition import PartitionedActivations, TensorParallelPolicy
 from ckptkit.activation.pipeline import PipelineActivations
 from ckptkit.activation.policy import Policy
-from ckptkit.activation.solver import BlockCost
 from ckptkit.activation.store import ActivationStore, DistributedActivationStore
 from ckptkit.activation.transport import ThreadTransport, Transport
 

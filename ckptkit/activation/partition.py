@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ckptkit.activation.held import Held
-from ckptkit.activation.memory import LayerId, bytes_of, metered, unmetered
+from ckptkit.activation.memory import LayerId, bytes_of, metered
 from ckptkit.activation.store import ActivationStore, DistributedActivationStore
-from ckptkit.activation.transport import gathered
+from ckptkit.activation.transport import meeting_of
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import LayoutError, NotFoundError, UsageError
-from ckptkit.live.wire import wire
+from ckptkit.live.ranks import ranks_of
 
 _LEAST = 1024  # elements: what is smaller stays whole
 
@@ -30,6 +31,7 @@ class Partition:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._ranks = ranks_of(*meeting_of(group), DEFAULT_TIMEOUT)
         self._seen: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
@@ -70,9 +72,7 @@ class Partition:
         flat, stride = _as_it_lies(local)
         data = bytes_of(flat).cpu().numpy().tobytes()
         said = hashlib.blake2b(data, digest_size=16).digest(), tuple(local.shape), stride
-        with unmetered():  # a backend may hold what it has sent a moment longer
-            heard = gathered(self._group, said, wire())
-        if any(each != heard[0] for each in heard):
+        if not self._ranks.agree(said, lambda heard: all(each == heard[0] for each in heard)):
             raise LayoutError(
                 "the ranks of the tensor-parallel group hold different activations here",
                 where=what,

@@ -16,15 +16,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore
 
 from ckptkit.activation.memory import LayerId, bytes_of, is_plain
+from ckptkit.checkpoint.ranks import OneRank, Ranks, ThreadBarrier
 from ckptkit.errors import CkptkitError, NotFoundError, PeerError, UnsupportedTypeError
 from ckptkit.format.leaves import dumps, unpack
+from ckptkit.live.ranks import World, current_world, ranks_of
 
 _TOKEN = 32
 _MOST_IDLE = 4  # connections to a rank that wait for the next fetch
@@ -75,102 +77,101 @@ class ThreadTransport:
     [0, 1]
     """
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
-        self.rank = rank
-        self.world_size = len(meeting.values)
-        self._meeting = meeting
+    def __init__(self, ranks: Ranks, room: _ThreadRoom) -> None:
+        self.rank = ranks.rank
+        self.world_size = ranks.world_size
+        self._ranks = ranks
+        self._room = room
 
     @classmethod
     def world(cls, size: int, *, timeout: float = 30.0) -> list[ThreadTransport]:
         """One for each thread."""
-        meeting = _Meeting(size, timeout)
-        return [cls(rank, meeting) for rank in range(size)]
+        room = _ThreadRoom(timeout)
+        ranks = ThreadBarrier.group(size, timeout) if size > 1 else [OneRank()]
+        return [cls(each, room) for each in ranks]
 
     def serve(self, answer: Answer | None) -> None:
         """Let the others ask this one; None: no longer."""
-        with self._meeting.opened:
-            self._meeting.answers[self.rank] = answer
-            self._meeting.opened.notify_all()
+        with self._room.opened:
+            self._room.answers[self.rank] = answer
+            self._room.opened.notify_all()
 
     def fetch(self, source: int, layer_id: LayerId, *, wait: float) -> torch.Tensor:
         """A copy of what the other thread keeps."""
-        meeting = self._meeting
-        with meeting.opened:
-            came = meeting.opened.wait_for(lambda: source in meeting.answers, meeting.timeout)
-            answer = meeting.answers.get(source)
+        room = self._room
+        with room.opened:
+            came = room.opened.wait_for(lambda: source in room.answers, room.timeout)
+            answer = room.answers.get(source)
         if answer is None:
             why = "its store is closed" if came else "it did not come in time"
             raise PeerError(f"rank {source} does not answer: {why}")
         try:
             tensor = answer(layer_id, wait)
         except NotFoundError as error:
-            raise missing(source, layer_id, error.hint) from None
+            raise _missing(source, layer_id, error.hint) from None
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all threads, as processes would hear them."""
-        return [unpack(said, "a rank") for said in self._exchange(dumps(value))]
+        """The plain values of all threads."""
+        heard: list[Any] = self._ranks.agree(value, list)
+        return heard
 
     def broadcast(self, source: int, tensor: torch.Tensor) -> None:
         """Copy the tensor of one thread into those of the others."""
-        found = self._exchange(tensor)[source]
+        if self.rank == source:
+            self._room.tensor = tensor.detach()
+        self._ranks.wait()
         if self.rank != source:
-            tensor.copy_(found.detach())
+            tensor.copy_(self._room.tensor)
+        self._ranks.wait()
 
     def close(self) -> None:
         """Let nobody ask any more."""
         self.serve(None)
 
-    def _exchange(self, value: Any) -> list[Any]:
-        meeting = self._meeting
-        meeting.values[self.rank] = value
-        try:
-            meeting.barrier.wait()
-            heard = list(meeting.values)
-            meeting.barrier.wait()  # nobody may write the next value before all have read
-        except threading.BrokenBarrierError:
-            raise PeerError("not all ranks came in time") from None
-        return heard
 
+class _ThreadRoom:
+    """What the threads of one world share."""
 
-class _Meeting:
-    """Where the threads meet; who does not come in time breaks it for all."""
-
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.answers: dict[int, Answer | None] = {}
         self.opened = threading.Condition()
-        self.values: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=timeout)
+        self.tensor = torch.empty(0)
+
+
+def meeting_of(group: dist.ProcessGroup) -> tuple[World, str]:
+    """The ranks of a process group, and a name for them to meet under: another one for each call,
+    which all of them make.
+    """
+    rank, store = group.rank(), current_world().store
+    if store is None:
+        return World(), ""
+    # Groups apart may have one name, but never the same first rank.
+    first = dist.get_process_group_ranks(group)[0]
+    name = f"activations/{group.group_name}/{first}"
+    turn = store.add(f"ckptkit/{name}/turns of rank {rank}", 1)
+    return World(rank, group.size(), store), f"{name}/{turn}"
 
 
 class SocketTransport:
-    """The ranks of a process group, which meet in collectives of gloo and fetch over TCP."""
+    """The ranks of a process group, which meet over the job's store and fetch over TCP."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 30.0) -> None:
-        from torch._C._distributed_c10d import ProcessGroupGloo  # noqa: PLC0415 — not in all builds
-
         found = dist.group.WORLD if group is None else group
         assert found is not None  # noqa: S101 — the caller has looked
         self.rank: int = found.rank()
         self.world_size: int = found.size()
         self._group = found
         self._timeout = timeout
+        self._world, self._name = meeting_of(found)
+        self._numbers = count()
+        self._met: Ranks = OneRank()
         self._token = b""
         self._responder: _Responder | None = None
         self._addresses: list[tuple[str, int]] = []
         self._idle: list[list[socket.socket]] = [[] for _ in range(self.world_size)]
         self._lock = threading.Lock()
-        with self._in_time():
-            # A time-out of its own, whatever that of the group is. Not by `new_group`: its names
-            # count the groups of a rank, which not all ranks have as many of. Groups apart may
-            # have one name, but never the same first rank.
-            first = dist.get_process_group_ranks(found)[0]
-            name = f"ckptkit/activations/{found.group_name}/{first}"
-            store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-            turn = PrefixStore(str(store.add(f"turns of rank {self.rank}", 1)), store)
-            seconds = timedelta(seconds=timeout)
-            self._gloo: Any = ProcessGroupGloo(turn, self.rank, self.world_size, seconds)
 
     def serve(self, answer: Answer) -> None:
         """Begin to answer; all ranks do so together."""
@@ -203,29 +204,32 @@ class SocketTransport:
             ) from error
         if "failed" in said:
             raise PeerError(f"rank {source}: {said['failed']}", where=where)
-        raise missing(source, layer_id, str(said.get("missing")))
+        raise _missing(source, layer_id, str(said.get("missing")))
 
     def gather(self, value: Any) -> list[Any]:
         """The plain values of all ranks."""
+        ranks = ranks_of(self._world, f"{self._name}/{next(self._numbers)}", self._timeout)
         with self._in_time():
-            return gathered(self._gloo, value)
+            heard: list[Any] = ranks.agree(value, list)
+        # All are here: nobody reads any more what was said before.
+        before, self._met = self._met, ranks
+        if self.rank == 0:
+            before.forget()
+        return heard
 
     def broadcast(self, source: int, tensor: torch.Tensor) -> None:
-        """A collective of the group, as bytes, which all backends take."""
-        flat = bytes_of(tensor)
+        """A collective of the group, as bytes, which all backends take; all ranks have just met."""
+        flat, devices = bytes_of(tensor), self._group._device_types
         if not flat.numel():
             return
-        if flat.device.type == "cpu" or dist.get_backend(self._group) == "gloo":
-            options = BroadcastOptions()
-            options.rootRank = source
-            with self._in_time():
-                self._gloo.broadcast([flat], options).wait()
-            return
-        try:
-            # Between devices. The time-out is the group's, but all ranks have come by now.
-            dist.broadcast(flat, group=self._group, group_src=source)
-        except RuntimeError as error:
-            raise PeerError(f"another rank is lost: {error}") from error
+        is_taken = flat.device.type in [device.type for device in devices]
+        sent = flat if is_taken else flat.to(devices[0])
+        with self._in_time():
+            work = dist.broadcast(sent, group=self._group, group_src=source, async_op=True)
+            if work is not None:
+                work.wait(timedelta(seconds=self._timeout))
+        if not is_taken:
+            flat.copy_(sent)
 
     def close(self) -> None:
         """Stop answering, and leave the others: connections in use are closed at their end."""
@@ -263,12 +267,10 @@ class SocketTransport:
     def _in_time(self) -> Iterator[None]:
         try:
             yield
-        except CkptkitError:
-            raise
-        except RuntimeError as error:
+        except RuntimeError as error:  # PeerError is one
+            what = error.what if isinstance(error, PeerError) else f"another rank is lost: {error}"
             raise PeerError(
-                f"another rank did not come within {self._timeout:g} s, or is lost: {error}",
-                hint="the ranks cannot meet again in this store: close it, and make another",
+                what, hint="the ranks cannot meet again in this store: close it, and make another"
             ) from error
 
 
@@ -432,29 +434,8 @@ def _own_address() -> str:
     return socket.gethostbyname(socket.gethostname())
 
 
-def missing(source: int, layer_id: LayerId, there: str) -> NotFoundError:
+def _missing(source: int, layer_id: LayerId, there: str) -> NotFoundError:
     """What is raised where a rank asks another one for what that does not have."""
     return NotFoundError(
         f"rank {source} keeps no activation of this layer", value=layer_id, hint=there
     )
-
-
-def gathered(group: Any, value: object, device: torch.device | str = "cpu") -> list[Any]:
-    """What all ranks of a process group say, by a collective of it on tensors of a device.
-
-    These are plain values in typed msgpack: a pickle would run whatever another rank put there.
-    """
-    data = torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8).to(device)
-
-    def from_all(tensor: torch.Tensor) -> list[torch.Tensor]:
-        heard = [torch.empty_like(tensor) for _ in range(group.size())]
-        group.allgather([heard], [tensor]).wait()
-        return heard
-
-    sizes = [int(size) for size in from_all(torch.tensor([data.numel()], device=device))]
-    padded = data.new_zeros(max(sizes))
-    padded[: data.numel()] = data
-    return [
-        unpack(each[:size].cpu().numpy().tobytes(), f"what rank {rank} says")
-        for rank, (each, size) in enumerate(zip(from_all(padded), sizes, strict=True))
-    ]
