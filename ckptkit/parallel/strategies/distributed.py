@@ -20,14 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT
 from ckptkit.checkpoint.checkpoint import open_checkpoint
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
 from ckptkit.errors import CkptkitError, LayoutError, UsageError
 from ckptkit.live import Restored, ShardedOptimizerState, distributed_model, load, save
 from ckptkit.live.canonical import canonical_names
-from ckptkit.live.meeting import JobBarrier, barrier_of, leaving, next_name
+from ckptkit.live.ranks import current_world, next_name, ranks_of
 from ckptkit.live.tensors import local_of
-from ckptkit.live.world import current_world
 from ckptkit.model import Strategy
 from ckptkit.parallel.strategies.batches import mapped, opened, share
 from ckptkit.parallel.strategies.data_parallel import (
@@ -436,20 +435,21 @@ class _Residuals:
 
 def has_residuals(location: str | os.PathLike[str], options: Mapping[str, Any]) -> bool:
     """Whether a step has what a compression left unsent, as rank 0 sees it."""
-    barrier = room("residuals", options.get("timeout", DEFAULT_TIMEOUT))
-    with leaving(barrier):
-        has = False
-        if barrier.rank == 0:
-            try:
-                stored = options.get("storage_options")
-                with open_checkpoint(location, storage_options=stored) as checkpoint:
-                    has = any(item.name == _RESIDUALS for item in checkpoint.manifest.objects)
-            except CkptkitError:
-                has = True  # the load itself says what is wrong
-        return barrier.share("yes" if has else "no") == "yes"
+
+    def look() -> bool:
+        try:
+            stored = options.get("storage_options")
+            with open_checkpoint(location, storage_options=stored) as checkpoint:
+                return any(item.name == _RESIDUALS for item in checkpoint.manifest.objects)
+        except CkptkitError:
+            return True  # the load itself says what is wrong
+
+    ranks = all_ranks("residuals", options.get("timeout", DEFAULT_TIMEOUT))
+    with leaving(ranks):
+        return bool(ranks.share(look))
 
 
-def room(what: str, timeout: float = DEFAULT_TIMEOUT) -> JobBarrier:
-    """Where all ranks of the job meet once, without a collective."""
+def all_ranks(what: str, timeout: float = DEFAULT_TIMEOUT) -> Ranks:
+    """The ranks of the job, to meet once without a collective."""
     world = current_world()
-    return barrier_of(world, next_name(world, what), timeout, "the ranks do not go on")
+    return ranks_of(world, next_name(world, what), timeout, "the ranks do not go on")

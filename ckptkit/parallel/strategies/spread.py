@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,15 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ckptkit.checkpoint.barrier import SoloBarrier
+from ckptkit.checkpoint.ranks import OneRank, Ranks, leaving
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import PeerError, StrategyError, UsageError
-from ckptkit.live.meeting import JobBarrier, leaving
 from ckptkit.model import Strategy
 from ckptkit.parallel.communication.starting import init
 from ckptkit.parallel.optimizers.compression import compression_of
 from ckptkit.parallel.strategies.data_parallel import Unit, check_parameters, replicated, shard
-from ckptkit.parallel.strategies.distributed import Distributed, room
+from ckptkit.parallel.strategies.distributed import Distributed, all_ranks
 from ckptkit.parallel.strategies.optimizer import check_optimizer, optimizer_for
 from ckptkit.parallel.strategies.options import (
     SHARDED,
@@ -87,8 +85,8 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
     if spec != "single":
         _join()
     plain = _known_as(model)
-    barrier = SoloBarrier() if isinstance(plain, Distributed) else room("spread")
-    with leaving(barrier):
+    ranks = OneRank() if isinstance(plain, Distributed) else all_ranks("spread")
+    with leaving(ranks):
         strategy = resolved(spec, dist.get_world_size() if dist.is_initialized() else 1)
         order, stages_per_rank = schedule_of(schedule)
         options = StrategyOptions(
@@ -115,7 +113,7 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
         _check_plain(plain)
         check_parameters(plain, strategy, options.group_below)
         check_optimizer(plain, options, strategy)
-        check_alike(barrier, _said(plain, strategy, options))
+        check_alike(ranks, _said(plain, strategy, options))
     here, mesh = device_of(plain, device), None
     if strategy.mesh.axes:
         sizes_ = tuple(axis.size for axis in strategy.mesh.axes)
@@ -136,10 +134,10 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
     if pp > 1:
         first = _submesh(mesh, strategy, "pp").get_local_rank()
         numbers = [first + pp * turn for turn in range(options.stages_per_rank)]
-        barrier = room("stages")
-        with leaving(barrier):
-            stages = split_into_stages(plain, count, options, barrier)
-            check_alike(barrier, {"split into stages": stages.said()})
+        ranks = all_ranks("stages")
+        with leaving(ranks):
+            stages = split_into_stages(plain, count, options, ranks)
+            check_alike(ranks, {"split into stages": stages.said()})
         modules = stages.made(numbers, options.split)
     units: list[Unit] = []
     modules = [_wrapped(m, strategy, options, mesh, here, plan, units) for m in modules]
@@ -328,10 +326,10 @@ def _stepping(
     kinds = _dims(strategy).keys()
     group = _submesh(mesh, strategy, "zero1").get_group() if "zero1" in kinds else None
     # Each stage may have groups of its own.
-    barrier = SoloBarrier() if "pp" in kinds else room("optimizer")
-    with leaving(barrier):
+    ranks = OneRank() if "pp" in kinds else all_ranks("optimizer")
+    with leaving(ranks):
         made = optimizer_for(modules, options, group)
-        check_alike(barrier, {"optimizer_options": _described(made.param_groups)})
+        check_alike(ranks, {"optimizer_options": _described(made.param_groups)})
     return made
 
 
@@ -369,11 +367,9 @@ def _described(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def check_alike(barrier: JobBarrier, said: Mapping[str, Any]) -> None:
+def check_alike(ranks: Ranks, said: Mapping[str, Any]) -> None:
     """Raise on all ranks when one says something else than rank 0: they would wait for ever."""
-    if barrier.world_size == 1:
-        return
-    wanted = json.loads(barrier.share(json.dumps(said)))
+    wanted = ranks.share(lambda: said)
     what = next((what for what, value in said.items() if value != wanted[what]), None)
     difference = ""
     if what is not None:
@@ -381,9 +377,8 @@ def check_alike(barrier: JobBarrier, said: Mapping[str, Any]) -> None:
         if isinstance(said[what], list):
             pairs = zip_longest(wanted[what], said[what], fillvalue="nothing")
             told = "; ".join([f"{b} (on rank 0 {a})" for a, b in pairs if a != b][:3])
-        difference = f"rank {barrier.rank} has another {what} than rank 0: {told}"
-    heard = barrier.collect(difference.encode())
-    problem = barrier.share(next((data.decode() for data in heard if data), ""))
+        difference = f"rank {ranks.rank} has another {what} than rank 0: {told}"
+    problem = ranks.agree(difference, lambda heard: next(filter(None, heard), ""))
     if problem:
         raise PeerError(problem, hint="call as_distributed alike on every rank")
 

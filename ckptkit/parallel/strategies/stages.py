@@ -5,7 +5,6 @@ evenly as it works, which is tried out on an example.
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ckptkit.checkpoint.barrier import Barrier
+from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import LayoutError, UsageError
 from ckptkit.parallel.strategies.data_parallel import CONTAINERS, nbytes_of
 from ckptkit.parallel.strategies.options import StageByHand, StrategyOptions
@@ -100,7 +99,7 @@ class StageSplit:
 
 
 def split_into_stages(
-    model: nn.Module, count: int, options: StrategyOptions, barrier: Barrier
+    model: nn.Module, count: int, options: StrategyOptions, ranks: Ranks
 ) -> StageSplit:
     """The most even split into stages that works, of which nothing is made yet.
 
@@ -145,7 +144,7 @@ def split_into_stages(
         if inputs is None:
             raise UsageError('balance="time" takes an example to measure', hint="pass example=")
         times = [round(layer.seconds * 1e9) for layer in layers]
-        weights = json.loads(barrier.share(json.dumps(times)))
+        weights = ranks.share(lambda: times)
     return most_even(weights, count, places, trial)
 
 
