@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ckptkit.checkpoint.checkpoint import open_checkpoint
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
+from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.errors import CkptkitError, LayoutError, UsageError
 from ckptkit.live import Restored, ShardedOptimizerState, distributed_model, load, save
 from ckptkit.live.canonical import canonical_names
