@@ -25,8 +25,8 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.errors import UsageError
-from ckptkit.live.adapters.fsdp2 import own_param_groups
-from ckptkit.live.tensors import local_of
+from ckptkit.live.state.tensors import local_of
+from ckptkit.live.wrappers.modules import own_param_groups
 from ckptkit.model import Strategy
 from ckptkit.parallel.strategies.options import StrategyOptions, sharder_of, size_of
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ckptkit.live.pending import settled_by
+from ckptkit.live.wrappers.modules import settled_by
 from ckptkit.parallel.strategies.batches import tensors_of
 from ckptkit.parallel.strategies.data_parallel import units_of
 from ckptkit.parallel.strategies.options import StrategyOptions
