@@ -9,13 +9,11 @@ from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.checkpoint import open_checkpoint as open  # noqa: A004
 from ckptkit.checkpoint.compare import ArrayDifference, Diff, ObjectDifference, diff
 from ckptkit.checkpoint.digest import Digest, digest
-from ckptkit.checkpoint.explain import Explained, explain_rules
 from ckptkit.checkpoint.rebuild import rebuild
-from ckptkit.checkpoint.reshard.closing import commit_packs
-from ckptkit.checkpoint.reshard.planning import ReshardPlan
-from ckptkit.checkpoint.reshard.reshard import plan_reshard, reshard
+from ckptkit.checkpoint.reshard.engines import commit_packs
+from ckptkit.checkpoint.reshard.plan import Resharded, ReshardPlan, plan_reshard, reshard
 from ckptkit.checkpoint.reshard.selection import Selection
-from ckptkit.checkpoint.reshard.work import Resharded
+from ckptkit.checkpoint.reshard.target import Explained, explain_rules
 from ckptkit.checkpoint.run import Run
 from ckptkit.checkpoint.unpack import unpack
 from ckptkit.checkpoint.verify import Finding, verify
