@@ -4,19 +4,19 @@ anyone.
 
 from __future__ import annotations
 
-from ckptkit.checkpoint.barrier import Barrier, FileBarrier, ThreadBarrier
-from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.checkpoint import open_checkpoint as open  # noqa: A004
-from ckptkit.checkpoint.compare import ArrayDifference, Diff, ObjectDifference, diff
-from ckptkit.checkpoint.digest import Digest, digest
-from ckptkit.checkpoint.rebuild import rebuild
+from ckptkit.checkpoint.check.compare import ArrayDifference, Diff, ObjectDifference, diff
+from ckptkit.checkpoint.check.digest import Digest, digest
+from ckptkit.checkpoint.check.rebuild import rebuild
+from ckptkit.checkpoint.check.unpack import unpack
+from ckptkit.checkpoint.check.verify import Finding, verify
+from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.checkpoint import open_checkpoint as open  # noqa: A004
 from ckptkit.checkpoint.reshard.engines import commit_packs
 from ckptkit.checkpoint.reshard.plan import Resharded, ReshardPlan, plan_reshard, reshard
 from ckptkit.checkpoint.reshard.selection import Selection
 from ckptkit.checkpoint.reshard.target import Explained, explain_rules
-from ckptkit.checkpoint.run import Run
-from ckptkit.checkpoint.unpack import unpack
-from ckptkit.checkpoint.verify import Finding, verify
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.writer import Writer
 from ckptkit.errors import CkptkitError
 from ckptkit.format.zarr_dtypes import register as _register
@@ -28,7 +28,6 @@ _register()
 
 __all__ = [
     "ArrayDifference",
-    "Barrier",
     "Checkpoint",
     "CkptkitError",
     "Diff",
@@ -38,6 +37,7 @@ __all__ = [
     "Finding",
     "ObjectDifference",
     "PerRank",
+    "Ranks",
     "Replicated",
     "ReshardPlan",
     "Resharded",

@@ -9,8 +9,9 @@ import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -18,18 +19,16 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.content import PackContent, PackedArray
 from ckptkit.checkpoint.image import ImageWriting
-from ckptkit.checkpoint.job import Request
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.pack_writer import Pack, documents_of
 from ckptkit.checkpoint.places import step_name
-from ckptkit.checkpoint.reading import BAND_BYTES, Reader
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.reader import BAND_BYTES, Reader, Request
+from ckptkit.checkpoint.read.stream import check_chunk
 from ckptkit.checkpoint.reshard.selection import objects_of
 from ckptkit.checkpoint.reshard.target import ReshardTarget, TargetArray
-from ckptkit.checkpoint.sources import Sources
-from ckptkit.checkpoint.stored import check_chunk
 from ckptkit.checkpoint.threads import Progress, share_out
 from ckptkit.errors import AlreadyExistsError, CkptkitError, PeerError, UsageError
 from ckptkit.format.arrays import ArrayInfo
@@ -75,6 +74,7 @@ def copy_packs(
     whichever pack. Where one fails, those that are not finished are removed, and those that are
     stay.
     """
+    reader = Reader(source.manifest, source.packs, budget.pace)
     left: dict[ImageWriting, int] = {}
     lock = threading.Lock()
     shared = SharedChunks(budget.shared_bytes) if budget.shared_bytes else None
@@ -116,30 +116,24 @@ def copy_packs(
         if progress:
             progress(size)
 
-    with closing(Sources(source.store, source.prefix, source.manifest)) as sources:
-        reader = Reader(source.manifest, sources, budget.pace)
-        try:
-            share_out(segments(), write, budget.workers)
-        except BaseException:
-            for writing in left:
-                with suppress(CkptkitError):
-                    writing.abort()
-            raise
+    try:
+        share_out(segments(), write, budget.workers)
+    except BaseException:
+        for writing in left:
+            with suppress(CkptkitError):
+                writing.abort()
+        raise
 
 
 def check_huge_chunks(target: ReshardTarget, source: Checkpoint, budget: Budget) -> None:
     """Compare the chunks that are too large to be read whole with their checksums, a little of each
     at a time: when they are copied they are only read, some bytes here and there.
     """
-    manifest, rows = source.manifest, list[int]()
+    starts, rows = source.manifest.starts, list[int]()
     for array in target.arrays:
         if budget.is_huge(array.source):
-            number = array.chosen.number
-            rows += range(int(manifest.starts[number]), int(manifest.starts[number + 1]))
-    with closing(Sources(source.store, source.prefix, manifest)) as sources:
-        share_out(
-            rows, lambda row: check_chunk(manifest, row, sources), min(budget.workers, len(rows))
-        )
+            rows += range(*starts[array.chosen.number :][:2].tolist())
+    share_out(rows, partial(check_chunk, source), min(budget.workers, len(rows)))
 
 
 def _begin_pack(

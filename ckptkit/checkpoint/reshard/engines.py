@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.commit import commit, committed_save_id, gather
 from ckptkit.checkpoint.locate import committed_steps, read_manifest, step_folders
 from ckptkit.checkpoint.places import DATA, Place, data_prefix, described, store_at, under
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.reshard.copy import Budget, copy_packs
 from ckptkit.checkpoint.reshard.target import ReshardOptions, ReshardTarget, target_of
-from ckptkit.checkpoint.tail import read_record
 from ckptkit.errors import (
     CkptkitError,
     FormatError,
@@ -134,16 +134,17 @@ def copy_elsewhere(
 
 def copy_pack(task: Task) -> int:
     """Copy one pack; returns its rank."""
-    target, source = _looked_up(task)
-    copy_packs(target, [task.rank], source, store_at(task.destination), task.budget)
+    target, manifest = _looked_up(task)
+    with Checkpoint(store_at(task.source), task.source_prefix, manifest) as source:
+        copy_packs(target, [task.rank], source, store_at(task.destination), task.budget)
     return task.rank
 
 
-_known: dict[tuple[Address, str, str, str], tuple[ReshardTarget, Checkpoint]] = {}
+_known: dict[tuple[Address, str, str, str], tuple[ReshardTarget, Manifest]] = {}
 _lock = threading.Lock()
 
 
-def _looked_up(task: Task) -> tuple[ReshardTarget, Checkpoint]:
+def _looked_up(task: Task) -> tuple[ReshardTarget, Manifest]:
     """What the tasks of one worker have in common, decided once."""
     key = task.source, task.source_prefix, task.source_save_id, task.save_id
     with _lock:
@@ -164,7 +165,7 @@ def _looked_up(task: Task) -> tuple[ReshardTarget, Checkpoint]:
                 hint="all workers need the same version of ckptkit",
             )
         _known.clear()
-        _known[key] = target, Checkpoint(store, task.source_prefix, manifest)
+        _known[key] = target, manifest
         return _known[key]
 
 

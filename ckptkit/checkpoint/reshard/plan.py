@@ -6,16 +6,15 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Required, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.check.digest import digest_of
+from ckptkit.checkpoint.check.pack import PackBytes, PackFile
 from ckptkit.checkpoint.commit import commit, committed_save_id, gather
-from ckptkit.checkpoint.digest import digest_of
 from ckptkit.checkpoint.locate import refuse_links
 from ckptkit.checkpoint.places import (
     DATA,
@@ -27,6 +26,9 @@ from ckptkit.checkpoint.places import (
     step_number,
     stores_at,
 )
+from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.read.packs import read_record
+from ckptkit.checkpoint.read.stream import LEAST_MEMORY, Limits, Readable, stored_arrays
 from ckptkit.checkpoint.reshard.copy import (
     Budget,
     cast,
@@ -46,11 +48,6 @@ from ckptkit.checkpoint.reshard.target import (
     target_of,
 )
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.checkpoint.scan import Scanned, scan_pack
-from ckptkit.checkpoint.sources import Sources
-from ckptkit.checkpoint.stored import StoredArray, StoredArrays
-from ckptkit.checkpoint.streaming import LEAST_MEMORY, Limits, Readable
-from ckptkit.checkpoint.tail import read_record
 from ckptkit.checkpoint.threads import Progress, cores, share_out
 from ckptkit.errors import (
     FormatError,
@@ -62,7 +59,7 @@ from ckptkit.errors import (
 )
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import pack_name
-from ckptkit.model import Box, DType, Grid, Strategy
+from ckptkit.model import Box, DType, Strategy
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Options, Store, default_pool
 
@@ -376,7 +373,11 @@ def _is_finished(
     ):
         return False
     key = f"{folder}/{pack_name(rank)}"
-    return not scan_pack(Scanned(store, key, found.pack.size, progress=progress), found)
+    file = PackFile(store, key, found.pack.size, progress=progress)
+    try:
+        return not file.faults(PackBytes.of_rank(found, described(store, key)))
+    except FormatError:
+        return False
 
 
 def _wait_until_quiet(store: Store, key: str) -> None:
@@ -414,35 +415,29 @@ def _digest(source: Checkpoint, target: ReshardTarget) -> str:
     ratios = [a.source.dtype.itemsize / a.info.dtype.itemsize for a in casts]
     share = parse_size(target.options.memory) / (1 + max(ratios, default=0))
     limits = Limits.of(max(LEAST_MEMORY, int(share)), None, stores=[source.store])
-    with StoredArrays(source, limits.chunk_bytes, limits.pace(source.store)) as stored:
-        arrays: dict[str, Readable] = {}
-        for array in target.arrays:
-            found = stored[array.source.name]
-            is_cast, dtype = array.chosen.is_cast, array.info.dtype
-            arrays[array.name] = CastArray(array.name, found, dtype) if is_cast else found
-        for alias in target.choice.aliases:
-            arrays[alias.name] = arrays[alias.alias_of]
-        return digest_of(arrays, target.choice.objects, limits).step
+    stored = stored_arrays(source, limits.chunk_bytes, limits.pace(source.store))
+    arrays: dict[str, Readable] = {}
+    for array in target.arrays:
+        found, dtype = stored[array.source.name], array.info.dtype
+        is_cast = array.chosen.is_cast
+        arrays[array.name] = _as_type(array.name, found, dtype) if is_cast else found
+    for alias in target.choice.aliases:
+        arrays[alias.name] = arrays[alias.alias_of]
+    return digest_of(arrays, target.choice.objects, limits).step
 
 
-class CastArray:
-    """An array of a step as another element type: it can be streamed as those that are stored."""
+def _as_type(name: str, source: Readable, dtype: DType) -> Readable:
+    """An array of a step as another element type."""
 
-    def __init__(self, name: str, source: StoredArray, dtype: DType) -> None:
-        self.shape: tuple[int, ...] = source.shape
-        self.dtype = dtype
-        self.grid: Grid = source.grid
-        self._name = name
-        self._source = source
-
-    def read_into(self, box: Box, out: npt.NDArray[Any]) -> None:
-        dtypes = self._source.dtype, self.dtype
-        values = np.empty(box.shape, dtypes[0].bits)
-        self._source.read_into(box, values)
+    def read_into(box: Box, out: npt.NDArray[Any]) -> None:
+        values = np.empty(box.shape, source.dtype.bits)
+        source.read_into(box, values)
         given, found = values.reshape(-1), out.reshape(-1)
         for start in range(0, len(given), _BLOCK):
             part = slice(start, start + _BLOCK)
-            cast(self._name, given[part], found[part], dtypes)
+            cast(name, given[part], found[part], (source.dtype, dtype))
+
+    return Readable(source.shape, dtype, source.grid, read_into)
 
 
 def _seconds(
@@ -465,11 +460,11 @@ def _seconds(
             with (
                 default_pool().take(_PROBE_BYTES) as memory,
                 memory[:size] as data,
-                sources.use(int(manifest.pack[row])) as opened,
+                source.packs.use(int(manifest.pack[row])) as opened,
             ):
                 opened.read_into(offset, data)
 
-        with closing(Sources(source.store, source.prefix, manifest)) as sources:
+        with source:
             began = time.perf_counter()
             share_out(rows, read, min(len(rows), budget.workers * budget.pace.requests))
             reading = cost.bytes_read * _passed(began) / max(1, sum(sizes))

@@ -9,21 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.checkpoint.patterns import NAMES_HINT, check_used, matches, pattern_list
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format.arrays import Alias, ArrayInfo
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.names import (
     ALIKE,
     MODEL,
+    NAMES_HINT,
     OPTIMIZER,
     REFERENCE,
     WRAPPED,
     ancestors,
+    check_used,
     checked_path,
     escape,
     inner_name,
     join,
+    matches,
+    pattern_list,
     split,
 )
 from ckptkit.format.objects import ObjectInfo, share_of_items, total

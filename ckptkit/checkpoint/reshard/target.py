@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.checkpoint import open_checkpoint
 from ckptkit.checkpoint.places import Place
+from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.checkpoint.reshard.selection import (
     Choice,
     Chosen,
