@@ -13,7 +13,7 @@ from ckptkit.activation.memory import MemoryStats
 from ckptkit.activation.saving import Saving
 from ckptkit.activation.store import ActivationStore, DistributedActivationStore
 from ckptkit.errors import UsageError
-from ckptkit.live.models import Model
+from ckptkit.live.wrappers.training import Model
 
 _FOLLOWED = (
     "clear_runtime_states",
