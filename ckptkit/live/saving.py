@@ -203,8 +203,9 @@ def _checksums(
     """
     topology = snapshot.topology
     pipeline, mesh = topology.pipeline, topology.strategy.mesh
-    here = zip(mesh.axes, mesh.coords(topology.rank), strict=True)
-    first = mesh.rank(tuple(at if axis.name == pipeline else 0 for axis, at in here))
+    # Of each stage of a pipeline the first rank: stages have groups of their own.
+    here = enumerate(mesh.coords(topology.rank))
+    first = mesh.rank(tuple(at if axis == pipeline else 0 for axis, at in here))
     plain = {join("model", name): value for name, value in values.items()}
     groups = [group for document in snapshot.optimizers for group in document["groups"]]
     for number, group in enumerate(groups):

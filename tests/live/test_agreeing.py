@@ -325,15 +325,16 @@ def test_plain_values_that_differ_are_refused_by_name(
 
 def save_beside_fsdp1(location: str, strategy: str) -> str:
     """Parameters that FSDP1 was told to leave alone, with values of each rank's own."""
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "left": nn.Linear(600, 2048)})
+    left = nn.Linear(600, 2048)
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "left": left})
     wrapped = FullyShardedDataParallel(
         model,
         device_id=torch.device("cpu"),
         use_orig_params=True,
         sharding_strategy=ShardingStrategy[strategy],
-        ignored_modules=[model["left"]],
+        ignored_modules=[left],
     )
-    nn.init.constant_(model["left"].weight, float(dist.get_rank()))
+    nn.init.constant_(left.weight, float(dist.get_rank()))
     try:
         save(location, step=1, model=wrapped, timeout=30, chunk_bytes=1 << 20)
     except PeerError as error:
@@ -360,7 +361,8 @@ def save_marks_of_two_kinds(location: str) -> list[str]:
     mine = PerRank(1) if dist.get_rank() else PerDataRank(1)
     layer = nn.Linear(2, 2)
     nn.init.ones_(layer.weight)
-    for given in ({"extra": {"x": mine}}, {"state": {"x": type(mine)({"y": 1})}}):
+    both: list[dict[str, Any]] = [{"extra": {"x": mine}}, {"state": {"x": type(mine)({"y": 1})}}]
+    for given in both:
         with pytest.raises(PeerError) as caught:
             save(location, step=1, model=layer, timeout=30, **given)
         said.append(str(caught.value))
