@@ -12,7 +12,7 @@ from ckptkit.checkpoint.places import data_prefix, described
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Source, Store
-from ckptkit.storage.closing import Closing
+from ckptkit.storage.store import Closing
 
 # Processes may often open 1,024 files; what is beyond this is opened for each read.
 _KEPT_OPEN = 400

@@ -22,7 +22,7 @@ from ckptkit.format.manifest import Manifest
 from ckptkit.model import Box, DType, Grid
 from ckptkit.plan.read import pieces_of, pieces_within
 from ckptkit.storage import default_pool
-from ckptkit.storage.closing import Closing
+from ckptkit.storage.store import Closing
 
 # Reading whole chunks, more than once, is worth it up to here: to check them first takes twice.
 _MOST_TIMES = 2

@@ -20,8 +20,8 @@ from ckptkit.checkpoint.zarr_view import ZarrView, presented_grid
 from ckptkit.errors import AlreadyExistsError, UsageError
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Location
-from ckptkit.storage.folders import entered, make_folders, sync_folder
-from ckptkit.storage.refusals import refusals
+from ckptkit.storage.disk import entered, make_folders, sync_folder
+from ckptkit.storage.disk import refusals
 
 _WRITING = 4
 # More than there are cores: the file system then writes its journal once for several files.

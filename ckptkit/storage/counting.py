@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ckptkit.storage.closing import Closing
+from ckptkit.storage.store import Closing
 from ckptkit.storage.location import Location
 from ckptkit.storage.options import Address
 from ckptkit.storage.store import Abilities, Entries, Names, Sink, Source, Store

@@ -26,6 +26,6 @@ def open_store(
         checked_names(options)
         return MemoryStore(parsed) if parsed.scheme == "memory" else LocalStore(parsed)
     # Here, because what reaches object stores costs time to import.
-    from ckptkit.storage.objects.opening import open_objects  # noqa: PLC0415
+    from ckptkit.storage.objects.store import open_objects
 
     return open_objects(parsed, options)

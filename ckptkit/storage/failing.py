@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Literal, TypeVar
 
 from ckptkit.errors import StorageError, UsageError
-from ckptkit.storage.closing import Closing
+from ckptkit.storage.store import Closing
 from ckptkit.storage.location import Location
 from ckptkit.storage.options import Address
 from ckptkit.storage.store import Abilities, Entries, Names, Sink, Source, Store

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from ckptkit.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
-from ckptkit.storage.closing import Closing
-from ckptkit.storage.keys import checked_key, deletable_key, folder_of
+from ckptkit.storage.store import Closing
+from ckptkit.storage.location import checked_key, deletable_key, folder_of
 from ckptkit.storage.location import Location
 from ckptkit.storage.options import Address
-from ckptkit.storage.parts import Parts
-from ckptkit.storage.ranges import as_bytes, checked_range, checked_size
+from ckptkit.storage.sink import Parts
+from ckptkit.storage.store import as_bytes, checked_range, checked_size
 from ckptkit.storage.store import Abilities, Entries, Entry, Names
 
 _ABILITIES = Abilities(exclusive_create=True, alignment=1, part_size=1 << 20, modified_times=True)

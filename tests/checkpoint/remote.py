@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ckptkit.storage import Abilities, CountingStore, MemoryStore, Sink, Store
-from ckptkit.storage.closing import Closing
+from ckptkit.storage.store import Closing
 from ckptkit.storage.store import Entries
 
 MIB = 1 << 20

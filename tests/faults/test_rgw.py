@@ -12,7 +12,7 @@ from ckptkit import CkptkitError, Run
 from ckptkit.errors import AccessError, NotFoundError, StepExistsError
 from ckptkit.storage import open_store
 from ckptkit.storage.objects import server
-from ckptkit.storage.objects.digest import Digest
+from ckptkit.storage.objects.server import Digest
 from tests.checkpoint.saving import small_state
 from tests.faults.racing import holder, race
 from tests.faults.scene import (

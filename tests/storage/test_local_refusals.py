@@ -25,7 +25,7 @@ from ckptkit.errors import (
     StorageError,
 )
 from ckptkit.storage import LocalStore
-from ckptkit.storage.refusals import refusal
+from ckptkit.storage.disk import refusal
 
 MB = 1 << 20
 

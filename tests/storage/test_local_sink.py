@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ckptkit.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
 from ckptkit.storage import BufferPool, LocalStore
 from ckptkit.storage.buffers import address_of
-from ckptkit.storage.direct import BLOCK, DirectFile
+from ckptkit.storage.disk import BLOCK, DirectFile
 
 Pwritev = Callable[[int, Sequence[memoryview], int], int]
 

@@ -24,12 +24,12 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.storage import Address, Location, Store, open_store
-from ckptkit.storage.objects import obstore_client
-from ckptkit.storage.objects.client import Transient
-from ckptkit.storage.objects.exclusive import RACES
-from ckptkit.storage.objects.failures import translation
-from ckptkit.storage.objects.profiles import profile_endpoint
-from ckptkit.storage.objects.settings import Settings
+from ckptkit.storage.objects import obstore as obstore_client
+from ckptkit.storage.objects.server import Transient
+from ckptkit.storage.objects.server import RACES
+from ckptkit.storage.objects.errors import translation
+from ckptkit.storage.objects.amazon import profile_endpoint
+from ckptkit.storage.options import Settings
 from tests.servers.faults import Answer, Strip
 from tests.servers.http_wire import Head
 from tests.servers.proxy import Proxy

@@ -291,7 +291,7 @@ def test_an_upload_of_which_nothing_is_taken_says_so(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("ckptkit.storage.objects.sink._PATIENCE", 0.05)
+    monkeypatch.setattr("ckptkit.storage.objects.upload._PATIENCE", 0.05)
     held = Hold()
     proxy.inject(held, kind("PUT", query="partNumber"))
     more = {"engine": engine, "part_size": PIECE}

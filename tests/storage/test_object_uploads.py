@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ckptkit.storage.objects.uploads import S3Uploads
+from ckptkit.storage.objects.amazon import S3Uploads
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
