@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
 from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.mirror import Retention
-from ckptkit.checkpoint.patterns import pattern_list
 from ckptkit.checkpoint.places import Place, step_name, store_at
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.run.mirror import Retention
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
+from ckptkit.format.names import pattern_list
 from ckptkit.live.arena import Arena
 from ckptkit.live.background import Background
 from ckptkit.live.loading import Loading, LoadOptions, Restored

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT
 from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from ckptkit.checkpoint.patterns import pattern_list
 from ckptkit.checkpoint.places import Place, store_at
+from ckptkit.format.names import pattern_list
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.loading import Loading, LoadOptions, Restored
 from ckptkit.live.mapping import mapped

@@ -12,12 +12,11 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT
-from ckptkit.checkpoint.patterns import matches
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.checkpoint.writer import Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import dumps, unpack
-from ckptkit.format.names import inner_name
+from ckptkit.format.names import inner_name, matches
 from ckptkit.live.agree import agree, fingerprint_of_keys, keys_of_some, told
 from ckptkit.live.arena import Arena
 from ckptkit.live.held import Held

@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoint.barrier import Gathering
-from ckptkit.checkpoint.patterns import matches, pattern_list
 from ckptkit.errors import InvalidNameError, UsageError
-from ckptkit.format.names import ALIKE, WRAPPED, join
+from ckptkit.format.names import ALIKE, WRAPPED, join, matches, pattern_list
 from ckptkit.live.adapters import Entry
 from ckptkit.live.agree import told
 from ckptkit.live.extra import DataRanks

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ckptkit.checkpoint.barrier import Barrier, Gathering
-from ckptkit.checkpoint.mirror import LOCAL, REMOTE, Mirror, Retention
 from ckptkit.checkpoint.places import Place, store_at
-from ckptkit.checkpoint.run import Run
-from ckptkit.checkpoint.transfer import CopyOptions
+from ckptkit.checkpoint.run.copy import CopyOptions
+from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, Mirror, Retention
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, PeerError, UsageError
 from ckptkit.live.background import Rounds
 from ckptkit.live.meeting import StoreBarrier

@@ -12,8 +12,8 @@ import pytest
 import ckptkit
 from ckptkit import Run, ThreadBarrier
 from ckptkit.checkpoint.barrier import SoloBarrier
-from ckptkit.checkpoint.mirror import LOCAL, REMOTE, Mirror, Retention
-from ckptkit.checkpoint.transfer import CopyOptions
+from ckptkit.checkpoint.run.copy import CopyOptions
+from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, Mirror, Retention
 from ckptkit.errors import (
     CkptkitError,
     StepExistsError,

@@ -11,7 +11,7 @@ import pytest
 
 import ckptkit
 from ckptkit import FileBarrier, Run, Sum, ThreadBarrier, Writer
-from ckptkit.checkpoint.prune import remove
+from ckptkit.checkpoint.run.run import remove
 from ckptkit.errors import FormatError, PeerError, StorageError, UsageError
 from ckptkit.storage import LocalStore, MemoryStore
 from tests.checkpoint.saving import outcomes

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,13 +16,15 @@ import pytest
 import ckptkit
 from ckptkit import Run, ThreadBarrier, Writer
 from ckptkit.checkpoint.barrier import SoloBarrier
-from ckptkit.checkpoint.transfer import (
+from ckptkit.checkpoint.check.pack import PackBytes
+from ckptkit.checkpoint.run.copy import (
     CopyOptions,
     UnsoundStepError,
     copy_step,
-    segment_edges,
 )
+from ckptkit.checkpoint.tail import read_record
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StepExistsError, StorageError
+from ckptkit.format.array_table import ArrayTables
 from ckptkit.storage import Abilities, CountingStore, FailingStore, LocalStore, MemoryStore, Store
 from tests.checkpoint.saving import (
     Tensor,
@@ -317,28 +318,19 @@ def test_progress_adds_up_and_can_stop_a_copy(local: MemoryStore) -> None:
     assert contents(remote) == {}
 
 
-MIB = 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("chunks", "size"),
-    [
-        ([], 0),
-        ([], 20 * MIB),
-        ([(64, MIB)], MIB + 200),
-        ([(64, 30 * MIB), (31 * MIB, 40 * MIB)], 60 * MIB),
-        ([(number * MIB + 7, MIB - 7) for number in range(100)], 100 * MIB + 12345),
-    ],
-)
-def test_segments_cover_a_pack_and_hold_whole_chunks(
-    chunks: Sequence[tuple[int, int]], size: int
-) -> None:
-    starts = np.array([start for start, _ in chunks], dtype=np.int64)
-    stops = np.array([min(start + length, size) for start, length in chunks], dtype=np.int64)
-    edges = segment_edges(starts, stops, size)
-    assert edges == sorted(set(edges))
-    assert (edges[0], edges[-1]) == (0, size)
-    for start, stop in zip(starts, stops, strict=True):
-        assert not [edge for edge in edges if start < edge < stop]
-    largest = max([length for _, length in chunks], default=0)
-    assert all(b - a <= max(8 * MIB, largest + MIB) for a, b in pairwise(edges))
+@pytest.mark.parametrize("nbytes", [1, 100, 1000, 1 << 20])
+def test_windows_cover_a_pack_and_hold_whole_entries(local: MemoryStore, nbytes: int) -> None:
+    for entry in [entry for entry in local.list() if entry.key.endswith(".zip")]:
+        folder, _, name = entry.key.rpartition("/")
+        save_id = folder.rpartition("/")[2]
+        tables = ArrayTables()
+        read_record(local, folder, 0, save_id, tables)
+        found = read_record(local, folder, int(name[:-4].partition("-")[2]), save_id, tables)
+        windows = list(PackBytes.of_rank(found, name).windows(nbytes))
+        assert [window.start for window in windows[1:]] == [w.start + w.size for w in windows[:-1]]
+        assert windows[-1].start + windows[-1].size == entry.size
+        whole = [w for w in windows if w.entries]
+        assert all(
+            (w.entries[0].start, w.entries[-1].stop) == (w.start, w.start + w.size) for w in whole
+        )
+        assert all(w.size <= nbytes or len(w.entries) == 1 for w in windows)

@@ -14,8 +14,8 @@ import torch
 import ckptkit
 from ckptkit import Run
 from ckptkit.checkpoint.barrier import SoloBarrier
-from ckptkit.checkpoint.mirror import Mirror, Retention
-from ckptkit.checkpoint.prune import plan_prune, remove
+from ckptkit.checkpoint.run.mirror import Mirror, Retention
+from ckptkit.checkpoint.run.run import plan_prune, remove
 from ckptkit.errors import CkptkitError, StorageError
 from ckptkit.live import Checkpointer
 from ckptkit.storage import LocalStore, MemoryStore

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ckptkit
 from ckptkit.checkpoint.pack_writer import Pack
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StorageError
 from ckptkit.live import Checkpointer
 from ckptkit.live.meeting import StoreBarrier

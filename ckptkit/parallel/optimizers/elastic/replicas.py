@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.meeting import StoreBarrier, barrier_of, leaving, next_name

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from ckptkit.checkpoint.barrier import Barrier, Gathering
 from ckptkit.checkpoint.locate import read_manifest
 from ckptkit.checkpoint.places import described, step_name
-from ckptkit.checkpoint.prune import Removal, kept_steps, remove
-from ckptkit.checkpoint.run import Run
-from ckptkit.checkpoint.transfer import CopyOptions, UnsoundStepError, copy_step
+from ckptkit.checkpoint.run.copy import CopyOptions, UnsoundStepError, copy_step
+from ckptkit.checkpoint.run.run import Removal, Run, kept_steps, remove
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
