@@ -67,7 +67,7 @@ class Sources:
         if source.size != written:
             source.close()
             raise self._of_size(pack, source.size)
-        return source if self._store.abilities.is_file_system else _Looked(self, pack, source)
+        return source if self._store.abilities.open_survives_delete else _Looked(self, pack, source)
 
     def explained(self, pack: int, error: CkptkitError) -> CkptkitError:
         """What a read said that found the pack missing or short, where opening it asks nothing."""

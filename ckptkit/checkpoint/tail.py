@@ -63,7 +63,7 @@ def read_record(
 def _tail_bytes(store: Store) -> int:
     """How much of the end is read at first: where requests are dear, what most records fit into."""
     abilities = store.abilities
-    return _TAIL if abilities.is_file_system else max(_TAIL, abilities.gap_bytes)
+    return max(_TAIL, abilities.gap_bytes) if abilities.waits_for_answers else _TAIL
 
 
 def _checked(entry: Entry, where: str, data: bytes) -> bytes:

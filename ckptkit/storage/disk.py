@@ -1,4 +1,6 @@
-"""Folders on disk, and what is in them: made durable, and removed when nothing is left."""
+"""What the operating system is asked for: folders made durable, files written past the page cache,
+and its refusals in words that say what to do.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,12 @@ import ctypes
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ckptkit.errors import (
     AccessError,
     AlreadyExistsError,
@@ -22,19 +23,60 @@ from ckptkit.errors import (
     NotFoundError,
     StorageError,
 )
-
-import errno
-import os
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 from ckptkit.storage.location import is_temporary
 
+BLOCK = 4096
+
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _FOLDER = os.O_DIRECTORY | os.O_CLOEXEC
 # A folder that may be passed but not read can still be gone through.
 _PASSED = _FOLDER | getattr(os, "O_PATH", os.O_RDONLY)
+_KINDS: dict[int, tuple[type[CkptkitError], str]] = {
+    errno.EACCES: (AccessError, "check the owner and the permissions of the path"),
+    errno.EPERM: (AccessError, "check the owner, the permissions and the attributes (lsattr)"),
+    errno.EROFS: (AccessError, "the file system is mounted read-only; choose another place"),
+    errno.ENOSPC: (NoSpaceError, "free some space or choose another place; df shows what is left"),
+    errno.EDQUOT: (NoSpaceError, "the quota is used up; free some space or ask for more"),
+    errno.ENOENT: (NotFoundError, "check the path, or whether it was deleted meanwhile"),
+    errno.EEXIST: (AlreadyExistsError, "delete it first or choose another name"),
+    errno.ENAMETOOLONG: (InvalidNameError, "choose a shorter name"),
+    errno.ENOTDIR: (StorageError, "part of the path is a file where a folder is needed"),
+    errno.ELOOP: (StorageError, "a symbolic link is in the way, or leads to itself; remove it"),
+    errno.EISDIR: (StorageError, "a folder is in the way; choose another name"),
+    errno.EFBIG: (StorageError, "a limit on file sizes (ulimit -f, file system) is in the way"),
+    errno.EMFILE: (StorageError, "raise the limit on open files (ulimit -n)"),
+    errno.EIO: (StorageError, "the disk reports a fault; see dmesg and do not trust this disk"),
+    errno.ESTALE: (StorageError, "the network file system was remounted; try again"),
+}
+
+
+@contextmanager
+def refusals(where: str) -> Iterator[None]:
+    """Translate every OSError inside; our own errors are OSErrors too and pass unchanged."""
+    try:
+        yield
+    except CkptkitError:
+        raise
+    except OSError as error:
+        raise refusal(error, where) from error
+
+
+def refusal(error: OSError, where: str) -> CkptkitError:
+    """The error to raise for what the operating system refused."""
+    default = (StorageError, "see what the system says about this path (dmesg, mount, df)")
+    kind, hint = _KINDS.get(error.errno or 0, default)
+    return kind(error.strerror or str(error), where=where, hint=hint)
+
+
+def link_in_the_way(path: object) -> StorageError:
+    """The error of what would change something behind a symbolic link."""
+    return StorageError(
+        "a symbolic link: nothing is written or deleted through one",
+        where=str(path),
+        hint="remove the link (what it leads to stays), "
+        "or name the run that the folder itself is in",
+    )
 
 
 @contextmanager
@@ -108,18 +150,13 @@ def make_folders(path: Path) -> list[Path]:
     return [*made, path]
 
 
-def above(folder: Path, root: Path, made: list[Path]) -> list[Path]:
-    """The folders whose entries lead to `folder`: up to the one that holds the root.
-
-    Not only those that we made something in: another writer that made a folder which we use may
-    die before it makes that durable.
-    """
-    chain = []
-    while folder not in (root, folder.parent):
-        folder = folder.parent
-        chain.append(folder)
-    holders = [path.parent for path in [*made, root]]
-    return list(dict.fromkeys([*chain, *holders]))
+def sync_file(path: Path) -> None:
+    """Make the bytes of one file durable, whoever wrote them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(path: Path) -> None:
@@ -135,15 +172,6 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_file(path: Path) -> None:
-    """Make the bytes of one file durable, whoever wrote them."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def sync_nearest(folder: Path) -> None:
     """Make the entries of a folder durable, or its absence where it is gone."""
     try:
@@ -153,35 +181,35 @@ def sync_nearest(folder: Path) -> None:
 
 
 def sync_above(folder: Path, root: Path, made: list[Path]) -> None:
-    """Make the way to `folder` durable."""
-    needed = {path.parent for path in made}
-    for path in above(folder, root, made):
+    """Make the way to `folder` durable: the folders above it, up to the one that holds the root.
+
+    Not only those that we made something in: another writer that made a folder which we use may
+    die before it makes that durable.
+    """
+    chain = []
+    while folder not in (root, folder.parent):
+        folder = folder.parent
+        chain.append(folder)
+    changed = [path.parent for path in made]
+    for path in dict.fromkeys([*chain, *changed, root.parent]):
         try:
             sync_folder(path)
         except PermissionError:
             # A folder that may be passed but not read, and that we did not change.
-            if path in needed:
+            if path in changed:
                 raise
 
 
-def remove_empty(folder: Path, root: Path) -> None:
+def remove_empty(folder: Path, root: Path, *, bare: bool = False) -> None:
     """Remove `folder` and what becomes empty above it, below the root.
 
-    Names the store made for its own use do not count: whoever still needs one starts over.
+    Names the store made for its own use do not count: whoever still needs one starts over. With
+    `bare` only folders go that have nothing at all in them, not even what another still writes.
     """
-    _remove_upwards(folder, root, _cleared)
-
-
-def remove_bare(folder: Path, root: Path) -> None:
-    """The same for folders with nothing at all in them, not even what another still writes."""
-    _remove_upwards(folder, root, lambda _, __: True)
-
-
-def _remove_upwards(folder: Path, root: Path, may_go: Callable[[str, int], bool]) -> None:
     while root in folder.parents:
         try:
             with entered(root, folder.parent) as parent:
-                if not may_go(folder.name, parent):
+                if not bare and not _cleared(folder.name, parent):
                     return
                 os.rmdir(folder.name, dir_fd=parent)
         except FileNotFoundError:
@@ -205,60 +233,12 @@ def _cleared(name: str, parent: int) -> bool:
     finally:
         os.close(descriptor)
 
-_KINDS: dict[int, tuple[type[CkptkitError], str]] = {
-    errno.EACCES: (AccessError, "check the owner and the permissions of the path"),
-    errno.EPERM: (AccessError, "check the owner, the permissions and the attributes (lsattr)"),
-    errno.EROFS: (AccessError, "the file system is mounted read-only; choose another place"),
-    errno.ENOSPC: (NoSpaceError, "free some space or choose another place; df shows what is left"),
-    errno.EDQUOT: (NoSpaceError, "the quota is used up; free some space or ask for more"),
-    errno.ENOENT: (NotFoundError, "check the path, or whether it was deleted meanwhile"),
-    errno.EEXIST: (AlreadyExistsError, "delete it first or choose another name"),
-    errno.ENAMETOOLONG: (InvalidNameError, "choose a shorter name"),
-    errno.ENOTDIR: (StorageError, "part of the path is a file where a folder is needed"),
-    errno.ELOOP: (StorageError, "a symbolic link is in the way, or leads to itself; remove it"),
-    errno.EISDIR: (StorageError, "a folder is in the way; choose another name"),
-    errno.EFBIG: (StorageError, "a limit on file sizes (ulimit -f, file system) is in the way"),
-    errno.EMFILE: (StorageError, "raise the limit on open files (ulimit -n)"),
-    errno.EIO: (StorageError, "the disk reports a fault; see dmesg and do not trust this disk"),
-    errno.ESTALE: (StorageError, "the network file system was remounted; try again"),
-}
-
-
-def refusal(error: OSError, where: str) -> CkptkitError:
-    """The error to raise for what the operating system refused."""
-    default = (StorageError, "see what the system says about this path (dmesg, mount, df)")
-    kind, hint = _KINDS.get(error.errno or 0, default)
-    return kind(error.strerror or str(error), where=where, hint=hint)
-
-
-def link_in_the_way(path: object) -> StorageError:
-    """The error of what would change something behind a symbolic link."""
-    return StorageError(
-        "a symbolic link: nothing is written or deleted through one",
-        where=str(path),
-        hint="remove the link (what it leads to stays), "
-        "or name the run that the folder itself is in",
-    )
-
-
-@contextmanager
-def refusals(where: str) -> Iterator[None]:
-    """Translate every OSError inside; our own errors are OSErrors too and pass unchanged."""
-    try:
-        yield
-    except CkptkitError:
-        raise
-    except OSError as error:
-        raise refusal(error, where) from error
-
-BLOCK = 4096
-
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-
 
 class DirectFile:
-    """A descriptor that wants blocks while `direct` is true, and takes anything otherwise."""
+    """A new file, written past the page cache where the file system allows it.
+
+    It wants blocks while `direct` is true, and takes anything otherwise.
+    """
 
     def __init__(self, path: Path | str, folder: int | None = None) -> None:
         """Make a new file, by a path or by its name in an open folder."""
@@ -278,15 +258,27 @@ class DirectFile:
                     raise
                 self.direct = self._set_direct(wanted=False)
                 continue
-            count = self._usable(count)
+            if self.direct:
+                # What follows must begin with a block again.
+                if count < BLOCK:
+                    # To go on would ask for the same bytes for ever.
+                    raise OSError(errno.EIO, f"the system wrote {count} bytes of a block")
+                count = count // BLOCK * BLOCK
             offset += count
-            pieces = _rest(pieces, count)
+            while pieces and count >= pieces[0].nbytes:
+                count -= pieces[0].nbytes
+                pieces = pieces[1:]
+            if count:
+                pieces = [pieces[0][count:], *pieces[1:]]
 
     def reserve(self, size: int) -> None:
         """Take the space now, so that a full disk shows before any data is written; with six
         threads direct writes into it are a tenth to a quarter faster, too (a virtual disk).
         """
-        if not size or (_is_on_device(self._descriptor) and _fallocate(self._descriptor, size)):
+        # Only on a device of its own: in memory, taking space is most of the work, and would be
+        # that of one thread; on a network or copied on write it promises little.
+        on_device = os.major(os.fstat(self._descriptor).st_dev) != 0
+        if not size or (on_device and _fallocate(self._descriptor, size)):
             return
         # Where it cannot be taken, at least look.
         if size > _room(self._descriptor):
@@ -321,36 +313,11 @@ class DirectFile:
             return False
         return wanted and bool(_O_DIRECT)
 
-    def _usable(self, count: int) -> int:
-        if not self.direct:
-            return count
-        whole = count // BLOCK * BLOCK
-        if not whole:
-            # To go on would ask for the same bytes for ever.
-            raise OSError(errno.EIO, f"the system wrote {count} bytes of a block")
-        return whole
-
-
-def _is_on_device(descriptor: int) -> bool:
-    """Whether the file is on a device of its own: in memory, taking space is most of the work, and
-    would be that of one thread; on a network or copied on write it promises little.
-    """
-    return os.major(os.fstat(descriptor).st_dev) != 0
-
 
 def _room(descriptor: int) -> int:
     """The bytes that are free on the file system of a file."""
     system = os.fstatvfs(descriptor)
     return system.f_bavail * system.f_frsize
-
-
-def _rest(pieces: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the pieces after their first `count` bytes."""
-    for number, piece in enumerate(pieces):
-        if count < piece.nbytes:
-            return [piece[count:], *pieces[number + 1 :]]
-        count -= piece.nbytes
-    return []
 
 
 def _fallocate(descriptor: int, size: int) -> bool:

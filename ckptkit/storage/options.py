@@ -1,48 +1,46 @@
-"""How to reach a store, and with which credentials: what nobody may print."""
+"""How to reach a store, and with which credentials: what nobody may print, checked once."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
 from types import MappingProxyType
-from urllib.parse import SplitResult, urlsplit
-from ckptkit.errors import UsageError
-from ckptkit.storage.location import BUCKETS
-
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from urllib.parse import urlsplit
 
 from ckptkit.errors import UsageError
-from ckptkit.storage.location import Location
+from ckptkit.storage.location import BUCKETS, Location
 
 Options = Mapping[str, object]
 NO_OPTIONS: Options = MappingProxyType({})
 
-OPTION_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "engine": "obstore or fsspec",
-        "endpoint": "the URL of the server",
-        "region": "the region of the bucket",
-        "profile": "a profile of ~/.aws",
-        "anonymous": "true: ask without credentials",
-        "path_style": "true: the bucket is in the path, false: in the host name",
-        "http": "true: without encryption",
-        "access_key": "the public half of a key",
-        "secret_key": "the secret half of a key",
-        "session_token": "what comes with a temporary key",
-        "timeout": "seconds until a request is answered, or goes on being answered",
-        "deadline": "seconds for one operation with its retries",
-        "part_size": "bytes per part of an upload",
-        "concurrency": "how many requests at a time",
-        "request_bytes": "bytes per read",
-        "gap_bytes": "bytes that are read rather than asked around",
-    }
-)
-"""The options that both engines understand, and what each is."""
+ENGINES = ("obstore", "fsspec")
+ENGINE_VARIABLE = "CKPTKIT_STORAGE_ENGINE"
+# Every server of the S3 kind refuses parts that are smaller, unless they are the last.
+SMALLEST_PART = 5 << 20
+
+# Bytes per second: an upload that is slower than this fails.
+LEAST_RATE = 1e6
+# Of a line that is slow, and not of a connection that is broken.
+READ_RATE = 4e6
+
+_CONNECT_SECONDS = 5.0
+_KEYS = ("access_key", "secret_key", "session_token")
+_SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9} | {
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)")
+_BLANK = re.compile(r"[^!-~]")
+_IPV4 = re.compile(r"//[0-9.]+(?::[0-9]+)?(?:/|$)")
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,57 +58,32 @@ class Address:
         return str(self.location)
 
 
-def checked_names(options: Options) -> None:
-    """UsageError for an option that there is not; what it was set to is not shown."""
-    if unknown := sorted(str(name) for name in options if name not in OPTION_NAMES):
-        raise UsageError(
-            "no such storage option" if len(unknown) == 1 else "no such storage options",
-            value=", ".join(unknown),
-            hint=f"there are {', '.join(OPTION_NAMES)}",
-        )
-
-ENGINES = ("obstore", "fsspec")
-ENGINE_VARIABLE = "CKPTKIT_STORAGE_ENGINE"
-# Every server of the S3 kind refuses parts that are smaller, unless they are the last.
-SMALLEST_PART = 5 << 20
-
-# Bytes per second: an upload that is slower than this fails.
-LEAST_RATE = 1e6
-# Of a line that is slow, and not of a connection that is broken.
-READ_RATE = 4e6
-
-_CONNECT_SECONDS = 5.0
-_SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9} | {
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)")
-_BLANK = re.compile(r"[^!-~]")
-_IPV4 = re.compile(r"//[0-9.]+(?::[0-9]+)?(?:/|$)")
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a store is reached; None leaves it to the environment and the engine."""
+    """The storage options: how a server is reached. None leaves it to the environment and the
+    engine.
+    """
 
     engine: str | None = None
     endpoint: str | None = None
     region: str | None = None
     profile: str | None = None
+    """Of `~/.aws`."""
     anonymous: bool = False
     path_style: bool | None = None
+    """True: the bucket is in the path, False: in the host name."""
     http: bool = False
     access_key: str | None = field(default=None, repr=False)
     secret_key: str | None = field(default=None, repr=False)
     session_token: str | None = field(default=None, repr=False)
     timeout: float = 60.0
+    """Seconds until a request is answered, or goes on being answered."""
     deadline: float = 300.0
+    """Seconds for one operation with its retries."""
     part_size: int = 16 << 20
+    """Bytes per part of an upload."""
     concurrency: int = 16
+    """How many requests at a time."""
     request_bytes: int = 16 << 20
     gap_bytes: int = 256 << 10
     others: Options = field(default_factory=lambda: MappingProxyType({}), repr=False, hash=False)
@@ -151,45 +124,56 @@ class Settings:
         return nbytes / LEAST_RATE
 
 
+OPTION_NAMES = tuple(field.name for field in fields(Settings) if field.name != "others")
+
+
+def checked_names(options: Options) -> None:
+    """UsageError for an option that there is not; what it was set to is not shown."""
+    if unknown := sorted(str(name) for name in options if name not in OPTION_NAMES):
+        raise UsageError(
+            "no such storage option" if len(unknown) == 1 else "no such storage options",
+            value=", ".join(unknown),
+            hint=f"there are {', '.join(OPTION_NAMES)}",
+        )
+
+
 def read_settings(
     scheme: str, options: Options, environment: Mapping[str, str] = os.environ
 ) -> Settings:
     """The settings for one kind of store; all values may be text, as a command line gives them."""
     if scheme in BUCKETS:
         checked_names(options)
-    given = {name: options[name] for name in OPTION_NAMES if options.get(name) is not None}
-    settings = Settings(
-        engine=_engine(scheme, given, environment),
-        endpoint=_endpoint(scheme, given, environment),
-        region=_text(given, "region") or _region(scheme, environment),
-        profile=_text(given, "profile"),
-        anonymous=_flag(given, "anonymous") or False,
-        path_style=_flag(given, "path_style"),
-        http=_flag(given, "http") or False,
-        access_key=_text(given, "access_key"),
-        secret_key=_text(given, "secret_key"),
-        session_token=_text(given, "session_token"),
-        timeout=_seconds(given, "timeout", 60.0),
-        deadline=_seconds(given, "deadline", 300.0),
-        part_size=_size(given, "part_size", 16 << 20, least=SMALLEST_PART),
-        concurrency=_size(given, "concurrency", 16, least=1),
-        request_bytes=_size(given, "request_bytes", 16 << 20, least=1),
-        gap_bytes=_size(given, "gap_bytes", 256 << 10, least=0),
-        others={name: value for name, value in options.items() if name not in OPTION_NAMES},
-    )
-    _refuse_conflicts(scheme, given, settings)
-    return settings
-
-
-def _refuse_conflicts(scheme: str, given: Options, settings: Settings) -> None:
-    keys = [name for name in ("access_key", "secret_key", "session_token") if name in given]
+    given = {
+        name: _VALUES.get(name, _text)(name, options[name])
+        for name in OPTION_NAMES
+        if options.get(name) is not None
+    }
+    keys = [name for name in _KEYS if name in given]
     for name in keys:
         if not given[name]:
             raise UsageError(
                 f"the storage option {name} is empty",
                 hint="leave it out to take the credentials of the environment",
             )
-    if settings.anonymous and (keys or "profile" in given):
+    given = {name: value for name, value in given.items() if value != ""}
+
+    def found(*names: str) -> str | None:
+        return next((environment[name] for name in names if environment.get(name)), None)
+
+    if scheme in BUCKETS and "engine" not in given:
+        given["engine"] = found(ENGINE_VARIABLE)
+    if scheme == "s3":
+        given = {"endpoint": found(*_ENDPOINTS), "region": found(*_REGIONS), **given}
+    engine, endpoint = given.get("engine"), given.get("endpoint")
+    if engine not in (None, *ENGINES):
+        raise UsageError(
+            "no such storage engine",
+            value=engine,
+            hint=f"the option engine and {ENGINE_VARIABLE} take {' or '.join(ENGINES)}",
+        )
+    if isinstance(endpoint, str):
+        given["endpoint"] = endpoint = checked_endpoint(endpoint, http=given.get("http"))
+    if given.get("anonymous") and (keys or "profile" in given):
         raise _conflict("anonymous", *keys, *(["profile"] if "profile" in given else []))
     if keys and "profile" in given:
         raise _conflict("profile", *keys)
@@ -199,10 +183,10 @@ def _refuse_conflicts(scheme: str, given: Options, settings: Settings) -> None:
             value=", ".join(keys),
             hint="pass both, or leave both to the environment",
         )
-    if settings.path_style is False and _IPV4.search(settings.endpoint or ""):
+    if given.get("path_style") is False and _IPV4.search(str(endpoint or "")):
         raise UsageError(
             "path_style=false puts the bucket into the host name, and an address has no names",
-            value=settings.endpoint,
+            value=endpoint,
             hint="leave path_style out",
         )
     if scheme == "gs" and keys:
@@ -210,38 +194,11 @@ def _refuse_conflicts(scheme: str, given: Options, settings: Settings) -> None:
             "gs takes no access keys",
             hint="set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
         )
+    others = {name: value for name, value in options.items() if name not in OPTION_NAMES}
+    return Settings(**given, others=others)  # type: ignore[arg-type]
 
 
-def _conflict(*names: str) -> UsageError:
-    return UsageError(
-        "these storage options exclude each other",
-        value=", ".join(names),
-        hint="pass one of them",
-    )
-
-
-def _engine(scheme: str, given: Options, environment: Mapping[str, str]) -> str | None:
-    wished = environment.get(ENGINE_VARIABLE) if scheme in BUCKETS else None
-    engine = _text(given, "engine") or wished or None
-    if engine is not None and engine not in ENGINES:
-        raise UsageError(
-            "no such storage engine",
-            value=engine,
-            hint=f"the option engine and {ENGINE_VARIABLE} take {' or '.join(ENGINES)}",
-        )
-    return engine
-
-
-def _endpoint(scheme: str, given: Options, environment: Mapping[str, str]) -> str | None:
-    names = _ENDPOINTS if scheme == "s3" else ()
-    found = next((environment[name] for name in names if environment.get(name)), None)
-    endpoint = _text(given, "endpoint") or found
-    if endpoint is None:
-        return None
-    return checked_endpoint(endpoint, http=_flag(given, "http"))
-
-
-def checked_endpoint(endpoint: str, *, http: bool | None = None) -> str:
+def checked_endpoint(endpoint: str, *, http: object = None) -> str:
     """The URL of a server; UsageError where it is none, or `http` says otherwise."""
     if "://" not in endpoint:
         endpoint = f"{'http' if http else 'https'}://{endpoint}"
@@ -252,7 +209,10 @@ def checked_endpoint(endpoint: str, *, http: bool | None = None) -> str:
             hint="pass them as access_key and secret_key, or in the environment",
         )
     parts = urlsplit(endpoint)
-    good = parts.hostname and _has_good_port(parts) and not _BLANK.search(endpoint)
+    try:
+        good = parts.hostname and parts.port != 0 and not _BLANK.search(endpoint)
+    except ValueError:  # no port is a name, or so large
+        good = False
     if parts.scheme not in ("http", "https") or not good:
         raise UsageError(
             "an endpoint is a URL", value=endpoint, hint="write https://host or https://host:port"
@@ -262,29 +222,22 @@ def checked_endpoint(endpoint: str, *, http: bool | None = None) -> str:
     return endpoint.rstrip("/")
 
 
-def _has_good_port(parts: SplitResult) -> bool:
-    try:
-        return parts.port != 0
-    except ValueError:
-        return False
+def _conflict(*names: str) -> UsageError:
+    return UsageError(
+        "these storage options exclude each other",
+        value=", ".join(names),
+        hint="pass one of them",
+    )
 
 
-def _region(scheme: str, environment: Mapping[str, str]) -> str | None:
-    if scheme != "s3":
-        return None
-    return environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or None
-
-
-def _text(given: Options, name: str) -> str | None:
-    value = given.get(name)
-    if value is not None and not isinstance(value, str):
+def _text(name: str, value: object) -> object:
+    if not isinstance(value, str):
         raise UsageError(f"the storage option {name} is text", value=type(value).__name__)
-    return value or None
+    return value
 
 
-def _flag(given: Options, name: str) -> bool | None:
-    value = given.get(name)
-    if value is None or isinstance(value, bool):
+def _flag(name: str, value: object) -> bool:
+    if isinstance(value, bool):
         return value
     text = value.lower() if isinstance(value, str) else ""
     if text in _TRUE or text in _FALSE:
@@ -292,8 +245,7 @@ def _flag(given: Options, name: str) -> bool | None:
     raise UsageError(f"the storage option {name} is true or false", value=value)
 
 
-def _seconds(given: Options, name: str, default: float) -> float:
-    value = given.get(name, default)
+def _seconds(name: str, value: object) -> float:
     try:
         seconds = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -303,8 +255,7 @@ def _seconds(given: Options, name: str, default: float) -> float:
     return seconds
 
 
-def _size(given: Options, name: str, default: int, *, least: int) -> int:
-    value = given.get(name, default)
+def _size(name: str, value: object, *, least: int) -> int:
     size = -1
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -317,3 +268,13 @@ def _size(given: Options, name: str, default: int, *, least: int) -> int:
             hint="sizes may have a unit: 16MiB",
         )
     return size
+
+
+# All others are text.
+_VALUES: dict[str, Callable[[str, object], object]] = {
+    **dict.fromkeys(("anonymous", "path_style", "http"), _flag),
+    **dict.fromkeys(("timeout", "deadline"), _seconds),
+    "part_size": partial(_size, least=SMALLEST_PART),
+    **dict.fromkeys(("concurrency", "request_bytes"), partial(_size, least=1)),
+    "gap_bytes": partial(_size, least=0),
+}

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from ckptkit.errors import CorruptionError, FormatError, UsageError
-
 from abc import ABC, abstractmethod
-from typing import Self
-
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias, runtime_checkable
 
+from ckptkit.errors import CorruptionError, FormatError, UsageError
 from ckptkit.storage.location import Location
 from ckptkit.storage.options import Address
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a store does well, so that its callers ask instead of trying."""
+    """How stores differ, so that callers ask instead of trying; the defaults are those of files."""
 
-    exclusive_create: bool
-    """`put(exclusive=True)` has exactly one winner among racing creators."""
-    alignment: int
-    """Writing is fastest from a buffer whose address equals the part's offset modulo this."""
     part_size: int
     """The number of bytes per part that the store likes best."""
-    modified_times: bool
-    """`Entry.modified` means something."""
-    is_file_system: bool = True
-    """A name is an object or a folder, `create` claims its name at once, and an open source
-    outlives the name it was opened by. Elsewhere none of that is so, and of two sinks of one name
-    the last to finish wins."""
+    exclusive_create: bool = True
+    """`put(exclusive=True)` has exactly one winner among racing creators."""
+    claims_names: bool = True
+    """`create` takes the name at once: of two sinks of one name the second is refused, and what is
+    seen may still be incomplete, or not durable. Elsewhere what is seen is whole and durable, what
+    is not finished shows in `leftovers` alone, and the last to finish wins."""
+    open_survives_delete: bool = True
+    """`open` finds out whether there is an object, and what it opened outlives the name. Elsewhere
+    each read asks for the name again, and nothing asks before."""
+    has_folders: bool = True
+    """A name is an object or a folder, and a folder may be empty."""
+    modified_times: bool = True
+    """`Stored.modified` means something."""
+    clock_of_its_own: bool = False
+    """`Stored.modified` is by the clock of a server, which may be wrong."""
+    waits_for_answers: bool = False
+    """A request is an answer waited for: few large ones are fast, many at a time, and what comes
+    takes memory of its own. Elsewhere a read is a copy, and as many are fast as there are cores."""
     request_bytes: int = 2 << 20
     """Reads of about this many bytes at a time are fast."""
     gap_bytes: int = 4 << 10
@@ -42,7 +47,7 @@ class Abilities:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Stored:
     """One stored object."""
 
     key: str
@@ -53,7 +58,7 @@ class Entry:
 
 # A method named `list` hides the builtin from annotations in the same class.
 Names: TypeAlias = list[str]
-Entries: TypeAlias = list[Entry]
+Entries: TypeAlias = list[Stored]
 
 
 class Source(Protocol):
@@ -110,8 +115,8 @@ class Store(Protocol):
 
     Keys are `/`-separated, without empty, `.` or `..` components; components that start with
     `.tmp-` are the store's own. A prefix is `""` (everything) or a key read as a folder, a
-    trailing `/` allowed. A name is an object or a folder, never both. All methods may be called
-    from any thread, and raise nothing but `CkptkitError`s.
+    trailing `/` allowed. All methods may be called from any thread, and raise nothing but
+    `CkptkitError`s.
     """
 
     @property
@@ -164,9 +169,9 @@ class Store(Protocol):
         """Begin a new object: the concatenation of parts of these lengths.
 
         Until `finish` the object is invisible, or (in a local folder) visible but incomplete.
-        What is there already is never touched: AlreadyExistsError. A sink keeps at most about
-        `memory` bytes of what it was given, if its parts come about in order: those filled in place
-        count, what it lends for parts longer than what is sent at a time, and for files, does not.
+        What is there already is never touched: AlreadyExistsError. `memory` roughly bounds what the
+        sink buffers, provided parts come about in order. Parts filled in place count. Parts larger
+        than what is sent at a time, and local files, do not.
 
         With `again` the name may be taken, then or later, by another writer of the same bytes: the
         object is invisible until `finish`, which replaces what is there as a whole.

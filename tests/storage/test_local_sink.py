@@ -143,7 +143,7 @@ def refuse_direct_flag(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "no direct writes here")
         return flags
 
-    monkeypatch.setattr("ckptkit.storage.direct.fcntl.fcntl", refuse)
+    monkeypatch.setattr("ckptkit.storage.disk.fcntl.fcntl", refuse)
 
 
 def refuse_direct_writes(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:

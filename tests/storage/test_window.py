@@ -13,8 +13,7 @@ import pytest
 
 from ckptkit.storage.buffers import default_pool
 from ckptkit.storage.objects import upload as window_module
-from ckptkit.storage.objects.upload import piece_size
-from ckptkit.storage.objects.upload import Stopped, Window, pieces_of
+from ckptkit.storage.objects.upload import Stopped, Window, piece_size, pieces_of
 
 PIECE = 1000
 

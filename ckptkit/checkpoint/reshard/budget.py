@@ -51,10 +51,10 @@ class Ends:
         largest pack will be.
         """
         share, can = memory // _SHARE, destination.abilities
-        is_far = not source.abilities.is_file_system
+        is_far = source.abilities.waits_for_answers
         kept = memory // _SHARED if is_far else 0
         pace = Pace.of(source, share - kept)
-        if can.is_file_system:
+        if not can.waits_for_answers:
             return cls(pace, None, packs, kept if packs > 1 else 0)
         part = max(can.part_size, -(-pack_bytes // _MOST_PARTS))
         least, most = _LEAST_PARTS * part, (can.concurrency + 2) * part

@@ -68,7 +68,7 @@ def finished_packs(
         key = f"{folder}/{pack_name(rank)}"
         if not _is_finished(target, store, folder, rank, progress):
             # Elsewhere than in a file system nobody is still writing what can be seen.
-            waited = store.abilities.is_file_system
+            waited = store.abilities.claims_names
             if waited:
                 _wait_until_quiet(store, key)
             # Another run may have finished it meanwhile, or even have made the step.
@@ -77,7 +77,7 @@ def finished_packs(
                     raise _at_work(described(store, key))
                 store.delete([key])
                 continue
-        if store.abilities.is_file_system:
+        if store.abilities.claims_names:
             # Its writer may have died between the last byte and making it durable.
             store.sync([key])
         finished.add(rank)

@@ -60,7 +60,7 @@ def _writing_speed(store: Store, prefix: str, budget: Budget, most: int) -> floa
     folder = data_prefix(prefix, f"probe-{secrets.token_hex(8)}")
     size = min(_PART, most)
     parts = min(_PARTS, most // size)
-    key, is_kept = f"{folder}/{pack_name(0)}", not store.abilities.is_file_system
+    key, is_kept = f"{folder}/{pack_name(0)}", store.abilities.waits_for_answers
     sink = store.create(key, [size] * parts, memory=budget.ends.sink_bytes)
 
     def write(part: int) -> int:

@@ -1,19 +1,14 @@
-"""From what a server answers to an error that says what to do, whichever engine asked."""
+"""From what a server or an engine says to an error that says what to do, whichever engine asked."""
 
 from __future__ import annotations
 
 import errno
+import math
+import re
 import socket
 import ssl
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from ckptkit.errors import CkptkitError
-from ckptkit.storage.objects import errors as answers
-from ckptkit.storage.objects.server import Transient
-from ckptkit.storage.disk import refusal
-
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptkit.errors import (
@@ -24,31 +19,39 @@ from ckptkit.errors import (
     NotFoundError,
     StorageError,
 )
+from ckptkit.storage.disk import refusal
 from ckptkit.storage.location import Location
-from ckptkit.storage.objects.server import Transient, UnsupportedError
 
-_AGAIN = {
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "RequestLimitExceeded",
-    "ServiceUnavailable",
-    "InternalError",
-    "RequestTimeout",
-    "TooManyRequests",
-    "OperationAborted",
-    "ServerBusy",
-    # Two conditional writes at once: neither was refused for good.
-    "ConditionalRequestConflict",
-    # The body was damaged on its way.
-    "BadDigest",
-    "XAmzContentSHA256Mismatch",
-    "IncompleteBody",
-}
-_AGAIN_STATUS = {408, 425, 429, 500, 502, 503, 504}
+
+class Transient(Exception):  # noqa: N818 — no error until the retries are used up
+    """What may work when it is tried again; private to the object stores.
+
+    The reason is shown to users. `within` bounds the seconds where more will hardly help.
+    """
+
+    def __init__(self, reason: str, *, within: float = math.inf) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.within = within
+
+
+class UnsupportedError(StorageError):
+    """The server does not know what was asked; to users a StorageError like others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server said: an HTTP status, and the code and message of its XML or JSON."""
+
+    status: int = 0
+    code: str = ""
+    message: str = ""
+
+
 _CLOCK = "set the clock of this machine (NTP): it is minutes off"
 _REGION = "set the option region, or AWS_REGION, to the region of the bucket"
 _KEY = "check the access key and the secret key, and whether they belong to this server"
+# Capitalised as servers say them; the others are ours, of what happens without an answer.
 _KINDS: dict[str, tuple[type[CkptkitError], str, str]] = {
     "AccessDenied": (AccessError, "not allowed", "ask for permission to read, write and list here"),
     "AllAccessDisabled": (AccessError, "not allowed", "the bucket is closed; choose another"),
@@ -72,44 +75,120 @@ _KINDS: dict[str, tuple[type[CkptkitError], str, str]] = {
     "QuotaExceeded": (NoSpaceError, "the quota is used up", "free some space or ask for more"),
     "EntityTooLarge": (StorageError, "the server takes no object of this size", "lower part_size"),
     "NotImplemented": (UnsupportedError, "the server cannot do this", "check what it supports"),
+    "absent": (NotFoundError, "no such object", "check the bucket, the path, the name"),
+    "taken": (
+        AlreadyExistsError,
+        "there is an object of this name",
+        "delete it first or choose another name",
+    ),
+    "no credentials": (
+        AccessError,
+        "no credentials were found",
+        (
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or anonymous=true; "
+            "for gs:// set GOOGLE_APPLICATION_CREDENTIALS"
+        ),
+    ),
+    "unencrypted": (
+        StorageError,
+        "the connection would not be encrypted",
+        "use an https:// endpoint, or ask for it: http=true",
+    ),
+    "untrusted": (
+        StorageError,
+        "the certificate of the server is not trusted",
+        "check the endpoint, the clock, and the certificates of this machine",
+    ),
+    "no https": (
+        StorageError,
+        "the server does not speak https",
+        "check the endpoint; for one without encryption ask for it: http=true",
+    ),
+    # It sends a range, or all of the object, and says that all is what it sends.
+    "no ranges": (
+        StorageError,
+        "the server does not say which range it sends",
+        "engine=fsspec does not ask; better, use a server that supports ranges",
+    ),
 }
+# And for how many seconds asking again may help.
+_PASSING: dict[str, tuple[str, float]] = {
+    "slow": ("no answer in time", math.inf),
+    "broken": ("the connection broke", math.inf),
+    # Not every resolver says when it is merely busy.
+    "unknown host": ("the server's name has no address", 1),
+    "busy resolver": ("the server's name cannot be looked up now", math.inf),
+    # A server that starts again is back within seconds, a wrong endpoint never.
+    "refused": ("nobody listens at the endpoint", 10),
+}
+_AGAIN = {
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "RequestLimitExceeded",
+    "ServiceUnavailable",
+    "InternalError",
+    "RequestTimeout",
+    "TooManyRequests",
+    "OperationAborted",
+    "ServerBusy",
+    # Two conditional writes at once: neither was refused for good.
+    "ConditionalRequestConflict",
+    # The body was damaged on its way.
+    "BadDigest",
+    "XAmzContentSHA256Mismatch",
+    "IncompleteBody",
+}
+_AGAIN_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _STATUS = {301: "PermanentRedirect", 307: "TemporaryRedirect", 401: "AccessDenied"} | {
     403: "AccessDenied",
     501: "NotImplemented",
     507: "QuotaExceeded",
 }
-NO_CREDENTIALS_HINT = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or anonymous=true; "
-    "for gs:// set GOOGLE_APPLICATION_CREDENTIALS"
-)
 _LONGEST = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a server said: an HTTP status, and the code and message of its XML or JSON."""
+def trouble(kind: str, where: str) -> CkptkitError | Transient:
+    """What to raise for one of the kinds above, of which the server said nothing more."""
+    if kind in _PASSING:
+        reason, within = _PASSING[kind]
+        return Transient(reason, within=within)
+    error, what, hint = _KINDS[kind]
+    return error(what, where=where, hint=hint)
 
-    status: int = 0
-    code: str = ""
-    message: str = ""
+
+def taken(where: str) -> AlreadyExistsError:
+    """There is an object of this name."""
+    _, what, hint = _KINDS["taken"]
+    return AlreadyExistsError(what, where=where, hint=hint)
 
 
 def said(answer: Answer, where: str, secrets: Iterable[str] = ()) -> CkptkitError | Transient:
     """What to raise for an answer that is no success."""
     code = answer.code or _STATUS.get(answer.status, "")
     if code == "NoSuchBucket":
-        return no_bucket(where)
+        bucket = "/".join(where.split("/")[:3])
+        return NotFoundError(
+            f"there is no bucket {bucket}",
+            where=where,
+            hint="check its name and the endpoint, or create it first",
+        )
     if answer.status == 412 or code == "PreconditionFailed":
-        return taken(where)
+        return trouble("taken", where)
     if code in _AGAIN or (answer.status in _AGAIN_STATUS and code not in _KINDS):
         return Transient(" ".join(str(it) for it in (answer.status or "", code) if it).strip())
+    told = " ".join(f"{answer.status or ''} {answer.code}: {answer.message}".split())
+    for secret in secrets:
+        told = told.replace(secret, "…")
+    told = told.strip(": ")[:_LONGEST]
+    told = f" ({told})" if told else ""
     if code in _KINDS:
         kind, what, hint = _KINDS[code]
-        return kind(f"{what}{_told(answer, secrets)}", where=where, hint=hint)
+        return kind(f"{what}{told}", where=where, hint=hint)
     if answer.status == 404:
-        return absent(where)
+        return trouble("absent", where)
     return StorageError(
-        f"the server refused{_told(answer, secrets)}",
+        f"the server refused{told}",
         where=where,
         hint="check the endpoint, and whether the server supports what was asked",
     )
@@ -120,123 +199,25 @@ def below(top: Location, key: str) -> str:
     return f"{top}/{key}" if key else str(top)
 
 
-def absent(where: str) -> NotFoundError:
-    """There is no such object."""
-    return NotFoundError("no such object", where=where, hint="check the bucket, the path, the name")
-
-
-def no_bucket(where: str) -> NotFoundError:
-    """There is no such bucket."""
-    bucket = "/".join(where.split("/")[:3])
-    return NotFoundError(
-        f"there is no bucket {bucket}",
-        where=where,
-        hint="check its name and the endpoint, or create it first",
-    )
-
-
-def taken(where: str) -> AlreadyExistsError:
-    """There is an object of this name."""
-    return AlreadyExistsError(
-        "there is an object of this name",
-        where=where,
-        hint="delete it first or choose another name",
-    )
-
-
-def no_credentials(where: str) -> AccessError:
-    """Nobody said with which credentials to ask."""
-    return AccessError("no credentials were found", where=where, hint=NO_CREDENTIALS_HINT)
-
-
-def unknown_host(_where: str) -> Transient:
-    """The name of the server has no address; not every resolver says when it is merely busy."""
-    return Transient("the server's name has no address", within=1)
-
-
-def unresolved_host(_where: str) -> Transient:
-    """Nobody who knows the address of the server answers now."""
-    return Transient("the server's name cannot be looked up now")
-
-
-def unencrypted(where: str) -> StorageError:
-    """Plain http, which nobody asked for."""
-    return StorageError(
-        "the connection would not be encrypted",
-        where=where,
-        hint="use an https:// endpoint, or ask for it: http=true",
-    )
-
-
-def untrusted(where: str) -> StorageError:
-    """The server's certificate is not trusted."""
-    return StorageError(
-        "the certificate of the server is not trusted",
-        where=where,
-        hint="check the endpoint, the clock, and the certificates of this machine",
-    )
-
-
-def no_https(where: str) -> StorageError:
-    """The server does not speak TLS."""
-    return StorageError(
-        "the server does not speak https",
-        where=where,
-        hint="check the endpoint; for one without encryption ask for it: http=true",
-    )
-
-
-def wrong_region(where: str) -> StorageError:
-    """The server sends on to another region, and does not say which."""
-    return StorageError("the bucket is in another region", where=where, hint=_REGION)
-
-
-def no_ranges(where: str) -> StorageError:
-    """The server sends a range, or all of the object, and says that all is what it sends."""
-    return StorageError(
-        "the server does not say which range it sends",
-        where=where,
-        hint="engine=fsspec does not ask; better, use a server that supports ranges",
-    )
-
-
-def refused_connection(_where: str) -> Transient:
-    """Nobody listens: a server that starts again is back within seconds, a wrong endpoint never."""
-    return Transient("nobody listens at the endpoint", within=10)
-
-
-def xml_answer(status: int, body: str) -> Answer:
-    """The answer in an error document of S3, or its JSON elsewhere."""
-    code = re.search(r"<Code>([^<]*)</Code>", body)
-    message = re.search(r"<Message>([^<]*)</Message>", body)
-    return Answer(status, code[1] if code else "", message[1] if message else "")
-
-
-def _told(answer: Answer, secrets: Iterable[str]) -> str:
-    told = " ".join(f"{answer.status or ''} {answer.code}: {answer.message}".split())
-    for secret in secrets:
-        told = told.replace(secret, "…")
-    told = told.strip(": ")
-    return f" ({told[:_LONGEST]})" if told else ""
-
-# By name, because none of these packages needs to be there.
+# By name, because none of the packages needs to be there. First what the connection tells, which
+# may be the cause of what looks like a plain time-out.
+_WITHOUT_CREDENTIALS = {
+    *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"),
+    *("DefaultCredentialsError", "RefreshError", "TokenRetrievalError"),
+}
+_UNTRUSTED = {"SSLError", "SSLCertVerificationError", "ClientConnectorCertificateError"}
 _SLOW = {"ConnectTimeoutError", "ReadTimeoutError", "ServerTimeoutError", "FSTimeoutError"}
 _BROKEN = {
     *("ConnectionClosedError", "EndpointConnectionError", "HTTPClientError", "ResponseParserError"),
     *("ClientPayloadError", "ServerDisconnectedError", "ClientOSError", "ClientConnectionError"),
     *("IncompleteReadError", "ResponseStreamingError", "ContentLengthError", "ChecksumError"),
 }
-_UNTRUSTED = {"SSLError", "SSLCertVerificationError", "ClientConnectorCertificateError"}
-_WITHOUT_CREDENTIALS = {
-    *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"),
-    *("DefaultCredentialsError", "RefreshError", "TokenRetrievalError"),
-}
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR)
 
 
 @contextmanager
 def translated(where: str, secrets: Iterable[str] = ()) -> Iterator[None]:
-    """Translate every error inside; our own pass unchanged."""
+    """Translate what botocore, aiohttp and fsspec raise inside; our own pass unchanged."""
     try:
         yield
     except (CkptkitError, Transient):
@@ -250,23 +231,36 @@ def translation(
     error: Exception, where: str, secrets: Iterable[str] = ()
 ) -> CkptkitError | Transient:
     """What to raise instead of an error of an engine."""
-    causes = list(_causes(error))
-    for cause in causes:
-        if answer := _answer(cause):
-            return answers.said(answer, where, secrets)
-    for cause in causes:
-        if told := _connection(cause, where):
-            return told
-    for cause in causes:
-        if told := _plain(cause, where):
-            return told
-    return answers.said(answers.Answer(message=f"{type(error).__name__}: {error}"), where, secrets)
+    if answer := answer_of(error):
+        return said(answer, where, secrets)
+    looks: tuple[Callable[[BaseException], str], ...] = (_of_connection, _of_kind)
+    for look in looks:
+        for cause in _causes(error):
+            if kind := look(cause):
+                return trouble(kind, where)
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno in _DISK:
+            return refusal(cause, where)
+    return said(Answer(message=f"{type(error).__name__}: {error}"), where, secrets)
 
 
-def answer_of(error: BaseException) -> answers.Answer | None:
+def answer_of(error: BaseException) -> Answer | None:
     """What the server said, if it said anything."""
-    found = (_answer(cause) for cause in _causes(error))
-    return next((answer for answer in found if answer), None)
+    for cause in _causes(error):
+        name, message = type(cause).__name__, str(getattr(cause, "message", ""))
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict) and "Error" in response:
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            code, message = (str(response["Error"].get(it, "")) for it in ("Code", "Message"))
+            # Without a body botocore gives the status as the code.
+            return Answer(status, "" if code.isdigit() else code, message)
+        number = getattr(cause, "code", None)
+        if name == "HttpError" and number is not None:
+            return Answer(int(number), message=message)
+        number = getattr(cause, "status", None)
+        if name == "ClientResponseError" and isinstance(number, int):
+            return Answer(number, message=message)
+    return None
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -282,55 +276,90 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         following = following.__cause__ or following.__context__
 
 
-def _answer(error: BaseException) -> answers.Answer | None:
-    response = getattr(error, "response", None)
-    if isinstance(response, dict) and "Error" in response:
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        said = response["Error"]
-        code = str(said.get("Code", ""))
-        # Without a body botocore gives the status as the code.
-        return answers.Answer(status, "" if code.isdigit() else code, str(said.get("Message", "")))
-    number = getattr(error, "code", None)
-    if type(error).__name__ == "HttpError" and number is not None:
-        return answers.Answer(int(number), message=str(getattr(error, "message", "")))
-    http = getattr(error, "status", None)
-    if type(error).__name__ == "ClientResponseError" and isinstance(http, int):
-        return answers.Answer(http, message=str(getattr(error, "message", "")))
-    return None
-
-
-def _connection(error: BaseException, where: str) -> CkptkitError | Transient | None:
+def _of_connection(error: BaseException) -> str:
     name = type(error).__name__
     if name in _WITHOUT_CREDENTIALS:
-        return answers.no_credentials(where)
+        return "no credentials"
     if isinstance(error, socket.gaierror) or name == "ClientConnectorDNSError":
         resolver = getattr(error, "os_error", error)
-        busy = getattr(resolver, "errno", None) == socket.EAI_AGAIN
-        return answers.unresolved_host(where) if busy else answers.unknown_host(where)
+        is_busy = getattr(resolver, "errno", None) == socket.EAI_AGAIN
+        return "busy resolver" if is_busy else "unknown host"
     # botocore follows a redirect that leads to itself.
     if isinstance(error, RecursionError):
-        return answers.wrong_region(where)
-    if (isinstance(error, ssl.SSLError) or name in _UNTRUSTED) and "WRONG_VERSION" in str(error):
-        return answers.no_https(where)
-    if name in _UNTRUSTED or isinstance(error, ssl.SSLCertVerificationError):
-        return answers.untrusted(where)
-    if isinstance(error, ConnectionRefusedError):
-        return answers.refused_connection(where)
-    return None
+        return "PermanentRedirect"
+    if isinstance(error, ssl.SSLError) or name in _UNTRUSTED:
+        if "WRONG_VERSION" in str(error):
+            return "no https"
+        if name in _UNTRUSTED or isinstance(error, ssl.SSLCertVerificationError):
+            return "untrusted"
+    return "refused" if isinstance(error, ConnectionRefusedError) else ""
 
 
-def _plain(error: BaseException, where: str) -> CkptkitError | Transient | None:
+def _of_kind(error: BaseException) -> str:
     name = type(error).__name__
     if isinstance(error, TimeoutError) or name in _SLOW:
-        return Transient("no answer in time")
+        return "slow"
     if isinstance(error, ConnectionError) or name in _BROKEN:
-        return Transient("the connection broke")
+        return "broken"
     if isinstance(error, FileNotFoundError):
-        return answers.absent(where)
+        return "absent"
     if isinstance(error, FileExistsError):
-        return answers.taken(where)
-    if isinstance(error, PermissionError):
-        return answers.said(answers.Answer(code="AccessDenied"), where)
-    if isinstance(error, OSError) and error.errno in _DISK:
-        return refusal(error, where)
-    return None
+        return "taken"
+    return "AccessDenied" if isinstance(error, PermissionError) else ""
+
+
+_DEBUG = "Debug source:"
+_OBSTORE_STATUS = re.compile(r"status code: ([0-9]{3})")
+# Names in these may look like signs.
+_URLS = re.compile(r"""https?://\S+|path: "[^"]*\"""")
+_GIVES_CREDENTIALS = re.compile(r"https?://(?:169\.254\.169\.254|metadata\.google\.internal)[:/]")
+# Without an answer only the text of obstore tells what happened.
+_SIGNS = (
+    ("Temporary failure in name resolution", "busy resolver"),
+    ("dns error", "unknown host"),
+    ("BadScheme", "unencrypted"),
+    ("InvalidContentType", "no https"),
+    ("certificate", "untrusted"),
+    # To another region, it does not say which.
+    ("redirect without LOCATION", "PermanentRedirect"),
+    ("non-partial response", "no ranges"),
+    ("Connection refused", "refused"),
+    ("TimedOut", "slow"),
+    ("Timeout", "slow"),
+    *((it, "broken") for it in ("HttpError", "reqwest::Error", "hyper", "body", "Io(")),
+    ("HTTP error", "broken"),
+)
+
+
+def obstore_answer(error: Exception) -> Answer:
+    """What the server said, as far as the text of an error of obstore tells."""
+    text = str(error)
+    body = text.partition(_DEBUG)[0]
+    status = _OBSTORE_STATUS.search(text)
+    code = re.search(r"<Code>([^<]*)</Code>", body)
+    message = re.search(r"<Message>([^<]*)</Message>", body)
+    return Answer(
+        int(status[1]) if status else 0, code[1] if code else "", message[1] if message else ""
+    )
+
+
+def obstore_translation(
+    error: Exception, where: str, secrets: Iterable[str]
+) -> CkptkitError | Transient:
+    """What to raise instead of an error of obstore."""
+    answer = obstore_answer(error)
+    if answer.status:
+        return said(answer, where, secrets)
+    if isinstance(error, FileNotFoundError):
+        return trouble("absent", where)
+    if _GIVES_CREDENTIALS.search(str(error)):
+        return trouble("no credentials", where)
+    text = _URLS.sub("", str(error))
+    for sign, kind in _SIGNS:
+        if sign in text:
+            return trouble(kind, where)
+    return StorageError(
+        f"the request failed ({text.partition(_DEBUG)[0][: 3 * _LONGEST // 2]})",
+        where=where,
+        hint="check the endpoint and the storage options",
+    )

@@ -1,40 +1,63 @@
-"""An object being written: streamed to the server in pieces while its parts come in."""
+"""An object being written: sent to the server in pieces while its parts come in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from ckptkit.storage.buffers import copy_bytes, default_pool
-from ckptkit.storage.objects.server import Server
-from ckptkit.storage.sink import Parts
-
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, chain
-import numpy as np
-from ckptkit.storage.buffers import AlignedBuffer, copy_bytes, default_pool
-
-import logging
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
+from itertools import accumulate, chain
+
+import numpy as np
 
 from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError, StorageError
-from ckptkit.storage.objects.server import Transient
-from ckptkit.storage.objects.server import Digest
-from ckptkit.storage.objects.server import Server
+from ckptkit.storage.buffers import AlignedBuffer, copy_bytes, default_pool
+from ckptkit.storage.objects.errors import Transient
+from ckptkit.storage.objects.server import ExpectedEtag, ObjectServer
 from ckptkit.storage.sink import Parts
 
 # S3 takes 10,000 parts.
 _MOST_PIECES = 9_000
 _PIECE_STEP = 1 << 20
+_LEAST_PIECES = 2
 # An engine that sends a piece again may say nothing, for as long as its deadline is.
 _PATIENCE = 30.0
 
 _log = logging.getLogger("ckptkit.storage")
+
+
+class WholeSink:
+    """A new object of a single piece, in memory until it is finished, and then sent at once."""
+
+    def __init__(self, server: ObjectServer, key: str, parts: Parts) -> None:
+        self._server = server
+        self._key = key
+        self._parts = parts
+        self._buffer = default_pool().take(parts.total)
+
+    def write(self, part: int, data: memoryview) -> None:
+        with self._parts.writing(part, data) as (offset, view):
+            copy_bytes(view, self._buffer.view[offset : offset + view.nbytes])
+
+    @contextmanager
+    def filling(self, part: int) -> Iterator[memoryview]:
+        size = self._parts.size(part)
+        with (
+            self._parts.claiming(part, size) as offset,
+            self._buffer.view[offset : offset + size] as memory,
+        ):
+            yield memory
+
+    def finish(self) -> None:
+        self._parts.complete()
+        self._server.put(self._key, self._buffer.view)
+        self._buffer.give_back()
+
+    def abort(self) -> None:
+        self._parts.close()
+        self._buffer.give_back()
 
 
 def piece_size(total: int, preferred: int) -> int:
@@ -44,9 +67,13 @@ def piece_size(total: int, preferred: int) -> int:
 
 
 class ObjectSink:
-    """A new object of several pieces, invisible until it is finished."""
+    """A new object of several pieces, invisible until it is finished.
 
-    def __init__(self, server: Server, key: str, parts: Parts, memory: int | None) -> None:
+    Whoever writes fills blocks of a `Window`; a thread hands them to the client, in order, which
+    sends several at a time. The first error, of either side, ends the other.
+    """
+
+    def __init__(self, server: ObjectServer, key: str, parts: Parts, memory: int | None) -> None:
         self._server = server
         self._key = key
         self._where = server.where(key)
@@ -57,8 +84,8 @@ class ObjectSink:
         each = self._size * (2 if server.client.copies else 1)
         most = max(2, many + 2 if memory is None else memory // each)
         self._concurrency = min(many, most, -(-self._parts.total // self._size))
-        self._digest = server.new_digest(key, self._parts.total, self._size)
-        seen = self._digest.add if self._digest else None
+        self._expected = server.expected_etag(key, self._parts.total, self._size)
+        seen = self._expected.add if self._expected else None
         self._window = Window(parts.sizes, self._size, most * self._size, seen)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -91,7 +118,12 @@ class ObjectSink:
         self._window.seal()
         self._start()
         self._join()
-        self._settle()
+        if self._error is not None and not self._is_there():
+            raise self._refusal() from self._error
+        if self._expected is not None:
+            self._expected.end()
+            if self._expected.differs(self._etag):
+                self._read_back(self._expected)
         self._ended = True
         self._window.close()
 
@@ -139,24 +171,13 @@ class ObjectSink:
         try:
             blocks = self._window.blocks()
             with _watched(self._window, self._where):
-                self._etag = self._server.client.upload(
-                    self._key, blocks, self._size, self._concurrency
-                )
+                self._etag = self._server.upload(self._key, blocks, self._size, self._concurrency)
         except BaseException as error:  # noqa: BLE001 — whoever writes or finishes raises it
             self._stop(error)
 
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
-
-    def _settle(self) -> None:
-        """Whether the object is there, whatever became of the last answer."""
-        if self._error is not None and not self._is_there():
-            raise self._refusal() from self._error
-        if self._digest is not None:
-            self._digest.end()
-            if self._digest.differs(self._etag):
-                self._read_back(self._digest)
 
     def _is_there(self) -> bool:
         """Whether the upload was completed, though the answer was lost.
@@ -173,11 +194,11 @@ class ObjectSink:
         self._etag = found.etag
         return found.size == self._parts.total
 
-    def _read_back(self, digest: Digest) -> None:
+    def _read_back(self, expected: ExpectedEtag) -> None:
         """An ETag is wrong: either it is of another kind, or a piece was damaged on its way."""
         for number, start in enumerate(range(0, self._parts.total, self._size)):
             length = min(self._size, self._parts.total - start)
-            if digest.piece_differs(number, self._server.read(self._key, start, length)):
+            if expected.piece_differs(number, self._server.read(self._key, start, length)):
                 self._server.delete([self._key])
                 raise CorruptionError(
                     f"the server stored other bytes than were sent, from byte {start} on",
@@ -225,15 +246,14 @@ def _watched(window: Window, where: str) -> Iterator[None]:
     finally:
         ended.set()
 
-_LEAST_PIECES = 2
-
 
 class Stopped(Exception):  # noqa: N818 — tells an engine to stop, and is never seen elsewhere
     """The upload was aborted."""
 
 
 class Window:
-    """The blocks of an object, which take about `most` bytes of memory at a time.
+    """The blocks of an object, which take about `most` bytes of memory at a time: filled in any
+    order, handed over in order.
 
     A block is a part, or a piece of one that is longer than the `piece_size` bytes which a server
     is sent at a time. Engines read a block from this very memory while they send it, and may keep
@@ -260,11 +280,12 @@ class Window:
             for extent in extents
             for begin in range(0, extent, piece_size)
         ]
-        self._ends = list(accumulate(self._sizes))
+        self._ends = list(accumulate(self._sizes, initial=0))
         self._largest = max(self._sizes, default=0)
         # Who has something in hand, and does not wait.
         self._busy = 0
         self._whole: dict[int, AlignedBuffer] = {}
+        # Where those end that the engine has not let go of.
         self._lent: dict[int, int] = {}
         self._waiting: set[int] = set()
         self._used = 0
@@ -276,6 +297,8 @@ class Window:
         self._stopped = False
         # Reentrant: a block may be let go of by whoever holds the lock.
         self._changed = threading.Condition()
+
+    # Filling
 
     def is_one_block(self, part: int) -> bool:
         """Whether a part can be filled in place."""
@@ -307,46 +330,6 @@ class Window:
                 copy_bytes(data[: memory.nbytes], memory)
                 data = data[memory.nbytes :]
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether every block was handed over."""
-        return self._next == len(self._sizes)
-
-    @property
-    def under_way(self) -> tuple[int, int]:
-        """How many blocks were handed over, and how many of them the engine could let go of, but
-        has not yet.
-        """
-        with self._changed:
-            return self._next, self._sendable()
-
-    def blocks(self) -> Iterator[memoryview]:
-        """Each block in turn, once it is whole; `Stopped` after `stop`."""
-        for number in range(len(self._sizes)):
-            # No name may hold the block: it could not be let go of while the next one is awaited.
-            yield self._handed_over(number)
-
-    def seal(self) -> None:
-        """Let the last block go, too."""
-        with self._changed:
-            self._sealed = True
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Whoever fills, waits for or takes blocks gets `Stopped`."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Give the memory back; nobody may use the window any more."""
-        with self._changed:
-            buffers = [*chain.from_iterable(self._free.values()), *self._whole.values()]
-            self._free.clear()
-            self._whole.clear()
-        for buffer in buffers:
-            buffer.give_back()
-
     @contextmanager
     def _block(self, number: int) -> Iterator[memoryview]:
         buffer = self._taken(number)
@@ -369,12 +352,11 @@ class Window:
         with self._changed:
             self._waiting.add(number)
             try:
-                self._changed.wait_for(lambda: self._stopped or self._may_take(number))
+                self._wait_for(lambda: self._may_take(number))
             finally:
                 self._waiting.remove(number)
                 # Others may go beyond the limit as soon as nobody waits for the next block.
                 self._changed.notify_all()
-            self._refuse_if_stopped()
             if free := self._free.get(length):
                 self._free_bytes -= length
                 buffer = free.pop()
@@ -392,9 +374,9 @@ class Window:
         if self._used + self._length(number) <= self._most:
             return True
         # Beyond, so that waiting ends; for the block that all the others wait for, if there is
-        # somebody who has it.
+        # somebody who has it. Not while memory will come free without another block.
         is_next = number == self._next or self._next not in self._waiting
-        return is_next and not self._can_move()
+        return is_next and not (self._sendable() or self._may_leave(self._next) or self._busy)
 
     def _length(self, number: int) -> int:
         """Of the memory for a block: most are about as long, and use it by turns."""
@@ -407,24 +389,33 @@ class Window:
         self._free.setdefault(length, []).append(buffer)
         self._free_bytes += length
 
-    def _can_move(self) -> bool:
-        """Whether memory will come free without another block: else waiting would never end."""
-        return bool(self._sendable() or self._may_leave(self._next) or self._busy)
+    # Handing over
 
-    def _sendable(self) -> int:
-        """How many blocks were handed over whose pieces are complete: an engine may wait for the
-        rest of the others.
+    @property
+    def is_empty(self) -> bool:
+        """Whether every block was handed over."""
+        return self._next == len(self._sizes)
+
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """How many blocks were handed over, and how many of them the engine could let go of, but
+        has not yet.
         """
-        complete = self._end(self._next) // self._piece_size * self._piece_size
-        return sum(end <= complete or self.is_empty for end in list(self._lent.values()))
+        with self._changed:
+            return self._next, self._sendable()
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Each block in turn, once it is whole; `Stopped` after `stop`."""
+        for number in range(len(self._sizes)):
+            # No name may hold the block: it could not be let go of while the next one is awaited.
+            yield self._handed_over(number)
 
     def _handed_over(self, number: int) -> memoryview:
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._may_leave(number))
-            self._refuse_if_stopped()
+            self._wait_for(lambda: self._may_leave(number))
             buffer = self._whole.pop(number)
             self._next = number + 1
-            self._lent[number] = self._ends[number]
+            self._lent[number] = self._ends[number + 1]
             # An array, because a memoryview cannot tell when the last of its users is gone.
             array = np.frombuffer(buffer.view[: self._sizes[number]], np.uint8)
             weakref.finalize(array, self._take_back, number, buffer).atexit = False
@@ -443,11 +434,38 @@ class Window:
         is_last = number == len(self._sizes) - 1
         return number in self._whole and (self._sealed or not is_last)
 
-    def _end(self, number: int) -> int:
-        """Where the blocks before this one end."""
-        return self._ends[number - 1] if number else 0
+    def _sendable(self) -> int:
+        """How many blocks were handed over whose pieces are complete: an engine may wait for the
+        rest of the others.
+        """
+        complete = self._ends[self._next] // self._piece_size * self._piece_size
+        return sum(end <= complete or self.is_empty for end in list(self._lent.values()))
 
-    def _refuse_if_stopped(self) -> None:
+    # Ending
+
+    def seal(self) -> None:
+        """Let the last block go, too."""
+        with self._changed:
+            self._sealed = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Whoever fills, waits for or takes blocks gets `Stopped`."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give the memory back; nobody may use the window any more."""
+        with self._changed:
+            buffers = [*chain.from_iterable(self._free.values()), *self._whole.values()]
+            self._free.clear()
+            self._whole.clear()
+        for buffer in buffers:
+            buffer.give_back()
+
+    def _wait_for(self, ready: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self._stopped or ready())
         if self._stopped:
             raise Stopped
 
@@ -471,39 +489,3 @@ def pieces_of(blocks: Iterator[memoryview], size: int) -> Iterator[bytes]:
                 del piece
     if held:
         yield b"".join(held)
-
-
-class WholeSink:
-    """A new object of a single piece, in memory until it is finished."""
-
-    def __init__(self, server: Server, key: str, parts: Parts) -> None:
-        self._server = server
-        self._key = key
-        self._parts = parts
-        self._buffer = default_pool().take(parts.total)
-
-    def write(self, part: int, data: memoryview) -> None:
-        """Copy one part to its place."""
-        with self._parts.writing(part, data) as (offset, view):
-            copy_bytes(view, self._buffer.view[offset : offset + view.nbytes])
-
-    @contextmanager
-    def filling(self, part: int) -> Iterator[memoryview]:
-        """The place of a part."""
-        size = self._parts.size(part)
-        with (
-            self._parts.claiming(part, size) as offset,
-            self._buffer.view[offset : offset + size] as memory,
-        ):
-            yield memory
-
-    def finish(self) -> None:
-        """Store it."""
-        self._parts.complete()
-        self._server.put(self._key, self._buffer.view)
-        self._buffer.give_back()
-
-    def abort(self) -> None:
-        """Forget it."""
-        self._parts.close()
-        self._buffer.give_back()
