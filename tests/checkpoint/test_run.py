@@ -310,13 +310,13 @@ def test_steps_are_deleted_by_number() -> None:
 
 KILLED_AS_IT_CLAIMS = """
 import os, signal, sys
-from ckptkit.checkpoint.barrier import SoloBarrier
+from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.checkpoint.run.mirror import Mirror, Retention
 from ckptkit.storage import LocalStore, open_store
 
 if sys.argv[2] == "killed":
     os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-Mirror(LocalStore(sys.argv[1]), open_store("memory://kept"), Retention()).look(SoloBarrier())
+Mirror(LocalStore(sys.argv[1]), open_store("memory://kept"), Retention()).look(OneRank())
 """
 
 

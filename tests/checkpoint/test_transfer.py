@@ -15,14 +15,14 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, ThreadBarrier, Writer
-from ckptkit.checkpoint.barrier import SoloBarrier
 from ckptkit.checkpoint.check.pack import PackBytes
+from ckptkit.checkpoint.ranks import OneRank
+from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.run.copy import (
     CopyOptions,
     UnsoundStepError,
     copy_step,
 )
-from ckptkit.checkpoint.tail import read_record
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StepExistsError, StorageError
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.storage import LocalStore, MemoryStore, Store
@@ -62,7 +62,7 @@ def local() -> MemoryStore:
 
 
 def copied_to(source: Store, folder: Path) -> None:
-    copy_step(source, LocalStore(folder), 1, SoloBarrier())
+    copy_step(source, LocalStore(folder), 1, OneRank())
 
 
 class Overtaken(FailingStore):
@@ -133,7 +133,7 @@ def test_a_copy_that_was_cut_off_anywhere_goes_on_where_it_ended(local: MemorySt
             remote = Remote()
             failing = FailingStore(remote, fail_at=number, after=after)
             try:
-                copy_step(local, failing, 1, SoloBarrier())
+                copy_step(local, failing, 1, OneRank())
             except StorageError:
                 pass
             else:
@@ -146,7 +146,7 @@ def test_a_copy_that_was_cut_off_anywhere_goes_on_where_it_ended(local: MemorySt
             for key, data in left.items():
                 remote.put(key, data)
             arrived = left.keys() & packs.keys()
-            sent = copy_step(local, remote, 1, SoloBarrier()).nbytes
+            sent = copy_step(local, remote, 1, OneRank()).nbytes
             assert sent == sum(size for key, size in packs.items() if key not in arrived)
             assert contents(remote) == contents(local)
         else:
@@ -158,7 +158,7 @@ def test_what_a_file_system_shows_may_be_incomplete_and_is_sent_again(local: Mem
     for entry in local.list():
         if entry.key.endswith(".zip"):
             remote.put(entry.key, bytes(entry.size))
-    copy_step(local, remote, 1, SoloBarrier())
+    copy_step(local, remote, 1, OneRank())
     assert contents(remote) == contents(local)
 
 
@@ -170,7 +170,7 @@ def test_a_second_copier_never_takes_away_what_the_first_has_committed(
         target = tmp_path / str(number)
         slow = Overtaken(LocalStore(target), number, partial(copied_to, local, target))
         with suppress(StorageError):
-            copy_step(local, slow, 1, SoloBarrier())
+            copy_step(local, slow, 1, OneRank())
         if slow.is_overtaken:
             assert contents(LocalStore(target)) == contents(local)
             assert ckptkit.verify(target) == []
@@ -200,7 +200,7 @@ def test_damage_is_not_passed_on() -> None:
     damaged = flipped(local, values.tobytes()[:64])
     remote = Remote()
     with pytest.raises(CorruptionError, match="the step was not copied"):
-        copy_step(damaged, remote, 1, SoloBarrier())
+        copy_step(damaged, remote, 1, OneRank())
     assert contents(remote) == {}
 
 
@@ -226,7 +226,7 @@ def test_no_byte_of_a_pack_may_differ_from_what_was_written(pack: str) -> None:
         damaged[place] ^= 1
         remote = Remote()
         with pytest.raises(CorruptionError, match="the step was not copied"):
-            copy_step(memory_with({**whole, key: bytes(damaged)}), remote, 1, SoloBarrier())
+            copy_step(memory_with({**whole, key: bytes(damaged)}), remote, 1, OneRank())
         assert Run(remote).steps() == []
 
 
@@ -237,7 +237,7 @@ def test_a_manifest_that_does_not_fit_its_packs_is_not_passed_on(local: MemorySt
     local.put(MANIFEST, replace(manifest, crc32=crc32).to_bytes())
     assert ckptkit.verify(local) != []
     with pytest.raises(CorruptionError, match="the manifest says other things than the packs do"):
-        copy_step(local, Remote(), 1, SoloBarrier())
+        copy_step(local, Remote(), 1, OneRank())
 
 
 def test_damage_is_told_to_all_ranks_which_go_on_with_other_steps() -> None:
@@ -289,7 +289,7 @@ def test_a_save_that_wins_the_step_meanwhile_is_left_alone(local: MemoryStore) -
             super().put(key, data, exclusive=exclusive)
 
     with pytest.raises(StepExistsError):
-        copy_step(local, Raced(remote), 1, SoloBarrier())
+        copy_step(local, Raced(remote), 1, OneRank())
     with ckptkit.open(remote) as step:
         assert_holds(step, OTHER)
     assert len(remote.list()) == 3
@@ -305,7 +305,7 @@ def test_ranks_that_see_different_saves_are_told(local: MemoryStore) -> None:
 
 def test_progress_adds_up_and_can_stop_a_copy(local: MemoryStore) -> None:
     done: list[int] = []
-    copy_step(local, Remote(), 1, SoloBarrier(), CopyOptions(progress=done.append))
+    copy_step(local, Remote(), 1, OneRank(), CopyOptions(progress=done.append))
     assert sum(done) == sum(e.size for e in local.list() if e.key.endswith(".zip"))
 
     def stop(_: int) -> None:
@@ -313,7 +313,7 @@ def test_progress_adds_up_and_can_stop_a_copy(local: MemoryStore) -> None:
 
     remote = Remote()
     with pytest.raises(KeyboardInterrupt):
-        copy_step(local, remote, 1, SoloBarrier(), CopyOptions(progress=stop))
+        copy_step(local, remote, 1, OneRank(), CopyOptions(progress=stop))
     assert contents(remote) == {}
 
 

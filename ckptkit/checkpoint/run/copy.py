@@ -15,14 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckptkit.checkpoint.assemble import assemble
-from ckptkit.checkpoint.barrier import Gathering
 from ckptkit.checkpoint.check.pack import PackBytes, Window
 from ckptkit.checkpoint.commit import commit, committed_save_id, discard
 from ckptkit.checkpoint.locate import read_manifest
 from ckptkit.checkpoint.pace import ask_all
 from ckptkit.checkpoint.places import data_prefix, described, step_name
-from ckptkit.checkpoint.sources import Sources
-from ckptkit.checkpoint.tail import PackRecord, read_record
+from ckptkit.checkpoint.ranks import Ranks, in_one_line
+from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
 from ckptkit.checkpoint.threads import Progress, share_out
 from ckptkit.errors import (
     CorruptionError,
@@ -70,7 +69,7 @@ class UnsoundStepError(CorruptionError):
 
 
 def copy_step(
-    source: Store, target: Store, step: int, barrier: Gathering, options: CopyOptions | None = None
+    source: Store, target: Store, step: int, barrier: Ranks, options: CopyOptions | None = None
 ) -> Copied:
     """Copy a committed step, each rank some of its packs.
 
@@ -83,7 +82,7 @@ def copy_step(
     except UnsoundStepError:
         raise
     except BaseException as error:
-        barrier.leave(f"{type(error).__name__}: {error}".replace("\n", "; "))
+        barrier.leave(in_one_line(error))
         raise
 
 
@@ -97,31 +96,28 @@ class _Copying:
         self.save_id = self._manifest.save.save_id
         self._folder = data_prefix(self._prefix, self.save_id)
         self._source = source
-        self._sources = Sources(source, self._prefix, self._manifest)
+        self._sources = OpenPacks(source, self._prefix, self._manifest)
         self._tables = ArrayTables()
         self._found: dict[int, PackRecord] = {}
         self._where = described(source, self._prefix)
         self._options = options
 
-    def run(self, barrier: Gathering) -> int:
-        told = ""
-        if barrier.rank == 0:
-            told = f"{self.save_id} {'there' if self._is_there() else ''}"
-        save_id, _, there = barrier.share(told).partition(" ")
+    def run(self, barrier: Ranks) -> int:
+        save_id, is_there = barrier.share(lambda: (self.save_id, self._is_there()))
         if save_id != self.save_id:
             raise PeerError(
                 "rank 0 copies another save of this step", where=self._where, hint="try again"
             )
-        if there:
+        if is_there:
             return 0
         sent, problem = self._send(barrier)
         self._agree(barrier, problem)
         if barrier.rank == 0:
             self._commit()
-            barrier.share("committed")
+            barrier.share(lambda: "committed")
             return sent
         try:
-            barrier.share("")
+            barrier.share(lambda: "")
         except PeerError:
             # Rank 0 may have committed before it was lost, as in `Attempt.end`.
             if committed_save_id(self._target, self._prefix) != self.save_id:
@@ -138,7 +134,7 @@ class _Copying:
             hint="delete one of the two steps, or pass overwrite=True",
         )
 
-    def _send(self, barrier: Gathering) -> tuple[int, UnsoundStepError | None]:
+    def _send(self, barrier: Ranks) -> tuple[int, UnsoundStepError | None]:
         """Send this rank's packs; how many bytes that were, and what ended it early."""
         sent = 0
         try:
@@ -156,12 +152,12 @@ class _Copying:
             self._sources.close()
         return sent, None
 
-    def _agree(self, barrier: Gathering, problem: UnsoundStepError | None) -> None:
+    def _agree(self, barrier: Ranks, problem: UnsoundStepError | None) -> None:
         """When all packs are complete, go on; where one is damaged, raise on all ranks."""
-        heard = barrier.collect(f"{problem.where}\n{problem.what}".encode() if problem else b"")
-        told = barrier.share(next(filter(None, heard), b"").decode())
-        if told:
-            where, _, what = told.partition("\n")
+        mine = None if problem is None else (problem.what, problem.where)
+        told = barrier.agree(mine, lambda heard: next(filter(None, heard), None))
+        if told is not None:
+            what, where = told
             raise problem or UnsoundStepError(what, where=where, save_id=self.save_id)
 
     @contextmanager
