@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptkit.activation.applied import Undo
-from ckptkit.activation.buffers import buffers_of, put_buffers
-from ckptkit.activation.copies import version_of
 from ckptkit.activation.memory import ActivationMeter, peak_bytes
-from ckptkit.activation.recompute import Recomputed
-from ckptkit.activation.state import versions_of
+from ckptkit.activation.recompute import (
+    Recomputed,
+    Undo,
+    buffers_of,
+    put_buffers,
+    version_of,
+    versions_of,
+)
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, leaving
 from ckptkit.errors import UsageError
 from ckptkit.live.ranks import current_world, next_name, ranks_of

@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from ckptkit.activation.held import Held
 from ckptkit.activation.memory import LayerId, bytes_of, metered
+from ckptkit.activation.offload import SavedTensor
 from ckptkit.activation.store import ActivationStore, DistributedActivationStore
 from ckptkit.activation.transport import meeting_of
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
@@ -48,15 +48,15 @@ class Partition:
         """Hooks for one forward of a block."""
         place = 0
 
-        def pack(tensor: torch.Tensor) -> Held | _CutTensor:
+        def pack(tensor: torch.Tensor) -> SavedTensor | _CutTensor:
             nonlocal place
             if not _can_be_cut(tensor):
-                return Held.of(tensor)
+                return SavedTensor.of(tensor)
             self._check(f"input {place} of {name}", tensor)
             place += 1
             return cut(tensor, self._group)
 
-        def unpack(packed: Held | _CutTensor) -> torch.Tensor:
+        def unpack(packed: SavedTensor | _CutTensor) -> torch.Tensor:
             return gather(packed) if isinstance(packed, _CutTensor) else packed.get()
 
         return saved_tensors_hooks(pack, unpack)

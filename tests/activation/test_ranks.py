@@ -65,9 +65,11 @@ def checkpointed(
     """Under a policy; "budget" is less than what the rank needs that needs most."""
     if policy != "budget":
         return checkpoint_activations(model, policy)
-    # Gloo's threads let go of what they have sent a moment later.
-    with traceless(modules):
-        needed = min(peak_bytes(step) for _ in range(3))
+    peaks = []
+    for _ in range(3):  # gloo's threads let go of what they have sent a moment later
+        with traceless(modules):
+            peaks.append(peak_bytes(step))
+    needed = min(peaks)
     heard: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(heard, needed)
     budget = int(0.8 * max(heard))
