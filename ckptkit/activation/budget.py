@@ -254,7 +254,7 @@ def measure(modules: Sequence[nn.Module], blocks: Mapping[str, nn.Module], step:
     """Run the step with every block recomputed, and each once more to see what it would keep:
     so there is never more than one block's activations at a time.
     """
-    metered, timed = _Probe(ActivationMeter()), _Probe(None)
+    metered, timed = _BlockProbe(ActivationMeter()), _BlockProbe(None)
     for probe in (metered, timed):  # apart, as metering takes time
         undo = Undo()
         undo.put(blocks, probe.forward_of)
@@ -339,7 +339,7 @@ class _Graph:
     """Lives as long as the graph of a forward."""
 
 
-class _Probe:
+class _BlockProbe:
     """What the blocks of one step tell, to a meter or to a clock."""
 
     def __init__(self, meter: ActivationMeter | None) -> None:
