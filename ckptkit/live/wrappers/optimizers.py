@@ -69,6 +69,10 @@ class PlainOptimizer:
         spread = as_spread(value, parameter) if torch.is_tensor(value) else value
         return StateEntry(name, key, spread)
 
+    def keeps(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002 — others do not keep all
+        """Whether the state of a parameter, or this rank's part of it, is this rank's to keep."""
+        return True
+
     def names_of(self, names: Names, parameters: Sequence[nn.Parameter]) -> list[str]:
         """The names of parameters of the optimizer."""
         return [_name_of(names, parameter) for parameter in parameters]
@@ -294,6 +298,9 @@ class Zero1Optimizer(PlainOptimizer):
         """The ranks that share the parameters out among them."""
         return [line_of("zero1", self._zero.process_group)]
 
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        return bool(self._zero._param_to_rank[parameter] == self._zero.rank)
+
     def entry(self, name: str, key: str, value: Any, parameter: nn.Parameter) -> StateEntry:
         """An entry that only its owner has."""
         (line,) = self.lines()
@@ -316,8 +323,7 @@ class Zero1Optimizer(PlainOptimizer):
 
     def _owned(self, names: Names, of_all: Mapping[str, T]) -> dict[str, T]:
         """Of something by parameter, what this rank keeps."""
-        owner = self._zero._param_to_rank
-        mine = {names[p] for p in self._parameters() if owner[p] == self._zero.rank}
+        mine = {names[p] for p in self._parameters() if self.keeps(p)}
         return {name: value for name, value in of_all.items() if name in mine}
 
 
