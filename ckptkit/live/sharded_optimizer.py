@@ -129,7 +129,10 @@ class ShardedOptimizerState:
         found = {k: local_of(v) if torch.is_tensor(v) else v for k, v in state.items()}
         if part is None:
             return found
-        return {k: part.of(v) if torch.is_tensor(v) else v for k, v in found.items()}
+        return {
+            k: part.piece.within(v) if torch.is_tensor(v) and v.ndim else v
+            for k, v in found.items()
+        }
 
     def create(self, name: str) -> State:
         """Make what the optimizer keeps for a parameter, as a first step without gradient would;
@@ -237,7 +240,7 @@ class ShardedOptimizerState:
                 hint=f"such as {', '.join(self.names[:3])}; a stage has only its own parameters",
             )
         if name in self._flat:
-            return self._flat[name].holder
+            return self._flat[name].piece.holder
         parameter: nn.Parameter = self._entries[name].value
         return parameter
 
@@ -344,7 +347,7 @@ def _given(model: object) -> _Parameters | None:
 
 def _outside(modules: Sequence[nn.Module], flat: Mapping[str, FlatPart]) -> list[ModelEntry]:
     """The parameters of FSDP1 models that lie in no flat one."""
-    inside = {part.holder for part in flat.values()}
+    inside = {part.piece.holder for part in flat.values()}
     return [
         ModelEntry(canonical(name), parameter, is_parameter=True)
         for module in modules

@@ -99,7 +99,7 @@ def _agreed(values: Iterable[Any]) -> Any:
 def entries(module: nn.Module) -> list[ModelEntry]:
     """Copies of this rank's rows of each parameter, and the buffers. A collective."""
     canonical = canonical_names(module)
-    pieces = [piece for flat in flats_of(module) for piece in flat.pieces]
+    pieces = [piece for flat in flats_of(module) for piece in flat.slices]
     parameters = {name for piece in pieces for name in (piece.name, *piece.also)}
     found: dict[str, ModelEntry] = {}
     with _sharded(module):

@@ -130,7 +130,7 @@ class PlainOptimizer:
         for parameter in self._parameters():
             for key, value in values.get(_name_of(names, parameter), {}).items():
                 if not arrays_in(value, key):  # those were made with their tensors
-                    self.state[parameter][key] = put_tensors(value, _no_tensor, key)
+                    self.state[parameter][key] = put_tensors(value, no_tensor, key)
         for group in self._optimizer.param_groups:
             known = (options[n] for n in self.names_of(names, group["params"]) if n in options)
             for key, value in next(known, {}).items():
@@ -226,7 +226,8 @@ def _saved_in(item: Any) -> Iterator[Saved]:
             yield from _saved_in(each)
 
 
-def _no_tensor(name: str) -> torch.Tensor:
+def no_tensor(name: str) -> torch.Tensor:
+    """Refuse the mark of a tensor where there can be none."""
     raise FormatError("not a value without tensors", where=name)
 
 
