@@ -26,7 +26,6 @@ from ckptkit.live.wrappers.entries import ModelEntry, StateEntry, canonical_name
 from ckptkit.live.wrappers.fsdp1_optimizer import FlatPart, FSDP1Optimizer
 from ckptkit.live.wrappers.optimizers import Zero1Optimizer, fresh_state
 from ckptkit.live.wrappers.training import TrainingState
-from ckptkit.model import Strategy
 
 State = dict[str, Any]
 
@@ -61,12 +60,20 @@ class ShardedOptimizerState:
         sources = TrainingState.of(model if given is None else given, optimizer)
         assert sources.model is not None  # noqa: S101 — just passed
         self._adapter = sources.optimizers[0]
+        self.kind = self._adapter.kind
+        """The class of the optimizer, of the one inside where it is wrapped."""
         is_wrapped = isinstance(self._adapter, Zero1Optimizer)
         self._stepping: Optimizer = cast("Any", optimizer).optim if is_wrapped else optimizer
         self._states: MutableMapping[nn.Parameter, State] = self._adapter.state
         world = current_world() if group is None else _world_of(group)
-        self._rank = world.rank
+        self.rank = world.rank
+        """The number of this rank."""
         self._topology = topology_of(world, sources, mesh)
+        self.strategy = self._topology.strategy
+        """How the job spreads it: the kind of each axis, and its size."""
+        axes = self.strategy.mesh.axes
+        self.shards = math.prod(axis.size for axis in axes if axis.kind != "ddp")
+        """Over how many ranks it is cut or shared out; replicas are not counted."""
         self._exchange = Exchange(world, self._topology, group)
         self._rules = rules_of(sources, HandCuts.of(rules))
         self._is_staged = sources.model.is_staged
@@ -84,27 +91,6 @@ class ShardedOptimizerState:
             raise UsageError("the optimizer does not step this parameter", where=unknown[0])
         self._entries: dict[str, ModelEntry] = {e.name: e for e in entries if e.value in stepped}
         self._known = self._flat.keys() | self._entries.keys()
-
-    @property
-    def kind(self) -> str:
-        """The class of the optimizer, of the one inside where it is wrapped."""
-        return self._adapter.kind
-
-    @property
-    def strategy(self) -> Strategy:
-        """How the job spreads it: the kind of each axis, and its size."""
-        return self._topology.strategy
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return self._rank
-
-    @property
-    def shards(self) -> int:
-        """Over how many ranks it is cut or shared out; replicas are not counted."""
-        sizes = [axis.size for axis in self.strategy.mesh.axes if axis.kind != "ddp"]
-        return math.prod(sizes)
 
     @property
     def names(self) -> list[str]:
@@ -287,7 +273,7 @@ class ShardedOptimizerState:
         if sorted(offered) != mine:
             keeps = ", ".join(mine) or "nothing for this parameter"
             there = ", ".join(sorted(offered))
-            return f"no state of {self._adapter.kind}, which keeps {keeps}: rank 0 has {there}"
+            return f"no state of {self.kind}, which keeps {keeps}: rank 0 has {there}"
         for key, value in offered.items():
             mine_is = _whole(held[key].shape, held[key].local.dtype) if key in held else None
             there_is = value if isinstance(value, Spread) else None

@@ -130,8 +130,12 @@ class Topology:
         that, they are those of the nearest layout that can be said, in which it is saved, beside
         what this rank holds.
         """
-        own = _own_layout(name, tensor)
         mesh = tensor.device_mesh
+        try:
+            own = _torch_layout(tuple(tensor.shape), mesh.shape, tensor.placements)
+        except LayoutError as error:
+            error.where = f"{name}: {error.where}" if error.where else name
+            raise
         for dim, placement in enumerate(own.placements):
             line = ranks_along(mesh, dim)
             if not isinstance(placement, Replicate) and line not in self.by_rank:
@@ -248,19 +252,11 @@ def _singles(lines: list[Line]) -> list[Line]:
     return list(singles.values())
 
 
-def _own_layout(name: str, tensor: DTensor) -> Layout:
-    """How a DTensor lies on its own mesh, whose dims are the axes."""
-    try:
-        return _torch_layout(tuple(tensor.shape), tensor.device_mesh.shape, tensor.placements)
-    except LayoutError as error:
-        error.where = f"{name}: {error.where}" if error.where else name
-        raise
-
-
 @lru_cache(maxsize=4096)
 def _torch_layout(
     shape: tuple[int, ...], ranks: tuple[int, ...], placements: tuple[TorchPlacement, ...]
 ) -> Layout:
+    """How a DTensor lies on its own mesh, whose dims are the axes."""
     places: list[Placement] = [Replicate() for _ in ranks]
     factors: dict[int, int] = {}
     pieces: dict[int, int] = {}  # by dim of the tensor, how many the axes to the right have made
@@ -293,16 +289,13 @@ def _torch_layout(
                     value=str(placements),
                     hint="cut blocks along one dim of the mesh, or make them tensors of their own",
                 )
-            places[at] = Shard(dim, _chunked(length, factors[at]))
+            step = max(1, -(-length // factors[at]))  # as torch.chunk does
+            places[at] = Shard(
+                dim, tuple(min(step, length - start) for start in range(0, length, step)) or None
+            )
         lengths[dim] = -1 if length < 0 or length % ranks[at] else length // ranks[at]
     mesh = Mesh(tuple(Axis(f"dim{n}", "tp", size) for n, size in enumerate(ranks)))
     return layout_of(shape, Strategy(mesh), places)
-
-
-def _chunked(length: int, count: int) -> tuple[int, ...] | None:
-    """The lengths of the pieces that torch.chunk makes."""
-    step = max(1, -(-length // count))
-    return tuple(min(step, length - start) for start in range(0, length, step)) or None
 
 
 @lru_cache(maxsize=4096)

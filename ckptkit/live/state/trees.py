@@ -131,7 +131,13 @@ def put_tensors(tree: Any, tensor_of: Callable[[str], torch.Tensor] | None, wher
                 raise FormatError("not the mark of an array", where=where, value=tree)
             return tensor_of(tree[REFERENCE])
         if tensor_of is not None and _TENSOR in tree:
-            return _as_tensor(tree, where)
+            array = tree[_TENSOR]
+            if len(tree) != 1 or not isinstance(array, np.ndarray):
+                raise FormatError("not the values of a tensor", where=where, value=tree)
+            dtype = DType.of(array.dtype)
+            tensor = torch.empty(array.shape, dtype=torch_dtype(dtype))
+            as_bits(where, tensor)[...] = array.view(dtype.bits)
+            return tensor
         if len(tree) == 1 and (mark := next(iter(tree))) in _MADE_BY:
             given = put_tensors(tree[mark], tensor_of, where)
             try:
@@ -190,16 +196,6 @@ def _form_of(value: object) -> tuple[str, Any] | None:
     if type(value) is datetime.date:
         return "ckptkit.date", value.isoformat()
     return ("ckptkit.size", list(value)) if type(value) is torch.Size else None
-
-
-def _as_tensor(tree: dict[str, Any], where: str) -> torch.Tensor:
-    array = tree[_TENSOR]
-    if len(tree) != 1 or not isinstance(array, np.ndarray):
-        raise FormatError("not the values of a tensor", where=where, value=tree)
-    dtype = DType.of(array.dtype)
-    tensor = torch.empty(array.shape, dtype=torch_dtype(dtype))
-    as_bits(where, tensor)[...] = array.view(dtype.bits)
-    return tensor
 
 
 def arrays_in(tree: Any, where: str) -> list[str]:
