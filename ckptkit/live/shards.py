@@ -26,12 +26,7 @@ from ckptkit.live.resuming import nested
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
 from ckptkit.live.state.parts import HandCuts, LiveTensor, RulesLike
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
-from ckptkit.live.wrappers.entries import (
-    Saved,
-    SavedState,
-    StateMismatchError,
-    parameter_names,
-)
+from ckptkit.live.wrappers.entries import Saved, SavedState, StateMismatchError, parameter_names
 from ckptkit.live.wrappers.training import Model, TrainingState
 from ckptkit.model import DTYPES, Box, Strategy
 
