@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel
 
+from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.names import WRAPPED, join, split
 from ckptkit.live.agree import Documents
@@ -24,7 +25,7 @@ from ckptkit.live.ranks import current_world
 from ckptkit.live.report import Report
 from ckptkit.live.resuming import nested
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
-from ckptkit.live.state.parts import HandCuts, LiveTensor, RulesLike
+from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
 from ckptkit.live.wrappers.entries import Saved, SavedState, StateMismatchError, parameter_names
 from ckptkit.live.wrappers.training import Model, TrainingState
