@@ -126,9 +126,8 @@ class Flat:
         found = {}
         for piece in wanted:
             full = piece.of_elements(whole[piece.start : piece.start + piece.size])
-            height = _height(piece, size)
             # In host memory: a second copy of an optimizer's state may not fit beside the first.
-            found[piece.name] = full[rank * height : (rank + 1) * height].to("cpu", copy=True)
+            found[piece.name] = rows_of(full, rank, size).to("cpu", copy=True)
         return found
 
     def elements(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -139,7 +138,7 @@ class Flat:
         if self.group is None:
             return {piece.name: piece.elements_of(rows[piece.name]) for piece in wanted}
         size = self.group.size()
-        counts = [_height(piece, size) * math.prod(piece.shape[1:]) for piece in wanted]
+        counts = [height(piece.shape[0], size) * math.prod(piece.shape[1:]) for piece in wanted]
         ends = list(accumulate(counts))
         dtype = next(iter(rows.values())).dtype
         mine = torch.zeros(ends[-1], dtype=dtype, device=self.device)
@@ -313,5 +312,12 @@ def told_to_all(value: object, group: dist.ProcessGroup, device: torch.device) -
     return [said for _, said in heard]
 
 
-def _height(piece: FlatSlice, ranks: int) -> int:
-    return -(-piece.shape[0] // ranks)
+def height(rows: int, ranks: int) -> int:
+    """How many rows each of some ranks has; the last may have fewer, or none."""
+    return -(-rows // ranks)
+
+
+def rows_of(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """The rows that one of some ranks has."""
+    each = height(whole.shape[0], ranks)
+    return whole[rank * each : (rank + 1) * each]
