@@ -121,8 +121,8 @@ def entries(module: nn.Module) -> list[ModelEntry]:
             if shards:
                 local = shards[0].tensor
             ranks = dist.get_process_group_ranks(value._process_group)
-            shared = SharedOut(tuple(ranks))
-            found[name] = ModelEntry(name, local, is_parameter, shape, shared, (key, value))
+            shared = SharedOut(tuple(ranks), shape)
+            found[name] = ModelEntry(name, local, is_parameter, shared, (key, value))
     for piece in pieces:
         first = found.get(piece.name)
         for name in piece.also:  # the same value, loaded under both names
