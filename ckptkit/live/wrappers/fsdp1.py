@@ -115,9 +115,9 @@ def entries(module: nn.Module) -> list[ModelEntry]:
             is_parameter = name in parameters or isinstance(value, nn.Parameter)
             if not isinstance(value, ShardedTensor):
                 # FSDP keeps alike what it has flattened: with other parameters it does nothing.
-                kept = name in parameters
-                source = key, None
-                found[name] = ModelEntry(name, value, is_parameter, None, None, source, kept)
+                is_kept = name in parameters
+                entry = ModelEntry(name, value, is_parameter, source=(key, None))
+                found[name] = replace(entry, is_kept_alike=is_kept)
                 continue
             shards, shape = value.local_shards(), tuple(value.size())
             local = torch.empty((0, *shape[1:]), dtype=value.dtype)
