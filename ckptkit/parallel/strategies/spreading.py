@@ -20,7 +20,7 @@ from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import UsageError
 from ckptkit.live.meeting import leaving
 from ckptkit.model import Strategy
-from ckptkit.parallel.communication.starting import init
+from ckptkit.parallel.ranks.job import init
 from ckptkit.parallel.strategies import replicated, sharded, tensor_parallel
 from ckptkit.parallel.strategies.alike import (
     check_alike,

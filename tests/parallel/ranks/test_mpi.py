@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.live.pool import Pool
-from tests.parallel.communication.contract import CONTRACT
-from tests.parallel.communication.training import TRAININGS, Numbers, all_trainings
+from tests.parallel.ranks.contract import CONTRACT
+from tests.parallel.ranks.training import TRAININGS, Numbers, all_trainings
 
 pytest.importorskip("mpi4py", reason="ckptkit[mpi] is not installed")
 
@@ -45,7 +45,7 @@ def mpirun(*arguments: str, ranks: int = RANKS) -> subprocess.CompletedProcess[s
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of one job found."""
     folder = tmp_path_factory.mktemp("mpi")
-    done = mpirun("-m", "tests.parallel.communication.mpi_job", str(folder))
+    done = mpirun("-m", "tests.parallel.ranks.mpi_job", str(folder))
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
@@ -92,7 +92,7 @@ def test_the_backend_is_ours_and_leaves_nothing(told: list[dict[str, Any]]) -> N
 
 def test_a_rank_with_an_exception_ends_all_of_them() -> None:
     code = (
-        "import ckptkit.parallel.communication.starting as s; c = s.init('mpi', timeout=60)\n"
+        "import ckptkit.parallel.ranks.job as s; c = s.init('mpi', timeout=60)\n"
         "if c.rank == 1: raise ValueError('no luck')\n"
         "c.barrier()"
     )
@@ -103,7 +103,7 @@ def test_a_rank_with_an_exception_ends_all_of_them() -> None:
 
 def test_gloo_finds_its_ranks_by_mpi() -> None:
     code = (
-        "import ckptkit.parallel.communication.starting as s; c = s.init('gloo', timeout=60)\n"
+        "import ckptkit.parallel.ranks.job as s; c = s.init('gloo', timeout=60)\n"
         "print(c.backend, c.all_gather_object(c.rank)); c.close()"
     )
     done = mpirun("-c", code, ranks=2)
