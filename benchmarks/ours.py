@@ -34,7 +34,7 @@ class Ckptkit:
             step.read_many(wanted, verify=self.verify)
 
 
-def add_and_commit(part: Part, place: Path | Store, barrier: ckptkit.Barrier | None) -> None:
+def add_and_commit(part: Part, place: Path | Store, barrier: ckptkit.Ranks | None) -> None:
     """One rank's save."""
     strategy = f"fsdp:{part.world_size}"
     with ckptkit.Writer(

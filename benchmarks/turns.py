@@ -15,36 +15,35 @@ from ckptkit.storage import Store
 @dataclass(slots=True)
 class _Meeting:
     world_size: int
-    value: str = ""
+    value: bytes = b""
     shared: threading.Event = field(default_factory=threading.Event)
     all_here: threading.Event = field(default_factory=threading.Event)
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A barrier that holds up rank 0 only: the others are done when they have written."""
+class _Turn(ckptkit.Ranks):
+    """Holds up rank 0 only: the others are done when they have written."""
 
-    rank: int
-    meeting: _Meeting
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self.rank = rank
+        self.world_size = meeting.world_size
+        self.meeting = meeting
 
-    @property
-    def world_size(self) -> int:
-        return self.meeting.world_size
-
-    def share(self, value: str) -> str:
+    def leave(self, problem: str) -> str:
         if self.rank == 0:
-            self.meeting.value = value
+            self.meeting.shared.set()
+        return problem
+
+    def _tell(self, data: bytes) -> bytes:
+        if self.rank == 0:
+            self.meeting.value = data
             self.meeting.shared.set()
         self.meeting.shared.wait()
         return self.meeting.value
 
-    def wait(self) -> None:
+    def _meet(self, data: bytes | None) -> list[bytes]:  # noqa: ARG002  # nothing is said
         if self.rank == 0:
             self.meeting.all_here.wait()
-
-    def leave(self, problem: str) -> None:  # noqa: ARG002  # raised by the rank itself
-        if self.rank == 0:
-            self.meeting.shared.set()
+        return []
 
 
 def save_in_turns(
@@ -55,7 +54,7 @@ def save_in_turns(
     failed: list[BaseException] = []
 
     def save(rank: int) -> None:
-        barrier: ckptkit.Barrier = _Turn(rank, meeting)
+        barrier = _Turn(rank, meeting)
         with ckptkit.Writer(place, step=1, strategy=strategy, rank=rank, barrier=barrier) as writer:
             add(writer)
 

@@ -4,21 +4,21 @@ anyone.
 
 from __future__ import annotations
 
-from ckptkit.checkpoint.barrier import Barrier, FileBarrier, ThreadBarrier
+from ckptkit.checkpoint.check.compare import ArrayDifference, Diff, ObjectDifference, diff
+from ckptkit.checkpoint.check.digest import Digest, digest
+from ckptkit.checkpoint.check.rebuild import rebuild
+from ckptkit.checkpoint.check.unpack import unpack
+from ckptkit.checkpoint.check.verify import Finding, verify
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.checkpoint import open_checkpoint as open  # noqa: A004
-from ckptkit.checkpoint.compare import ArrayDifference, Diff, ObjectDifference, diff
-from ckptkit.checkpoint.digest import Digest, digest
 from ckptkit.checkpoint.explain import Explained, explain_rules
-from ckptkit.checkpoint.rebuild import rebuild
+from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
 from ckptkit.checkpoint.reshard.closing import commit_packs
 from ckptkit.checkpoint.reshard.planning import ReshardPlan
 from ckptkit.checkpoint.reshard.reshard import plan_reshard, reshard
 from ckptkit.checkpoint.reshard.selection import Selection
 from ckptkit.checkpoint.reshard.work import Resharded
-from ckptkit.checkpoint.run import Run
-from ckptkit.checkpoint.unpack import unpack
-from ckptkit.checkpoint.verify import Finding, verify
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.writer import Writer
 from ckptkit.errors import CkptkitError
 from ckptkit.format.zarr_dtypes import register as _register
@@ -30,7 +30,6 @@ _register()
 
 __all__ = [
     "ArrayDifference",
-    "Barrier",
     "Checkpoint",
     "CkptkitError",
     "Diff",
@@ -40,6 +39,7 @@ __all__ = [
     "Finding",
     "ObjectDifference",
     "PerRank",
+    "Ranks",
     "Replicated",
     "ReshardPlan",
     "Resharded",

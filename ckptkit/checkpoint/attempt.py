@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ckptkit.checkpoint.barrier import Barrier
 from ckptkit.checkpoint.commit import (
     commit,
     committed_save_id,
@@ -14,6 +13,7 @@ from ckptkit.checkpoint.commit import (
     refuse_committed,
 )
 from ckptkit.checkpoint.places import new_save_id
+from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import GivenUpError, PeerError, StepExistsError
 from ckptkit.format.manifest import pack_name
 from ckptkit.format.objects import check_total
@@ -30,7 +30,7 @@ class Attempt:
     manifest is there the step exists, and no rank says otherwise, whatever happens to the others.
     """
 
-    def __init__(self, store: Store, prefix: str, barrier: Barrier, *, overwrite: bool) -> None:
+    def __init__(self, store: Store, prefix: str, barrier: Ranks, *, overwrite: bool) -> None:
         self._store = store
         self._prefix = prefix
         self._barrier = barrier
@@ -42,25 +42,26 @@ class Attempt:
         """Agree on the save id and the time, both rank 0's, and say whether the digest of this
         rank's array table is rank 0's too: then its record may refer to rank 0's.
         """
-        shared = ""
-        if self._barrier.rank == 0:
+
+        def of_first() -> tuple[str, float, bytes]:
             if not self._overwrite:
                 refuse_committed(self._store, self._prefix)
-            shared = f"{new_save_id()} {time.time()} {digest.hex()}"
-        save_id, seconds, first = self._barrier.share(shared).split(" ")
+            return new_save_id(), time.time(), digest
+
+        save_id, seconds, first = self._barrier.share(of_first)
         if self._barrier.rank == 0 and not self._overwrite:
             # Before the data, so that nobody waits for it at the end, when the store is busy.
             self._store.learn(self._prefix)
         save = SaveInfo(
             save_id=save_id,
             step=step,
-            time=float(seconds),
+            time=seconds,
             writer=f"ckptkit {__version__}",
             world_size=strategy.world_size,
             strategy=strategy,
             details=details,
         )
-        return save, self._barrier.rank > 0 and first == digest.hex()
+        return save, self._barrier.rank > 0 and first == digest
 
     def end(self, save: SaveInfo) -> None:
         """With this rank's pack complete: return when the step exists, or raise."""
@@ -68,10 +69,10 @@ class Attempt:
         if self._barrier.rank == 0:
             self._commit(save)
             # Rank 0 tells the others and does not wait for them: the step exists already.
-            self._barrier.share("committed")
+            self._barrier.share(lambda: "committed")
             return
         try:
-            self._barrier.share("")
+            self._barrier.share(lambda: "")
         except PeerError:
             # Rank 0 may have committed before it was lost, or before it could say so.
             if committed_save_id(self._store, self._prefix) != save.save_id:

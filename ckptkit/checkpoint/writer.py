@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckptkit.checkpoint.attempt import Attempt
-from ckptkit.checkpoint.barrier import Barrier, SoloBarrier
 from ckptkit.checkpoint.content import as_local
 from ckptkit.checkpoint.locate import refuse_begun
 from ckptkit.checkpoint.pack_writer import Holding, Holdings, Pack
 from ckptkit.checkpoint.places import Place, step_name, store_at
+from ckptkit.checkpoint.ranks import OneRank, Ranks, in_one_line
 from ckptkit.checkpoint.threads import DEFAULT_THREADS, Progress
 from ckptkit.errors import (
     InvalidNameError,
@@ -60,7 +60,7 @@ class Writer:
         step: int,
         strategy: str | Strategy = "single",
         rank: int = 0,
-        barrier: Barrier | None = None,
+        barrier: Ranks | None = None,
         details: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
@@ -181,7 +181,7 @@ class Writer:
             )
             attempt.end(save)
         except BaseException as error:
-            self._give_up(_in_one_line(error))
+            self._give_up(in_one_line(error))
             raise
 
     def abort(self, problem: str = "the save was given up") -> None:
@@ -202,7 +202,7 @@ class Writer:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            self.abort(_in_one_line(error))
+            self.abort(in_one_line(error))
         elif not self._done:
             self.commit()
 
@@ -268,7 +268,7 @@ class Writer:
         return tuple(parse_placement(p) if isinstance(p, str) else p for p in row)
 
 
-def _checked_barrier(barrier: Barrier | None, rank: int, strategy: Strategy) -> Barrier:
+def _checked_barrier(barrier: Ranks | None, rank: int, strategy: Strategy) -> Ranks:
     ranks = strategy.world_size
     if not 0 <= rank < ranks:
         raise UsageError(f"{strategy} has the ranks 0 to {ranks - 1}", value=rank)
@@ -278,7 +278,7 @@ def _checked_barrier(barrier: Barrier | None, rank: int, strategy: Strategy) -> 
                 f"{strategy} has {ranks} ranks, which need a barrier to meet at",
                 hint="pass barrier=FileBarrier(folder, rank, world_size)",
             )
-        return SoloBarrier()
+        return OneRank()
     if (barrier.rank, barrier.world_size) != (rank, ranks):
         raise UsageError(
             f"the barrier does not fit rank {rank} of {ranks}",
@@ -312,7 +312,3 @@ def _is_text(name: str) -> bool:
         return bool(name.encode("utf-8"))
     except UnicodeEncodeError:
         return False
-
-
-def _in_one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".replace("\n", "; ")

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.checkpoint.barrier import Barrier, Gathering
+from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import InvalidNameError
-from ckptkit.format.leaves import canonical, dumps, unpack
-from ckptkit.live.meeting import StoreBarrier
+from ckptkit.format.leaves import canonical, dumps
 from ckptkit.live.topology import Topology
 from ckptkit.live.trees import is_mark
 
@@ -34,7 +33,7 @@ class Agreement:
 
 
 def agree(
-    barrier: Barrier,
+    barrier: Ranks,
     topology: Topology,
     names: Iterable[str],
     optimizers: Documents,
@@ -48,14 +47,14 @@ def agree(
     """
     kinds = {axis.kind for axis in topology.strategy.mesh.axes if axis.size > 1}
     mine, values = frozenset(names), values or {}
-    if not kinds & {"pp", "zero1"} or not isinstance(barrier, StoreBarrier):
+    if not kinds & {"pp", "zero1"} or barrier.world_size == 1:
         return Agreement(merged(optimizers_of=[optimizers]), frozenset(), mine, values)
     spoken = {"stage": 0, "names": [], "optimizers": _values_only(optimizers), "values": {}}
     if _speaks_for_its_stage(topology):
         stage = 0 if topology.pipeline is None else topology.coordinate(topology.pipeline)
         spoken = {"names": sorted(mine), "optimizers": optimizers, "values": values}
         spoken["stage"] = stage
-    heard = [unpack(data, "a rank") for data in barrier.collect(dumps(spoken))]
+    heard = barrier.collect(spoken)
     stages: dict[str, int] = {}
     several: dict[str, int] = {}
     for document in sorted(heard, key=lambda d: d["stage"]):
@@ -63,10 +62,9 @@ def agree(
             if name in stages:
                 several[name] = stages[name]
             stages.setdefault(name, document["stage"])
-    shared = unpack(bytes.fromhex(barrier.share(dumps(several).hex())), "rank 0")
+    shared = barrier.share(lambda: several)
     if shared and fingerprint is not None:
-        told = {name: fingerprint(name) for name in sorted(mine & shared.keys())}
-        _check_tied(barrier, topology, told)
+        _check_tied(barrier, topology, {n: fingerprint(n) for n in sorted(mine & shared.keys())})
     own = 0 if topology.pipeline is None else topology.coordinate(topology.pipeline)
     elsewhere = frozenset(name for name, stage in shared.items() if name in mine and stage != own)
     return Agreement(
@@ -77,32 +75,31 @@ def agree(
     )
 
 
-def _check_tied(barrier: StoreBarrier, topology: Topology, told: dict[str, object]) -> None:
+def _check_tied(ranks: Ranks, topology: Topology, mine: dict[str, object]) -> None:
     """Raise on all ranks if stages have different tensors of one name."""
     coords = topology.strategy.mesh.coords(topology.rank)
     # The ranks of a stage hold different parts: those at one place of each stage are compared.
     place = [coord for axis, coord in enumerate(coords) if axis != topology.pipeline]
-    known: dict[tuple[str, str], object] = {}
-    different: set[str] = set()
-    for data in barrier.collect(dumps([place, told])):
-        there, heard = unpack(data, "a rank")
-        for name, content in heard.items():
-            if known.setdefault((name, str(there)), content) != content:
-                different.add(name)
-    found = barrier.share(min(different, default=""))
+
+    def first_different(heard: list[Any]) -> str:
+        known: dict[tuple[str, str], object] = {}
+        return min(
+            (
+                name
+                for there, said in heard
+                for name, content in said.items()
+                if known.setdefault((name, str(there)), content) != content
+            ),
+            default="",
+        )
+
+    found = ranks.agree([place, mine], first_different)
     if found:
         raise InvalidNameError(
             "two pipeline stages have different tensors of this name",
             value=found,
             hint="stages keep the names of the whole model: an nn.ModuleDict of its layers does",
         )
-
-
-def told(barrier: Gathering, mine: object, conclude: Callable[[list[Any]], object]) -> Any:
-    """What rank 0 concludes of what all ranks have to say, in their order: plain values."""
-    heard = [unpack(data, "a rank") for data in barrier.collect(dumps(mine))]
-    found = conclude(heard) if barrier.rank == 0 else None
-    return unpack(bytes.fromhex(barrier.share(dumps(found).hex())), "rank 0")
 
 
 def merged(*, optimizers_of: Sequence[Documents]) -> Documents:
@@ -144,25 +141,23 @@ Keys = tuple[str | int, ...]
 """The group and the keys that lead to a value of a nested dictionary."""
 
 
-def keys_of_some(
-    barrier: StoreBarrier, trees: Mapping[str, Any], first: bytes
-) -> dict[Keys, list[int]]:
+def keys_of_some(ranks: Ranks, trees: Mapping[str, Any], first: bytes) -> dict[Keys, list[int]]:
     """What only some ranks have in their nested dictionaries, the outermost keys, with the ranks
     that have them. `first` is the fingerprint of rank 0's keys.
     """
     differs = fingerprint_of_keys(trees) != first
-    answers = barrier.collect(b"1" if differs else b"0")
-    if barrier.share("1" if b"1" in answers else "") != "1":
+    if not ranks.agree(differs, any):
         return {}
-    heard = barrier.collect(dumps([list(keys) for keys in _keys(trees)]))
-    holders: dict[Keys, list[int]] = {}
-    for rank, data in enumerate(heard):
-        for keys in unpack(data, "a rank"):
-            holders.setdefault(tuple(keys), []).append(rank)
-    some = {keys: ranks for keys, ranks in holders.items() if len(ranks) < barrier.world_size}
-    told = [[list(keys), ranks] for keys, ranks in some.items() if keys[:-1] not in some]
-    agreed = unpack(bytes.fromhex(barrier.share(dumps(told).hex())), "rank 0")
-    return {tuple(keys): ranks for keys, ranks in agreed}
+
+    def of_some(heard: list[Any]) -> list[tuple[Keys, list[int]]]:
+        holders: dict[Keys, list[int]] = {}
+        for rank, said in enumerate(heard):
+            for keys in said:
+                holders.setdefault(keys, []).append(rank)
+        some = {keys: those for keys, those in holders.items() if len(those) < ranks.world_size}
+        return [(keys, those) for keys, those in some.items() if keys[:-1] not in some]
+
+    return dict(ranks.agree(list(_keys(trees)), of_some))
 
 
 def fingerprint_of_keys(trees: Mapping[str, Any]) -> bytes:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakSet
 
-from ckptkit.live.saying import in_one_line
+from ckptkit.checkpoint.ranks import in_one_line
 
 log = logging.getLogger("ckptkit.live")
 

@@ -12,25 +12,24 @@ from typing import Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
 from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.mirror import Retention
-from ckptkit.checkpoint.patterns import pattern_list
 from ckptkit.checkpoint.places import Place, step_name, store_at
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, leaving
+from ckptkit.checkpoint.run.mirror import Retention
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
+from ckptkit.format.names import pattern_list
 from ckptkit.live.arena import Arena
 from ckptkit.live.background import Background
 from ckptkit.live.loading import Loading, LoadOptions, Restored
-from ckptkit.live.meeting import JobBarrier, StoreBarrier, barrier_of, leaving, next_name
 from ckptkit.live.opening import open_together
 from ckptkit.live.preemption import Preemption
+from ckptkit.live.ranks import StoreRanks, current_world, next_name, ranks_of
 from ckptkit.live.rules import HandCuts, RulesLike
 from ckptkit.live.saving import PreparedSave, SaveOptions
 from ckptkit.live.snapshot import Sources
 from ckptkit.live.tiers import tiers_of
-from ckptkit.live.world import current_world
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.storage import Options, Store
 
@@ -118,7 +117,7 @@ class Checkpointer:
         self._calls = 0
         self._arena = Arena()
         self._background = Background()
-        self._used: list[Barrier] = []
+        self._used: list[Ranks] = []
         self._writing: PreparedSave | None = None
         self._closed = False
         self._preemption = None
@@ -324,23 +323,21 @@ class Checkpointer:
         self._tiers.give_up()
 
     def _candidates(
-        self, barrier: Barrier, step: int | None, *, fallback: bool
+        self, barrier: Ranks, step: int | None, *, fallback: bool
     ) -> list[tuple[int, str]]:
         """The steps to try, and from where: rank 0's view, as a listing may differ from rank to
         rank.
         """
         mine = "newest" if step is None else str(step)
-        asked = barrier.share(mine)
+        asked = barrier.share(lambda: mine)
         if asked != mine:
             raise UsageError(
                 f"rank 0 restores step {asked}, rank {self._world.rank} another one", value=mine
             )
-        found: list[tuple[int, str]] = []
-        if self._world.rank == 0:
-            found = self._tiers.candidates(step, fallback=fallback)
-        told = barrier.share(" ".join(f"{number}:{place}" for number, place in found))
-        pairs = (each.partition(":") for each in told.split())
-        return [(int(number), place) for number, _, place in pairs]
+        found: list[tuple[int, str]] = barrier.share(
+            lambda: self._tiers.candidates(step, fallback=fallback)
+        )
+        return found
 
     def _first_whole(
         self,
@@ -372,42 +369,37 @@ class Checkpointer:
                 log.log(level, "%s: %s", said, error)
         return None
 
-    def _opener(self, store: Store, step: int) -> Callable[[Barrier], Checkpoint]:
+    def _opener(self, store: Store, step: int) -> Callable[[Ranks], Checkpoint]:
         return lambda barrier: open_together(barrier, store, lambda: Run(store).open(step))
 
-    def _forget_before(self, barrier: Barrier) -> None:
+    def _forget_before(self, barrier: Ranks) -> None:
         """Remove what the last save but one left in the store: all ranks have begun the one after
         it, so none can look at it any more.
         """
         self._used.append(barrier)
         if len(self._used) > 2:
             old = self._used.pop(0)
-            if self._world.rank == 0 and isinstance(old, StoreBarrier):
+            if self._world.rank == 0:
                 old.forget()
 
     def _is_damage(self, error: Exception) -> bool:
         """Whether what made a load fail on some rank is damage: one answer for all."""
-        room = self._barrier("damage", _NOT_LOADED)
-        mine = isinstance(error, FormatError)
-        if not isinstance(room, StoreBarrier):
-            return mine
         # A rank that only heard of another's failure has no reason of its own.
-        said = "heard" if isinstance(error, PeerError) else "damage" if mine else "other"
-        heard = room.collect(said.encode())
-        verdict = b"damage" in heard and b"other" not in heard
-        return room.share("damage" if verdict else "other") == "damage"
+        mine = None if isinstance(error, PeerError) else isinstance(error, FormatError)
+        ranks = self._barrier("damage", _NOT_LOADED)
+        return bool(ranks.agree(mine, lambda heard: True in heard and False not in heard))
 
-    def _is_busy(self, barrier: Barrier) -> bool:
+    def _is_busy(self, barrier: Ranks) -> bool:
         """Whether rank 0 is still writing: one answer for all."""
-        return barrier.share("busy" if self._background.is_running else "") == "busy"
+        return bool(barrier.share(lambda: self._background.is_running))
 
-    def _barrier(self, what: str, failure: str = "there is no new step") -> JobBarrier:
-        return barrier_of(self._world, self._next(what), self._timeout, failure)
+    def _barrier(self, what: str, failure: str = "there is no new step") -> StoreRanks | OneRank:
+        return ranks_of(self._world, self._next(what), self._timeout, failure)
 
-    def _copying(self) -> JobBarrier:
+    def _copying(self) -> StoreRanks | OneRank:
         """Where ranks meet to copy: those with little to send wait long for the others."""
         name = self._next("copy")
-        return barrier_of(self._world, name, _PATIENCE * self._timeout, "steps were not copied")
+        return ranks_of(self._world, name, _PATIENCE * self._timeout, "steps were not copied")
 
     def _next(self, what: str) -> str:
         self._calls += 1

@@ -14,10 +14,10 @@ from ckptkit.live.exchange import Exchange, Plan, Spread
 from ckptkit.live.handover import hand_over
 from ckptkit.live.held import Held
 from ckptkit.live.models import Model
+from ckptkit.live.ranks import current_world
 from ckptkit.live.report import Report, StateMismatchError
 from ckptkit.live.rules import HandCuts, RulesLike
 from ckptkit.live.snapshot import Snapshot, Sources, take_snapshot, topology_of
-from ckptkit.live.world import current_world
 from ckptkit.model import Strategy
 
 StateDict = dict[str, Any]

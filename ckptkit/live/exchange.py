@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ckptkit.live.held import Held
+from ckptkit.live.ranks import World, wire
 from ckptkit.live.report import StateMismatchError
 from ckptkit.live.topology import Topology
-from ckptkit.live.wire import wire
-from ckptkit.live.world import World
 from ckptkit.model import Box, Layout, Part, Placement, Replicate, Stage
 
 _SHOWN = 4

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier, Gathering
 from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import FormatError
 from ckptkit.format.names import WRAPPED, join, split
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.live.agree import Agreement, Documents, agree, told
+from ckptkit.live.agree import Agreement, Documents, agree
 from ckptkit.live.extra import DataRanks, Extra, WorldSizeError, is_marked
 from ckptkit.live.filling import Filling, Target
 from ckptkit.live.handover import hand_over
 from ckptkit.live.held import Held
-from ckptkit.live.meeting import StoreBarrier, leaving
 from ckptkit.live.own_keys import with_own
+from ckptkit.live.ranks import World, copying_threads
 from ckptkit.live.reading_once import fill_once
 from ckptkit.live.report import Report, StateMismatchError, compare, of_all, refuse
 from ckptkit.live.resuming import Resumed, Twins, differing, resume, trained_by, untied
@@ -34,7 +34,6 @@ from ckptkit.live.saying import readable
 from ckptkit.live.snapshot import Snapshot, Sources, parameter_names, take_snapshot
 from ckptkit.live.tensors import torch_dtype
 from ckptkit.live.trees import arrays_in, put_tensors, replace_leaves, unmarked
-from ckptkit.live.world import World, copying_threads
 from ckptkit.model import PerDataRank, PerRank, Replicated
 
 log = logging.getLogger("ckptkit.live")
@@ -67,9 +66,9 @@ class Loading:
 
     def __init__(
         self,
-        opened: Callable[[Barrier], Checkpoint],
+        opened: Callable[[Ranks], Checkpoint],
         world: World,
-        barrier: Gathering,
+        barrier: Ranks,
         sources: Sources,
         *,
         mesh: DeviceMesh | None,
@@ -127,7 +126,7 @@ class Loading:
             progress=options.progress,
         )
         rest: Sequence[Target] = targets
-        if options.read_once and isinstance(self._barrier, StoreBarrier):
+        if options.read_once and self._world.size > 1:
             rest = fill_once(filling, targets, self._barrier)
         filling.fill(rest)
         nbytes = sum(target.held.local.nbytes for target in targets)
@@ -187,11 +186,10 @@ class Loading:
             found["unexpected"] = self._unexpected(agreement, twins)
             return [found, list(dict.fromkeys(tuple(pair) for _, own in heard for pair in own))]
 
-        found, pairs = told(self._barrier, [self._report.found(), pairs], conclude)
+        found, pairs = self._barrier.agree([self._report.found(), pairs], conclude)
         if pairs:
             mine = pairs[self._world.rank :: self._world.size]
-            found["untied"] = told(
-                self._barrier,
+            found["untied"] = self._barrier.agree(
                 differing(self._checkpoint, mine, threads=self._options.threads),
                 lambda heard: [line for lines in heard for line in lines],
             )

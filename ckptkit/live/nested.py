@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.patterns import check_used, matches
 from ckptkit.errors import FormatError
 from ckptkit.format.names import (
     ALIKE,
@@ -19,8 +18,10 @@ from ckptkit.format.names import (
     OPTIMIZER,
     OWN,
     WRAPPED,
+    check_used,
     escape,
     inner_name,
+    matches,
     split,
     unescape,
 )

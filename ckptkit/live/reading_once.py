@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.format.leaves import dumps, unpack
+from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.live.filling import Filling, Inside, Target
-from ckptkit.live.meeting import StoreBarrier
+from ckptkit.live.ranks import wire
 from ckptkit.live.tensors import torch_dtype
 from ckptkit.live.topology import Topology
-from ckptkit.live.wire import wire
 from ckptkit.model import Box, Replicate
 from ckptkit.plan.read import batches, readable_pieces, readers_of
 
@@ -61,7 +60,7 @@ class Piece:
         return -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def fill_once(filling: Filling, targets: Sequence[Target], barrier: StoreBarrier) -> list[Target]:
+def fill_once(filling: Filling, targets: Sequence[Target], barrier: Ranks) -> list[Target]:
     """Fill what several ranks need alike, and return the targets that are this rank's alone.
 
     A collective call of the default process group.
@@ -134,30 +133,33 @@ def _first_chunk(checkpoint: Checkpoint, number: int, box: Box) -> tuple[int, in
     return int(manifest.pack[row]), int(manifest.offset[row])
 
 
-def _agreed(
-    barrier: StoreBarrier, topology: Topology, plans: dict[Axes, list[Piece]]
-) -> list[Axes]:
+def _agreed(ranks: Ranks, topology: Topology, plans: dict[Axes, list[Piece]]) -> list[Axes]:
     """The axes along which all ranks of every group have come to the same plan.
 
     Where they have not, as when one passes other objects, all of them read for themselves.
     """
-    mine = [[list(axes), _digest(plan)] for axes, plan in sorted(plans.items())]
     mesh = topology.strategy.mesh
-    known: dict[tuple[Axes, Axes], list[str]] = {}
-    for rank, data in enumerate(barrier.collect(dumps(mine))):
-        for axes, digest in unpack(data, "a rank"):
-            rest = tuple(at for axis, at in enumerate(mesh.coords(rank)) if axis not in axes)
-            known.setdefault((tuple(axes), rest), []).append(digest)
-    wrong = {
-        axes
-        for (axes, _), digests in known.items()
-        if len(set(digests)) > 1 or len(digests) != math.prod(mesh.sizes[axis] for axis in axes)
-    }
-    right = sorted({axes for axes, _ in known} - wrong)
-    if wrong and barrier.rank == 0:
-        log.warning("ranks that repeat each other want different tensors: each reads for itself")
-    said = unpack(bytes.fromhex(barrier.share(dumps([list(a) for a in right]).hex())), "rank 0")
-    return [tuple(axes) for axes in said]
+
+    def same_for_all(heard: list[list[tuple[Axes, str]]]) -> list[Axes]:
+        known: dict[tuple[Axes, Axes], list[str]] = {}
+        for rank, said in enumerate(heard):
+            for axes, digest in said:
+                rest = tuple(at for axis, at in enumerate(mesh.coords(rank)) if axis not in axes)
+                known.setdefault((axes, rest), []).append(digest)
+        wrong = {
+            axes
+            for (axes, _), digests in known.items()
+            if len(set(digests)) > 1 or len(digests) != math.prod(mesh.sizes[axis] for axis in axes)
+        }
+        if wrong:
+            log.warning(
+                "ranks that repeat each other want different tensors: each reads for itself"
+            )
+        return sorted({axes for axes, _ in known} - wrong)
+
+    mine = [(axes, _digest(plan)) for axes, plan in sorted(plans.items())]
+    agreed: list[Axes] = ranks.agree(mine, same_for_all)
+    return agreed
 
 
 def _digest(plan: Sequence[Piece]) -> str:
@@ -252,7 +254,7 @@ class _Circle:
             wanted.append((piece.name, piece.box, raw.view(stored).reshape(piece.box.shape)))
         try:
             self._filling.read(wanted)
-        except Exception as error:  # noqa: BLE001 — raised once no rank waits for this one
+        except Exception as error:  # noqa: BLE001 — as above
             self._errors.append(error)
 
     def _give(self, place: int, turn: int) -> None:

@@ -11,24 +11,21 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT
-from ckptkit.checkpoint.patterns import matches
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_line, leaving
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.checkpoint.writer import Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
-from ckptkit.format.leaves import dumps, unpack
-from ckptkit.format.names import inner_name
-from ckptkit.live.agree import agree, fingerprint_of_keys, keys_of_some, told
+from ckptkit.format.names import inner_name, matches
+from ckptkit.live.agree import agree, fingerprint_of_keys, keys_of_some
 from ckptkit.live.arena import Arena
 from ckptkit.live.held import Held
-from ckptkit.live.meeting import JobBarrier, StoreBarrier, leaving
 from ckptkit.live.own_keys import own_apart
+from ckptkit.live.ranks import StoreRanks, World, copying_threads
 from ckptkit.live.rules import HandCuts
-from ckptkit.live.saying import in_one_line, readable
+from ckptkit.live.saying import readable
 from ckptkit.live.snapshot import Snapshot, Sources, take_snapshot
 from ckptkit.live.tensors import as_bits, checksum, dtype_of
 from ckptkit.live.trees import without_tensors
-from ckptkit.live.world import World, copying_threads
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.storage import Store
 
@@ -55,7 +52,7 @@ class PreparedSave:
         store: Store,
         step: int,
         world: World,
-        barrier: JobBarrier,
+        barrier: StoreRanks | OneRank,
         sources: Sources,
         *,
         extra: Mapping[str, object] | None,
@@ -132,7 +129,7 @@ class PreparedSave:
         details, keys, compares = self._told_by_rank_0(snapshot, has_replicas=bool(replicas))
         if compares:
             _check_replicas(self._barrier, replicas)
-        if keys and isinstance(self._barrier, StoreBarrier):
+        if keys and self._world.size > 1:
             some = keys_of_some(self._barrier, snapshot.open_trees, keys)
             objects, tensors = own_apart(snapshot, objects, tensors, some)
         threads: dict[str, Any] = {} if options.threads is None else {"threads": options.threads}
@@ -174,9 +171,9 @@ class PreparedSave:
         keys = fingerprint_of_keys(trees) if trees else b""
         # The first stage may have none of the buffers of the others.
         compares = has_replicas or bool(trees) or snapshot.topology.pipeline is not None
-        said = dumps([self.step, snapshot.details, keys, compares and self._world.size > 1])
-        heard = unpack(bytes.fromhex(self._barrier.share(said.hex())), "rank 0")
-        step, details, keys, compares = heard
+        step, details, keys, compares = self._barrier.share(
+            lambda: [self.step, snapshot.details, keys, compares and self._world.size > 1]
+        )
         if step != self.step:
             raise UsageError(
                 f"rank 0 saves step {step}, rank {self._world.rank} another one", value=self.step
@@ -210,7 +207,7 @@ def _checksums(snapshot: Snapshot, differing: Sequence[str]) -> list[list[Any]]:
     ]
 
 
-def _check_replicas(barrier: JobBarrier, mine: list[list[Any]]) -> None:
+def _check_replicas(ranks: Ranks, mine: list[list[Any]]) -> None:
     """Refuse a save where such checksums differ between ranks."""
 
     def conclude(heard: list[Any]) -> list[Any]:
@@ -222,10 +219,10 @@ def _check_replicas(barrier: JobBarrier, mine: list[list[Any]]) -> None:
                     others.setdefault(name, []).append(rank)
         return [len(others), *next(iter(others.items()), ("", []))]
 
-    count, name, ranks = told(barrier, mine, conclude)
+    count, name, those = ranks.agree(mine, conclude)
     if count:
         more = f", and so are {count - 1} more" if count > 1 else ""
-        shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+        shown = ", ".join(map(str, those[:8])) + (", …" if len(those) > 8 else "")
         raise PeerError(
             f"the values of rank {shown} are not those of the first rank that holds the same, "
             f"which alone would be saved{more}",

@@ -1,4 +1,4 @@
-"""How things are said in logs and to other ranks."""
+"""How things are said in logs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,3 @@ def readable(nbytes: float) -> str:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.3g} TB"
-
-
-def in_one_line(error: BaseException) -> str:
-    """An error as other ranks are told of it."""
-    return f"{type(error).__name__}: {error}".replace("\n", "; ")

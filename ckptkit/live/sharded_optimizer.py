@@ -27,10 +27,10 @@ from ckptkit.live.optimizers.fresh import fresh_state
 from ckptkit.live.optimizers.fsdp1 import FlatPart, FSDP1Optimizer
 from ckptkit.live.optimizers.plain import PlainOptimizer
 from ckptkit.live.optimizers.zero1 import Zero1Optimizer
+from ckptkit.live.ranks import World, current_world
 from ckptkit.live.rules import HandCuts, RulesLike
 from ckptkit.live.snapshot import Reading, Sources, parameter_names, rules_of, topology_of
 from ckptkit.live.tensors import local_of
-from ckptkit.live.world import World, current_world
 from ckptkit.live.wrapped import parts_of_tensor
 from ckptkit.model import Owner, Strategy
 

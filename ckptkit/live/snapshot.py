@@ -13,22 +13,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ckptkit.checkpoint.barrier import Gathering
-from ckptkit.checkpoint.patterns import matches, pattern_list
+from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import InvalidNameError, UsageError
-from ckptkit.format.names import ALIKE, WRAPPED, join
+from ckptkit.format.names import ALIKE, WRAPPED, join, matches, pattern_list
 from ckptkit.live.adapters import Entry
-from ckptkit.live.agree import told
 from ckptkit.live.extra import DataRanks
 from ckptkit.live.groups import Group, check_upwards, dtensor_groups, kind_of, mesh_groups
 from ckptkit.live.held import Held, Tied
 from ckptkit.live.models import Model
 from ckptkit.live.optimizers import OptimizerAdapter, StateEntry, optimizer_adapter
+from ckptkit.live.ranks import World
 from ckptkit.live.rules import HandCuts, HowCut
 from ckptkit.live.tensors import as_spread, check_plain, checksum, local_of
 from ckptkit.live.topology import Topology
 from ckptkit.live.trees import plain_extra, take_tensors, without_tensors
-from ckptkit.live.world import World
 from ckptkit.live.wrapped import always, layout_of_part, part_name, parts_of_tensor, record_of
 from ckptkit.model import (
     PerDataRank,
@@ -161,7 +159,7 @@ def topology_of(
     world: World,
     sources: Sources,
     mesh: DeviceMesh | None = None,
-    barrier: Gathering | None = None,
+    barrier: Ranks | None = None,
 ) -> Topology:
     """The topology of a job, read off its model and optimizers; `mesh` names what they do not. With
     a barrier the stages of a pipeline, of which only some may have experts, find one for all.
@@ -185,7 +183,7 @@ def topology_of(
     spread = [t for t in tensors if isinstance(t, DTensor)]
     groups += dtensor_groups(spread, fully_sharded=True)
     if barrier is not None and any(group.kind == "pp" and group.size > 1 for group in groups):
-        lines = told(barrier, [group.to_doc() for group in groups], _distinct)
+        lines = barrier.agree([group.to_doc() for group in groups], _distinct)
         groups = [*(Group.through(world.rank, line) for line in lines), *groups]
     return Topology.of(world, groups)
 
@@ -208,7 +206,7 @@ def take_snapshot(
     extra: Mapping[str, object] | None = None,
     mesh: DeviceMesh | None = None,
     rules: HandCuts | None = None,
-    barrier: Gathering | None = None,
+    barrier: Ranks | None = None,
 ) -> Snapshot:
     """Look at everything; nothing is copied yet."""
     topology = topology_of(world, sources, mesh, barrier)

@@ -12,9 +12,9 @@ from ckptkit.errors import UnsupportedTypeError
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.exchange import Exchange, Spoken
 from ckptkit.live.handover import hand_over
+from ckptkit.live.ranks import current_world
 from ckptkit.live.shards import LocalShard, ShardingMetadata
 from ckptkit.live.snapshot import Sources, parameter_names, take_snapshot, topology_of
-from ckptkit.live.world import current_world
 from ckptkit.model import Strategy
 
 

@@ -7,15 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from ckptkit.checkpoint.barrier import Barrier, Gathering
-from ckptkit.checkpoint.mirror import LOCAL, REMOTE, Mirror, Retention
 from ckptkit.checkpoint.places import Place, store_at
-from ckptkit.checkpoint.run import Run
-from ckptkit.checkpoint.transfer import CopyOptions
+from ckptkit.checkpoint.ranks import Ranks, in_one_line
+from ckptkit.checkpoint.run.copy import CopyOptions
+from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, Mirror, Retention
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, PeerError, UsageError
 from ckptkit.live.background import Rounds
-from ckptkit.live.meeting import StoreBarrier
-from ckptkit.live.saying import in_one_line
 from ckptkit.storage import Store
 
 log = logging.getLogger("ckptkit.live")
@@ -28,13 +26,13 @@ class Tiers(Protocol):
     def target(self) -> Store:
         """Where a save writes."""
 
-    def meet(self, barrier: Barrier, /) -> str:
+    def meet(self, barrier: Ranks, /) -> tuple[int, str] | None:
         """Before a save or a load: what rank 0 has to say about copies that failed."""
 
     def saved(self, step: int, *, is_first: bool) -> None:
         """A step is committed; on rank 0 (`is_first`) others may have to go."""
 
-    def turn(self, barrier: Gathering, step: int | None, /) -> Callable[[], None]:
+    def turn(self, barrier: Ranks, step: int | None, /) -> Callable[[], None]:
         """Before a save of a step or a load: what is to be called after it, however it ended."""
 
     def candidates(self, step: int | None, *, fallback: bool) -> list[tuple[int, str]]:
@@ -43,7 +41,7 @@ class Tiers(Protocol):
     def at(self, place: str, /) -> Store:
         """The store of such a place."""
 
-    def raise_failed(self, said: str = "") -> None:
+    def raise_failed(self, said: tuple[int, str] | None = None) -> None:
         """Raise where rank 0 said that something failed."""
 
     def wait(self) -> None:
@@ -71,9 +69,9 @@ class OneTier:
         self.target = store
         self._retention = retention
 
-    def meet(self, _: Barrier, /) -> str:
+    def meet(self, _: Ranks, /) -> tuple[int, str] | None:
         """Nothing to say."""
-        return ""
+        return None
 
     def saved(self, step: int, *, is_first: bool) -> None:
         """Delete what retention does not keep."""
@@ -89,7 +87,7 @@ class OneTier:
             error.what = f"the step was saved, but older ones could not be deleted: {error.what}"
             raise
 
-    def turn(self, _: Gathering, __: int | None, /) -> Callable[[], None]:
+    def turn(self, _: Ranks, __: int | None, /) -> Callable[[], None]:
         """Nothing to do."""
         return lambda: None
 
@@ -102,7 +100,7 @@ class OneTier:
         """The only store."""
         return self.target
 
-    def raise_failed(self, said: str = "") -> None:
+    def raise_failed(self, said: tuple[int, str] | None = None) -> None:
         """Nothing can have failed."""
 
     def wait(self) -> None:
@@ -134,25 +132,30 @@ class TwoTiers:
         self._rounds = Rounds("upload")
         self._has_looked = False
         self._given_up = threading.Event()
-        self._over: list[StoreBarrier] = []
+        self._over: list[Ranks] = []
 
     @property
     def target(self) -> Store:
         """The local folder."""
         return self._mirror.local
 
-    def meet(self, barrier: Barrier, /) -> str:
+    def meet(self, barrier: Ranks, /) -> tuple[int, str] | None:
         """The number of the last round that failed on rank 0, and why."""
         if not self._has_looked:
             self._mirror.look(barrier)
             self._has_looked = True
-        failure = self._rounds.newest_failure() if self._is_first else None
-        return barrier.share(f"{failure[0]} {in_one_line(failure[1])}" if failure else "")
+
+        def newest() -> tuple[int, str] | None:
+            failure = self._rounds.newest_failure()
+            return (failure[0], in_one_line(failure[1])) if failure else None
+
+        found: tuple[int, str] | None = barrier.share(newest)
+        return found
 
     def saved(self, step: int, *, is_first: bool) -> None:
         """Nothing goes before it has been copied."""
 
-    def turn(self, barrier: Gathering, step: int | None, /) -> Callable[[], None]:
+    def turn(self, barrier: Ranks, step: int | None, /) -> Callable[[], None]:
         """A round of copying, after those whose turn was taken before on this and all ranks."""
         return self._rounds.turn(lambda: self._round(barrier, step))
 
@@ -164,14 +167,14 @@ class TwoTiers:
         """The local or the other store."""
         return self._mirror.local if place == LOCAL else self._mirror.remote
 
-    def raise_failed(self, said: str = "") -> None:
+    def raise_failed(self, said: tuple[int, str] | None = None) -> None:
         """Raise on all ranks what rank 0 said at the beginning of a save; the others wait for the
         end of that round, which they have failed in too.
         """
-        if not said:
+        if said is None:
             return
-        number, _, problem = said.partition(" ")
-        error = self._rounds.take(int(number))
+        number, problem = said
+        error = self._rounds.take(number)
         raise error or PeerError(f"steps could not be copied, because of rank 0: {problem}")
 
     def wait(self) -> None:
@@ -185,7 +188,7 @@ class TwoTiers:
         self._given_up.set()
         self._rounds.give_up()
 
-    def _round(self, barrier: Gathering, step: int | None) -> None:
+    def _round(self, barrier: Ranks, step: int | None) -> None:
         if not self._has_looked or self._given_up.is_set():
             return  # a folder that was refused may be that of another run
         try:
@@ -201,11 +204,11 @@ class TwoTiers:
             raise
         self._forget_before(barrier)
 
-    def _forget_before(self, barrier: Barrier) -> None:
+    def _forget_before(self, barrier: Ranks) -> None:
         """Remove what earlier rounds left in the job's store: all ranks have begun this one."""
         for old in self._over:
             old.forget()
-        self._over = [barrier] if self._is_first and isinstance(barrier, StoreBarrier) else []
+        self._over = [barrier] if self._is_first else []
 
     def _check_wanted(self, _: int) -> None:
         if self._given_up.is_set():

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ckptkit.errors import LayoutError, StrategyError
 from ckptkit.live.cuts import Run, own_layout, refined
 from ckptkit.live.groups import Group, check_upwards, ranks_along
-from ckptkit.live.world import World
+from ckptkit.live.ranks import World
 from ckptkit.model import (
     Layout,
     Owner,

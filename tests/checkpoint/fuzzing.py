@@ -31,7 +31,7 @@ from ckptkit.cli.tree import lines_of
 
 import ckptkit
 from ckptkit import PerRank, Split, Sum, Writer
-from ckptkit.checkpoint.unpack import unpack
+from ckptkit.checkpoint.check.unpack import unpack
 from ckptkit.errors import CkptkitError
 from ckptkit.format.pack import Entry, data_offset, directory
 from ckptkit.storage import MemoryStore

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit import Barrier, Checkpoint, Strategy, ThreadBarrier, Writer
+from ckptkit import Checkpoint, Ranks, Strategy, ThreadBarrier, Writer
 from ckptkit.checkpoint.places import Place, step_name
 from ckptkit.errors import PeerError
 from ckptkit.model import (
@@ -102,7 +102,7 @@ def outcomes(
     size = Strategy.of(strategy).world_size
     errors: list[BaseException | None] = [None] * size
 
-    def run(barrier: Barrier) -> None:
+    def run(barrier: Ranks) -> None:
         try:
             rank = barrier.rank
             with Writer(

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.checkpoint.patterns import check_used, matches, pattern_list
 from ckptkit.errors import UsageError
-from ckptkit.format.names import inner_name, join
+from ckptkit.format.names import check_used, inner_name, join, matches, pattern_list
 from ckptkit.plan import cuts
 
 

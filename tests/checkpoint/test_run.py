@@ -16,7 +16,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, Writer
-from ckptkit.checkpoint.prune import kept_steps
+from ckptkit.checkpoint.run.run import kept_steps
 from ckptkit.errors import NotFoundError, StorageError, UsageError
 from ckptkit.storage import Abilities, FailingStore, LocalStore, MemoryStore, Store
 from tests.checkpoint.saving import at_step, contents, memory_with
@@ -309,13 +309,13 @@ def test_steps_are_deleted_by_number() -> None:
 
 KILLED_AS_IT_CLAIMS = """
 import os, signal, sys
-from ckptkit.checkpoint.barrier import SoloBarrier
-from ckptkit.checkpoint.mirror import Mirror, Retention
+from ckptkit.checkpoint.ranks import OneRank
+from ckptkit.checkpoint.run.mirror import Mirror, Retention
 from ckptkit.storage import LocalStore, open_store
 
 if sys.argv[2] == "killed":
     os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-Mirror(LocalStore(sys.argv[1]), open_store("memory://kept"), Retention()).look(SoloBarrier())
+Mirror(LocalStore(sys.argv[1]), open_store("memory://kept"), Retention()).look(OneRank())
 """
 
 

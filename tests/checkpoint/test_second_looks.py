@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import ckptkit
 from ckptkit import FileBarrier, Run, Sum, ThreadBarrier, Writer
-from ckptkit.checkpoint.prune import remove
+from ckptkit.checkpoint.run.run import remove
 from ckptkit.errors import FormatError, PeerError, StorageError, UsageError
 from ckptkit.storage import LocalStore, MemoryStore
 from tests.checkpoint.saving import outcomes
@@ -84,7 +86,7 @@ def test_half_written_group_documents_are_written_again_by_rebuild(tmp_path: Pat
 
 def test_a_folder_in_which_ranks_met_before_is_refused(tmp_path: Path) -> None:
     barrier = FileBarrier(tmp_path / "meet", 0, 1)
-    barrier.share("hello")
+    barrier.share(lambda: "hello")
     with pytest.raises(UsageError, match="before"):
         FileBarrier(tmp_path / "meet", 0, 1)
 
@@ -101,10 +103,10 @@ def test_sums_of_different_shapes_are_refused_before_they_count() -> None:
 
 def test_rank_0_does_not_wait_for_others_once_the_step_exists() -> None:
     class Interrupted(ThreadBarrier):
-        def share(self, value: str) -> str:
+        def share(self, answer: Callable[[], Any]) -> Any:
             if self._round > 1:
                 raise KeyboardInterrupt
-            return super().share(value)
+            return super().share(answer)
 
     store = MemoryStore()
     barriers = ThreadBarrier.group(2, timeout=5)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,14 +15,16 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, ThreadBarrier, Writer
-from ckptkit.checkpoint.barrier import SoloBarrier
-from ckptkit.checkpoint.transfer import (
+from ckptkit.checkpoint.check.pack import PackBytes
+from ckptkit.checkpoint.ranks import OneRank
+from ckptkit.checkpoint.run.copy import (
     CopyOptions,
     UnsoundStepError,
     copy_step,
-    segment_edges,
 )
+from ckptkit.checkpoint.tail import read_record
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StepExistsError, StorageError
+from ckptkit.format.array_table import ArrayTables
 from ckptkit.storage import Abilities, CountingStore, FailingStore, LocalStore, MemoryStore, Store
 from tests.checkpoint.saving import (
     Tensor,
@@ -62,7 +63,7 @@ def local() -> MemoryStore:
 
 
 def copied_to(source: Store, folder: Path) -> None:
-    copy_step(source, LocalStore(folder), 1, SoloBarrier())
+    copy_step(source, LocalStore(folder), 1, OneRank())
 
 
 class Overtaken(FailingStore):
@@ -133,7 +134,7 @@ def test_a_copy_that_was_cut_off_anywhere_goes_on_where_it_ended(local: MemorySt
             remote = Remote()
             failing = FailingStore(remote, fail_at=number, after=after)
             try:
-                copy_step(local, failing, 1, SoloBarrier())
+                copy_step(local, failing, 1, OneRank())
             except StorageError:
                 pass
             else:
@@ -146,7 +147,7 @@ def test_a_copy_that_was_cut_off_anywhere_goes_on_where_it_ended(local: MemorySt
             for key, data in left.items():
                 remote.put(key, data)
             arrived = left.keys() & packs.keys()
-            sent = copy_step(local, remote, 1, SoloBarrier()).nbytes
+            sent = copy_step(local, remote, 1, OneRank()).nbytes
             assert sent == sum(size for key, size in packs.items() if key not in arrived)
             assert contents(remote) == contents(local)
         else:
@@ -158,7 +159,7 @@ def test_what_a_file_system_shows_may_be_incomplete_and_is_sent_again(local: Mem
     for entry in local.list():
         if entry.key.endswith(".zip"):
             remote.put(entry.key, bytes(entry.size))
-    copy_step(local, remote, 1, SoloBarrier())
+    copy_step(local, remote, 1, OneRank())
     assert contents(remote) == contents(local)
 
 
@@ -170,7 +171,7 @@ def test_a_second_copier_never_takes_away_what_the_first_has_committed(
         target = tmp_path / str(number)
         slow = Overtaken(LocalStore(target), number, partial(copied_to, local, target))
         with suppress(StorageError):
-            copy_step(local, slow, 1, SoloBarrier())
+            copy_step(local, slow, 1, OneRank())
         if slow.is_overtaken:
             assert contents(LocalStore(target)) == contents(local)
             assert ckptkit.verify(target) == []
@@ -200,7 +201,7 @@ def test_damage_is_not_passed_on() -> None:
     damaged = flipped(local, values.tobytes()[:64])
     remote = Remote()
     with pytest.raises(CorruptionError, match="the step was not copied"):
-        copy_step(damaged, remote, 1, SoloBarrier())
+        copy_step(damaged, remote, 1, OneRank())
     assert contents(remote) == {}
 
 
@@ -226,7 +227,7 @@ def test_no_byte_of_a_pack_may_differ_from_what_was_written(pack: str) -> None:
         damaged[place] ^= 1
         remote = Remote()
         with pytest.raises(CorruptionError, match="the step was not copied"):
-            copy_step(memory_with({**whole, key: bytes(damaged)}), remote, 1, SoloBarrier())
+            copy_step(memory_with({**whole, key: bytes(damaged)}), remote, 1, OneRank())
         assert Run(remote).steps() == []
 
 
@@ -237,7 +238,7 @@ def test_a_manifest_that_does_not_fit_its_packs_is_not_passed_on(local: MemorySt
     local.put(MANIFEST, replace(manifest, crc32=crc32).to_bytes())
     assert ckptkit.verify(local) != []
     with pytest.raises(CorruptionError, match="the manifest says other things than the packs do"):
-        copy_step(local, Remote(), 1, SoloBarrier())
+        copy_step(local, Remote(), 1, OneRank())
 
 
 def test_damage_is_told_to_all_ranks_which_go_on_with_other_steps() -> None:
@@ -289,7 +290,7 @@ def test_a_save_that_wins_the_step_meanwhile_is_left_alone(local: MemoryStore) -
             super().put(key, data, exclusive=exclusive)
 
     with pytest.raises(StepExistsError):
-        copy_step(local, Raced(remote), 1, SoloBarrier())
+        copy_step(local, Raced(remote), 1, OneRank())
     with ckptkit.open(remote) as step:
         assert_holds(step, OTHER)
     assert len(remote.list()) == 3
@@ -305,7 +306,7 @@ def test_ranks_that_see_different_saves_are_told(local: MemoryStore) -> None:
 
 def test_progress_adds_up_and_can_stop_a_copy(local: MemoryStore) -> None:
     done: list[int] = []
-    copy_step(local, Remote(), 1, SoloBarrier(), CopyOptions(progress=done.append))
+    copy_step(local, Remote(), 1, OneRank(), CopyOptions(progress=done.append))
     assert sum(done) == sum(e.size for e in local.list() if e.key.endswith(".zip"))
 
     def stop(_: int) -> None:
@@ -313,32 +314,23 @@ def test_progress_adds_up_and_can_stop_a_copy(local: MemoryStore) -> None:
 
     remote = Remote()
     with pytest.raises(KeyboardInterrupt):
-        copy_step(local, remote, 1, SoloBarrier(), CopyOptions(progress=stop))
+        copy_step(local, remote, 1, OneRank(), CopyOptions(progress=stop))
     assert contents(remote) == {}
 
 
-MIB = 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("chunks", "size"),
-    [
-        ([], 0),
-        ([], 20 * MIB),
-        ([(64, MIB)], MIB + 200),
-        ([(64, 30 * MIB), (31 * MIB, 40 * MIB)], 60 * MIB),
-        ([(number * MIB + 7, MIB - 7) for number in range(100)], 100 * MIB + 12345),
-    ],
-)
-def test_segments_cover_a_pack_and_hold_whole_chunks(
-    chunks: Sequence[tuple[int, int]], size: int
-) -> None:
-    starts = np.array([start for start, _ in chunks], dtype=np.int64)
-    stops = np.array([min(start + length, size) for start, length in chunks], dtype=np.int64)
-    edges = segment_edges(starts, stops, size)
-    assert edges == sorted(set(edges))
-    assert (edges[0], edges[-1]) == (0, size)
-    for start, stop in zip(starts, stops, strict=True):
-        assert not [edge for edge in edges if start < edge < stop]
-    largest = max([length for _, length in chunks], default=0)
-    assert all(b - a <= max(8 * MIB, largest + MIB) for a, b in pairwise(edges))
+@pytest.mark.parametrize("nbytes", [1, 100, 1000, 1 << 20])
+def test_windows_cover_a_pack_and_hold_whole_entries(local: MemoryStore, nbytes: int) -> None:
+    for entry in [entry for entry in local.list() if entry.key.endswith(".zip")]:
+        folder, _, name = entry.key.rpartition("/")
+        save_id = folder.rpartition("/")[2]
+        tables = ArrayTables()
+        read_record(local, folder, 0, save_id, tables)
+        found = read_record(local, folder, int(name[:-4].partition("-")[2]), save_id, tables)
+        windows = list(PackBytes.of_rank(found, name).windows(nbytes))
+        assert [window.start for window in windows[1:]] == [w.start + w.size for w in windows[:-1]]
+        assert windows[-1].start + windows[-1].size == entry.size
+        whole = [w for w in windows if w.entries]
+        assert all(
+            (w.entries[0].start, w.entries[-1].stop) == (w.start, w.start + w.size) for w in whole
+        )
+        assert all(w.size <= nbytes or len(w.entries) == 1 for w in windows)

@@ -13,9 +13,9 @@ import torch
 
 import ckptkit
 from ckptkit import Run
-from ckptkit.checkpoint.barrier import SoloBarrier
-from ckptkit.checkpoint.mirror import Mirror, Retention
-from ckptkit.checkpoint.prune import plan_prune, remove
+from ckptkit.checkpoint.ranks import OneRank
+from ckptkit.checkpoint.run.mirror import Mirror, Retention
+from ckptkit.checkpoint.run.run import plan_prune, remove
 from ckptkit.errors import CkptkitError, StorageError
 from ckptkit.live import Checkpointer
 from ckptkit.storage import LocalStore, MemoryStore
@@ -265,7 +265,7 @@ def test_a_linked_step_nearby_is_not_copied_and_does_not_count_as_copied(place: 
     mirror = Mirror(LocalStore(run), remote, Retention(keep_last=1))
     for _ in range(2):
         with pytest.raises(StorageError, match="not this one"):
-            mirror.upload(SoloBarrier(), 200)
+            mirror.upload(OneRank(), 200)
     # Step 110, which is kept, has not arrived: those before it stay.
     assert Run(run).steps() == [90, 100, 110, 200]
     assert Run(remote).steps() == []

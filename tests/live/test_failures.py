@@ -19,11 +19,10 @@ from torch.distributed.fsdp import fully_shard
 
 import ckptkit
 from ckptkit.checkpoint.pack_writer import Pack
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StorageError
 from ckptkit.live import Checkpointer
-from ckptkit.live.meeting import StoreBarrier
-from ckptkit.live.world import World
+from ckptkit.live.ranks import StoreRanks, World
 from tests.live.pool import Died, Pool
 
 
@@ -181,16 +180,16 @@ def lose_the_store() -> str:
     if rank == 0:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         dist.broadcast(torch.tensor(store.port), 0)
-        StoreBarrier(World(0, 2, store), "first").wait()
+        StoreRanks(World(0, 2, store), "first").wait()
         dist.barrier()  # the other has seen that both were there
         os._exit(3)
     port = torch.tensor(0)
     dist.broadcast(port, 0)
     world = World(1, 2, TCPStore("127.0.0.1", int(port), is_master=False))
-    StoreBarrier(world, "first").wait()
+    StoreRanks(world, "first").wait()
     dist.barrier()
     with pytest.raises(PeerError) as caught:
-        StoreBarrier(world, "second", timeout=10).wait()
+        StoreRanks(world, "second", timeout=10).wait()
     return str(caught.value)
 
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 import ckptkit
-from ckptkit.checkpoint import mirror
 from ckptkit.checkpoint.places import MANIFEST
-from ckptkit.checkpoint.transfer import Copied, copy_step
+from ckptkit.checkpoint.run import mirror
+from ckptkit.checkpoint.run.copy import Copied, copy_step
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StorageError, UsageError
 from ckptkit.live import Checkpointer
 from ckptkit.storage import FailingStore, LocalStore, Location, open_store

@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptkit.errors import LayoutError, StrategyError
 from ckptkit.live.groups import Group, dtensor_groups
+from ckptkit.live.ranks import World
 from ckptkit.live.topology import Topology
-from ckptkit.live.world import World
 from ckptkit.model import Box, Owner, Shard
 
 

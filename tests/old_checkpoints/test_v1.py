@@ -11,8 +11,8 @@ import pytest
 import zarr
 
 import ckptkit
-from ckptkit.checkpoint.barrier import SoloBarrier
-from ckptkit.checkpoint.transfer import copy_step
+from ckptkit.checkpoint.ranks import OneRank
+from ckptkit.checkpoint.run.copy import copy_step
 from ckptkit.errors import FormatError
 from ckptkit.format.leaves import dumps
 from ckptkit.storage import MemoryStore, open_store
@@ -38,7 +38,7 @@ def test_every_byte_is_as_it_was_written() -> None:
 
 def test_every_byte_can_be_accounted_for_when_it_is_copied() -> None:
     there = MemoryStore()
-    copied = copy_step(open_store(written.FOLDER), there, written.STEP, SoloBarrier())
+    copied = copy_step(open_store(written.FOLDER), there, written.STEP, OneRank())
     assert copied.nbytes == sum(pack.size for pack in CHECKPOINT.manifest.packs)
     assert ckptkit.verify(there) == []
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ckptkit.checkpoint.check.pack import PackBytes, PackFile
 from ckptkit.checkpoint.commit import committed_save_id
 from ckptkit.checkpoint.places import data_prefix, described
 from ckptkit.checkpoint.reshard.copying import Route
 from ckptkit.checkpoint.reshard.engines import Slice
 from ckptkit.checkpoint.reshard.target import Target
-from ckptkit.checkpoint.scan import Scanned, scan_pack
 from ckptkit.checkpoint.stored import check_chunk
 from ckptkit.checkpoint.tail import PackRecord, read_record
 from ckptkit.checkpoint.threads import Progress, share_out
@@ -91,7 +91,11 @@ def _is_finished(
     key = f"{folder}/{pack_name(rank)}"
     if found is None:
         return False
-    return not scan_pack(Scanned(store, key, found.pack.size, progress=progress), found)
+    file = PackFile(store, key, found.pack.size, progress=progress)
+    try:
+        return not file.faults(PackBytes.of_rank(found, described(store, key)))
+    except FormatError:
+        return False
 
 
 def _record(target: Target, store: Store, folder: str, rank: int) -> PackRecord | None:

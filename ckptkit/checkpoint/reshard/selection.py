@@ -7,10 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.checkpoint.patterns import NAMES_HINT, check_used, matches, pattern_list
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format.arrays import Alias, ArrayInfo
-from ckptkit.format.names import ancestors, checked_path, inner_name, join, split
+from ckptkit.format.names import (
+    NAMES_HINT,
+    ancestors,
+    check_used,
+    checked_path,
+    inner_name,
+    join,
+    matches,
+    pattern_list,
+    split,
+)
 from ckptkit.model import DTYPES, DType
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint import digest
+from ckptkit.checkpoint.check import digest
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.reshard.casting import cast
 from ckptkit.checkpoint.reshard.target import Target

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, cast
@@ -12,27 +11,24 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import _broadcast_coalesced
 
-from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from ckptkit.errors import PeerError
-from ckptkit.live.meeting import StoreBarrier, barrier_of, next_name
-from ckptkit.live.world import current_world
+from ckptkit.live.ranks import current_world, next_name, ranks_of
 
 _SYNC_BYTES = 250 * 2**20
 
 
-def room(what: str, timeout: float = DEFAULT_TIMEOUT) -> Barrier:
+def room(what: str, timeout: float = DEFAULT_TIMEOUT) -> Ranks:
     """Where all ranks of the job meet once, without a collective."""
     world = current_world()
-    return barrier_of(world, next_name(world, what), timeout, "the ranks do not go on")
+    return ranks_of(world, next_name(world, what), timeout, "the ranks do not go on")
 
 
-def check_alike(barrier: Barrier, said: Mapping[str, Any]) -> None:
+def check_alike(barrier: Ranks, said: Mapping[str, Any]) -> None:
     """Raise on all ranks when one says something else than rank 0: they would wait for ever."""
-    if not isinstance(barrier, StoreBarrier):
-        return
-    wanted = json.loads(barrier.share(json.dumps(said)))
-    heard = barrier.collect(_difference(wanted, said, barrier.rank).encode())
-    problem = barrier.share(next((data.decode() for data in heard if data), ""))
+    wanted = barrier.share(lambda: said)
+    mine = _difference(wanted, said, barrier.rank)
+    problem = barrier.agree(mine, lambda heard: next(filter(None, heard), ""))
     if problem:
         raise PeerError(problem, hint="call as_distributed alike on every rank")
 

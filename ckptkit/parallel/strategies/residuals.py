@@ -7,10 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT
 from ckptkit.checkpoint.checkpoint import open_checkpoint
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, leaving
 from ckptkit.errors import CkptkitError
-from ckptkit.live.meeting import leaving
 from ckptkit.parallel.strategies.alike import room
 
 RESIDUALS = "compression"
@@ -44,8 +43,8 @@ def has_residuals(location: str | os.PathLike[str], options: Mapping[str, Any]) 
     """Whether a step has any, as rank 0 sees it."""
     barrier = room("residuals", options.get("timeout", DEFAULT_TIMEOUT))
     with leaving(barrier):
-        has = barrier.rank == 0 and _has_residuals(location, options.get("storage_options"))
-        return barrier.share("yes" if has else "no") == "yes"
+        stored = options.get("storage_options")
+        return bool(barrier.share(lambda: _has_residuals(location, stored)))
 
 
 def _has_residuals(location: str | os.PathLike[str], stored: Mapping[str, Any] | None) -> bool:

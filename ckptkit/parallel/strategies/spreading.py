@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ckptkit.checkpoint.barrier import SoloBarrier
+from ckptkit.checkpoint.ranks import OneRank, leaving
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import UsageError
-from ckptkit.live.meeting import leaving
 from ckptkit.model import Strategy
 from ckptkit.parallel.ranks.job import init
 from ckptkit.parallel.strategies import replicated, sharded, tensor_parallel
@@ -74,7 +73,7 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
         _join()
     world = dist.get_world_size() if dist.is_initialized() else 1
     found = known_as(model)
-    barrier = SoloBarrier() if isinstance(found, Distributed) else room("spread")
+    barrier = OneRank() if isinstance(found, Distributed) else room("spread")
     with leaving(barrier):
         strategy = resolved(spec, world)
         options = Options.of(
@@ -223,7 +222,7 @@ class _Spreading:
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         overlapping = modules if self._options.overlap else ()
         # Each stage may have groups of its own.
-        barrier = SoloBarrier() if "pp" in self._ranks else room("optimizer")
+        barrier = OneRank() if "pp" in self._ranks else room("optimizer")
         with leaving(barrier):
             made = made_for(parameters, choices.optimizer, choices.settings, group, overlapping)
             check_alike(barrier, {"optimizer_options": described_options(made.param_groups)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptkit.checkpoint.barrier import Barrier
+from ckptkit.checkpoint.ranks import Ranks, leaving
 from ckptkit.errors import LayoutError, UsageError
-from ckptkit.live.meeting import leaving
 from ckptkit.parallel.strategies.alike import check_alike, room
 from ckptkit.parallel.strategies.grouping import CONTAINERS
 from ckptkit.parallel.strategies.options import Options
@@ -115,14 +113,14 @@ def _places_to_cut(model: nn.Module, parts: Sequence[Part], count: int) -> list[
     return places
 
 
-def _weights(parts: Sequence[Part], options: Options, barrier: Barrier) -> list[int]:
+def _weights(parts: Sequence[Part], options: Options, barrier: Ranks) -> list[int]:
     """What is to be shared out evenly; of times those of rank 0, as clocks differ."""
     if options.balance != "time":
         return [part.nbytes for part in parts]
     if options.example is None:
         raise UsageError('balance="time" takes an example to measure', hint="pass example=")
     times = [round(part.seconds * 1e9) for part in parts]
-    agreed: list[int] = json.loads(barrier.share(json.dumps(times)))
+    agreed: list[int] = barrier.share(lambda: times)
     return agreed
 
 

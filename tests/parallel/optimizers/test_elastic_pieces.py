@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptkit import Run
 from ckptkit.errors import FormatError, UsageError
 from ckptkit.live import Checkpointer
-from ckptkit.live.world import current_world
+from ckptkit.live.ranks import current_world
 from ckptkit.parallel.optimizers.elastic import ElasticTraining, GlobalSampler
 from ckptkit.parallel.optimizers.elastic.rate import rule_of, scale
 from ckptkit.parallel.optimizers.elastic.replicas import Replicas

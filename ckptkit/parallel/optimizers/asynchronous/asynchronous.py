@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
+from ckptkit.checkpoint.ranks import leaving
 from ckptkit.errors import PeerError, UsageError
-from ckptkit.live.meeting import barrier_of, leaving, next_name
 from ckptkit.live.models import Model
+from ckptkit.live.ranks import World, current_world, next_name, ranks_of
 from ckptkit.live.snapshot import parameter_names
-from ckptkit.live.world import World, current_world
 from ckptkit.parallel.optimizers.asynchronous.access import Access, InProcess, OverSocket
 from ckptkit.parallel.optimizers.asynchronous.clocks import Clocks
 from ckptkit.parallel.optimizers.asynchronous.messages import TOKEN_BYTES
@@ -112,9 +112,7 @@ class AsynchronousSGD:
         `on_loss="continue"`.
         """
         self._check_open()
-        barrier = barrier_of(
-            self._world, next_name(self._world, "meeting"), self._timeout, _NOT_MET
-        )
+        barrier = ranks_of(self._world, next_name(self._world, "meeting"), self._timeout, _NOT_MET)
         with leaving(barrier):
             barrier.wait()
             self._pull()

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from ckptkit.checkpoint.ranks import in_one_line
 from ckptkit.errors import CkptkitError
 from ckptkit.format.leaves import dumps, unpack
-from ckptkit.live.saying import in_one_line
 from ckptkit.live.trees import without_tensors
 from ckptkit.parallel.optimizers.asynchronous.clocks import Clocks
 from ckptkit.parallel.optimizers.asynchronous.messages import (

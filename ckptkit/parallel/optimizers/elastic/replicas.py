@@ -7,11 +7,11 @@ import os
 import shutil
 from pathlib import Path
 
-from ckptkit.checkpoint.run import Run
+from ckptkit.checkpoint.ranks import leaving
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError
 from ckptkit.live.checkpointer import Checkpointer
-from ckptkit.live.meeting import StoreBarrier, barrier_of, leaving, next_name
-from ckptkit.live.world import World
+from ckptkit.live.ranks import World, next_name, ranks_of
 
 log = logging.getLogger("ckptkit.parallel")
 
@@ -39,18 +39,15 @@ class Replicas:
         """Those in a folder; None where some rank does not see it, as on another machine."""
         path = Path(folder)
         token = path / f".seen-{os.getpid()}"
-        room = barrier_of(world, next_name(world, "replicas"), timeout, "nothing was replicated")
+        room = ranks_of(world, next_name(world, "replicas"), timeout, "nothing was replicated")
         with leaving(room):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             # Where all users may write, somebody else may have made it, or a link to what is ours.
             is_own = path.lstat().st_uid == path.stat().st_uid == os.getuid()
             if world.rank == 0 and is_own:
                 token.touch()
-            is_seen = (path / room.share(token.name)).exists()
-            said = [b"yes" if is_own and is_seen else b"no"]
-            if isinstance(room, StoreBarrier):
-                said = room.collect(said[0])
-            all_see = room.share("no" if b"no" in said else "yes") == "yes"
+            is_seen = (path / room.share(lambda: token.name)).exists()
+            all_see = room.agree(is_own and is_seen, all)
         if world.rank == 0:
             token.unlink(missing_ok=True)
         if all_see:

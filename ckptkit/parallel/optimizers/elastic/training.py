@@ -14,13 +14,12 @@ from typing import Self
 import torch
 from torch.optim import Optimizer
 
-from ckptkit.checkpoint.barrier import DEFAULT_TIMEOUT, Barrier
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
 from ckptkit.errors import CkptkitError, FormatError, UsageError
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.loading import Restored
-from ckptkit.live.meeting import barrier_of, leaving, next_name
+from ckptkit.live.ranks import current_world, next_name, ranks_of
 from ckptkit.live.rng import rng_state, set_rng_state
-from ckptkit.live.world import current_world
 from ckptkit.model import PerRank
 from ckptkit.parallel.optimizers.elastic.rate import Rule, rule_of, scale
 from ckptkit.parallel.optimizers.elastic.replicas import (
@@ -184,7 +183,7 @@ class ElasticTraining:
         restored = self._restore(newest)
         if restored is None:
             # Replicas belong to a run that has this step: what another left is not taken for it.
-            self._job = self._room().share(secrets.token_hex(8))
+            self._job = self._room().share(lambda: secrets.token_hex(8))
             self._adapt(rule(self._world.size / self._reference))
             self._save(self._checkpointer)
             self._checkpointer.wait()
@@ -205,13 +204,17 @@ class ElasticTraining:
 
     def _newest(self) -> int:
         """The step in memory that is newer than all checkpoints, or -1: rank 0's view."""
-        found, room = -1, self._room()
-        with leaving(room):
-            if self._replicas is not None and self._world.rank == 0:
-                saved, job = newest_of(self._checkpointer.run)
-                replica, _ = newest_of(self._replicas.checkpointer.run, job)
-                found = replica if replica > saved >= 0 else -1
-        return int(room.share(str(found)))
+
+        def newest() -> int:
+            if self._replicas is None:
+                return -1
+            saved, job = newest_of(self._checkpointer.run)
+            replica, _ = newest_of(self._replicas.checkpointer.run, job)
+            return replica if replica > saved >= 0 else -1
+
+        ranks = self._room()
+        with leaving(ranks):
+            return int(ranks.share(newest))
 
     def _restore(self, replica: int) -> Restored | None:
         if replica >= 0 and self._replicas is not None:
@@ -267,6 +270,6 @@ class ElasticTraining:
             time.sleep(_PAUSE)
             left = world.store.add(key, 0)
 
-    def _room(self) -> Barrier:
+    def _room(self) -> Ranks:
         name = next_name(self._world, "elastic")
-        return barrier_of(self._world, name, self._timeout, "the training does not go on")
+        return ranks_of(self._world, name, self._timeout, "the training does not go on")

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ckptkit.checkpoint.check.verify import Finding
 from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.stored import StoredArrays
 from ckptkit.checkpoint.streaming import STREAM_MEMORY, Band, Limits, Readable, stream
 from ckptkit.checkpoint.threads import Progress
-from ckptkit.checkpoint.verify import Finding
 from ckptkit.format.leaves import canonical
 from ckptkit.format.names import ALIKE, DIGEST_ALGORITHM
 from ckptkit.format.objects import ObjectInfo, whole

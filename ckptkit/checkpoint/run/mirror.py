@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from ckptkit.checkpoint.barrier import Barrier, Gathering
 from ckptkit.checkpoint.locate import read_manifest
 from ckptkit.checkpoint.places import described, step_name
-from ckptkit.checkpoint.prune import Removal, kept_steps, remove
-from ckptkit.checkpoint.run import Run
-from ckptkit.checkpoint.transfer import CopyOptions, UnsoundStepError, copy_step
+from ckptkit.checkpoint.ranks import Ranks, in_one_line
+from ckptkit.checkpoint.run.copy import CopyOptions, UnsoundStepError, copy_step
+from ckptkit.checkpoint.run.run import Removal, Run, kept_steps, remove
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
@@ -77,17 +76,17 @@ class Mirror:
         self._options = options or CopyOptions()
         self._memory = _Memory()
 
-    def look(self, barrier: Barrier) -> None:
+    def look(self, barrier: Ranks) -> None:
         """Make sure that all ranks see one local folder, and that it is this run's; every rank
         calls it before the first save or load.
         """
         if barrier.rank == 0:
             self._claim()
-        mark = barrier.share(f"seen-by-all-{secrets.token_hex(8)}.txt")
+        mark = barrier.share(lambda: f"seen-by-all-{secrets.token_hex(8)}.txt")
         try:
             if barrier.rank == 0 and barrier.world_size > 1:
                 self.local.put(mark, b"for a moment")
-            barrier.share("written")
+            barrier.share(lambda: "written")
             if barrier.rank > 0:
                 self._check_seen(mark, barrier.rank)
             barrier.wait()
@@ -116,7 +115,7 @@ class Mirror:
                 break
         return found
 
-    def upload(self, barrier: Gathering, up_to: int | None = None) -> None:
+    def upload(self, barrier: Ranks, up_to: int | None = None) -> None:
         """Copy all local steps that are not in the other place, and that retention keeps, oldest
         first; then delete what retention does not keep, in both places, of the steps up to the one
         that was saved just now. A call of all ranks.
@@ -124,11 +123,10 @@ class Mirror:
         A local step that is damaged is said in the log, once, and stays: no later save mends it.
         """
         with _leaving(barrier):
-            pending = self._pending(up_to) if barrier.rank == 0 else []
-            steps = barrier.share(" ".join(map(str, pending))).split()
+            steps = barrier.share(lambda: self._pending(up_to))
         try:
             with _leaving(barrier):
-                for step in map(int, steps):
+                for step in steps:
                     self._copy(step, barrier)
                 barrier.wait()
         except CkptkitError:
@@ -247,7 +245,7 @@ class Mirror:
         # Overwriting is for what was saved since: a later save there is not to be lost.
         return self._options.overwrite and self._in_order(step)[0] == REMOTE
 
-    def _copy(self, step: int, barrier: Gathering) -> None:
+    def _copy(self, step: int, barrier: Ranks) -> None:
         started = time.perf_counter()
         self._memory.failed.add(step)
         try:
@@ -267,7 +265,7 @@ class Mirror:
                 time.perf_counter() - started,
             )
 
-    def _leave_out(self, step: int, error: UnsoundStepError, barrier: Barrier) -> None:
+    def _leave_out(self, step: int, error: UnsoundStepError, barrier: Ranks) -> None:
         """Go on without a damaged step, which no attempt to copy it again will mend."""
         self._memory.failed.discard(step)
         there = _save_of(self.local, step) if barrier.rank == 0 else None
@@ -275,7 +273,7 @@ class Mirror:
         if there is not None and there.save_id == error.save_id:
             self._report(step, error.save_id, error)
 
-    def _prune(self, barrier: Barrier, up_to: int | None) -> None:
+    def _prune(self, barrier: Ranks, up_to: int | None) -> None:
         rules = self._retention
         if up_to is None or barrier.rank > 0:
             return
@@ -317,12 +315,12 @@ class _Memory:
 
 
 @contextmanager
-def _leaving(barrier: Barrier) -> Iterator[None]:
+def _leaving(barrier: Ranks) -> Iterator[None]:
     """Tell the other ranks what goes wrong inside."""
     try:
         yield
     except BaseException as error:
-        barrier.leave(f"{type(error).__name__}: {error}".replace("\n", "; "))
+        barrier.leave(in_one_line(error))
         raise
 
 

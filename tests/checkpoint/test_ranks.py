@@ -1,4 +1,4 @@
-"""Barriers: everyone meets, or everyone learns why not."""
+"""Ranks that meet: all of them do, or all learn why not, whatever carries what they say."""
 
 from __future__ import annotations
 
@@ -7,24 +7,31 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
-from ckptkit import Barrier, FileBarrier, ThreadBarrier
-from ckptkit.checkpoint.barrier import SoloBarrier
-from ckptkit.errors import PeerError, UsageError
+from ckptkit import FileBarrier, Ranks, ThreadBarrier
+from ckptkit.checkpoint.ranks import OneRank
+from ckptkit.errors import PeerError, UnsupportedTypeError, UsageError
+from ckptkit.live.ranks import StoreRanks, World
 
-Make = Callable[[int, float], Sequence[Barrier]]
+Make = Callable[[int, float], Sequence[Ranks]]
 
 
-@pytest.fixture(params=["threads", "files"])
+@pytest.fixture(params=["threads", "files", "store"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """Makes the barriers of some ranks."""
     if request.param == "threads":
         return ThreadBarrier.group
+    if request.param == "store":
+        store = HashStore()
+        return lambda ranks, timeout: [
+            StoreRanks(World(rank, ranks, store), "save", timeout) for rank in range(ranks)
+        ]
     return lambda ranks, timeout: [FileBarrier(tmp_path, r, ranks, timeout) for r in range(ranks)]
 
 
 def at_once(
-    barriers: Sequence[Barrier], action: Callable[[Barrier], object]
+    barriers: Sequence[Ranks], action: Callable[[Ranks], object]
 ) -> tuple[list[object], list[Exception | None]]:
     """What an action returns or raises on each rank, all at the same time."""
     results: list[object] = [None] * len(barriers)
@@ -44,7 +51,7 @@ def at_once(
     return results, errors
 
 
-def wait_or_leave(barrier: Barrier) -> None:
+def wait_or_leave(barrier: Ranks) -> None:
     """As a writer does: the others hear from rank 0 alone that it is over."""
     try:
         barrier.wait()
@@ -54,10 +61,10 @@ def wait_or_leave(barrier: Barrier) -> None:
 
 
 def test_what_rank_0_shares_reaches_all_in_order(make: Make) -> None:
-    def talk(barrier: Barrier) -> list[str]:
-        heard = []
-        for number in range(20):
-            heard.append(barrier.share(f"{number} of {barrier.rank}"))
+    def talk(barrier: Ranks) -> list[str]:
+        heard: list[str] = []
+        for _ in range(20):
+            heard.append(barrier.share(lambda: f"{len(heard)} of {barrier.rank}"))
             barrier.wait()
         return heard
 
@@ -66,10 +73,33 @@ def test_what_rank_0_shares_reaches_all_in_order(make: Make) -> None:
     assert results == [[f"{number} of 0" for number in range(20)]] * 4
 
 
+SAID = [None, True, -(2**70), 1.5, "a b\nc", b"\0+-", (1, [2]), {"x": {3: ()}}]
+
+
+def test_what_all_say_reaches_rank_0_as_it_was_said(make: Make) -> None:
+    def talk(barrier: Ranks) -> object:
+        heard = barrier.collect([barrier.rank, SAID])
+        barrier.wait()
+        return heard, barrier.agree(barrier.rank, sum), barrier.share(lambda: SAID)
+
+    results, errors = at_once(make(3, 20), talk)
+    assert errors == [None] * 3
+    heard = [[rank, SAID] for rank in range(3)]
+    assert results == [(heard, 3, SAID), ([], 3, SAID), ([], 3, SAID)]
+
+
+def test_what_is_no_plain_value_is_refused(make: Make) -> None:
+    (alone,) = make(1, 20)
+    with pytest.raises(UnsupportedTypeError):
+        alone.share(lambda: {1, 2})
+    with pytest.raises(UnsupportedTypeError):
+        alone.collect(object())
+
+
 def test_nobody_passes_before_all_are_there(make: Make) -> None:
     arrived = []
 
-    def meet(barrier: Barrier) -> int:
+    def meet(barrier: Ranks) -> int:
         arrived.append(barrier.rank)
         barrier.wait()
         return len(arrived)
@@ -79,7 +109,7 @@ def test_nobody_passes_before_all_are_there(make: Make) -> None:
 
 @pytest.mark.parametrize("leaving", [0, 1, 2])
 def test_a_rank_that_leaves_says_why_to_all(make: Make, leaving: int) -> None:
-    def meet(barrier: Barrier) -> None:
+    def meet(barrier: Ranks) -> None:
         if barrier.rank == leaving:
             barrier.leave("the disk is full")
         else:
@@ -91,12 +121,12 @@ def test_a_rank_that_leaves_says_why_to_all(make: Make, leaving: int) -> None:
 
 
 def test_a_rank_that_left_in_an_earlier_round_is_not_waited_for(make: Make) -> None:
-    def meet(barrier: Barrier) -> None:
+    def meet(barrier: Ranks) -> None:
         barrier.wait()
         if barrier.rank == 1:
             barrier.leave("gone")
             return
-        barrier.share("anything")
+        barrier.share(lambda: "anything")
         wait_or_leave(barrier)
 
     errors = at_once(make(3, 20), meet)[1]
@@ -109,11 +139,11 @@ def test_a_rank_that_does_not_come_is_an_error_with_a_hint(make: Make) -> None:
     for error in errors:
         assert isinstance(error, PeerError)
         assert "0.1 s" in str(error)
-        assert error.hint
+        assert "look at the log of the rank that is missing" in str(error)
 
 
 def test_files_do_not_pile_up(tmp_path: Path) -> None:
-    def meet(barrier: Barrier) -> None:
+    def meet(barrier: Ranks) -> None:
         for _ in range(30):
             barrier.wait()
 
@@ -128,8 +158,8 @@ def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path, rank: int, ranks:
 
 
 def test_one_rank_waits_for_nobody() -> None:
-    barrier = SoloBarrier()
+    barrier = OneRank()
     barrier.wait()
-    barrier.leave("whatever")
-    assert barrier.share("a") == "a"
+    assert barrier.leave("whatever") == "rank 0: whatever"
+    assert barrier.share(lambda: "a") == "a"
     assert (barrier.rank, barrier.world_size) == (0, 1)

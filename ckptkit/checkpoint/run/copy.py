@@ -13,18 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, pairwise
 
-import numpy as np
-import numpy.typing as npt
-
-from ckptkit.checkpoint.accounting import PackBytes, StepBytes
-from ckptkit.checkpoint.barrier import Gathering
+from ckptkit.checkpoint.assemble import assemble
+from ckptkit.checkpoint.check.pack import PackBytes, Window
 from ckptkit.checkpoint.commit import commit, committed_save_id, discard
 from ckptkit.checkpoint.locate import read_manifest
+from ckptkit.checkpoint.pace import ask_all
 from ckptkit.checkpoint.places import data_prefix, described, step_name
-from ckptkit.checkpoint.scan import Expected
+from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.checkpoint.sources import Sources
+from ckptkit.checkpoint.tail import PackRecord, read_record
 from ckptkit.checkpoint.threads import Progress, share_out
 from ckptkit.errors import (
     CorruptionError,
@@ -34,7 +32,8 @@ from ckptkit.errors import (
     StepExistsError,
     StorageError,
 )
-from ckptkit.storage import Sink, Store
+from ckptkit.format.array_table import ArrayTables
+from ckptkit.storage import Store
 
 _SEGMENT = 8 << 20
 _THREADS = 4
@@ -71,7 +70,7 @@ class UnsoundStepError(CorruptionError):
 
 
 def copy_step(
-    source: Store, target: Store, step: int, barrier: Gathering, options: CopyOptions | None = None
+    source: Store, target: Store, step: int, barrier: Ranks, options: CopyOptions | None = None
 ) -> Copied:
     """Copy a committed step, each rank some of its packs.
 
@@ -84,7 +83,7 @@ def copy_step(
     except UnsoundStepError:
         raise
     except BaseException as error:
-        barrier.leave(f"{type(error).__name__}: {error}".replace("\n", "; "))
+        barrier.leave(in_one_line(error))
         raise
 
 
@@ -97,30 +96,29 @@ class _Copying:
         self._manifest = read_manifest(source, self._prefix)
         self.save_id = self._manifest.save.save_id
         self._folder = data_prefix(self._prefix, self.save_id)
+        self._source = source
         self._sources = Sources(source, self._prefix, self._manifest)
-        self._bytes = StepBytes(source, self._folder, self._manifest)
+        self._tables = ArrayTables()
+        self._found: dict[int, PackRecord] = {}
         self._where = described(source, self._prefix)
         self._options = options
 
-    def run(self, barrier: Gathering) -> int:
-        told = ""
-        if barrier.rank == 0:
-            told = f"{self.save_id} {'there' if self._is_there() else ''}"
-        save_id, _, there = barrier.share(told).partition(" ")
+    def run(self, barrier: Ranks) -> int:
+        save_id, is_there = barrier.share(lambda: (self.save_id, self._is_there()))
         if save_id != self.save_id:
             raise PeerError(
                 "rank 0 copies another save of this step", where=self._where, hint="try again"
             )
-        if there:
+        if is_there:
             return 0
         sent, problem = self._send(barrier)
         self._agree(barrier, problem)
         if barrier.rank == 0:
             self._commit()
-            barrier.share("committed")
+            barrier.share(lambda: "committed")
             return sent
         try:
-            barrier.share("")
+            barrier.share(lambda: "")
         except PeerError:
             # Rank 0 may have committed before it was lost, as in `Attempt.end`.
             if committed_save_id(self._target, self._prefix) != self.save_id:
@@ -137,13 +135,13 @@ class _Copying:
             hint="delete one of the two steps, or pass overwrite=True",
         )
 
-    def _send(self, barrier: Gathering) -> tuple[int, UnsoundStepError | None]:
+    def _send(self, barrier: Ranks) -> tuple[int, UnsoundStepError | None]:
         """Send this rank's packs; how many bytes that were, and what ended it early."""
         sent = 0
         try:
             if barrier.rank == 0:
                 with self._reading(self._where):
-                    self._bytes.check_manifest()
+                    self._check_manifest()
             for pack, info in enumerate(self._manifest.packs):
                 # What the one without a record holds follows from all others: rank 0 has them.
                 owner = 0 if info.record is None else pack % barrier.world_size
@@ -155,12 +153,12 @@ class _Copying:
             self._sources.close()
         return sent, None
 
-    def _agree(self, barrier: Gathering, problem: UnsoundStepError | None) -> None:
+    def _agree(self, barrier: Ranks, problem: UnsoundStepError | None) -> None:
         """When all packs are complete, go on; where one is damaged, raise on all ranks."""
-        heard = barrier.collect(f"{problem.where}\n{problem.what}".encode() if problem else b"")
-        told = barrier.share(next(filter(None, heard), b"").decode())
-        if told:
-            where, _, what = told.partition("\n")
+        mine = None if problem is None else (problem.what, problem.where)
+        told = barrier.agree(mine, lambda heard: next(filter(None, heard), None))
+        if told is not None:
+            what, where = told
             raise problem or UnsoundStepError(what, where=where, save_id=self.save_id)
 
     @contextmanager
@@ -181,29 +179,64 @@ class _Copying:
         # In a file system what was cut off can be seen, and have its full size already.
         if not self._target.abilities.is_file_system and _size(self._target, key) == info.size:
             return 0
-        memory = self._options.memory
-        with self._reading(self._sources.where(pack)):
-            reading = _PackReading(self._sources, pack, info.size, self._bytes.of(pack))
-        sink = self._target.create(key, reading.extents, memory=memory, again=True)
-        self._send_pack(reading, sink)
-        return info.size
+        where, progress = self._sources.where(pack), self._options.progress
+        with self._reading(where):
+            known = self._pack_bytes(pack)
+        extents = [window.size for window in known.windows(_SEGMENT)]
+        sink = self._target.create(key, extents, memory=self._options.memory, again=True)
 
-    def _send_pack(self, reading: _PackReading, sink: Sink) -> None:
-        """Write all of a pack; nothing is left behind when that fails."""
-        progress = self._options.progress
-
-        def send(segment: _Segment) -> None:
-            with sink.filling(segment.number) as memory, self._reading(reading.where):
-                reading.read(segment, memory)
+        def send(numbered: tuple[int, Window]) -> None:
+            number, window = numbered
+            with sink.filling(number) as memory, self._reading(where):
+                with self._sources.use(pack) as source:
+                    source.read_into(window.start, memory)
+                for at, what in known.faults(window, memory):
+                    raise CorruptionError(what, where=f"{where} at byte {at}")
             if progress:
-                progress(segment.size)
+                progress(window.size)
 
         try:
-            share_out(reading.segments(), send, min(_THREADS, len(reading.extents)))
+            share_out(enumerate(known.windows(_SEGMENT)), send, min(_THREADS, len(extents)))
             sink.finish()
         except BaseException:
             sink.abort()
             raise
+        return info.size
+
+    def _check_manifest(self) -> None:
+        """Compare the manifest with what the records of all packs say."""
+        manifest = self._manifest
+        try:
+            expected = assemble([found.record for found in self._records()], manifest.packs)
+        except PeerError as error:
+            raise CorruptionError(f"the packs do not fit together: {error.what}") from error
+        if expected.to_bytes() != manifest.to_bytes():
+            raise CorruptionError("the manifest says other things than the packs do")
+
+    def _pack_bytes(self, pack: int) -> PackBytes:
+        info = self._manifest.packs[pack]
+        if info.record is None:
+            records = [found.record for found in self._records()]
+            return PackBytes.of_groups(self._manifest, records)
+        # The records of other ranks may refer to rank 0's.
+        self._record(0)
+        found = self._record(pack)
+        if found.pack != info:
+            raise CorruptionError("the record is not where the manifest says")
+        return PackBytes.of_rank(found, self._sources.where(pack))
+
+    def _records(self) -> list[PackRecord]:
+        ranks = [n for n, pack in enumerate(self._manifest.packs) if pack.record is not None]
+        first = [self._record(rank) for rank in ranks[:1]]
+        return [*first, *ask_all(self._source, self._record, ranks[1:])]
+
+    def _record(self, pack: int) -> PackRecord:
+        if pack not in self._found:
+            size = self._manifest.packs[pack].size
+            self._found[pack] = read_record(
+                self._source, self._folder, pack, self.save_id, self._tables, size=size
+            )
+        return self._found[pack]
 
     def _commit(self) -> None:
         arrived = {entry.key: entry.size for entry in self._target.list(self._folder)}
@@ -220,63 +253,6 @@ class _Copying:
         except StepExistsError:
             discard(self._target, self._prefix, self.save_id)
             raise
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Segment:
-    """Some of a pack: whole entries, or what follows them."""
-
-    number: int
-    start: int
-    size: int
-    entries: list[Expected]
-
-
-class _PackReading:
-    """One pack in segments, each with whole entries, which are checked when it is read."""
-
-    def __init__(self, sources: Sources, pack: int, size: int, known: PackBytes) -> None:
-        self.where = sources.where(pack)
-        self._sources = sources
-        self._pack = pack
-        self._known = known
-        stops = np.array(known.stops, dtype=np.int64)
-        starts = np.concatenate([[0], stops[:-1]])[: len(stops)]
-        self._edges = segment_edges(starts, stops, size)
-        # How many entries end at each edge or before it.
-        self._counts = np.searchsorted(stops, self._edges, side="right").tolist()
-        self.extents: list[int] = np.diff(self._edges).tolist()
-
-    def segments(self) -> Iterator[_Segment]:
-        """All, in the order of the pack."""
-        entries = self._known.entries()
-        counts = [after - before for before, after in pairwise(self._counts)]
-        for number, (start, size) in enumerate(zip(self._edges, self.extents, strict=False)):
-            yield _Segment(number, start, size, list(islice(entries, counts[number])))
-
-    def read(self, segment: _Segment, memory: memoryview) -> None:
-        """Read a segment; CorruptionError where a byte is not as it was written."""
-        with self._sources.use(self._pack) as source:
-            source.read_into(segment.start, memory)
-        for at, what in self._known.faults(segment.entries, memory, segment.start):
-            raise CorruptionError(what, where=f"{self.where} at byte {at}")
-
-
-def segment_edges(
-    starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], size: int
-) -> list[int]:
-    """Where to cut a pack of some bytes, so that no chunk is in two segments and segments are not
-    much larger than they have to be.
-    """
-    end = int(stops[-1]) if len(stops) else 0
-    borders = np.unique(np.concatenate([starts, np.arange(end, size, _SEGMENT), [size]]))
-    edges = [0]
-    while edges[-1] < size:
-        at = int(np.searchsorted(borders, edges[-1] + _SEGMENT, side="right")) - 1
-        if at < 0 or borders[at] <= edges[-1]:
-            at += 1  # a chunk larger than a segment
-        edges.append(int(borders[at]))
-    return edges
 
 
 def _size(store: Store, key: str) -> int | None:

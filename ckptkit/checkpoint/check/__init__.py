@@ -1,0 +1,1 @@
+"""Is a step what was written, and what is in it?"""

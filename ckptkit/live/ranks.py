@@ -1,0 +1,246 @@
+"""The ranks of a live job, as torch.distributed knows them, and how they meet: over the store that
+the job began with, so that a background thread can do it while the training communicates.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_line, late
+from ckptkit.checkpoint.threads import cores
+from ckptkit.errors import GivenUpError, PeerError, UsageError
+
+_DONE, _FAILED = b"+", b"-"
+_LONGEST_PAUSE = 0.25
+_SHORTEST_PAUSE = 0.0005
+_PAUSE_PER_RANK = 0.000005  # thousands of ranks must not keep the store from answering
+_SHARE_OF_WAIT = 0.1  # what looking seldom adds to a wait
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class World:
+    """The rank of this process, how many there are, and the store where they leave word for each
+    other.
+    """
+
+    rank: int = 0
+    size: int = 1
+    store: Store | None = None
+
+
+def current_world() -> World:
+    """The job of the default process group; a job of one rank where there is none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return World()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank < 0:
+        raise UsageError("this process is no rank of the default process group")
+    if size == 1:
+        return World()
+    group: Any = dist.group.WORLD
+    if group not in _connections:
+        # Besides the training's own, which a save in the background must not hold up.
+        store: Any = dist.distributed_c10d._get_default_store()
+        _connections[group] = store.clone()
+    return World(rank, size, _connections[group])
+
+
+# By process group: to connect is slow where looking up the name of a host is.
+_connections: WeakKeyDictionary[dist.ProcessGroup, Store] = WeakKeyDictionary()
+# The names that this rank has yet to take: a process may be in several jobs, one after another, and
+# not with the same others.
+_names: WeakKeyDictionary[dist.ProcessGroup, Iterator[str]] = WeakKeyDictionary()
+
+
+def next_name(world: World, what: str) -> str:
+    """A name for one call, the same on all ranks because all make the same calls."""
+    group = dist.group.WORLD if world.store is not None else None
+    if world.store is None or group is None:
+        return what
+    if group not in _names:
+        # A store may outlive a process group, and what the ranks of that said must not be heard.
+        generation = world.store.add(f"ckptkit/generation/{world.rank}", 1)
+        _names[group] = (f"{generation}.{number}" for number in count(1))
+    return f"{next(_names[group])}-{what}"
+
+
+def ranks_of(
+    world: World, name: str, timeout: float, failure: str = Ranks.failure
+) -> StoreRanks | OneRank:
+    """All ranks of a job, for one call; every rank has to ask for the same name."""
+    return StoreRanks(world, name, timeout, failure) if world.size > 1 else OneRank()
+
+
+class StoreRanks(Ranks):
+    """Ranks that meet over a `torch.distributed` store; every save takes a name of its own.
+
+    Each meeting has one key, and whoever sets it first decides for all how it ended: nobody can
+    see a success that another rank saw fail.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        timeout: float = DEFAULT_TIMEOUT,
+        failure: str = Ranks.failure,
+    ) -> None:
+        assert world.store is not None  # noqa: S101 — a job of several ranks has one
+        self.rank = world.rank
+        self.world_size = world.size
+        self.failure = failure
+        self._store: Store = PrefixStore(f"ckptkit/{name}", world.store)
+        self._timeout = timeout
+        self._shares = 0
+        self._meetings = 0
+        self._cancelled = b""
+        self._told = ""
+
+    def cancel(self, problem: str) -> None:
+        """From another thread: end the meeting that this rank waits for, or the next one. What
+        rank 0 says is not waited for any longer either, although it may still say it.
+        """
+        self._cancelled = _FAILED + f"rank {self.rank}: {problem}".encode()
+
+    def leave(self, problem: str) -> str:
+        own = f"rank {self.rank}: {problem}"
+        verdict = _FAILED + (self._told or own).encode()
+        try:
+            # Of several ranks that fail at once the first is heard, by the others of them too.
+            verdict = self._decide(f"meeting/{self._meetings}", verdict)
+            if self.rank == 0:
+                # The next share is rank 0's alone to decide.
+                self._decide(f"share/{self._shares}", verdict)
+        except (RuntimeError, PeerError):
+            # The store is gone, and with it rank 0: the others notice by themselves.
+            pass
+        self._told = self._told or verdict[1:].decode()
+        return self._told or own
+
+    def forget(self) -> None:
+        for number in range(self._shares):
+            self._store.delete_key(f"share/{number}")
+        for number in range(self._meetings):
+            for rank in range(self.world_size):
+                self._store.delete_key(f"meeting/{number}/{rank}")
+            for key in (f"meeting/{number}", f"meeting/{number}/count"):
+                self._store.delete_key(key)
+
+    def _tell(self, data: bytes) -> bytes:
+        key = f"share/{self._shares}"
+        self._shares += 1
+        if self.rank == 0:
+            with _reachable():
+                self._store.set(key, _DONE + data)  # type: ignore[arg-type] # bytes do
+            return data
+        return self._outcome(key, lambda: late("rank 0", self._timeout))
+
+    def _meet(self, data: bytes | None) -> list[bytes]:
+        key = f"meeting/{self._meetings}"
+        self._meetings += 1
+        with _reachable():
+            self._store.set(f"{key}/{self.rank}", data or b"")  # type: ignore[arg-type]
+        if self._cancelled:
+            self._decide(key, self._cancelled)
+        else:
+            with _reachable():
+                is_last = self._store.add(f"{key}/count", 1) == self.world_size
+            if is_last:
+                self._decide(key, _DONE)
+        self._outcome(key, lambda: self._give_up_waiting(key))
+        if data is None or self.rank > 0:
+            return []
+        with _reachable():
+            return [bytes(self._store.get(f"{key}/{rank}")) for rank in range(self.world_size)]
+
+    def _give_up_waiting(self, key: str) -> PeerError | None:
+        ranks = range(self.world_size)
+        missing = [rank for rank in ranks if not self._store.check([f"{key}/{rank}"])]
+        who = ", ".join(f"rank {rank}" for rank in missing[:8]) or "another rank"
+        problem = late(who, self._timeout)
+        verdict = _FAILED + f"rank {self.rank}: {in_one_line(problem)}".encode()
+        return None if self._decide(key, verdict) == _DONE else problem
+
+    def _outcome(self, key: str, give_up: Callable[[], PeerError | None]) -> bytes:
+        """What was decided under a key; `give_up` says what it means that nothing was in time."""
+        started = time.monotonic()
+        shortest = _SHORTEST_PAUSE + _PAUSE_PER_RANK * self.world_size
+        with _reachable():
+            while not self._store.check([key]):
+                waited = time.monotonic() - started
+                if self._cancelled:
+                    if key.startswith("share"):  # rank 0's alone to decide
+                        said = self._cancelled[1:].decode()
+                        raise GivenUpError(f"{self.failure}, because of {said}")
+                    self._decide(key, self._cancelled)
+                    break
+                if waited > self._timeout:
+                    problem = give_up()
+                    if problem is not None:
+                        self._told = f"rank {self.rank}: {in_one_line(problem)}"
+                        raise problem
+                    break
+                time.sleep(min(max(shortest, _SHARE_OF_WAIT * waited), _LONGEST_PAUSE))
+            verdict = bytes(self._store.get(key))
+        if verdict.startswith(_FAILED):
+            # What ends a meeting in failure is seen by rank 0 too, which then never commits.
+            self._told = verdict[1:].decode()
+            raise GivenUpError(f"{self.failure}, because of {self._told}")
+        return verdict[1:]
+
+    def _decide(self, key: str, verdict: bytes) -> bytes:
+        """Settle how a meeting ended, unless another rank has: its verdict counts then."""
+        with _reachable():
+            return bytes(self._store.compare_set(key, "", verdict))  # type: ignore[arg-type]
+
+
+class _reachable:  # noqa: N801 — reads as a statement
+    """Turns a lost store into an error that says what that means."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, dist.DistError):
+            raise PeerError(
+                "the job's store does not answer: the rank or agent that holds it is gone",
+                hint="look at the log of rank 0",
+            ) from error
+
+
+def copying_threads(world: World) -> int:
+    """How many threads of this rank may copy memory at a time: with more than there are cores for
+    all ranks of the machine, copying only gets slower.
+    """
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
+    ranks = int(said) if said.isdecimal() and int(said) else world.size
+    return max(1, min(8, cores() // ranks))
+
+
+def wire() -> torch.device:
+    """Where the backend of the default group wants the tensors of a collective to be."""
+    if "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if found is None else found
+
+
+def bytes_of_first(data: bytes | None, size: int) -> bytes:
+    """Rank 0's bytes on every rank of the default group, by a collective, which carries more than
+    a store does; all ranks know how many there are.
+    """
+    if data is None:
+        tensor = torch.empty(size, dtype=torch.uint8, device=wire())
+    else:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(wire())
+    dist.broadcast(tensor, src=0)
+    return bytes(tensor.cpu().numpy()) if data is None else data
