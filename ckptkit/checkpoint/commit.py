@@ -33,7 +33,7 @@ from ckptkit.checkpoint.image import ImageWriting, PackImage, write_image
 from ckptkit.checkpoint.locate import manifest_bytes
 from ckptkit.checkpoint.pace import asked_in_threads, at_once
 from ckptkit.checkpoint.places import MANIFEST, data_prefix, described, under
-from ckptkit.checkpoint.tail import PackRecord, read_record
+from ckptkit.checkpoint.read.packs import PackRecord, read_record
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,

@@ -12,17 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.stored import StoredArrays
-from ckptkit.checkpoint.streaming import Band, Limits, stream
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.stream import Band, Limits, stored_arrays, stream
 from ckptkit.errors import FormatError
 from ckptkit.format.leaves import dumps
 from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
 from ckptkit.live.agree import Documents
-from ckptkit.live.held import Held, Tied
-from ckptkit.live.optimizers.adapter import Saved, SavedState
-from ckptkit.live.tensors import torch_dtype
-from ckptkit.live.trees import arrays_in, put_tensors
+from ckptkit.live.state.parts import LiveTensor, Tied
+from ckptkit.live.state.tensors import torch_dtype
+from ckptkit.live.state.trees import arrays_in, put_tensors
+from ckptkit.live.wrappers.entries import Saved, SavedState
 
 _COMPARE_MEMORY = 64 << 20
 
@@ -94,13 +93,13 @@ def differing(
         if not np.array_equal(values[0], values[1]):
             apart.add(alike[band.item])
 
-    with StoredArrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store)) as stored:
-        found = [[stored.get(name) for name in pair] for pair in pairs]
-        items = [[each for each in pair if each is not None] for pair in found]
-        forms = [{(each.shape, each.dtype) for each in pair} for pair in items]
-        alike = [at for at, p in enumerate(items) if len(p) == 2 and len(forms[at]) == 1]
-        apart.update(set(range(len(pairs))).difference(alike))
-        stream([items[at] for at in alike], compare, limits)
+    stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store))
+    found = [[stored.get(name) for name in pair] for pair in pairs]
+    items = [[each for each in pair if each is not None] for pair in found]
+    forms = [{(each.shape, each.dtype) for each in pair} for pair in items]
+    alike = [at for at, p in enumerate(items) if len(p) == 2 and len(forms[at]) == 1]
+    apart.update(set(range(len(pairs))).difference(alike))
+    stream([items[at] for at in alike], compare, limits)
     return [
         f"{pairs[at][1]}: not what {pairs[at][0]} is in the step, and one tensor here"
         for at in sorted(apart)
@@ -120,7 +119,7 @@ def _said(documents: Documents) -> dict[str, bytes]:
 
 
 def resume(
-    checkpoint: Checkpoint, documents: Documents, fitting: Sequence[Held], twins: Twins
+    checkpoint: Checkpoint, documents: Documents, fitting: Sequence[LiveTensor], twins: Twins
 ) -> Resumed:
     """What the step has for the parameters among tensors that fit it."""
     trained = trained_by(documents)
@@ -201,7 +200,7 @@ def _wrappers(checkpoint: Checkpoint) -> dict[str, dict[str, Saved]]:
 
 
 def _as_here(
-    checkpoint: Checkpoint, name: str, parameter: str, wrapper: Saved | None, held: Held
+    checkpoint: Checkpoint, name: str, parameter: str, wrapper: Saved | None, held: LiveTensor
 ) -> Saved:
     """The array with the dtype of the parameter here, where it had that of the one there."""
     array, of = checkpoint[name], wrapper or checkpoint[parameter]

@@ -14,7 +14,7 @@ from isal import isal_zlib
 
 from ckptkit.checkpoint.commit import groups_image
 from ckptkit.checkpoint.pace import Pace
-from ckptkit.checkpoint.tail import PackRecord
+from ckptkit.checkpoint.read.packs import PackRecord
 from ckptkit.checkpoint.threads import Progress, share_out
 from ckptkit.errors import CorruptionError
 from ckptkit.format.arrays import DOCUMENT, array_document, chunk_key, group_document, key_of
@@ -149,7 +149,12 @@ class PackFile:
         rows = rows[np.argsort(manifest.offset[rows])]
 
         def windows(nbytes: int) -> Iterator[Window]:
-            return _windows((Expected(_chunk(manifest, int(row))) for row in rows), nbytes)
+            return _windows(map(entry, rows.tolist()), nbytes)
+
+        def entry(row: int) -> Expected:
+            offset, length = int(manifest.offset[row]), int(manifest.length[row])
+            crc = int(manifest.crc32[row])
+            return Expected(Entry(manifest.chunk_key(row), offset, length, crc))
 
         def faults(window: Window, memory: memoryview) -> Iterator[Fault]:
             for item in window.entries:
@@ -212,14 +217,6 @@ def _entries(found: PackRecord) -> Iterator[tuple[Entry, bytes | None]]:
         offset, length = int(record.offset[row]), int(record.length[row])
         yield Entry(name, offset, length, int(record.crc32[row])), None
     yield found.entry, None
-
-
-def _chunk(manifest: Manifest, row: int) -> Entry:
-    index = int(np.searchsorted(manifest.starts, row, side="right")) - 1
-    array = manifest.arrays[index]
-    name = chunk_key(array.name, array.grid.index(row - int(manifest.starts[index])))
-    extent = int(manifest.offset[row]), int(manifest.length[row])
-    return Entry(name, *extent, int(manifest.crc32[row]))
 
 
 def _entry_faults(item: Expected, memory: memoryview, start: int) -> Iterator[Fault]:

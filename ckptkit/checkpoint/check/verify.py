@@ -16,7 +16,7 @@ from ckptkit.checkpoint.check.pack import Fault, PackBytes, PackFile
 from ckptkit.checkpoint.locate import manifest_at
 from ckptkit.checkpoint.pace import Pace, ask_all
 from ckptkit.checkpoint.places import Place, data_prefix, described, store_at
-from ckptkit.checkpoint.tail import read_record
+from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.errors import CkptkitError, FormatError, NotFoundError, StorageError
 from ckptkit.format.array_table import ArrayTable, ArrayTables

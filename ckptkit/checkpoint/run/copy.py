@@ -21,8 +21,7 @@ from ckptkit.checkpoint.locate import read_manifest
 from ckptkit.checkpoint.pace import ask_all
 from ckptkit.checkpoint.places import data_prefix, described, step_name
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
-from ckptkit.checkpoint.sources import Sources
-from ckptkit.checkpoint.tail import PackRecord, read_record
+from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
 from ckptkit.checkpoint.threads import Progress, share_out
 from ckptkit.errors import (
     CorruptionError,
@@ -97,7 +96,7 @@ class _Copying:
         self.save_id = self._manifest.save.save_id
         self._folder = data_prefix(self._prefix, self.save_id)
         self._source = source
-        self._sources = Sources(source, self._prefix, self._manifest)
+        self._sources = OpenPacks(source, self._prefix, self._manifest)
         self._tables = ArrayTables()
         self._found: dict[int, PackRecord] = {}
         self._where = described(source, self._prefix)

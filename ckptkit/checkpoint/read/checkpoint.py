@@ -1,0 +1,324 @@
+"""A committed step, open for reading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import EllipsisType, MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.checkpoint.locate import manifest_at, read_manifest
+from ckptkit.checkpoint.pace import Pace
+from ckptkit.checkpoint.places import Place, described, store_at
+from ckptkit.checkpoint.read.packs import OpenPacks
+from ckptkit.checkpoint.read.reader import Reader, Request
+from ckptkit.checkpoint.threads import Progress
+from ckptkit.errors import FormatError, LayoutError, NotFoundError
+from ckptkit.format.arrays import ArrayInfo
+from ckptkit.format.manifest import Manifest
+from ckptkit.format.objects import whole
+from ckptkit.model import Box, DType, Grid, Layout, Part, Strategy, layout_of
+from ckptkit.storage import Address, Options, Store
+from ckptkit.storage.closing import Closing
+
+if TYPE_CHECKING:
+    import zarr
+
+    from ckptkit.checkpoint.read.zarr_view import ZarrView
+
+
+def open_checkpoint(location: Place, *, storage_options: Options | None = None) -> Checkpoint:
+    """Open a step, or the newest committed step of a run.
+
+    `storage_options` say how to reach an object store: `endpoint`, `region`, `profile` and others;
+    what they leave out comes from the environment, as is usual there.
+    """
+    store = store_at(location, storage_options)
+    prefix, manifest = manifest_at(store)
+    return Checkpoint(store, prefix, manifest)
+
+
+def _reopened(address: Address, prefix: str, save_id: str) -> Checkpoint:
+    store = store_at(address)
+    manifest = read_manifest(store, prefix)
+    if manifest.save.save_id != save_id:
+        raise FormatError(
+            "the step was saved anew since it was opened",
+            where=described(store, prefix),
+            hint="open it again",
+        )
+    return Checkpoint(store, prefix, manifest)
+
+
+def _inside(array: ArrayInfo, name: str, box: Box) -> Box:
+    if len(box.shape) != len(array.shape) or not Box.whole(array.shape).contains(box):
+        raise LayoutError(f"the box is not inside of {array.shape}", where=name, value=box)
+    return box
+
+
+class Checkpoint(Closing):
+    """A committed step: what is in it, and any box of any array of it.
+
+    Usable from any thread; close it, or use it in a `with` block, to free file handles.
+    """
+
+    def __init__(self, store: Store, prefix: str, manifest: Manifest) -> None:
+        self.store = store
+        self.prefix = prefix
+        self.manifest = manifest
+        self.packs = OpenPacks(store, prefix, manifest)
+        self._places = {array.name: index for index, array in enumerate(manifest.arrays)}
+        for alias in manifest.aliases:
+            self._places[alias.name] = self._places[alias.alias_of]
+
+    @property
+    def location(self) -> str:
+        """Where the step is, for messages."""
+        return described(self.store, self.prefix)
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+        return self.manifest.save.step
+
+    @property
+    def time(self) -> float:
+        """When it was saved, in Unix seconds."""
+        return self.manifest.save.time
+
+    @property
+    def save_id(self) -> str:
+        """What names the save that wrote it, as no other save of any step is named."""
+        return self.manifest.save.save_id
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that wrote it."""
+        return self.manifest.save.strategy
+
+    @property
+    def details(self) -> Mapping[str, Any]:
+        """What its writer said about it besides the strategy, such as the precision."""
+        return MappingProxyType(self.manifest.save.details)
+
+    @cached_property
+    def arrays(self) -> Mapping[str, Array]:
+        """All arrays by name, tied ones under each of their names."""
+        return MappingProxyType({name: self[name] for name in sorted(self._places)})
+
+    @property
+    def objects(self) -> Mapping[str, Any]:
+        """What is no tensor: one value, a list by rank (`PerRank`), or the total (`Sum`)."""
+        return MappingProxyType({item.name: whole(item) for item in self.manifest.objects})
+
+    @property
+    def zarr(self) -> zarr.Group:
+        """The step as a read-only Zarr group, every chunk checked as it is read."""
+        # Here, because importing zarr takes half a second.
+        import zarr  # noqa: PLC0415
+
+        return zarr.open_group(self.zarr_store(), mode="r")
+
+    def zarr_store(self) -> ZarrView:
+        """The same as zarr's Store."""
+        from ckptkit.checkpoint.read.zarr_view import ZarrView  # noqa: PLC0415
+
+        infos = {name: array.info for name, array in self.arrays.items()}
+        return ZarrView(self.location, infos, self.read)
+
+    def __getitem__(self, name: str) -> Array:
+        return Array(self, name, self.manifest.arrays[self._place(name)], self.strategy)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def read(
+        self,
+        name: str,
+        box: Box | None = None,
+        out: npt.NDArray[Any] | None = None,
+        *,
+        verify: bool = True,
+    ) -> npt.NDArray[Any]:
+        """A box of an array (all of it without one), into `out` where given."""
+        array = self[name]
+        box = _inside(array.info, name, box or Box.whole(array.shape))
+        if out is None:
+            out = np.empty(box.shape, dtype=array.dtype.numpy)
+        self.read_many([(name, box, out)], verify=verify)
+        return out
+
+    def read_many(
+        self,
+        wanted: Sequence[tuple[str, Box, npt.NDArray[Any]]],
+        *,
+        verify: bool = True,
+        threads: int | None = None,
+        progress: Progress | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        """Fill many arrays at once: (name, box, memory of the box's shape and the array's
+        dtype).
+
+        With `verify`, the default, chunks are read whole, and every byte that reaches the caller
+        was compared with its checksum; without, only the bytes needed are read, unchecked. What
+        is in the memory after an error is undefined. `pace` says how much is asked of the store at
+        a time: without, what it likes best.
+        """
+        requests = [self._request(name, box, target) for name, box, target in wanted]
+        reader = Reader(self.manifest, self.packs, pace)
+        reader.read(requests, verify=verify, threads=threads, progress=progress)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Opened again where it arrives: handles do not travel.
+        return (_reopened, (self.store.address, self.prefix, self.save_id))
+
+    def close(self) -> None:
+        """Close the packs; reading opens them again."""
+        self.packs.close()
+
+    def _place(self, name: str) -> int:
+        if name not in self._places:
+            raise NotFoundError(
+                "no such array",
+                where=self.location,
+                value=name,
+                hint=f"`ckpt show {self.location}` lists the arrays",
+            )
+        return self._places[name]
+
+    def _request(self, name: str, box: Box, target: npt.NDArray[Any]) -> Request:
+        place = self._place(name)
+        array = self.manifest.arrays[place]
+        _inside(array, name, box)
+        if target.shape != box.shape or target.dtype not in (array.dtype.numpy, array.dtype.bits):
+            raise LayoutError(
+                f"the memory does not fit {box.shape} of {array.dtype.name}",
+                where=name,
+                value=(target.shape, str(target.dtype)),
+            )
+        if not target.flags.writeable:
+            raise LayoutError("the memory is read-only", where=name)
+        return Request(place, box, target.view(array.dtype.bits))
+
+
+Index: TypeAlias = int | slice | EllipsisType
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Array:
+    """One array of a step; indexing reads, `array[:10, :]` gives a numpy array."""
+
+    _checkpoint: Checkpoint
+    name: str
+    info: ArrayInfo
+    _strategy: Strategy
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return self.info.shape
+
+    @property
+    def dtype(self) -> DType:
+        """The element type; `.numpy` is numpy's."""
+        return self.info.dtype
+
+    @property
+    def grid(self) -> Grid:
+        """How it is cut into chunks."""
+        return self.info.grid
+
+    @property
+    def role(self) -> str:
+        """param, buffer, optimizer or other."""
+        return self.info.role
+
+    @property
+    def alias_of(self) -> str | None:
+        """The array that this is a second name of."""
+        return self.info.name if self.info.name != self.name else None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return self.info.nbytes
+
+    @property
+    def layout(self) -> Layout:
+        """Which rank of the strategy that wrote it held what."""
+        try:
+            return layout_of(self.info.shape, self._strategy, self.info.placements)
+        except LayoutError as error:
+            where = f"{self._checkpoint.location}: {self.info.name}"
+            raise FormatError(error.what, where=where, hint=error.hint) from error
+
+    def part(self, rank: int) -> Part:
+        """What a rank of the strategy that wrote it held."""
+        return self.layout.part(rank)
+
+    def read(self, box: Box | None = None, *, verify: bool = True) -> npt.NDArray[Any]:
+        """A box of it, or all of it."""
+        return self._checkpoint.read(self.name, box, verify=verify)
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> npt.NDArray[Any]:
+        box, rest = _as_box(self.name, self.shape, index)
+        result: npt.NDArray[Any] = self.read(box)[rest]
+        return result
+
+    def __array__(
+        self,
+        dtype: npt.DTypeLike | None = None,
+        copy: bool | None = None,  # noqa: FBT001 — numpy's protocol
+    ) -> npt.NDArray[Any]:
+        if copy is False:
+            raise LayoutError("the array is in storage: reading it is a copy", where=self.name)
+        return self.read().astype(dtype or self.dtype.numpy, copy=False)
+
+
+def _as_box(
+    name: str, shape: tuple[int, ...], index: Index | tuple[Index, ...]
+) -> tuple[Box, tuple[int | slice, ...]]:
+    """The smallest box with all that an index selects, and the index within that box."""
+    wanted = _without_ellipsis(name, shape, index if isinstance(index, tuple) else (index,))
+    offset, extents = [], []
+    rest: list[int | slice] = []
+    for item, extent in zip(wanted, shape, strict=True):
+        if isinstance(item, slice):
+            chosen = range(extent)[item]
+            ends = (chosen[0], chosen[-1]) if chosen else ()
+            low, high = min(ends, default=0), max(ends, default=-1) + 1
+            # A step of -1 from the end down to the first element cannot be written as a stop.
+            inner: int | slice = slice(None, None, chosen.step)
+        else:
+            low = _position(name, item, extent)
+            high, inner = low + 1, 0
+        offset.append(low)
+        extents.append(high - low)
+        rest.append(inner)
+    return Box(tuple(offset), tuple(extents)), tuple(rest)
+
+
+def _without_ellipsis(
+    name: str, shape: tuple[int, ...], index: tuple[Index, ...]
+) -> list[int | slice]:
+    dots = [place for place, item in enumerate(index) if item is ...]
+    named = len(index) - len(dots)
+    if len(dots) > 1 or named > len(shape):
+        raise LayoutError(f"the index does not fit {len(shape)} dims", where=name, value=index)
+    at = dots[0] if dots else len(index)
+    filled = [*index[:at], *[slice(None)] * (len(shape) - named), *index[at + len(dots) :]]
+    return [item for item in filled if item is not ...]
+
+
+def _position(name: str, item: Any, extent: int) -> int:
+    if not isinstance(item, (int, np.integer)) or isinstance(item, bool):
+        raise LayoutError("an index is made of integers, slices and …", where=name, value=item)
+    position = int(item)
+    if not -extent <= position < extent:
+        raise IndexError(f"{name}: index {position} is out of bounds for a dim of {extent}")
+    return position % extent

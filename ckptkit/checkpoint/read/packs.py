@@ -1,0 +1,221 @@
+"""The packs of a step, opened when first read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from isal import isal_zlib
+
+from ckptkit.checkpoint.locate import read_manifest
+from ckptkit.checkpoint.pace import Pace
+from ckptkit.checkpoint.places import data_prefix, described
+from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
+from ckptkit.format.array_table import ArrayTables
+from ckptkit.format.manifest import Manifest, PackInfo, pack_name
+from ckptkit.format.pack import END_BYTES, Entry, find_record
+from ckptkit.format.record import Record
+from ckptkit.storage import Source, Store
+from ckptkit.storage.closing import Closing
+
+# Processes may often open 1,024 files; what is beyond this is opened for each read.
+_KEPT_OPEN = 400
+
+
+class OpenPacks:
+    """Open packs by number; safe to use from any thread, except `close`."""
+
+    def __init__(self, store: Store, prefix: str, manifest: Manifest) -> None:
+        self.pace = Pace.of(store)
+        self._store = store
+        self._prefix = prefix
+        self._save_id = manifest.save.save_id
+        self._folder = data_prefix(prefix, self._save_id)
+        self._packs = manifest.packs
+        self._open: dict[int, Source] = {}
+        self._lock = threading.Lock()
+
+    def where(self, pack: int) -> str:
+        """A pack's place, for messages."""
+        return described(self._store, self._key(pack))
+
+    def corrupt(self, key: str, found: int, written: int, pack: int, at: int) -> CorruptionError:
+        """What to raise for a chunk that is not what was written."""
+        return CorruptionError(
+            f"chunk {key} has the checksum {found:08x}, written was {written:08x}",
+            where=f"{self.where(pack)} at byte {at}",
+            hint="`ckpt verify` lists all damage of a step; `ckpt ls RUN` shows the other steps",
+        )
+
+    @contextmanager
+    def use(self, pack: int) -> Iterator[Source]:
+        """An open pack, for as long as the block lasts at least."""
+        kept = self._open.get(pack) or self._keep(pack)
+        if kept is not None:
+            yield kept
+            return
+        with self._opened(pack) as source:
+            yield source
+
+    def close(self) -> None:
+        """Close all."""
+        with self._lock:
+            closing, self._open = self._open, {}
+        for source in closing.values():
+            source.close()
+
+    def _keep(self, pack: int) -> Source | None:
+        with self._lock:
+            if pack not in self._open and len(self._open) < _KEPT_OPEN:
+                self._open[pack] = self._opened(pack)
+            return self._open.get(pack)
+
+    def _opened(self, pack: int) -> Source:
+        written = self._packs[pack].size
+        try:
+            source = self._store.open(self._key(pack), written)
+        except NotFoundError as error:
+            raise self._missing(pack) from error
+        if source.size != written:
+            source.close()
+            raise self._of_size(pack, source.size)
+        return source if self._store.abilities.is_file_system else _Looked(self, pack, source)
+
+    def explained(self, pack: int, error: CkptkitError) -> CkptkitError:
+        """What a read said that found the pack missing or short, where opening it asks nothing."""
+        if isinstance(error, NotFoundError):
+            return self._missing(pack)
+        try:
+            size = self._store.size(self._key(pack))
+        except CkptkitError:
+            return error
+        return self._of_size(pack, size) if size != self._packs[pack].size else error
+
+    def _missing(self, pack: int) -> CkptkitError:
+        """Why a pack is not there: a step is given up before its packs go, so its manifest says
+        whether this one was.
+        """
+        try:
+            now = read_manifest(self._store, self._prefix).save.save_id
+        except NotFoundError:
+            return self._gone("deleted")
+        except FormatError:
+            now = self._save_id
+        if now != self._save_id:
+            return self._gone("overwritten")
+        return self._damaged(pack, "a pack of the step is missing")
+
+    def _gone(self, how: str) -> NotFoundError:
+        return NotFoundError(
+            f"the step was {how} while it was read",
+            where=described(self._store, self._prefix),
+            hint="open it again, or the run for its newest step",
+        )
+
+    def _of_size(self, pack: int, size: int) -> CorruptionError:
+        written = self._packs[pack].size
+        return self._damaged(pack, f"the pack has {size} bytes, written were {written}")
+
+    def _damaged(self, pack: int, what: str) -> CorruptionError:
+        return CorruptionError(
+            what,
+            where=self.where(pack),
+            hint="`ckpt verify` lists all damage; `ckpt ls RUN` shows the other steps",
+        )
+
+    def _key(self, pack: int) -> str:
+        return f"{self._folder}/{self._packs[pack].name}"
+
+
+class _Looked(Closing):
+    """An open pack of a store that was not asked whether it is there, and whole."""
+
+    def __init__(self, sources: OpenPacks, pack: int, source: Source) -> None:
+        self._sources = sources
+        self._pack = pack
+        self._source = source
+
+    @property
+    def size(self) -> int:
+        return self._source.size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        with self._explained():
+            self._source.read_into(offset, buffer)
+
+    def fetch(self, offset: int, length: int) -> memoryview:
+        with self._explained():
+            return self._source.fetch(offset, length)
+
+    def close(self) -> None:
+        self._source.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (NotFoundError, CorruptionError) as error:
+            raise self._sources.explained(self._pack, error) from error
+
+
+# The last central record (46 bytes, name, extra) and the end records, with room to spare.
+_TAIL = END_BYTES + 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackRecord:
+    """A pack's record, the pack as a manifest lists it, and the record's entry in it."""
+
+    record: Record
+    pack: PackInfo
+    entry: Entry
+
+
+def read_record(
+    store: Store,
+    folder: str,
+    rank: int,
+    save_id: str,
+    tables: ArrayTables,
+    *,
+    size: int | None = None,
+) -> PackRecord:
+    """The record of a rank's pack, checked; CorruptionError where the pack is not the one of this
+    rank and save: copied, or renamed. Rank 0's has to be read before the others.
+
+    Who knows the size of the pack saves asking for it.
+    """
+    name = pack_name(rank)
+    key = f"{folder}/{name}"
+    where = described(store, key)
+    try:
+        size = store.size(key) if size is None else size
+        length = min(size, _tail_bytes(store))
+        tail = store.read(key, size - length, length)
+    except NotFoundError as error:
+        raise CorruptionError(
+            "the pack is missing", where=where, hint="a file of the step was moved or deleted"
+        ) from error
+    entry = find_record(tail[-_TAIL:], size, where)
+    begin = entry.offset - (size - length)
+    data = tail[begin : begin + entry.length] if begin >= 0 else None
+    data = _checked(entry, where, data or store.read(key, entry.offset, entry.length))
+    record = Record.from_bytes(data, where, tables, (rank, save_id))
+    return PackRecord(record, PackInfo(name, size, (entry.offset, entry.length)), entry)
+
+
+def _tail_bytes(store: Store) -> int:
+    """How much of the end is read at first: where requests are dear, what most records fit into."""
+    abilities = store.abilities
+    return _TAIL if abilities.is_file_system else max(_TAIL, abilities.gap_bytes)
+
+
+def _checked(entry: Entry, where: str, data: bytes) -> bytes:
+    actual = int(isal_zlib.crc32(data))
+    if actual != entry.crc:
+        raise CorruptionError(
+            f"the record's checksum is {actual:08x}, written was {entry.crc:08x}", where=where
+        )
+    return data

@@ -1,0 +1,377 @@
+"""The data plane of loading: exact ranges, coalesced, checked, by a few threads into the
+caller's memory (DESIGN section 6).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from isal import isal_zlib
+
+from ckptkit.checkpoint.pace import Pace
+from ckptkit.checkpoint.read.packs import OpenPacks
+from ckptkit.checkpoint.threads import Progress, cores, run_threads
+from ckptkit.format.arrays import chunk_key
+from ckptkit.format.manifest import Manifest
+from ckptkit.model import Box
+from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, pieces_of, side_by_side
+from ckptkit.storage import Source, default_pool
+from ckptkit.storage.buffers import copy_bytes, copy_elements
+
+BAND_BYTES = 4 << 20
+PAGE = 4096
+
+# Copies between addresses that are alike modulo a page, or differ modulo 32, run at half speed.
+_AHEAD = 256
+
+# Copied and checked at a time: so much stays in the cache of a core.
+_CACHED = 256 << 10
+
+
+def default_threads() -> int:
+    """As many as the processor has cores, within reason: reading is copying."""
+    return min(8, cores())
+
+
+class Reader:
+    """Runs jobs over the packs of one step, at the pace of their store or at another."""
+
+    def __init__(self, manifest: Manifest, packs: OpenPacks, pace: Pace | None = None) -> None:
+        self._manifest = manifest
+        self._packs = packs
+        self._pace = pace or packs.pace
+
+    def read(
+        self,
+        requests: Sequence[Request],
+        *,
+        verify: bool,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Fill the targets of all requests."""
+        job = plan_job(self._manifest, requests, self._pace, verify=verify)
+        self.run(job, verify=verify, threads=threads, progress=progress)
+
+    def run(
+        self, job: Job, *, verify: bool, threads: int | None, progress: Progress | None = None
+    ) -> None:
+        """Fill the targets of all requests; CorruptionError names the first chunk that is not as
+        it was written.
+        """
+        pending = iter(job.runs)
+        lock = threading.Lock()
+        stopped = threading.Event()
+
+        def work() -> None:
+            # Always as much, so that loans find each other again.
+            with default_pool().take(BAND_BYTES + PAGE if self._pace.by_rows else 0) as scratch:
+                while not stopped.is_set():
+                    with lock:
+                        run = next(pending, None)
+                    if run is None:
+                        return
+                    self._read(job, run, scratch, verify=verify)
+                    if progress:
+                        progress(int(job.stop[run[1] - 1] - job.start[run[0]]))
+
+        run_threads(work, min(threads or self._pace.requests, len(job.runs)), stopped)
+
+    def _read(self, job: Job, run: tuple[int, int], scratch: memoryview, *, verify: bool) -> None:
+        first, last = run
+        start = int(job.start[first])
+        size = int(job.stop[first:last].max()) - start
+        with ExitStack() as stack:
+            source = stack.enter_context(self._packs.use(int(job.pack[first])))
+            if self._pace.by_rows and first in job.bands:
+                self._read_band(job, run, source, scratch, verify=verify)
+            elif not self._pace.by_rows and size <= self._pace.request_bytes:
+                self._scatter(job, run, source.fetch(start, size), verify=verify)
+            elif last == first + 1 and (direct := job.direct(first)) is not None:
+                crc = self._fill(source, start, direct, verify=verify)
+                if verify:
+                    self._compare(job, first, crc)
+            else:
+                if size > len(scratch):
+                    scratch = stack.enter_context(default_pool().take(size))
+                self._fill(source, start, scratch[:size], verify=False)
+                self._scatter(job, run, scratch[:size], verify=verify)
+
+    def _fill(self, source: Source, start: int, memory: memoryview, *, verify: bool) -> int:
+        """Fill memory, by requests that are not too large where each is in memory besides; its
+        checksum, with `verify`.
+        """
+        if self._pace.by_rows:
+            source.read_into(start, memory)
+            return int(isal_zlib.crc32(memory)) if verify else 0
+        crc, step = 0, self._pace.request_bytes
+        for begin in range(0, len(memory), step):
+            target = memory[begin : begin + step]
+            crc = _copied(source.fetch(start + begin, len(target)), target, crc, verify=verify)
+        return crc
+
+    def _scatter(self, job: Job, run: tuple[int, int], memory: memoryview, *, verify: bool) -> None:
+        """Check what was read, and bring it where it belongs."""
+        row, last = run
+        base = int(job.start[row])
+        while row < last:
+            end = job.bands.get(row, row + 1)
+            data = memory[int(job.start[row]) - base : int(job.stop[end - 1]) - base]
+            if end > row + 1:
+                self._scatter_band(job, (row, end), data, verify=verify)
+            elif (direct := job.direct(row)) is not None:
+                crc = _copied(data, direct, 0, verify=verify)
+                if verify:
+                    self._compare(job, row, crc)
+            else:
+                if verify:
+                    self._compare(job, row, int(isal_zlib.crc32(data)))
+                request, piece = job.piece(row)
+                _place(piece, data, _view(request.target, piece.target), partial=not verify)
+            row = end
+
+    def _scatter_band(
+        self, job: Job, band: tuple[int, int], data: memoryview, *, verify: bool
+    ) -> None:
+        """Chunks side by side at once, so that the target's rows are written whole."""
+        first, last = band
+        size = int(job.stop[first] - job.start[first])
+        step = int(job.start[first + 1] - job.start[first])
+        if verify:
+            for row in range(first, last):
+                here = data[(row - first) * step :][:size]
+                self._compare(job, row, int(isal_zlib.crc32(here)))
+        target, shape = _across(job, band)
+        bits = target.dtype
+        *rows, column = _steps(shape, bits.itemsize)
+        copy_elements(np.ndarray(target.shape, bits, data, 0, (*rows, step, column)), target)
+
+    def _read_band(
+        self, job: Job, run: tuple[int, int], source: Source, scratch: memoryview, *, verify: bool
+    ) -> None:
+        """Some rows of all chunks at a time, so that the target's rows are written whole: more than
+        twice as fast as the short rows of one chunk, with gaps between them.
+        """
+        first, last = run
+        count = last - first
+        target, shape = _across(job, run)
+        bits = target.dtype
+        row_bytes = math.prod(shape[1:]) * bits.itemsize
+        rows = max(1, min(shape[0], (len(scratch) - PAGE) // (count * row_bytes)))
+        slot = rows * row_bytes
+        starts, crcs = job.start[first:last].tolist(), [0] * count
+        ahead = (target.__array_interface__["data"][0] + _AHEAD) % PAGE
+        with ExitStack() as stack:
+            if count * slot + PAGE > len(scratch):
+                scratch = stack.enter_context(default_pool().take(count * slot + PAGE))
+            memory = scratch[ahead : ahead + count * slot]
+            stored = np.frombuffer(memory, bits).reshape(count, rows, *shape[1:])
+            stored = np.moveaxis(stored, 0, -2)
+            for begin in range(0, shape[0], rows):
+                here = min(rows, shape[0] - begin)
+                for number, place in enumerate(starts):
+                    data = memory[number * slot : number * slot + here * row_bytes]
+                    source.read_into(place + begin * row_bytes, data)
+                    if verify:
+                        crcs[number] = isal_zlib.crc32(data, crcs[number])
+                target[begin : begin + here] = stored[:here]
+        if verify:
+            for number, crc in enumerate(crcs):
+                self._compare(job, first + number, int(crc))
+
+    def _compare(self, job: Job, row: int, actual: int) -> None:
+        if actual == int(job.crc32[row]):
+            return
+        request, piece = job.piece(row)
+        array = self._manifest.arrays[request.array]
+        key = chunk_key(array.name, array.grid.index(piece.chunk))
+        pack, start = int(job.pack[row]), int(job.start[row])
+        raise self._packs.corrupt(key, actual, int(job.crc32[row]), pack, start)
+
+
+def _across(job: Job, band: tuple[int, int]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
+    """Where chunks side by side belong, with a dim for them before the last one; and the shape
+    of each.
+    """
+    first, last = band
+    request, piece = job.piece(first)
+    shape = piece.stored_shape
+    along = slice(piece.target[-1].start, job.piece(last - 1)[1].target[-1].stop)
+    target = _view(request.target, (*piece.target[:-1], along))
+    return target.reshape(*shape[:-1], last - first, shape[-1]), shape
+
+
+def _copied(source: memoryview, target: memoryview, crc: int, *, verify: bool) -> int:
+    """Copy bytes, and go on with a checksum of them while they are in the cache."""
+    step = _CACHED if verify else max(1, len(source))
+    for begin in range(0, len(source), step):
+        block = source[begin : begin + step]
+        copy_bytes(block, target[begin : begin + step])
+        if verify:
+            crc = int(isal_zlib.crc32(block, crc))
+    return crc
+
+
+def _place(
+    piece: Piece,
+    data: memoryview,
+    target: npt.NDArray[Any],
+    *,
+    partial: bool,
+) -> None:
+    """Copy the needed elements out of a chunk, or out of the span of it that holds them."""
+    bits = target.dtype
+    if not partial:
+        elements = np.frombuffer(data, dtype=bits).reshape(piece.stored_shape)
+        copy_elements(elements[piece.source], target)
+        return
+    # Only the span from the first to the last needed element was read, so the first one is at 0.
+    shape = tuple(s.stop - s.start for s in piece.source)
+    copy_elements(
+        np.ndarray(shape, bits, data, 0, _steps(piece.stored_shape, bits.itemsize)), target
+    )
+
+
+def _view(array: npt.NDArray[Any], part: tuple[slice, ...]) -> npt.NDArray[Any]:
+    """A part as a view, also of an array without dims, which plain indexing would copy."""
+    index: Any = (*part, ...)
+    view: npt.NDArray[Any] = array[index]
+    return view
+
+
+def _steps(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    steps = [itemsize]
+    for extent in reversed(shape[1:]):
+        steps.append(steps[-1] * extent)
+    return tuple(reversed(steps)) if shape else ()
+
+
+# So many bytes between two pieces are read along everywhere: headers are no longer.
+GAP_BYTES = 4 << 10
+_KEPT_PIECES = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One box of one array, and the memory it goes to: raw elements in the box's shape."""
+
+    array: int
+    box: Box
+    target: npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """All pieces of some requests, sorted by where they lie; columns with one row a piece."""
+
+    requests: Sequence[Request]
+    pieces: Sequence[Pieces]
+    request: npt.NDArray[np.int64]
+    place: npt.NDArray[np.int64]
+    pack: npt.NDArray[np.uint32]
+    start: npt.NDArray[np.int64]
+    stop: npt.NDArray[np.int64]
+    crc32: npt.NDArray[np.uint32]
+    begin: npt.NDArray[np.int64]
+    """The byte at which a piece begins that is a whole chunk, in one piece in its request's memory,
+    where that has no gaps; -1 for the others.
+    """
+    flat: Sequence[memoryview | None]
+    """The memory of each request as bytes; None where it has gaps."""
+    runs: list[tuple[int, int]]
+    piece_of: Callable[[Pieces, np.int64], Piece]
+    """Keeps some pieces: those of arrays that are cut alike are the same."""
+    bands: Mapping[int, int]
+    """Rows [i, j) of one run that are chunks side by side along the last dim: in a file system
+    all of the run, elsewhere at equal distances.
+    """
+
+    def piece(self, row: int) -> tuple[Request, Piece]:
+        """One piece and the request it is for."""
+        number = self.request[row]
+        return self.requests[number], self.piece_of(self.pieces[number], self.place[row])
+
+    def direct(self, row: int) -> memoryview | None:
+        """The caller's memory, where a whole chunk lands there without a gap."""
+        begin, flat = int(self.begin[row]), self.flat[int(self.request[row])]
+        if begin < 0 or flat is None:
+            return None
+        return flat[begin : begin + int(self.stop[row] - self.start[row])]
+
+
+def plan_job(manifest: Manifest, requests: Sequence[Request], pace: Pace, *, verify: bool) -> Job:
+    """Which bytes to read for the requests. With `verify` always whole chunks, so that each can be
+    checked.
+    """
+    # Layers are alike: what one has found out holds for all.
+    cut, chunks, begins = cache(pieces_of), cache(Pieces.chunks), cache(Pieces.begins)
+    pieces = [cut(manifest.arrays[r.array].grid, r.box) for r in requests]
+    counts = [len(each) for each in pieces]
+    rows = _joined(
+        [chunks(p) + manifest.starts[r.array] for p, r in zip(pieces, requests, strict=True)]
+    )
+    start = manifest.offset[rows].astype(np.int64)
+    stop = start + manifest.length[rows].astype(np.int64)
+    sizes = [manifest.arrays[r.array].dtype.itemsize for r in requests]
+    begin = _joined([begins(p) for p in pieces])
+    begin = np.where(begin < 0, -1, begin * np.repeat(np.array(sizes, np.int64), counts))
+    if not verify:
+        spans = [p.element_spans() for p in pieces]
+        first = _joined([span[0] * size for span, size in zip(spans, sizes, strict=True)])
+        last = _joined([span[1] * size for span, size in zip(spans, sizes, strict=True)])
+        start, stop = start + first, start + last
+    pack = manifest.pack[rows]
+    order = np.lexsort((start, pack))
+    pack, start, stop = pack[order], start[order], stop[order]
+    request = np.repeat(np.arange(len(requests)), counts)[order]
+    place = _joined([np.arange(count) for count in counts])[order]
+    gap, limit = min(GAP_BYTES, pace.gap_bytes), pace.request_bytes
+    if pace.by_rows:
+        bands = side_by_side(pieces, request, place, pack)
+        runs = coalesce(pack, start, stop, gap=gap, limit=limit, together=bands)
+    else:
+        runs = coalesce(pack, start, stop, gap=gap, limit=limit)
+        runs = join_runs(runs, pack, start, stop, gap=pace.gap_bytes, limit=limit)
+        apart = np.zeros(max(0, len(start) - 1), np.bool_)
+        apart[[first - 1 for first, _ in runs[1:]]] = True
+        bands = side_by_side(pieces, request, place, pack, apart)
+        steps = np.diff(start)
+        bands = [(i, j) for i, j in bands if len(set(steps[i : j - 1].tolist())) == 1]
+    return Job(
+        requests,
+        pieces,
+        request,
+        place,
+        pack,
+        start,
+        stop,
+        manifest.crc32[rows][order],
+        begin[order],
+        [_flat(request.target) for request in requests],
+        runs,
+        lru_cache(_KEPT_PIECES)(_piece_of),
+        dict(bands),
+    )
+
+
+def _flat(target: npt.NDArray[Any]) -> memoryview | None:
+    if not target.flags.c_contiguous:
+        return None
+    flat: npt.NDArray[np.uint8] = target.reshape(-1).view(np.uint8)
+    return flat.data
+
+
+def _piece_of(pieces: Pieces, place: np.int64) -> Piece:
+    return pieces[int(place)]
+
+
+def _joined(parts: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)

@@ -1,0 +1,200 @@
+"""A step as a read-only Zarr v3 store: for zarr-python and everything that stands on it, never
+our own data path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from zarr.abc.store import (
+    ByteRequest,
+    OffsetByteRequest,
+    RangeByteRequest,
+    Store,
+    SuffixByteRequest,
+)
+from zarr.core.buffer import Buffer, BufferPrototype
+
+from ckptkit.errors import UsageError
+from ckptkit.format.arrays import (
+    DOCUMENT,
+    ArrayInfo,
+    array_document,
+    chunk_key,
+    group_document,
+    key_of,
+)
+from ckptkit.format.names import ancestors
+from ckptkit.model import Box, Grid
+
+Values = npt.NDArray[Any]
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
+
+
+def presented_grid(array: ArrayInfo) -> Grid:
+    """The grid that a view shows: its own if it is regular, else the longest pieces, which
+    zarr-python 3.1 can read too; of an empty array one that has nothing to be walked along.
+    """
+    if not array.grid.chunk_count:
+        return Grid.regular(array.shape, tuple(max(1, extent) for extent in array.shape))
+    if array.grid.is_regular:
+        return array.grid
+    longest = [
+        max(b - a for a, b in zip((0, *edges), (*edges, extent), strict=True))
+        for edges, extent in zip(array.grid.edges, array.shape, strict=True)
+    ]
+    return Grid.regular(array.shape, tuple(max(1, extent) for extent in longest))
+
+
+class ZarrView(Store):
+    """Every key of a step, tied arrays under each of their names; a chunk that is not there is
+    an error, never a fill value.
+    """
+
+    supports_writes = False
+    supports_deletes = False
+    supports_listing = True
+
+    def __init__(
+        self, location: str, arrays: Mapping[str, ArrayInfo], read: Callable[[str, Box], Values]
+    ) -> None:
+        """A view of the step at `location`, whose elements `read` gives, box by box."""
+        super().__init__(read_only=True)
+        self._location = location
+        self._arrays = arrays
+        self._read = read
+        self._groups = {g for name in arrays for g in ancestors(name)} | {""}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ZarrView) and other._read == self._read
+
+    def __hash__(self) -> int:
+        return hash(self._read)
+
+    def __str__(self) -> str:
+        return f"ckptkit:{self._location}"
+
+    def read_key(self, key: str) -> bytes | None:
+        """The bytes of a key, or None where a step has no such key."""
+        name, _, last = key.rpartition("/")
+        if last == DOCUMENT and key == key_of(name):
+            return self._document(name)
+        found = self._chunk(key)
+        if found is None:
+            return None
+        name, index = found
+        array = self._arrays[name]
+        grid = presented_grid(array)
+        box = grid.box(index)
+        stored = np.zeros(grid.chunk_shape, dtype=array.dtype.bits)
+        inside: Any = (*(slice(0, extent) for extent in box.shape), ...)
+        stored[inside] = self._read(name, box).view(array.dtype.bits)
+        return stored.tobytes()
+
+    def keys(self) -> Iterable[str]:
+        """All keys."""
+        yield from map(key_of, sorted(self._groups))
+        for name in self._arrays:
+            yield from self._keys_of(name)
+
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """The value of a key, or a range of it."""
+        data = await asyncio.to_thread(self.read_key, key)
+        if data is None:
+            return None
+        return prototype.buffer.from_bytes(data[_as_slice(byte_range, len(data))])
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        """Several values or ranges."""
+        return await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges))
+
+    async def exists(self, key: str) -> bool:
+        """Whether a step has the key."""
+        name, _, last = key.rpartition("/")
+        if last == DOCUMENT and key == key_of(name):
+            return name in self._groups or name in self._arrays
+        return self._chunk(key) is not None
+
+    async def list(self) -> AsyncIterator[str]:
+        """All keys."""
+        for key in self.keys():
+            yield key
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        """All keys that begin so."""
+        for key in self.keys():
+            if key.startswith(prefix):
+                yield key
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        """The names directly below a prefix."""
+        start = f"{prefix.rstrip('/')}/" if prefix else ""
+        name, mark, _ = f"/{start}".rpartition("/c/")
+        inside = mark and name[1:] in self._arrays
+        keys = self._keys_of(name[1:]) if inside else self._node_keys()
+        seen = {key[len(start) :].partition("/")[0] for key in keys if key.startswith(start)}
+        for child in sorted(seen):
+            yield child
+
+    async def set(self, key: str, value: Buffer) -> None:  # noqa: ARG002
+        """Refused: a step never changes."""
+        raise UsageError("a checkpoint is read-only", where=str(self), value=key)
+
+    async def delete(self, key: str) -> None:
+        """Refused: a step never changes."""
+        raise UsageError("a checkpoint is read-only", where=str(self), value=key)
+
+    def _keys_of(self, name: str) -> Iterator[str]:
+        yield key_of(name)
+        grid = presented_grid(self._arrays[name])
+        # `ndindex` refuses some shapes that have no index.
+        for index in np.ndindex(*grid.counts) if grid.chunk_count else ():
+            yield chunk_key(name, index)
+
+    def _node_keys(self) -> Iterator[str]:
+        """All documents, and for arrays with chunks that there are some."""
+        yield from map(key_of, self._groups)
+        for name, array in self._arrays.items():
+            yield key_of(name)
+            if array.grid.chunk_count:
+                yield f"{name}/c"
+
+    def _document(self, name: str) -> bytes | None:
+        if name in self._groups:
+            return group_document()
+        if name not in self._arrays:
+            return None
+        return array_document(self._arrays[name], presented_grid(self._arrays[name]))
+
+    def _chunk(self, key: str) -> tuple[str, tuple[int, ...]] | None:
+        name, mark, numbers = f"{key}/".rpartition("/c/")
+        if not mark or name not in self._arrays:
+            return None
+        parts = [part for part in numbers.split("/") if part]
+        counts = presented_grid(self._arrays[name]).counts
+        if len(parts) != len(counts) or not all(_NUMBER.fullmatch(part) for part in parts):
+            return None
+        index = tuple(map(int, parts))
+        inside = all(i < count for i, count in zip(index, counts, strict=True))
+        return (name, index) if inside and key == chunk_key(name, index) else None
+
+
+def _as_slice(wanted: ByteRequest | None, size: int) -> slice:
+    match wanted:
+        case RangeByteRequest(start, end):
+            return slice(start, end)
+        case OffsetByteRequest(offset):
+            return slice(offset, None)
+        case SuffixByteRequest(suffix):
+            return slice(max(0, size - suffix), None)
+    return slice(None)

@@ -1,0 +1,160 @@
+"""Tensors as numpy sees them: the same memory, as raw elements. And tensors made of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from isal import isal_zlib
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckptkit.errors import UnsupportedTypeError, UsageError
+from ckptkit.model import DType
+
+_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+def dtype_of(name: str, tensor: torch.Tensor) -> DType:
+    """The element type of a tensor."""
+    try:
+        return DType.of(tensor.dtype)
+    except UnsupportedTypeError as error:
+        error.where = name
+        raise
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The name torch has for an element type."""
+    found: torch.dtype = getattr(torch, dtype.torch)
+    return found
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """A torch dtype as documents have it, such as `bfloat16`."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, outside of autograd."""
+    tensor = tensor.detach()
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def as_spread(value: torch.Tensor, parameter: object) -> torch.Tensor:
+    """What `DistributedDataParallel` keeps as a plain parameter of this rank, or a value of its
+    shape, as the DTensor of the same memory that it is outside of the wrapper.
+    """
+    spec = getattr(parameter, "_st_info", None)
+    if spec is None or isinstance(value, DTensor) or value.shape != parameter.shape:  # type: ignore[attr-defined]
+        return value
+    return DTensor.from_local(
+        value.detach(),
+        spec.mesh,
+        spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=spec.stride,
+    )
+
+
+def as_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The memory of a tensor in host memory, as an array of raw elements."""
+    check_plain(name, tensor)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    bits = _BITS.get(tensor.element_size())
+    array: npt.NDArray[Any] = (tensor if bits is None else tensor.view(bits)).numpy()
+    return array.view(dtype_of(name, tensor).bits)
+
+
+def checksum(name: str, tensor: torch.Tensor) -> int:
+    """The CRC-32 of the elements."""
+    elements = np.ascontiguousarray(as_bits(name, tensor.cpu())).reshape(-1)
+    return int(isal_zlib.crc32(elements.view(np.uint8)))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same, NaNs and signs of zeros too."""
+    as_bytes = [each.resolve_conj().resolve_neg().contiguous().reshape(-1) for each in (one, other)]
+    return torch.equal(as_bytes[0].view(torch.uint8), as_bytes[1].view(torch.uint8))
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Refuse tensors without elements of their own, before anybody asks for their shape."""
+    if is_lazy(tensor):
+        raise UsageError(
+            "the module is lazy and has not seen an input: the tensor has no shape yet",
+            where=name,
+            hint="call the model once, as training would",
+        )
+    # Never imported here: it brings in torch's RPC.
+    if any(kind.__name__ == "ShardedTensorBase" for kind in type(tensor).__mro__):
+        raise UnsupportedTypeError(
+            "a ShardedTensor cannot be saved or filled",
+            where=name,
+            hint="use a DTensor: DTensor.from_local(tensor.local_tensor(), mesh, [Shard(0)])",
+        )
+    if tensor.is_nested:
+        raise UnsupportedTypeError(
+            "a nested tensor has no one shape",
+            where=name,
+            value=str(tensor.layout),
+            hint="store its values() and offsets() as tensors of their own",
+        )
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if tensor.device.type == "meta":
+        raise UsageError(
+            "the tensor is on the meta device: it has no values yet",
+            where=name,
+            hint="materialise the model first: model.to_empty(device=…)",
+        )
+    if tensor.layout != torch.strided:
+        raise UnsupportedTypeError(
+            "only dense tensors can be saved",
+            where=name,
+            value=str(tensor.layout),
+            hint="store its indices and values as tensors of their own",
+        )
+    dtype_of(name, tensor)
+    if not _has_memory(tensor):
+        raise UnsupportedTypeError(
+            f"a {type(tensor).__qualname__} has no memory of its own to save or to fill",
+            where=name,
+            hint="store the tensors that it is made of, each under a name of its own",
+        )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in its own storage: those of wrappers lie in other tensors."""
+    if type(tensor).__name__ == "FakeTensor":
+        return False  # it warns whoever asks for its memory
+    try:
+        return tensor.untyped_storage().data_ptr() != 0 or not tensor.numel()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def parts_of_tensor(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that this rank's part is made of; nothing for one that has its own elements."""
+    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) in (torch.Tensor, torch.nn.Parameter):
+        return {}
+    if not is_traceable_wrapper_subclass(local) or tensor.is_nested:
+        return {}
+    names, _ = local.__tensor_flatten__()
+    return {name: getattr(local, name) for name in names}
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape and the cut of one that is made of others, with elements of its own."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    made = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    if not isinstance(tensor, DTensor):
+        return made
+    mesh, cuts, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    return DTensor.from_local(made, mesh, cuts, run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,324 @@
+"""Nested dictionaries and lists: their tensors become arrays, all else stays one plain value.
+
+Keys that only some ranks have, such as `dp_rank_3`, are objects of their own, which say whose they
+are; their tensors are those of the first rank that has them.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from ckptkit.errors import FormatError, UnsupportedTypeError
+from ckptkit.format.leaves import canonical
+from ckptkit.format.names import OWN, REFERENCE, escape
+from ckptkit.format.objects import ObjectInfo
+from ckptkit.live.state.parts import LiveTensor
+from ckptkit.live.state.tensors import as_bits, check_plain, dtype_of, local_of, torch_dtype
+from ckptkit.live.state.topology import Topology
+from ckptkit.model import (
+    DType,
+    Owner,
+    PerDataRank,
+    PerRank,
+    Placement,
+    Replicated,
+    Split,
+    Sum,
+)
+
+_TENSOR = "ckptkit.tensor"
+_MAX_DEPTH = 28
+
+# Values that the format has no type for are a map of one key, which says how they are made again
+# (FORMAT section 8). A reader that does not know the key has a map with all that there is to know.
+_MADE_BY: dict[str, Callable[[Any], object]] = {
+    # Some schedulers keep one, and ask it for what a dictionary does not have.
+    "ckptkit.counter": lambda counts: Counter(dict(counts)),
+    "ckptkit.set": set,
+    "ckptkit.frozenset": frozenset,
+    "ckptkit.deque": lambda given: deque(given[0], maxlen=given[1]),
+    "ckptkit.date": datetime.date.fromisoformat,
+    "ckptkit.size": torch.Size,
+}
+
+
+def take_tensors(
+    tree: object, name: str, array_at: Callable[[str], str] = str
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The tree with a mark for each tensor, and the tensors by their paths, which begin with
+    `name`; the mark tells the name of the array, which is the path itself by default.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def taken(value: object, path: str, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise UnsupportedTypeError(
+                f"more than {_MAX_DEPTH} levels deep (or it contains itself)", where=path
+            )
+        if isinstance(value, torch.Tensor):
+            if path in tensors:
+                raise UnsupportedTypeError("two keys are the same as text", where=path)
+            tensors[path] = value
+            return {REFERENCE: array_at(path)}
+        if form := _form_of(value):
+            mark, inner = form
+            return {mark: taken(inner, path, depth + 1)}
+        if isinstance(value, Mapping):
+            _check_keys(value, path)
+            return {k: taken(v, f"{path}/{escape(str(k))}", depth + 1) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            items = [taken(v, f"{path}/{at}", depth + 1) for at, v in enumerate(value)]
+            return items if isinstance(value, list) else tuple(items)
+        return value
+
+    return taken(tree, name, 0), tensors
+
+
+def put_tensors(tree: Any, tensor_of: Callable[[str], torch.Tensor], where: str) -> Any:
+    """The tree that `take_tensors` took apart, with a tensor at each mark."""
+    if isinstance(tree, dict):
+        if REFERENCE in tree:
+            if len(tree) != 1 or not isinstance(tree[REFERENCE], str):
+                raise FormatError("not the mark of an array", where=where, value=tree)
+            return tensor_of(tree[REFERENCE])
+        if _TENSOR in tree:
+            return _as_tensor(tree, where)
+        if len(tree) == 1 and (mark := next(iter(tree))) in _MADE_BY:
+            return _made(mark, put_tensors(tree[mark], tensor_of, where), where)
+        return {key: put_tensors(value, tensor_of, where) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        items = [put_tensors(value, tensor_of, where) for value in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    return tree
+
+
+def without_tensors(tree: Any, where: str = "") -> Any:
+    """The tree with the values of its tensors in it, for small ones that each rank has its own
+    of.
+    """
+    if isinstance(tree, torch.Tensor):
+        check_plain(where, tree)
+        dtype = dtype_of(where, tree)
+        return {_TENSOR: as_bits(where, local_of(tree).cpu().contiguous()).view(dtype.numpy)}
+    if form := _form_of(tree):
+        mark, inner = form
+        return {mark: without_tensors(inner, where)}
+    if isinstance(tree, Mapping):
+        return {key: without_tensors(value, f"{where}/{key}") for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        items = [without_tensors(value, f"{where}/{at}") for at, value in enumerate(tree)]
+        return items if isinstance(tree, list) else tuple(items)
+    return tree
+
+
+def marked(value: Any, where: str, depth: int = 0) -> Any:
+    """A plain value with marks where it has what the format has no type for; what has no mark is
+    refused when it is stored.
+    """
+    if depth > _MAX_DEPTH:
+        return value
+    if form := _form_of(value):
+        mark, inner = form
+        return {mark: marked(inner, where, depth + 1)}
+    if type(value) in (dict, OrderedDict):
+        _check_keys(value, where)
+        return {k: marked(each, f"{where}.{k}", depth + 1) for k, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(marked(v, f"{where}[{at}]", depth + 1) for at, v in enumerate(value))
+    return value
+
+
+def plain_extra(name: str, value: object) -> object:
+    """A value of `extra` with marks, whatever it says of ranks."""
+    if isinstance(value, (PerDataRank, PerRank, Replicated, Split)):
+        return type(value)(marked(value.value, name))
+    return value if isinstance(value, Sum) else marked(value, name)
+
+
+def unmarked(value: Any, where: str) -> Any:
+    """The value that `marked` was given."""
+    if isinstance(value, dict):
+        found = {key: unmarked(each, where) for key, each in value.items()}
+        mark = next(iter(found)) if len(found) == 1 else None
+        return _made(mark, found[mark], where) if mark in _MADE_BY else found
+    if isinstance(value, (list, tuple)):
+        items = [unmarked(each, where) for each in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def is_mark(tree: Mapping[Any, Any]) -> bool:
+    """Whether a dictionary of a taken tree stands for one value."""
+    return len(tree) == 1 and next(iter(tree)) in (REFERENCE, _TENSOR, *_MADE_BY)
+
+
+def value_at(tree: Any, keys: Sequence[Any]) -> Any:
+    """What lies in nested dictionaries under some keys, one inside of the other; else None."""
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def with_value(tree: Any, keys: Sequence[Any], value: Any) -> Any:
+    """Nested dictionaries with one more value; those that are given stay as they are."""
+    if not keys:
+        return value
+    known = tree if isinstance(tree, dict) else {}
+    return known | {keys[0]: with_value(known.get(keys[0]), keys[1:], value)}
+
+
+def without_key(tree: Any, keys: Sequence[Any]) -> Any:
+    """Nested dictionaries without one value that they have."""
+    if len(keys) == 1:
+        return {key: value for key, value in tree.items() if key != keys[0]}
+    return tree | {keys[0]: without_key(tree[keys[0]], keys[1:])}
+
+
+def _form_of(value: object) -> tuple[str, Any] | None:
+    """The mark of a value that has one, and what it is made of."""
+    if isinstance(value, Counter):
+        return "ckptkit.counter", dict(value)
+    if type(value) in (set, frozenset):
+        # In one order on all ranks, whatever their hashes are.
+        items = sorted(value, key=lambda item: canonical(marked(item, "")))  # type: ignore[call-overload]
+        return f"ckptkit.{type(value).__name__}", items
+    if type(value) is deque:
+        return "ckptkit.deque", [list(value), value.maxlen]
+    if type(value) is datetime.date:
+        return "ckptkit.date", value.isoformat()
+    return ("ckptkit.size", list(value)) if type(value) is torch.Size else None
+
+
+def _made(mark: str, given: Any, where: str) -> Any:
+    try:
+        return _MADE_BY[mark](given)
+    except (TypeError, ValueError, LookupError) as error:
+        raise FormatError(f"no value for {mark}", where=where, value=given) from error
+
+
+def _check_keys(value: Mapping[Any, Any], where: str) -> None:
+    for mark in (REFERENCE, _TENSOR, *_MADE_BY):
+        if mark in value:
+            raise UnsupportedTypeError("the key is ckptkit's own", where=where, value=mark)
+
+
+def _as_tensor(tree: dict[str, Any], where: str) -> torch.Tensor:
+    array = tree[_TENSOR]
+    if len(tree) != 1 or not isinstance(array, np.ndarray):
+        raise FormatError("not the values of a tensor", where=where, value=tree)
+    dtype = DType.of(array.dtype)
+    tensor = torch.empty(array.shape, dtype=torch_dtype(dtype))
+    as_bits(where, tensor)[...] = array.view(dtype.bits)
+    return tensor
+
+
+def arrays_in(tree: Any, where: str) -> list[str]:
+    """The names of the arrays that a tree marks."""
+    found: list[str] = []
+
+    def note(name: str) -> torch.Tensor:
+        found.append(name)
+        return torch.empty(0)
+
+    put_tensors(tree, note, where)
+    return found
+
+
+def replace_leaves(target: Any, source: Any) -> None:
+    """Give a tree of plain dictionaries and lists the values of another, in place; tensors that
+    the target has already were filled and stay.
+    """
+    if isinstance(target, dict) and isinstance(source, dict):
+        for key, value in source.items():
+            if not _descend(target.get(key), value):
+                target[key] = value
+    elif isinstance(target, list) and isinstance(source, list):
+        target[len(source) :] = []
+        for at, value in enumerate(source):
+            if at >= len(target):
+                target.append(value)
+            elif not _descend(target[at], value):
+                target[at] = value
+
+
+def _descend(mine: Any, theirs: Any) -> bool:
+    """Whether the two are containers alike, whose leaves were then replaced, or one tensor."""
+    if isinstance(mine, torch.Tensor) and mine is theirs:
+        return True
+    if type(mine) is type(theirs) and isinstance(mine, (dict, list)):
+        replace_leaves(mine, theirs)
+        return True
+    return False
+
+
+Keys: TypeAlias = tuple[str | int, ...]
+"""The group and the keys that lead to a value of a nested dictionary."""
+
+
+def own_apart(
+    topology: Topology,
+    objects: Mapping[str, object],
+    tensors: Sequence[LiveTensor],
+    some: Mapping[Keys, list[int]],
+) -> tuple[dict[str, object], list[LiveTensor]]:
+    """The objects and tensors to save, where some ranks have keys that others have not."""
+    found = dict(objects)
+    owners: dict[str, dict[str, Placement]] = {}
+    mesh = topology.strategy.mesh
+    for (group, *keys), ranks in some.items():
+        if topology.rank not in ranks:
+            continue
+        value = value_at(found[str(group)], keys)
+        name = "/".join([OWN, *(escape(str(key) or "_") for key in (group, *keys))])
+        found[name] = {"group": group, "keys": keys, "ranks": ranks, "value": value}
+        if keys:
+            found[str(group)] = without_key(found[str(group)], keys)
+        else:
+            del found[str(group)]
+        coords = zip(mesh.axes, mesh.coords(ranks[0]), strict=True)
+        owner: dict[str, Placement] = {a.name: Owner(at) for a, at in coords if a.size > 1}
+        owners |= dict.fromkeys(arrays_in(value, name), owner)
+    # What is cut over the ranks that have it says so itself.
+    mine = [
+        replace(held, placements=owners[held.name] | dict(held.placements), alike=frozenset())
+        if held.name in owners
+        else held
+        for held in tensors
+    ]
+    return found, mine
+
+
+def with_own(
+    objects: Mapping[str, ObjectInfo], here: Mapping[str, object], rank: int, world_size: int
+) -> dict[str, ObjectInfo]:
+    """The objects of a step as they are for one rank: with the keys that it has too, or had."""
+    found = dict(objects)
+    for name, item in objects.items():
+        if not name.startswith(f"{OWN}/"):
+            continue
+        group, keys, ranks, value = parts_of(item)
+        was_mine = rank in ranks and max(ranks) < world_size
+        if was_mine or (group in here and value_at(here[group], keys) is not None):
+            known = found.get(group)
+            tree = with_value(None if known is None else known.value, keys, value)
+            found[group] = ObjectInfo(group, "replicated", tree)
+    return found
+
+
+def parts_of(item: ObjectInfo) -> tuple[str, list[Any], list[int], Any]:
+    """The group, the keys, the ranks and the value of what some ranks have of their own."""
+    value = item.value
+    wrong = not isinstance(value, dict) or value.keys() != {"group", "keys", "ranks", "value"}
+    if wrong or not isinstance(value["group"], str) or not isinstance(value["keys"], list):
+        raise FormatError("not what a save writes", where=f"objects.{item.name}", value=value)
+    ranks = value["ranks"]
+    if not isinstance(ranks, list) or not ranks or not all(type(rank) is int for rank in ranks):
+        raise FormatError("not a list of ranks", where=f"objects.{item.name}", value=ranks)
+    return value["group"], value["keys"], ranks, value["value"]

@@ -1,0 +1,279 @@
+"""The flat parameters of FSDP1: what each is made of, and how values that are cut like one become
+rows of the original parameters and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ckptkit.errors import UnsupportedTypeError
+from ckptkit.live.state.lines import SharedOut
+from ckptkit.live.wrappers.entries import canonical_names
+
+JoinedMeshes = dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
+"""Of a mesh of FSDP1 and one of tensor parallelism: that of both. Made once, it takes a while."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatSlice:
+    """A parameter that lies in a flat one, and what of it this rank has."""
+
+    name: str
+    also: tuple[str, ...]
+    """The other names of a tied parameter."""
+    shape: tuple[int, ...]
+    """Of what tensor parallelism has left of it to this rank."""
+    stride: tuple[int, ...]
+    """How it lies in the flat parameter, which keeps the order of its memory."""
+    cut: DTensorSpec | None
+    """How its rows lie on the ranks, where tensor parallelism has cut it too."""
+    start: int
+    """Where it begins in the whole flat parameter."""
+    first: int
+    """The first of its elements in this rank's shard of the flat parameter."""
+    count: int
+    """How many of them."""
+    at: int
+    """Where they begin in the shard."""
+    parameter: nn.Parameter | None
+    """The parameter itself, with `use_orig_params`."""
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def of_elements(self, elements: torch.Tensor) -> torch.Tensor:
+        """All elements, in the order of memory, in its shape."""
+        return elements.as_strided(self.shape, self.stride)
+
+    def elements_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The elements of a value of its shape, in the order of memory."""
+        ordered = torch.empty_strided(
+            self.shape, self.stride, dtype=whole.dtype, device=whole.device
+        )
+        return ordered.copy_(whole).as_strided((self.size,), (1,))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flat:
+    """A flat parameter."""
+
+    parameter: nn.Parameter
+    pieces: tuple[FlatSlice, ...]
+    group: dist.ProcessGroup | None
+    """The ranks that it is cut over; None where all have it whole."""
+    device: torch.device
+
+    @property
+    def keeps_originals(self) -> bool:
+        """Whether the model's parameters are the original ones, as views of this one."""
+        return all(piece.parameter is not None for piece in self.pieces)
+
+    def rows(
+        self, names: Collection[str], elements: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """The rows that this rank has of values of the shapes of some pieces; `elements` are those
+        that lie where its shard is. A collective of the group.
+        """
+        wanted = [piece for piece in self.pieces if piece.name in names]
+        if self.group is None:
+            return {piece.name: piece.of_elements(elements[piece.name]) for piece in wanted}
+        size, rank = self.group.size(), self.group.rank()
+        shard = torch.zeros(self.shard_size, dtype=dtype, device=self.device)
+        for piece in wanted:
+            if piece.count:
+                shard[piece.at : piece.at + piece.count] = elements[piece.name]
+        whole = of_all_ranks(shard, self.group)
+        found = {}
+        for piece in wanted:
+            full = piece.of_elements(whole[piece.start : piece.start + piece.size])
+            height = _height(piece, size)
+            # In host memory: a second copy of an optimizer's state may not fit beside the first.
+            found[piece.name] = full[rank * height : (rank + 1) * height].to("cpu", copy=True)
+        return found
+
+    def elements(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of values of which every rank has its rows, those elements that lie where this rank's
+        shard is. A collective of the group.
+        """
+        wanted = [piece for piece in self.pieces if piece.name in rows]
+        if self.group is None:
+            return {piece.name: piece.elements_of(rows[piece.name]) for piece in wanted}
+        size = self.group.size()
+        counts = [_height(piece, size) * math.prod(piece.shape[1:]) for piece in wanted]
+        ends = list(accumulate(counts))
+        dtype = next(iter(rows.values())).dtype
+        mine = torch.zeros(ends[-1], dtype=dtype, device=self.device)
+        for piece, count, end in zip(wanted, counts, ends, strict=True):
+            own = rows[piece.name].reshape(-1)
+            mine[end - count : end - count + own.numel()] = own
+        everyone = of_all_ranks(mine, self.group).view(size, -1)
+        found = {}
+        for piece, count, end in zip(wanted, counts, ends, strict=True):
+            rows_of_all = everyone[:, end - count : end].reshape(-1)[: piece.size]
+            full = piece.elements_of(rows_of_all.view(piece.shape))
+            found[piece.name] = full[piece.first : piece.first + piece.count]
+        return found
+
+    def described(
+        self, piece: FlatSlice, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[int, ...], SharedOut | None]:
+        """Rows of a piece; the shape of the whole, and how ranks share it out if the rows do not
+        say it themselves.
+        """
+        if piece.cut is not None:
+            return as_dtensor(rows, piece.cut), tuple(piece.cut.shape), None
+        ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)
+        return rows, piece.shape, SharedOut(tuple(ranks))
+
+    @property
+    def shard_size(self) -> int:
+        """How many elements each rank has, padding included."""
+        size: int = self.parameter._sharded_size.numel()  # type: ignore[attr-defined]
+        return size
+
+
+def flats_of(module: nn.Module) -> list[Flat]:
+    """The flat parameters of a module, in the same order on all ranks."""
+    canonical = canonical_names(module)
+    paths: dict[nn.Module, list[str]] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        paths.setdefault(part, []).append(path)
+    units = FullyShardedDataParallel.fsdp_modules(module)
+    joined: JoinedMeshes = {}
+    return [_flat(unit, joined, paths, canonical) for unit in units if unit._handle is not None]
+
+
+def cut_before(module: nn.Module) -> list[DTensorSpec]:
+    """How tensor parallelism has cut what FSDP1 has made flat."""
+    units = FullyShardedDataParallel.fsdp_modules(module)
+    flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
+    return [spec for each in flat for spec in each._param_extensions if spec is not None]
+
+
+def cut_further(
+    spec: DTensorSpec, mesh: DeviceMesh, joined: JoinedMeshes, name: str = ""
+) -> DTensorSpec:
+    """How a DTensor lies when a mesh of FSDP1 has cut the rows that each rank has of it."""
+    pair = mesh, spec.mesh
+    if pair not in joined:
+        try:
+            joined[pair] = DeviceMesh._concatenate([shard_mesh(mesh), spec.mesh])
+        except (RuntimeError, TypeError) as error:  # other ranks, or dims without names
+            raise UnsupportedTypeError(
+                "FSDP1 and tensor parallelism have meshes that are not of one",
+                where=name,
+                value=pair,
+                hint="slice both from one: mesh = init_device_mesh(…, mesh_dim_names=…), "
+                'mesh["fsdp"] and mesh["tp"]',
+            ) from error
+    pieces = spec.num_shards_map[0]
+    rows = _StridedShard(0, split_factor=pieces) if pieces > 1 else Shard(0)
+    return DTensorSpec(joined[pair], (rows, *spec.placements), tensor_meta=spec.tensor_meta)
+
+
+def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The dim of a mesh of FSDP1 along which it cuts: the last, where another repeats."""
+    names = mesh.mesh_dim_names
+    return mesh if mesh.ndim == 1 or names is None else mesh[names[-1]]
+
+
+def as_dtensor(rows: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Rows in their own memory, wherever that is, as what all ranks have together."""
+    meta = TensorMeta(spec.shape, spec.stride, rows.dtype)
+    return DTensor(rows, DTensorSpec(spec.mesh, spec.placements, meta), requires_grad=False)
+
+
+def _flat(
+    unit: Any,
+    joined: JoinedMeshes,
+    paths: Mapping[nn.Module, list[str]],
+    canonical: Callable[[str], str],
+) -> Flat:
+    handle = unit._handle
+    parameter = handle.flat_param
+    group = handle.process_group if handle.uses_sharded_strategy else None
+
+    def names(part: nn.Module, name: str) -> list[str]:
+        return [canonical(f"{path}.{name}" if path else name) for path in paths[part]]
+
+    known = [names(info.module, info.param_name) for info in parameter._param_infos]
+    for tied in parameter._shared_param_infos:
+        first = names(tied.prim_module, tied.prim_param_name)[0]
+        of = next(each for each in known if each[0] == first)
+        of += [name for name in names(tied.module, tied.param_name) if name not in of]
+    numels = parameter._numels_with_padding
+    starts = [
+        end - numel
+        for end, numel, padding in zip(
+            accumulate(numels), numels, parameter._is_padding_mask, strict=True
+        )
+        if not padding
+    ]
+    originals = parameter._params or [None] * len(known)
+    cut = [each[0] for each, s in zip(known, parameter._param_extensions, strict=True) if s]
+    if cut and group is None and parameter._params:
+        raise UnsupportedTypeError(
+            "FSDP1 with NO_SHARD and use_orig_params=True does not train DTensors",
+            where=cut[0],
+            hint="torch refuses its first forward pass; DistributedDataParallel goes around "
+            "DTensors, and FULL_SHARD cuts them",
+        )
+    cuts = [
+        spec
+        if spec is None or group is None
+        else cut_further(spec, unit._device_mesh, joined, each[0])
+        for each, spec in zip(known, parameter._param_extensions, strict=True)
+    ]
+    described = zip(
+        known,
+        parameter._shapes,
+        parameter._strides,
+        cuts,
+        starts,
+        parameter._shard_param_infos,
+        originals,
+        strict=True,
+    )
+    pieces = tuple(
+        FlatSlice(
+            name=each[0],
+            also=tuple(each[1:]),
+            shape=tuple(shape),
+            stride=tuple(stride),
+            cut=spec,
+            start=start,
+            first=own.intra_param_start_idx or 0,
+            count=own.numel_in_shard or 0,
+            at=own.offset_in_shard or 0,
+            parameter=original,
+        )
+        for each, shape, stride, spec, start, own, original in described
+    )
+    return Flat(parameter, pieces, group, handle.device)
+
+
+def of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What all ranks of a group have, one after another."""
+    found = mine.new_empty(mine.numel() * group.size())
+    # As bytes: not every backend knows every dtype.
+    dist.all_gather_single(found.view(torch.uint8), mine.view(torch.uint8), group=group)
+    return found
+
+
+def _height(piece: FlatSlice, ranks: int) -> int:
+    return -(-piece.shape[0] // ranks)

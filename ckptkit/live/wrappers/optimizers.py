@@ -1,0 +1,361 @@
+"""Optimizers whose state lies beside its parameters, as that of torch's own does, and of those
+whose state only some ranks keep (ZeRO-1).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Adagrad, Optimizer
+
+from ckptkit.errors import FormatError, InvalidNameError, UnsupportedTypeError, UsageError
+from ckptkit.format.names import join
+from ckptkit.live.state.lines import Line, SharedOut, line_of
+from ckptkit.live.state.tensors import as_plain, as_spread, parts_of_tensor
+from ckptkit.live.state.trees import arrays_in, put_tensors, take_tensors
+from ckptkit.live.wrappers.entries import Names, Saved, SavedState, StateEntry, StateMismatchError
+
+T = TypeVar("T")
+
+
+class PlainOptimizer:
+    """Any `torch.optim.Optimizer`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def kind(self) -> str:
+        """The name of the class that does the steps."""
+        return type(self._optimizer).__name__
+
+    @property
+    def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
+        """What it keeps, by parameter."""
+        state: Any = self._optimizer.state
+        return state  # type: ignore[no-any-return]
+
+    def lines(self) -> list[Line]:
+        """The lines of ranks over which it spreads its state; none where that is cut as its
+        parameters are.
+        """
+        return []
+
+    def entries(self, names: Names) -> list[StateEntry]:
+        """All that it keeps on this rank, tensors in memory that a load may fill."""
+        found = []
+        for parameter in self._parameters():
+            for key, value in self.state.get(parameter, {}).items():
+                name = _name_of(names, parameter)
+                # What lies in lists and dictionaries is one entry for each tensor.
+                array_at = partial(join, "optimizer", name)
+                tree, tensors = take_tensors(value, key, array_at)
+                if not torch.is_tensor(value):
+                    found.append(self.entry(name, key, tree, parameter))
+                for path, tensor in tensors.items():
+                    found.append(self.entry(name, path, tensor, parameter))
+        return found
+
+    def entry(self, name: str, key: str, value: Any, parameter: nn.Parameter) -> StateEntry:
+        """One entry; where its value lies is seen from the value itself."""
+        spread = as_spread(value, parameter) if torch.is_tensor(value) else value
+        return StateEntry(name, key, spread)
+
+    def names_of(self, names: Names, parameters: Sequence[nn.Parameter]) -> list[str]:
+        """The names of parameters of the optimizer."""
+        return [_name_of(names, parameter) for parameter in parameters]
+
+    def options(self, names: Names) -> list[dict[str, Any]]:
+        """Its parameter groups: the names below `params`, and the options, whose tensors such as
+        learning rates become plain values, below `options`.
+        """
+        found = []
+        for group in self._optimizer.param_groups:
+            options = {
+                key: value.item() if torch.is_tensor(value) and value.ndim == 0 else value
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            }
+            found.append({"params": self.names_of(names, group["params"]), "options": options})
+        return found
+
+    def prepare(self, names: Names, saved: SavedState) -> None:
+        """Make memory for what is saved and not there yet, and drop what is not saved; parameters
+        that are not named are left as they are.
+        """
+        known = {p: saved[names[p]] for p in self._parameters() if _name_of(names, p) in saved}
+        for parameter, kept in known.items():
+            self._drop(parameter, kept)
+        if any(self._needs_a_step(parameter, kept) for parameter, kept in known.items()):
+            wanted = [parameter for parameter, kept in known.items() if kept]
+            try:
+                step_without_effect(self._optimizer, wanted)
+            except NotImplementedError as error:
+                made = [names[each] for each in wanted if parts_of_tensor(each)]
+                raise UnsupportedTypeError(
+                    f"the {self.kind} cannot make its state by a step: {error}",
+                    where=join("model", made[0]) if made else "optimizer",
+                    hint="let it make a step before the load",
+                ) from error
+        for parameter, kept in known.items():
+            self._drop(parameter, kept)
+            for key, item in kept.items():
+                state = self.state[parameter]
+                if key not in state or not isinstance(item, Saved):
+                    where = join("optimizer", names[parameter], key)
+                    state[key] = self._made(parameter, item, state.get(key), where)
+
+    def absorb(
+        self,
+        names: Names,
+        entries: Sequence[StateEntry],  # noqa: ARG002 — filled where they lie
+        values: Mapping[str, Mapping[str, Any]],
+        options: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Take over the tensors that were filled, by parameter the values that are no tensors, and
+        for each group the options that its parameters were saved with.
+        """
+        for parameter in self._parameters():
+            for key, value in values.get(_name_of(names, parameter), {}).items():
+                if not arrays_in(value, key):  # those were made with their tensors
+                    self.state[parameter][key] = put_tensors(value, _no_tensor, key)
+        for group in self._optimizer.param_groups:
+            known = (options[n] for n in self.names_of(names, group["params"]) if n in options)
+            for key, value in next(known, {}).items():
+                if torch.is_tensor(group.get(key)):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _drop(self, parameter: nn.Parameter, kept: Mapping[str, Any]) -> None:
+        """Forget what the checkpoint does not have, or has otherwise."""
+        state = self.state.get(parameter, {})
+        for key, value in list(state.items()):
+            item = kept.get(key)
+            if item is None or (isinstance(item, Saved) and not _is_as(value, item)):
+                del state[key]
+        if not state:
+            self.state.pop(parameter, None)
+
+    def _made(self, parameter: nn.Parameter, item: Any, mine: Any, where: str) -> Any:
+        """What the checkpoint has, in memory to be filled: that which is here already, where it
+        fits. Containers stay the same ones, as optimizers may keep them in several places.
+        """
+        if isinstance(item, Saved):
+            fits = _is_as(mine, item) and tuple(mine.shape) == item.shape
+            if item.is_wrapper and not fits:
+                raise StateMismatchError(
+                    f"the {self.kind} here does not keep a tensor made of others, as the step has",
+                    where=where,
+                    hint="its options differ from those of the one that saved, or it keeps parts "
+                    "of this size otherwise: load into as many ranks as saved",
+                )
+            return mine if fits else self._empty(parameter, item)
+        if isinstance(item, dict):
+            known = mine if isinstance(mine, Mapping) else {}
+            made = {
+                key: self._made(parameter, each, known.get(key), where)
+                for key, each in item.items()
+            }
+            if type(mine) is not dict:
+                return made
+            mine.clear()
+            mine.update(made)
+            return mine
+        if isinstance(item, (list, tuple)):
+            here = list(mine) if isinstance(mine, (list, tuple)) else []
+            here += [None] * (len(item) - len(here))
+            items = [self._made(parameter, each, here[at], where) for at, each in enumerate(item)]
+            if type(mine) is not list:
+                return items if isinstance(item, list) else tuple(items)
+            mine[:] = items
+            return mine
+        return item
+
+    def _empty(self, parameter: nn.Parameter, item: Saved) -> torch.Tensor:
+        if item.is_like_parameter:
+            # Of a parameter that is made of others torch would make another such.
+            like = as_plain(parameter) if parts_of_tensor(parameter) else parameter
+            return torch.empty_like(like, dtype=item.dtype, requires_grad=False)
+        if item.shape:
+            return torch.empty(item.shape, dtype=item.dtype, device=parameter.device)
+        group = next(
+            g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"])
+        )
+        on_device = group.get("capturable") or group.get("fused")
+        return torch.empty((), dtype=item.dtype, device=parameter.device if on_device else "cpu")
+
+    def _needs_a_step(self, parameter: nn.Parameter, kept: Mapping[str, Any]) -> bool:
+        """Whether only the optimizer itself knows how a value of another shape is spread."""
+        state = self.state.get(parameter, {})
+        is_cut = isinstance(parameter, DTensor)
+        return any(
+            each.is_wrapper or (is_cut and each.shape and not each.is_like_parameter)
+            for key, item in kept.items()
+            for each in _saved_in(item)
+            if key not in state
+        )
+
+
+def _is_as(value: object, item: Saved) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dtype != item.dtype:
+        return False
+    return bool(parts_of_tensor(value)) == item.is_wrapper
+
+
+def _saved_in(item: Any) -> Iterator[Saved]:
+    if isinstance(item, Saved):
+        yield item
+    elif isinstance(item, (dict, list, tuple)):
+        for each in item.values() if isinstance(item, dict) else item:
+            yield from _saved_in(each)
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise FormatError("not a value without tensors", where=name)
+
+
+def _name_of(names: Names, parameter: nn.Parameter) -> str:
+    if parameter not in names:
+        raise InvalidNameError(
+            "the optimizer has a parameter that is not the model's",
+            value=tuple(parameter.shape),
+            hint="pass the model that the optimizer was made for, after it was wrapped",
+        )
+    return names[parameter]
+
+
+def step_without_effect(optimizer: Optimizer, wanted: Sequence[nn.Parameter]) -> None:
+    """Let an optimizer make the state of some of its parameters, by a step with no gradient and no
+    learning rate: its own step, as one that wraps others would step these by a twin of it too.
+    """
+    chosen = set(wanted)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [(p, p.grad, p.detach().clone() if p in chosen else p) for p in parameters]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            if "lr" in group:  # some optimizers insist on a tensor
+                is_tensor = torch.is_tensor(group["lr"])
+                group["lr"] = torch.zeros_like(group["lr"]) if is_tensor else 0.0
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter in chosen else None
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+        for parameter, gradient, value in kept:
+            parameter.grad = gradient
+            with torch.no_grad():
+                parameter.copy_(value)
+
+
+class Zero1Optimizer(PlainOptimizer):
+    """A `ZeroRedundancyOptimizer` (ZeRO-1): each rank keeps the whole state of some parameters.
+    Nothing is gathered, every rank saves what it keeps.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        # torch annotates little of what is asked of it here.
+        self._zero = cast("Any", optimizer)
+        self._zero._check_overlap_initialized()
+
+    @staticmethod
+    def recognises(optimizer: Optimizer) -> bool:
+        """Whether it is one."""
+        # Whoever has one has imported it; importing it here would take a while, and warns.
+        module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+        return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+    @property
+    def kind(self) -> str:
+        """The name of the class of the optimizer inside."""
+        return type(self._zero.optim).__name__
+
+    @property
+    def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
+        """What this rank keeps."""
+        return self._zero.optim.state  # type: ignore[no-any-return]
+
+    def lines(self) -> list[Line]:
+        """The ranks that share the parameters out among them."""
+        return [line_of("zero1", self._zero.process_group)]
+
+    def entry(self, name: str, key: str, value: Any, parameter: nn.Parameter) -> StateEntry:
+        """An entry that only its owner has."""
+        (line,) = self.lines()
+        shape = tuple(value.shape) if hasattr(value, "shape") else None
+        shared = SharedOut(line.ranks, self._zero._param_to_rank[parameter])
+        return StateEntry(name, key, value, shape, shared)
+
+    def prepare(self, names: Names, saved: SavedState) -> None:
+        super().prepare(names, self._owned(names, saved))
+
+    def absorb(
+        self,
+        names: Names,
+        entries: Sequence[StateEntry],
+        values: Mapping[str, Mapping[str, Any]],
+        options: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        super().absorb(names, entries, self._owned(names, values), options)
+        self._zero._sync_param_groups(self._zero.param_groups, self._zero.optim.param_groups)
+
+    def _owned(self, names: Names, of_all: Mapping[str, T]) -> dict[str, T]:
+        """Of something by parameter, what this rank keeps."""
+        owner = self._zero._param_to_rank
+        mine = {names[p] for p in self._parameters() if owner[p] == self._zero.rank}
+        return {name: value for name, value in of_all.items() if name in mine}
+
+
+def fresh_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    """The state after a step without gradient, its counter at zero; nothing for an optimizer that
+    keeps none.
+
+    Only the optimizer knows what it keeps, so a twin of it makes that step, on a twin of the
+    parameter: neither of the two changes. For a DTensor the step may communicate.
+    """
+    groups = (g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    group = next(groups, None)
+    if group is None:
+        raise UsageError("the optimizer does not step this parameter", value=tuple(parameter.shape))
+    twin = nn.Parameter(torch.zeros_like(parameter))
+    if isinstance(optimizer, Adagrad):
+        # Its state is there before the first step, which expects it.
+        first = group["initial_accumulator_value"]
+        return dict(Adagrad([twin], initial_accumulator_value=first).state[twin])
+    twin.grad = torch.zeros_like(parameter)
+    stepping = _twin(optimizer, {**group, "params": [twin]})
+    type(stepping).step(stepping)
+    state = dict(stepping.state.get(twin, {}))
+    if torch.is_tensor(state.get("step")):
+        state["step"].zero_()
+    elif "step" in state:
+        state["step"] = 0
+    return state
+
+
+def _twin(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+    """An optimizer of the same kind, of one group; nobody is told when it steps."""
+    twin = object.__new__(type(optimizer))
+    # A scheduler puts a `step` of its own on the instance, which would step the original.
+    twin.__dict__ = {key: value for key, value in vars(optimizer).items() if key != "step"}
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    twin.state = defaultdict(dict)
+    options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+    twin.param_groups = [{**options, "params": group["params"]}]
+    return twin
