@@ -32,11 +32,19 @@ IN_PIECES = (
 )
 
 
-def main(folder: str) -> None:
-    """Run it all; leave what was found in the folder."""
+def main(folder: str, more: str = "") -> None:
+    """Run it all, or more trainings; leave what was found in the folder."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     comm = init("mpi", timeout=60)
+    found: dict[str, Any] = all_trainings(more=True) if more else everything(comm, folder)
+    comm.close()
+    found["left"] = not dist.is_initialized()
+    Path(folder, f"{comm.rank}.json").write_text(json.dumps(found))
+
+
+def everything(comm: Communicator, folder: str) -> dict[str, Any]:
+    """What a session of tests asks about."""
     found: dict[str, Any] = {"backend": comm.backend, "torch": dist.get_backend()}
     for name, check in CONTRACT.items():
         found[name] = problem_of(lambda check=check: check(comm))  # type: ignore[misc]
@@ -47,9 +55,7 @@ def main(folder: str) -> None:
     found["pipeline"] = problem_of(cross)
     found["anyone"] = problem_of(lambda: from_anyone(comm))
     found["late"] = problem_of(lambda: late(comm))
-    comm.close()
-    found["left"] = not dist.is_initialized()
-    Path(folder, f"{comm.rank}.json").write_text(json.dumps(found))
+    return found
 
 
 def problem_of(check: Callable[[], object]) -> str:
@@ -145,4 +151,4 @@ def late(comm: Communicator) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

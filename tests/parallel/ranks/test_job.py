@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +14,7 @@ from ckptkit.errors import PeerError, UsageError
 from ckptkit.parallel.ranks import job
 from ckptkit.parallel.ranks.environment import RankPlace
 from ckptkit.parallel.ranks.job import current_communicator, init
+from tests.live.pool import Pool
 from tests.parallel.ranks.contract import CONTRACT
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "OMPI_COMM", "PMI_", "SLURM_", "CKPTKIT_BACKEND")
@@ -106,28 +105,22 @@ def test_ranks_that_never_come_are_a_clear_error(monkeypatch: pytest.MonkeyPatch
         job._join("gloo", place, 1.0)
 
 
-def test_ranks_of_slurm_meet_at_its_first_host() -> None:
+def join_a_job(environment: dict[str, str]) -> list[tuple[int, str]]:
+    os.environ.update(environment)
+    with init(timeout=60) as comm:
+        return comm.all_gather_object((comm.rank, comm.backend))
+
+
+def test_ranks_of_slurm_meet_at_its_first_host(gloo: Pool) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    code = (
-        "import ckptkit.parallel.ranks.job as s; c = s.init(timeout=60)\n"
-        "print(c.all_gather_object((c.rank, c.backend))); c.close()"
-    )
     slurm = {
         "SLURM_NTASKS": "2",
         "SLURM_STEP_NODELIST": "127.0.0.1",
         "SLURM_JOB_ID": "7",
         "MASTER_PORT": port,
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, **slurm, "SLURM_PROCID": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert told == ["[(0, 'gloo'), (1, 'gloo')]\n"] * 2
+    with gloo.context.Pool(2) as pool:
+        told = pool.starmap(join_a_job, [(slurm | {"SLURM_PROCID": f"{n}"},) for n in range(2)], 1)
+    assert told == [[(0, "gloo"), (1, "gloo")]] * 2
