@@ -6,10 +6,14 @@ has to end the import as quietly as anything else.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-from contextlib import suppress
+
+try:
+    import os
+    import signal
+    from contextlib import suppress
+except KeyboardInterrupt:  # what comes before this is Python's own start
+    sys.exit(130)
 
 
 def main() -> None:
