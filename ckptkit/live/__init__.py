@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from ckptkit.live import oldest_torch as oldest_torch  # isort: skip - before what it may lack
-from ckptkit.live.checkpointer import Checkpointer
+from ckptkit.live.checkpointer import Checkpointer, save
+from ckptkit.live.comparison import Report
 from ckptkit.live.distributed_model import DistributedModel, distributed_model
 from ckptkit.live.extra import Extra, WorldSizeError
-from ckptkit.live.functions import load, load_state, save
-from ckptkit.live.loading import Restored
-from ckptkit.live.report import Report
+from ckptkit.live.restore import Restored, load
 from ckptkit.live.rng import rng_state, set_rng_state
 from ckptkit.live.sharded_optimizer import ShardedOptimizerState
 from ckptkit.live.shards import (
@@ -19,6 +18,7 @@ from ckptkit.live.shards import (
     helper_for,
     save_distributed,
 )
+from ckptkit.live.state_dict import load_state
 from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.model import PerDataRank, PerRank, Replicated, Split, Sum
 

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ckptkit.format.names import join
+from ckptkit.live.comparison import Report
 from ckptkit.live.exchange import Exchange, Plan, Spread
-from ckptkit.live.handover import hand_over
 from ckptkit.live.ranks import current_world
-from ckptkit.live.report import Report
+from ckptkit.live.resume import hand_over
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
 from ckptkit.live.state.parts import HandCuts, LiveTensor, RulesLike
 from ckptkit.live.wrappers.entries import StateMismatchError

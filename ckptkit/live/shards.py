@@ -17,9 +17,8 @@ from ckptkit.format.names import WRAPPED, join, split
 from ckptkit.live.agree import Documents
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.exchange import Exchange, Spoken
-from ckptkit.live.handover import hand_over
 from ckptkit.live.ranks import current_world
-from ckptkit.live.resuming import nested
+from ckptkit.live.resume import hand_over, with_containers
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
 from ckptkit.live.state.parts import LiveTensor
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
@@ -111,7 +110,7 @@ class LocalShard:
                 found.setdefault(parameter, {})[key] = item
         for document in self.optimizers:
             for name, values in document["values"].items():
-                found[name] = nested(found.get(name, {}), values, name)
+                found[name] = with_containers(found.get(name, {}), values, name)
         return found
 
     def objection(self, here: ShardingMetadata, group: str) -> str:
