@@ -96,7 +96,7 @@ def _boxes(topology: Topology, held: LiveTensor) -> list[tuple[Box, tuple[Any, .
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Share:
+class _SharedBox:
     """A box that a group of ranks needs, and where it goes on this one."""
 
     array: Array
@@ -162,7 +162,7 @@ def _repeating(topology: Topology, held: LiveTensor) -> Axes:
 
 def _shares(
     checkpoint: Checkpoint, topology: Topology, fillings: Sequence[Filling]
-) -> list[_Share]:
+) -> list[_SharedBox]:
     """What a group of ranks needs of some tensors, in the order in which it lies in the packs."""
     manifest, found = checkpoint.manifest, []
     numbers = {array.name: number for number, array in enumerate(manifest.arrays)}
@@ -173,11 +173,11 @@ def _shares(
             for piece in readable_pieces(grid, box, array.dtype.itemsize, _PIECE_BYTES):
                 row = start + grid.flat(tuple(span[0] for span in grid.span(piece)))
                 order = int(manifest.pack[row]), int(manifest.offset[row])
-                found.append(_Share(array, piece, memory[*piece.within(box), ...], order))
+                found.append(_SharedBox(array, piece, memory[*piece.within(box), ...], order))
     return sorted(found, key=lambda share: (share.order, share.array.name, share.box.offset))
 
 
-def _agreed(ranks: Ranks, topology: Topology, plans: dict[Axes, list[_Share]]) -> list[Axes]:
+def _agreed(ranks: Ranks, topology: Topology, plans: dict[Axes, list[_SharedBox]]) -> list[Axes]:
     """The axes along which all ranks of every group have come to the same plan.
 
     Where they have not, as when one passes other objects, all of them read for themselves.
@@ -253,14 +253,14 @@ class _Circle:
         ranks: Sequence[int],
         rank: int,
         group: dist.ProcessGroup | None,
-        plan: Sequence[_Share],
+        plan: Sequence[_SharedBox],
     ) -> None:
         self._ranks = ranks
         self._group = group
         self._me = ranks.index(rank)
         readers = readers_of([share.nbytes for share in plan], len(ranks))
         # By place in the circle, what each rank reads in each turn, with where it begins there.
-        self._turns: list[list[list[tuple[int, _Share]]]] = []
+        self._turns: list[list[list[tuple[int, _SharedBox]]]] = []
         largest = 0
         for place in range(len(ranks)):
             own = [share for share, reader in zip(plan, readers, strict=True) if reader == place]

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptkit.checkpoint.places import Place, described, store_at
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.names import WRAPPED
@@ -43,7 +44,7 @@ from ckptkit.live.ranks import (
 from ckptkit.live.resume import hand_over
 from ckptkit.live.saying import readable
 from ckptkit.live.snapshot import Snapshot, take_snapshot
-from ckptkit.live.state.parts import HandCuts, LiveTensor, RulesLike
+from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state.trees import arrays_in, put_tensors, replace_leaves, unmarked
 from ckptkit.live.wrappers.entries import StateMismatchError, parameter_names

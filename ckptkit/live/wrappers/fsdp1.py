@@ -1,4 +1,9 @@
-"""FullyShardedDataParallel (FSDP1): read and loaded through its sharded state dict."""
+"""FullyShardedDataParallel (FSDP1): read and loaded through its sharded state dict.
+
+The rows could be cut out of the flat parameters here, as those of an optimizer's state are. But the
+hooks of modules, which may add to a state dict or take from it what they make of their parameters,
+find these whole only while torch itself makes the state dict.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,9 @@ from ckptkit.live.wrappers.flat import (
     as_dtensor,
     cut_further,
     flats_of,
+    height,
     of_all_ranks,
+    rows_of,
     shard_mesh,
 )
 
@@ -99,7 +106,7 @@ def _agreed(values: Iterable[Any]) -> Any:
 def entries(module: nn.Module) -> list[ModelEntry]:
     """Copies of this rank's rows of each parameter, and the buffers. A collective."""
     canonical = canonical_names(module)
-    pieces = [piece for flat in flats_of(module) for piece in flat.pieces]
+    pieces = [piece for flat in flats_of(module) for piece in flat.slices]
     parameters = {name for piece in pieces for name in (piece.name, *piece.also)}
     found: dict[str, ModelEntry] = {}
     with _sharded(module):
@@ -192,8 +199,7 @@ class _Rows(DTensorExtensions):
         else:
             meta = TensorMeta(local.shape, local.stride(), local.dtype)
             spec = DTensorSpec(shard_mesh(device_mesh), (Shard(0),), tensor_meta=meta)
-        height = -(-local.shape[0] // self._group.size())
-        rows = local[rank * height : (rank + 1) * height]
+        rows = rows_of(local, rank, self._group.size())
         return as_dtensor(rows.clone(memory_format=torch.contiguous_format), spec)
 
     def all_gather_dtensor(
@@ -209,8 +215,8 @@ class _Rows(DTensorExtensions):
             shape, _ = compute_local_shape_and_global_offset(
                 shape, mesh[names[1:]], tensor.placements[1:]
             )
-        height = -(-shape[0] // self._group.size())
-        mine = rows.new_zeros((height, *shape[1:]))
+        ranks = self._group.size()
+        mine = rows.new_zeros((height(shape[0], ranks), *shape[1:]))
         mine[: len(rows)] = rows
         found = of_all_ranks(mine.view(-1), self._group)
-        return found.view(height * self._group.size(), *shape[1:])[: shape[0]]
+        return found.view(len(mine) * ranks, *shape[1:])[: shape[0]]
