@@ -173,7 +173,8 @@ def _shares(
             for piece in readable_pieces(grid, box, array.dtype.itemsize, _PIECE_BYTES):
                 row = start + grid.flat(tuple(span[0] for span in grid.span(piece)))
                 order = int(manifest.pack[row]), int(manifest.offset[row])
-                found.append(_SharedBox(array, piece, memory[*piece.within(box), ...], order))
+                there: tuple[Any, ...] = (*piece.within(box), ...)
+                found.append(_SharedBox(array, piece, memory[there], order))
     return sorted(found, key=lambda share: (share.order, share.array.name, share.box.offset))
 
 
