@@ -10,7 +10,6 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TypeAlias
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
@@ -85,10 +84,8 @@ class Topology:
         by_rank = frozenset(line.by_mesh for line in chosen)
         return cls(Strategy(Mesh(tuple(axes))), rank, strides, frozenset(kept_alike), by_rank)
 
-    def mesh_axes(self, tensor: torch.Tensor) -> frozenset[str]:
+    def mesh_axes(self, tensor: DTensor) -> frozenset[str]:
         """The axes of a DTensor's mesh, along which it keeps its replicas alike."""
-        if not isinstance(tensor, DTensor):
-            return frozenset()
         axes = self.strategy.mesh.axes
         return frozenset(axes[at].name for run in self._runs(tensor.device_mesh) for at in run)
 
@@ -150,17 +147,15 @@ class Topology:
         place = tuple(line.index(self.rank) for line in _lines(mesh))
         return found, own.part(own.strategy.mesh.rank(place))
 
-    def of_shared(
-        self, name: str, shared: SharedOut, shape: tuple[int, ...]
-    ) -> dict[str, Placement]:
+    def of_shared(self, name: str, shared: SharedOut) -> dict[str, Placement]:
         """How the axes cut a plain tensor that ranks of one line share out."""
         run = self._run_of(shared.ranks, name)
         axes, sizes = self.strategy.mesh.axes, self.strategy.mesh.sizes
         if shared.owner is None:
-            if len(run) > 1 and shape[0] % len(shared.ranks):
+            rows, ranks = shared.shape[:1], len(shared.ranks)
+            if len(run) > 1 and rows[0] % ranks:
                 raise LayoutError(
-                    f"{shape[0]} rows over {len(shared.ranks)} ranks, which lie along several axes "
-                    "here",
+                    f"{rows[0]} rows over {ranks} ranks, which lie along several axes here",
                     where=name,
                     value=str(self.strategy),
                     hint="rows that go evenly into the ranks can be saved, and DTensors of any "

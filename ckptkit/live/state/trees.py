@@ -17,7 +17,7 @@ import torch
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
 from ckptkit.format.leaves import canonical
-from ckptkit.format.names import OWN, REFERENCE, escape
+from ckptkit.format.names import DATA_RANK, OWN, REFERENCE, escape
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.live.state.parts import LiveTensor
 from ckptkit.live.state.tensors import as_bits, check_plain, dtype_of, local_of, torch_dtype
@@ -110,7 +110,7 @@ def _marked(
         return {mark: _marked(inner, path, tensor_as, depth + 1)}
     is_any = tensor_as is not None
     if isinstance(tree, Mapping) if is_any else type(tree) in (dict, OrderedDict):
-        for mark in (REFERENCE, _TENSOR, *_MADE_BY):
+        for mark in (REFERENCE, DATA_RANK, _TENSOR, *_MADE_BY):
             if mark in tree:
                 raise UnsupportedTypeError("the key is ckptkit's own", where=path, value=mark)
         return {

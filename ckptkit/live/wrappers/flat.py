@@ -155,14 +155,12 @@ class Flat:
 
     def described(
         self, piece: FlatSlice, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[int, ...], SharedOut | None]:
-        """Rows of a piece; the shape of the whole, and how ranks share it out if the rows do not
-        say it themselves.
-        """
+    ) -> tuple[torch.Tensor, SharedOut | None]:
+        """Rows of a piece, and how ranks share it out if the rows do not say it themselves."""
         if piece.cut is not None:
-            return as_dtensor(rows, piece.cut), tuple(piece.cut.shape), None
+            return as_dtensor(rows, piece.cut), None
         ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)
-        return rows, piece.shape, SharedOut(tuple(ranks))
+        return rows, SharedOut(tuple(ranks), piece.shape)
 
 
 def flats_of(module: nn.Module) -> list[Flat]:

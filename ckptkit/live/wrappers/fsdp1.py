@@ -114,15 +114,18 @@ def entries(module: nn.Module) -> list[ModelEntry]:
             name = canonical(key)
             is_parameter = name in parameters or isinstance(value, nn.Parameter)
             if not isinstance(value, ShardedTensor):
-                found[name] = ModelEntry(name, value, is_parameter, source=(key, None))
+                # FSDP keeps alike what it has flattened: with other parameters it does nothing.
+                is_kept = name in parameters
+                entry = ModelEntry(name, value, is_parameter, source=(key, None))
+                found[name] = replace(entry, is_kept_alike=is_kept)
                 continue
             shards, shape = value.local_shards(), tuple(value.size())
             local = torch.empty((0, *shape[1:]), dtype=value.dtype)
             if shards:
                 local = shards[0].tensor
             ranks = dist.get_process_group_ranks(value._process_group)
-            shared = SharedOut(tuple(ranks))
-            found[name] = ModelEntry(name, local, is_parameter, shape, shared, (key, value))
+            shared = SharedOut(tuple(ranks), shape)
+            found[name] = ModelEntry(name, local, is_parameter, shared, (key, value))
     for piece in pieces:
         first = found.get(piece.name)
         for name in piece.also:  # the same value, loaded under both names

@@ -90,8 +90,8 @@ class FSDP1Optimizer(PlainOptimizer):
 
     def take(self, part: FlatPart, entries: Sequence[StateEntry], values: dict[str, Any]) -> None:
         """Take over the rows, filled, and the values of one parameter. A collective."""
-        whole = {e.key: e.value for e in entries if e.shape is None}
-        self._absorb_rows(part.flat, [e for e in entries if e.shape is not None])
+        whole = {e.key: e.value for e in entries if not _is_rows(e)}
+        self._absorb_rows(part.flat, list(filter(_is_rows, entries)))
         self._absorb_values(part.flat, {part.piece.name: whole | values})
 
     def names_of(self, names: Names, parameters: Sequence[nn.Parameter]) -> list[str]:
@@ -130,12 +130,12 @@ class FSDP1Optimizer(PlainOptimizer):
         for flat in self._flats:
             own = {piece.name for piece in flat.slices}
             mine = [entry for entry in entries if entry.parameter in own]
-            self._absorb_rows(flat, [e for e in mine if e.shape is not None])
+            self._absorb_rows(flat, list(filter(_is_rows, mine)))
             given: dict[str, dict[str, Any]] = {}
             for entry in mine:
                 kept = None if self._saved is None else self._saved.get(entry.parameter, {})
                 # What the step does not have keeps the value that is here.
-                if entry.shape is None and (kept is None or entry.key in kept):
+                if not _is_rows(entry) and (kept is None or entry.key in kept):
                     given.setdefault(entry.parameter, {})[entry.key] = entry.value
             for name in own:
                 given.setdefault(name, {}).update(values.get(name, {}))
@@ -275,6 +275,11 @@ class FSDP1Optimizer(PlainOptimizer):
                     self.state[parameter][key].copy_(value)
                 else:
                     self.state[parameter][key] = value
+
+
+def _is_rows(entry: StateEntry) -> bool:
+    """Whether it has elements of a parameter, and is not one value for all of it."""
+    return torch.is_tensor(entry.value) and entry.value.ndim > 0
 
 
 def _in_a_container(name: str, key: str) -> UnsupportedTypeError:

@@ -304,10 +304,11 @@ class Zero1Optimizer(PlainOptimizer):
 
     def entry(self, name: str, key: str, value: Any, parameter: nn.Parameter) -> StateEntry:
         """An entry that only its owner has."""
+        if not torch.is_tensor(value):
+            return StateEntry(name, key, value)
         (line,) = self.lines()
-        shape = tuple(value.shape) if hasattr(value, "shape") else None
-        shared = SharedOut(line.ranks, self._zero._param_to_rank[parameter])
-        return StateEntry(name, key, value, shape, shared)
+        owner = self._zero._param_to_rank[parameter]
+        return StateEntry(name, key, value, SharedOut(line.ranks, tuple(value.shape), owner))
 
     def prepare(self, names: Names, saved: SavedState) -> None:
         super().prepare(names, self._owned(names, saved))
