@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.array import Array
+from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.job import Request
 from ckptkit.checkpoint.locate import manifest_at, read_manifest
-from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import Place, described, store_at
 from ckptkit.checkpoint.reading import Reader
 from ckptkit.checkpoint.sources import Sources
-from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import FormatError, LayoutError, NotFoundError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest

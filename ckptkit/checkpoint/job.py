@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.pace import Pace
+from ckptkit.checkpoint.budget import Pace
 from ckptkit.format.manifest import Manifest
 from ckptkit.model import Box
 from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, pieces_of, side_by_side

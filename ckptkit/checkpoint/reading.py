@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
+from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.job import Job, Request, plan_job
-from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.sources import Sources
-from ckptkit.checkpoint.threads import Progress, cores, run_threads
+from ckptkit.checkpoint.workers import Progress, cores, run_threads
 from ckptkit.errors import CorruptionError
 from ckptkit.format.arrays import chunk_key
 from ckptkit.format.manifest import Manifest

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.locate import read_manifest
-from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import data_prefix, described
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.format.manifest import Manifest

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
+from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.reading import BAND_BYTES
 from ckptkit.checkpoint.sources import Sources
-from ckptkit.checkpoint.threads import cores
+from ckptkit.checkpoint.workers import cores
 from ckptkit.errors import CorruptionError
 from ckptkit.format.arrays import ArrayInfo, chunk_key
 from ckptkit.format.manifest import Manifest

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.pace import Pace
+from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.reading import BAND_BYTES, default_threads
-from ckptkit.checkpoint.threads import Progress, run_threads
+from ckptkit.checkpoint.workers import Progress, run_threads
 from ckptkit.errors import UsageError
 from ckptkit.model import Box, DType, Grid
 from ckptkit.storage import BufferPool, Store, default_pool

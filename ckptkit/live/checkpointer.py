@@ -17,7 +17,7 @@ from ckptkit.checkpoint.places import Place, step_name, store_at
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, leaving
 from ckptkit.checkpoint.run.mirror import Retention
 from ckptkit.checkpoint.run.run import Run
-from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
 from ckptkit.live.arena import Arena

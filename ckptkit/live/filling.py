@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import LayoutError
 from ckptkit.live.held import Held
 from ckptkit.live.tensors import as_bits, dtype_of, torch_dtype

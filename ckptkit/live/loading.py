@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
-from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import FormatError
 from ckptkit.format.names import WRAPPED, join, split
 from ckptkit.format.objects import ObjectInfo

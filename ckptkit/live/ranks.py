@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_line, late
-from ckptkit.checkpoint.threads import cores
+from ckptkit.checkpoint.workers import cores
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 
 _DONE, _FAILED = b"+", b"-"

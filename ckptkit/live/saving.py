@@ -12,8 +12,8 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_line, leaving
-from ckptkit.checkpoint.threads import Progress
-from ckptkit.checkpoint.writer import Writer
+from ckptkit.checkpoint.workers import Progress
+from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.names import inner_name, matches
 from ckptkit.live.agree import agree, fingerprint_of_keys, keys_of_some

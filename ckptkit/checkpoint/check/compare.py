@@ -19,7 +19,7 @@ from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.places import Place, stores_at
 from ckptkit.checkpoint.stored import StoredArray, StoredArrays
 from ckptkit.checkpoint.streaming import STREAM_MEMORY, Band, Limits, stream
-from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import UsageError
 from ckptkit.format.names import check_used, inner_name, matches, pattern_list
 from ckptkit.format.objects import ObjectInfo, whole

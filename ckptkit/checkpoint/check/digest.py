@@ -16,7 +16,7 @@ from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.stored import StoredArrays
 from ckptkit.checkpoint.streaming import STREAM_MEMORY, Band, Limits, Readable, stream
-from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.workers import Progress
 from ckptkit.format.leaves import canonical
 from ckptkit.format.names import ALIKE, DIGEST_ALGORITHM
 from ckptkit.format.objects import ObjectInfo, whole

@@ -13,9 +13,8 @@ from itertools import chain, islice
 from pathlib import Path
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.pace import at_once
 from ckptkit.checkpoint.streaming import STREAM_MEMORY
-from ckptkit.checkpoint.threads import Progress, share_out
+from ckptkit.checkpoint.workers import Progress, at_once, share_out
 from ckptkit.checkpoint.zarr_view import ZarrView, presented_grid
 from ckptkit.errors import AlreadyExistsError, UsageError
 from ckptkit.model.document import parse_size

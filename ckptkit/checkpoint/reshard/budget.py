@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.checkpoint.pace import Pace
+from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.reading import BAND_BYTES
 from ckptkit.errors import UsageError
 from ckptkit.format.arrays import ArrayInfo

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from ckptkit.checkpoint.check.pack import PackBytes, PackFile
-from ckptkit.checkpoint.commit import committed_save_id
 from ckptkit.checkpoint.places import data_prefix, described
 from ckptkit.checkpoint.reshard.copying import Route
 from ckptkit.checkpoint.reshard.engines import Slice
 from ckptkit.checkpoint.reshard.target import Target
 from ckptkit.checkpoint.stored import check_chunk
 from ckptkit.checkpoint.tail import PackRecord, read_record
-from ckptkit.checkpoint.threads import Progress, share_out
+from ckptkit.checkpoint.workers import Progress, share_out
+from ckptkit.checkpoint.write.commit import committed_save_id
 from ckptkit.errors import FormatError, NotFoundError, PeerError
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import pack_name

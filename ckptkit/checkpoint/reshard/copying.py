@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.content import PackContent, PackedArray
-from ckptkit.checkpoint.image import ImageWriting
 from ckptkit.checkpoint.job import Request
-from ckptkit.checkpoint.pack_writer import Pack, documents_of
 from ckptkit.checkpoint.reading import Reader
 from ckptkit.checkpoint.reshard.budget import Budget
 from ckptkit.checkpoint.reshard.casting import cast
@@ -21,6 +18,7 @@ from ckptkit.checkpoint.reshard.objects import objects_of
 from ckptkit.checkpoint.reshard.sharing import PartsOfChunks, SharedChunks
 from ckptkit.checkpoint.reshard.target import Target, TargetArray
 from ckptkit.checkpoint.sources import Sources
+from ckptkit.checkpoint.write.pack import Pack, PackedArray, Slot, chunk_view, documents_of
 from ckptkit.errors import AlreadyExistsError, PeerError
 from ckptkit.model import Grid
 from ckptkit.plan.read import batches, pieces_within
@@ -43,22 +41,27 @@ class Route:
     shared: SharedChunks | None = None
 
 
-def begin_pack(target: Target, rank: int, route: Route) -> ImageWriting:
+def begin_pack(target: Target, rank: int, route: Route) -> Pack:
     """Begin the pack of a rank; every segment of it can be written by any thread."""
     writes = target.chunks_of(rank)
     known = list(zip(target.held, (array.info for array in target.arrays), strict=True))
     by_name = {held.name: chunks for held, chunks in zip(target.held, writes, strict=True)}
     mine = [(a, chunks) for a, chunks in zip(target.arrays, writes, strict=True) if len(chunks)]
-    content = CopiedContent(documents_of(known, by_name, rank), mine, route)
-    objects = objects_of(target.objects, rank, target.world_size)
-    pack = Pack(content, target.table, rank, objects)
-    segments = pack.image.segments_at(_lasts(content, [array for array, _ in mine], route.budget))
+    origins = [array for array, _ in mine]
+    pack = Pack(
+        rank,
+        target.table,
+        objects_of(target.objects, rank, target.world_size),
+        documents_of(known, by_name, rank),
+        [PackedArray(array.info, chunks) for array, chunks in mine],
+        Copied(origins, route).fill,
+    )
     try:
-        return pack.begin(
+        pack.begin(
             route.store,
             route.prefix,
             target.save,
-            segments,
+            pack.segments_at(_lasts(pack, origins, route.budget)),
             refers=rank > 0,
             memory=route.budget.ends.sink_bytes,
         )
@@ -68,33 +71,27 @@ def begin_pack(target: Target, rank: int, route: Route) -> ImageWriting:
             where=error.where,
             hint="wait for it; the same command again goes on with what it leaves, should it fail",
         ) from error
+    return pack
 
 
-class CopiedContent(PackContent):
+class Copied:
     """What a pack of the target holds, read from the packs of the source when it is needed."""
 
-    def __init__(
-        self,
-        documents: Sequence[tuple[str, bytes]],
-        arrays: Sequence[tuple[TargetArray, npt.NDArray[np.int64]]],
-        route: Route,
-    ) -> None:
-        super().__init__(documents, [PackedArray(a.info, chunks) for a, chunks in arrays])
-        self._origins = [array for array, _ in arrays]
+    def __init__(self, origins: Sequence[TargetArray], route: Route) -> None:
+        self._origins = origins
         self._reader = Reader(route.checkpoint.manifest, route.sources, route.budget.pace)
         self._budget = route.budget
         self._shared = route.shared
 
-    def filled_chunks(self, targets: Mapping[int, memoryview]) -> Iterator[int]:
+    def fill(self, slots: Sequence[Slot]) -> Sequence[Slot]:
         """Read for all of them at once: each chunk of the source is read, and checked, once."""
         checked: list[Request] = []
         exact: list[Request] = []
         casts: list[tuple[TargetArray, npt.NDArray[Any], npt.NDArray[Any]]] = []
         with PartsOfChunks(self._shared) as parts:
-            for index, memory in targets.items():
-                place, chunk = self.at(index)
-                array = self._origins[place]
-                box, stored = self.arrays[place].opened(chunk, memory)
+            for slot in slots:
+                array = self._origins[slot.array]
+                box, stored = chunk_view(array.info, slot.chunk, slot.memory)
                 source = array.chosen.source
                 values = stored
                 if array.chosen.is_cast:
@@ -111,24 +108,24 @@ class CopiedContent(PackContent):
         for array, values, stored in casts:
             dtypes = (array.chosen.source.dtype, array.chosen.dtype)
             cast(array.info.name, values, stored, dtypes)
-        yield from targets
+        return slots
 
     def _read(self, requests: list[Request], *, verify: bool) -> None:
         if requests:
             self._reader.read(requests, verify=verify)
 
 
-def _lasts(content: PackContent, origins: Sequence[TargetArray], budget: Budget) -> list[int]:
+def _lasts(pack: Pack, origins: Sequence[TargetArray], budget: Budget) -> list[int]:
     """Where segments end: each array's chunks in batches as the plan has them, small ones together.
 
     The batches of chunks that go over as they are need not be large: no chunk of the source is
     needed by two.
     """
-    end = len(content.documents)
+    end = len(pack.documents)
     lasts: list[int] = []
     usual = min(_USUAL, budget.batch_bytes)
-    held = sum(map(content.length, range(end)))
-    for array, origin in zip(content.arrays, origins, strict=True):
+    held = sum(len(data) for _, data in pack.documents)
+    for array, origin in zip(pack.arrays, origins, strict=True):
         sizes = array.info.grid.stored_elements(array.chunks) * origin.itemsize
         for first, last in batches(sizes, usual if origin.is_kept else budget.batch_bytes):
             nbytes = int(sizes[first:last].sum())

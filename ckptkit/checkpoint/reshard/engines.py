@@ -21,7 +21,7 @@ from ckptkit.checkpoint.reshard.copying import Route
 from ckptkit.checkpoint.reshard.running import Packs
 from ckptkit.checkpoint.reshard.target import Outline, Recipe, Target, target_of
 from ckptkit.checkpoint.sources import Sources
-from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.storage import Address
 

@@ -16,7 +16,7 @@ from ckptkit.checkpoint.reshard.selection import Selection, choose
 from ckptkit.checkpoint.reshard.target import Outline, Recipe, Target, target_of
 from ckptkit.checkpoint.reshard.work import Means, Resharded, Work
 from ckptkit.checkpoint.rules_file import RulesLike, rules_between
-from ckptkit.checkpoint.threads import Progress, cores
+from ckptkit.checkpoint.workers import Progress, cores
 from ckptkit.errors import UsageError
 from ckptkit.model import Strategy
 from ckptkit.model.document import parse_size

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 
-from ckptkit.checkpoint.image import ImageWriting
 from ckptkit.checkpoint.reshard.copying import Route, begin_pack
 from ckptkit.checkpoint.reshard.target import Target
-from ckptkit.checkpoint.threads import Progress, share_out
+from ckptkit.checkpoint.workers import Progress, share_out
+from ckptkit.checkpoint.write.pack import Pack
 from ckptkit.errors import CkptkitError
 
 # Writers of one file wait for each other, where it is not written past the page cache; of many, few
@@ -27,7 +27,7 @@ class Packs:
         self._ranks = ranks
         self._route = route
         self._lock = threading.Lock()
-        self._left: dict[ImageWriting, int] = {}
+        self._left: dict[Pack, int] = {}
         self._work = self._segments()
 
     def run(self, progress: Progress | None = None) -> None:
@@ -35,9 +35,9 @@ class Packs:
         that are stay.
         """
 
-        def write(segment: tuple[ImageWriting, int]) -> None:
+        def write(segment: tuple[Pack, int]) -> None:
             writing, number = segment
-            size = writing.write(number)
+            size = writing.write_segment(number)
             self._finish_last(writing)
             if progress:
                 progress(size)
@@ -50,10 +50,10 @@ class Packs:
                     writing.abort()
             raise
 
-    def _segments(self) -> Iterator[tuple[ImageWriting, int]]:
+    def _segments(self) -> Iterator[tuple[Pack, int]]:
         """Segments by turns from a few packs."""
         ranks = iter(self._ranks)
-        begun: deque[Iterator[tuple[ImageWriting, int]]] = deque()
+        begun: deque[Iterator[tuple[Pack, int]]] = deque()
         while True:
             for rank in islice(ranks, self._route.budget.ends.packs - len(begun)):
                 begun.append(self._segments_of(rank))
@@ -65,7 +65,7 @@ class Packs:
                 begun.append(turn)
                 yield segment
 
-    def _segments_of(self, rank: int) -> Iterator[tuple[ImageWriting, int]]:
+    def _segments_of(self, rank: int) -> Iterator[tuple[Pack, int]]:
         writing = begin_pack(self._target, rank, self._route)
         self._left[writing] = len(writing.segments)
         if not writing.segments:
@@ -73,7 +73,7 @@ class Packs:
             del self._left[writing]
         yield from ((writing, number) for number in range(len(writing.segments)))
 
-    def _finish_last(self, writing: ImageWriting) -> None:
+    def _finish_last(self, writing: Pack) -> None:
         with self._lock:
             self._left[writing] -= 1
             is_last = not self._left[writing]

@@ -7,7 +7,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.commit import commit, committed_save_id, gather
 from ckptkit.checkpoint.locate import refuse_links
 from ckptkit.checkpoint.places import (
     DATA,
@@ -27,7 +26,8 @@ from ckptkit.checkpoint.reshard.running import PACKS_AT_ONCE, Packs
 from ckptkit.checkpoint.reshard.sharing import SharedChunks
 from ckptkit.checkpoint.reshard.target import SAVE_ID_PREFIX, Target
 from ckptkit.checkpoint.sources import Sources
-from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.workers import Progress
+from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import NoSpaceError, StepExistsError, UsageError
 from ckptkit.format.manifest import pack_name
 from ckptkit.storage import Store

@@ -17,7 +17,6 @@ from ckptkit.checkpoint.locate import (
     read_manifest,
     step_folders,
 )
-from ckptkit.checkpoint.pace import ask_all
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
@@ -29,6 +28,7 @@ from ckptkit.checkpoint.places import (
     store_at,
     under,
 )
+from ckptkit.checkpoint.workers import ask_all
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Entry, Options, Store
