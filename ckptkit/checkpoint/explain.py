@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.checkpoint.checkpoint import open_checkpoint
 from ckptkit.checkpoint.places import Place
+from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.checkpoint.reshard.selection import Selection, choose
 from ckptkit.checkpoint.reshard.target import Outline, tensors_of
 from ckptkit.checkpoint.rules_file import RulesLike, rules_between

@@ -14,6 +14,7 @@ from ckptkit.format.arrays import (
     arrays_from_docs,
     arrays_to_docs,
     check_names,
+    chunk_key,
 )
 from ckptkit.format.columns import (
     I64,
@@ -84,6 +85,12 @@ class Manifest:
             )
         check_placed(self.pack, self.offset, self.length, [p.size for p in self.packs], "chunks")
         _check_lengths(self.arrays, self.starts, self.length)
+
+    def chunk_key(self, row: int) -> str:
+        """The Zarr key of the chunk of a row."""
+        number = int(np.searchsorted(self.starts, row, side="right")) - 1
+        array = self.arrays[number]
+        return chunk_key(array.name, array.grid.index(row - int(self.starts[number])))
 
     def to_bytes(self) -> bytes:
         table, entries = arrays_to_docs(self.arrays, self.aliases)

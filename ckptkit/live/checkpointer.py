@@ -12,9 +12,9 @@ from typing import Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.places import Place, step_name, store_at
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, leaving
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.run.mirror import Retention
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import Progress

@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import LayoutError
 from ckptkit.live.held import Held

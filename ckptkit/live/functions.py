@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, leaving
+from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.format.names import pattern_list
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.loading import Loading, LoadOptions, Restored

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import FormatError
 from ckptkit.format.names import WRAPPED, join, split

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.places import data_prefix
-from ckptkit.checkpoint.sources import Sources
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.format.manifest import Manifest
 from ckptkit.live.tensors import torch_dtype
 
@@ -36,21 +34,20 @@ def mapped(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, torch.Tens
     rows = _in_one_piece(manifest)
     found: dict[str, torch.Tensor] = {}
     packs: dict[int, _Bytes | None] = {}
-    with closing(Sources(checkpoint.store, checkpoint.prefix, manifest)) as sources:
-        for name in names:
-            info = checkpoint[name].info
-            if info.name not in rows:
-                continue
-            row = rows[info.name]
-            pack, offset = int(manifest.pack[row]), int(manifest.offset[row])
-            if pack not in packs:
-                packs[pack] = _map(checkpoint, sources, pack)
-            memory = packs[pack]
-            if memory is not None and offset % info.dtype.itemsize == 0:
-                count = math.prod(info.shape)
-                dtype = torch_dtype(info.dtype)
-                flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
-                found[name] = flat.reshape(info.shape)
+    for name in names:
+        info = checkpoint[name].info
+        if info.name not in rows:
+            continue
+        row = rows[info.name]
+        pack, offset = int(manifest.pack[row]), int(manifest.offset[row])
+        if pack not in packs:
+            packs[pack] = _map(checkpoint, pack)
+        memory = packs[pack]
+        if memory is not None and offset % info.dtype.itemsize == 0:
+            count = math.prod(info.shape)
+            dtype = torch_dtype(info.dtype)
+            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+            found[name] = flat.reshape(info.shape)
     return found
 
 
@@ -65,14 +62,14 @@ def _in_one_piece(manifest: Manifest) -> dict[str, int]:
     return found
 
 
-def _map(checkpoint: Checkpoint, sources: Sources, pack: int) -> _Bytes | None:
+def _map(checkpoint: Checkpoint, pack: int) -> _Bytes | None:
     """The bytes of a pack; None where the system does not map it."""
     manifest = checkpoint.manifest
     info = manifest.packs[pack]
     key = f"{data_prefix(checkpoint.prefix, manifest.save.save_id)}/{info.name}"
     # While it is open, its size is known to be what the manifest says: touching a page of a
     # mapping that has no file below it would kill the process.
-    with sources.use(pack):
+    with checkpoint.packs.use(pack):
         try:
             storage: Any = torch.UntypedStorage.from_file(
                 (checkpoint.store.location / key).path, shared=False, nbytes=info.size

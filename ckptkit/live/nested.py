@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.errors import FormatError
 from ckptkit.format.names import (
     ALIKE,

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.places import described
 from ckptkit.checkpoint.ranks import Ranks
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.format.manifest import Manifest
 from ckptkit.live.ranks import bytes_of_first
 from ckptkit.storage import Store

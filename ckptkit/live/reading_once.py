@@ -20,8 +20,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.ranks import Ranks
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.live.filling import Filling, Inside, Target
 from ckptkit.live.ranks import wire
 from ckptkit.live.tensors import torch_dtype

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.errors import LayoutError
 from ckptkit.live.held import Held
 from ckptkit.live.tensors import dtype_of

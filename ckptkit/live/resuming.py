@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.stored import StoredArrays
-from ckptkit.checkpoint.streaming import Band, Limits, stream
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.stream import Band, Limits, stored_arrays, stream
 from ckptkit.errors import FormatError
 from ckptkit.format.leaves import dumps
 from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
@@ -94,13 +93,13 @@ def differing(
         if not np.array_equal(values[0], values[1]):
             apart.add(alike[band.item])
 
-    with StoredArrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store)) as stored:
-        found = [[stored.get(name) for name in pair] for pair in pairs]
-        items = [[each for each in pair if each is not None] for pair in found]
-        forms = [{(each.shape, each.dtype) for each in pair} for pair in items]
-        alike = [at for at, p in enumerate(items) if len(p) == 2 and len(forms[at]) == 1]
-        apart.update(set(range(len(pairs))).difference(alike))
-        stream([items[at] for at in alike], compare, limits)
+    stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store))
+    found = [[stored.get(name) for name in pair] for pair in pairs]
+    items = [[each for each in pair if each is not None] for pair in found]
+    forms = [{(each.shape, each.dtype) for each in pair} for pair in items]
+    alike = [at for at, p in enumerate(items) if len(p) == 2 and len(forms[at]) == 1]
+    apart.update(set(range(len(pairs))).difference(alike))
+    stream([items[at] for at in alike], compare, limits)
     return [
         f"{pairs[at][1]}: not what {pairs[at][0]} is in the step, and one tensor here"
         for at in sorted(apart)

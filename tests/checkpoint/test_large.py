@@ -57,7 +57,7 @@ def test_rows_and_columns_are_read_bit_for_bit(run: Path, box: Box, verify: bool
 
 def test_one_checkpoint_serves_many_threads(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Fewer than there are packs, so that some are opened for each read.
-    monkeypatch.setattr("ckptkit.checkpoint.sources._KEPT_OPEN", 1)
+    monkeypatch.setattr("ckptkit.checkpoint.read.packs._KEPT_OPEN", 1)
     wrong: list[str] = []
     with ckptkit.open(run) as checkpoint:
 

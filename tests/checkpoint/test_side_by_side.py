@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.job import Job, plan_job
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.reader import Job, plan_job
 from ckptkit.errors import CorruptionError
 from ckptkit.model import Box
 from ckptkit.storage import MemoryStore, Store
@@ -54,7 +54,7 @@ def planned(step: Checkpoint, name: str, box: Box) -> Job:
     """How a box is read."""
     target = np.empty(box.shape, STATE[name].whole.dtype)
     request = step._request(name, box, target)
-    return plan_job(step.manifest, [request], step._sources.pace, verify=True)
+    return plan_job(step.manifest, [request], step.packs.pace, verify=True)
 
 
 @pytest.mark.parametrize("verify", [True, False])

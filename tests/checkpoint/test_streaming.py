@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptkit
-from ckptkit.checkpoint.stored import StoredArrays
-from ckptkit.checkpoint.streaming import Limits, bands, stream
+from ckptkit.checkpoint.read.stream import Limits, bands, stored_arrays, stream
 from ckptkit.errors import UsageError
 from ckptkit.model import Box, Grid
 from tests.checkpoint.saving import Tensor, random_values, same, save
@@ -67,7 +66,8 @@ def test_what_is_streamed_is_what_was_written(shape: tuple[int, ...], chunk_byte
     limits = Limits.of(16 * MIB, 3)
     assert limits.workers == 1
     found: list[np.ndarray[Any, Any]] = []
-    with ckptkit.open(store) as checkpoint, StoredArrays(checkpoint, limits.chunk_bytes) as arrays:
+    with ckptkit.open(store) as checkpoint:
+        arrays = stored_arrays(checkpoint, limits.chunk_bytes)
         read = [[arrays["model/w"]]]
         stream(read, lambda _, sides: found.append(sides[0].reshape(-1).copy()), limits)
     assert max(piece.nbytes for piece in found) <= limits.band_bytes
@@ -79,7 +79,8 @@ def test_bands_come_in_order_from_many_threads() -> None:
     store = saved(state, chunk_bytes=64 << 10)
     limits = Limits(6, 100 << 10, 4 * MIB)
     order: dict[int, list[int]] = {}
-    with ckptkit.open(store) as checkpoint, StoredArrays(checkpoint, limits.chunk_bytes) as arrays:
+    with ckptkit.open(store) as checkpoint:
+        arrays = stored_arrays(checkpoint, limits.chunk_bytes)
         items = [[arrays[name]] for name in state]
         use = lambda band, _: order.setdefault(band.item, []).append(band.number)  # noqa: E731
         stream(items, use, limits, ordered=True)
@@ -94,12 +95,10 @@ def test_an_error_in_one_thread_ends_those_that_wait_for_it() -> None:
             raise KeyError(band.number)
 
     limits = Limits(6, 64 << 10, 4 * MIB)
-    with (
-        ckptkit.open(store) as checkpoint,
-        StoredArrays(checkpoint, limits.chunk_bytes) as arrays,
-        pytest.raises(KeyError),
-    ):
-        stream([[arrays["model/w"]]], fail, limits, ordered=True)
+    with ckptkit.open(store) as checkpoint:
+        arrays = stored_arrays(checkpoint, limits.chunk_bytes)
+        with pytest.raises(KeyError):
+            stream([[arrays["model/w"]]], fail, limits, ordered=True)
 
 
 def test_limits_keep_to_the_memory() -> None:
@@ -118,7 +117,8 @@ def test_limits_keep_to_the_memory() -> None:
 def test_a_chunk_of_mostly_padding_is_read_in_little_memory(tmp_path: Any) -> None:
     state = {"model/w": Tensor(random_values((33, 3)))}
     save(tmp_path, state)
-    with ckptkit.open(tmp_path) as checkpoint, StoredArrays(checkpoint, 64) as arrays:
+    with ckptkit.open(tmp_path) as checkpoint:
+        arrays = stored_arrays(checkpoint, 64)
         out = np.empty((33, 3), "<u4")
         arrays["model/w"].read_into(Box.whole((33, 3)), out)
     assert out.tobytes() == state["model/w"].whole.tobytes()

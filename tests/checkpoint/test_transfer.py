@@ -17,12 +17,12 @@ import ckptkit
 from ckptkit import Run, ThreadBarrier, Writer
 from ckptkit.checkpoint.check.pack import PackBytes
 from ckptkit.checkpoint.ranks import OneRank
+from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.run.copy import (
     CopyOptions,
     UnsoundStepError,
     copy_step,
 )
-from ckptkit.checkpoint.tail import read_record
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StepExistsError, StorageError
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.storage import Abilities, CountingStore, FailingStore, LocalStore, MemoryStore, Store

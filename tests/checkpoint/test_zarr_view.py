@@ -14,7 +14,7 @@ from zarr.core.buffer import default_buffer_prototype
 
 import ckptkit
 from ckptkit import Checkpoint
-from ckptkit.checkpoint.zarr_view import ZarrView
+from ckptkit.checkpoint.read.zarr_view import ZarrView
 from ckptkit.errors import CorruptionError
 from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import (
@@ -56,7 +56,7 @@ def checkpoint(store: MemoryStore) -> Iterator[Checkpoint]:
 
 @pytest.fixture(scope="module")
 def view(checkpoint: Checkpoint) -> ZarrView:
-    return ZarrView(checkpoint)
+    return checkpoint.zarr_store()
 
 
 def collected(items: AsyncIterator[T]) -> list[T]:
@@ -250,8 +250,8 @@ def test_an_array_named_like_a_chunk_folder_is_an_array() -> None:
 
 
 def test_views_of_one_checkpoint_are_equal(checkpoint: Checkpoint, store: MemoryStore) -> None:
-    assert ZarrView(checkpoint) == ZarrView(checkpoint)
-    assert hash(ZarrView(checkpoint)) == hash(ZarrView(checkpoint))
+    assert checkpoint.zarr_store() == checkpoint.zarr_store()
+    assert hash(checkpoint.zarr_store()) == hash(checkpoint.zarr_store())
     with ckptkit.open(store) as other:
-        assert ZarrView(checkpoint) != ZarrView(other)
-    assert checkpoint.location in str(ZarrView(checkpoint))
+        assert checkpoint.zarr_store() != other.zarr_store()
+    assert checkpoint.location in str(checkpoint.zarr_store())

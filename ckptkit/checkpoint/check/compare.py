@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,10 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.check.digest import object_digest, state_objects
-from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.places import Place, stores_at
-from ckptkit.checkpoint.stored import StoredArray, StoredArrays
-from ckptkit.checkpoint.streaming import STREAM_MEMORY, Band, Limits, stream
+from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.read.stream import (
+    STREAM_MEMORY,
+    Band,
+    Limits,
+    Readable,
+    stored_arrays,
+    stream,
+)
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import UsageError
 from ckptkit.format.names import check_used, inner_name, matches, pattern_list
@@ -131,10 +137,7 @@ def diff(  # noqa: PLR0913 — one keyword for each decision, all with defaults
     with ExitStack() as stack:
         sides = [stack.enter_context(open_checkpoint(store)) for store in stores]
         chosen = _chosen(sides, *patterns)
-        stored = [
-            stack.enter_context(StoredArrays(c, limits.chunk_bytes, limits.pace(c.store)))
-            for c in sides
-        ]
+        stored = [stored_arrays(c, limits.chunk_bytes, limits.pace(c.store)) for c in sides]
         names = sorted({name for side in stored for name in side if name in chosen})
         pairs = {name: _pair(name, stored) for name in names}
         values = _values(pairs.values(), tolerance, limits, progress)
@@ -151,23 +154,23 @@ def diff(  # noqa: PLR0913 — one keyword for each decision, all with defaults
         )
 
 
-_Pair = tuple[StoredArray | None, StoredArray | None]
+_Pair = tuple[Readable | None, Readable | None]
 
 
 def _compared(checkpoint: Checkpoint) -> Compared:
     return Compared(checkpoint.location, checkpoint.step, str(checkpoint.strategy))
 
 
-def _pair(name: str, stored: Sequence[StoredArrays]) -> _Pair:
+def _pair(name: str, stored: Sequence[Mapping[str, Readable]]) -> _Pair:
     a, b = (side.get(name) for side in stored)
     return a, b
 
 
-def _is_alike(a: StoredArray | None, b: StoredArray | None) -> bool:
+def _is_alike(a: Readable | None, b: Readable | None) -> bool:
     return _kind(a, b) == "values"
 
 
-def _kind(a: StoredArray | None, b: StoredArray | None) -> str:
+def _kind(a: Readable | None, b: Readable | None) -> str:
     if a is None or b is None:
         return "only_b" if a is None else "only_a"
     if a.shape != b.shape:
@@ -201,7 +204,7 @@ def _dtype(pair: _Pair) -> Any:
 
 
 def _array_difference(
-    name: str, a: StoredArray | None, b: StoredArray | None, found: Apart | None
+    name: str, a: Readable | None, b: Readable | None, found: Apart | None
 ) -> ArrayDifference | None:
     kind = _kind(a, b)
     if kind != "values":
@@ -213,7 +216,7 @@ def _array_difference(
     return ArrayDifference(name, kind, _form(a), _form(b), values)
 
 
-def _form(array: StoredArray | None) -> Form | None:
+def _form(array: Readable | None) -> Form | None:
     return None if array is None else Form(array.shape, array.dtype.name)
 
 

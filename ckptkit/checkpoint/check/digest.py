@@ -12,10 +12,16 @@ import numpy.typing as npt
 import xxhash
 
 from ckptkit.checkpoint.check.verify import Finding
-from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.places import Place, store_at
-from ckptkit.checkpoint.stored import StoredArrays
-from ckptkit.checkpoint.streaming import STREAM_MEMORY, Band, Limits, Readable, stream
+from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.read.stream import (
+    STREAM_MEMORY,
+    Band,
+    Limits,
+    Readable,
+    stored_arrays,
+    stream,
+)
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.format.leaves import canonical
 from ckptkit.format.names import ALIKE, DIGEST_ALGORITHM
@@ -63,10 +69,8 @@ def digest(
     """The digest of a step (of a run: its newest one), every chunk of which is checked."""
     store = store_at(location, storage_options)
     limits = Limits.of(parse_size(memory), threads, stores=[store])
-    with (
-        open_checkpoint(store) as checkpoint,
-        StoredArrays(checkpoint, limits.chunk_bytes, limits.pace(store)) as stored,
-    ):
+    with open_checkpoint(store) as checkpoint:
+        stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(store))
         return digest_of(stored, checkpoint.manifest.objects, limits, progress=progress)
 
 

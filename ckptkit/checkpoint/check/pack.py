@@ -13,7 +13,7 @@ import numpy as np
 from isal import isal_zlib
 
 from ckptkit.checkpoint.budget import Pace
-from ckptkit.checkpoint.tail import PackRecord
+from ckptkit.checkpoint.read.packs import PackRecord
 from ckptkit.checkpoint.workers import Progress, share_out
 from ckptkit.checkpoint.write.pack import groups_pack
 from ckptkit.errors import CorruptionError
@@ -146,7 +146,12 @@ class PackFile:
         rows = rows[np.argsort(manifest.offset[rows])]
 
         def windows(nbytes: int) -> Iterator[Window]:
-            return _windows((Expected(_chunk(manifest, int(row))) for row in rows), nbytes)
+            return _windows(map(entry, rows.tolist()), nbytes)
+
+        def entry(row: int) -> Expected:
+            offset, length = int(manifest.offset[row]), int(manifest.length[row])
+            crc = int(manifest.crc32[row])
+            return Expected(Entry(manifest.chunk_key(row), offset, length, crc))
 
         def faults(window: Window, memory: memoryview) -> Iterator[Fault]:
             for item in window.entries:
@@ -209,14 +214,6 @@ def _entries(found: PackRecord) -> Iterator[tuple[Entry, bytes | None]]:
         offset, length = int(record.offset[row]), int(record.length[row])
         yield Entry(name, offset, length, int(record.crc32[row])), None
     yield found.entry, None
-
-
-def _chunk(manifest: Manifest, row: int) -> Entry:
-    index = int(np.searchsorted(manifest.starts, row, side="right")) - 1
-    array = manifest.arrays[index]
-    name = chunk_key(array.name, array.grid.index(row - int(manifest.starts[index])))
-    extent = int(manifest.offset[row]), int(manifest.length[row])
-    return Entry(name, *extent, int(manifest.crc32[row]))
 
 
 def _entry_faults(item: Expected, memory: memoryview, start: int) -> Iterator[Fault]:

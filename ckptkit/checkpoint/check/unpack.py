@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.streaming import STREAM_MEMORY
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.stream import STREAM_MEMORY
+from ckptkit.checkpoint.read.zarr_view import ZarrView, presented_grid
 from ckptkit.checkpoint.workers import Progress, at_once, share_out
-from ckptkit.checkpoint.zarr_view import ZarrView, presented_grid
 from ckptkit.errors import AlreadyExistsError, UsageError
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Location
@@ -60,7 +60,7 @@ def unpack(
                 try:
                     written.mkdir()
                     threads = _threads(checkpoint, limit)
-                    count = _write(ZarrView(checkpoint), written, threads, progress)
+                    count = _write(checkpoint.zarr_store(), written, threads, progress)
                     _sync_below(written)
                     written = written.replace(target)
                     for path in (target, *made):
@@ -137,7 +137,7 @@ def _threads(checkpoint: Checkpoint, memory: int) -> int:
     """As many as have room for a chunk and its copy."""
     largest = max(
         (
-            presented_grid(array).chunk_elements * array.dtype.itemsize
+            presented_grid(array.info).chunk_elements * array.dtype.itemsize
             for array in checkpoint.arrays.values()
         ),
         default=1,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.checkpoint.budget import Pace
-from ckptkit.checkpoint.reading import BAND_BYTES
+from ckptkit.checkpoint.read.reader import BAND_BYTES
 from ckptkit.errors import UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.storage import Store

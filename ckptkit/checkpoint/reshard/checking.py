@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from ckptkit.checkpoint.check.pack import PackBytes, PackFile
 from ckptkit.checkpoint.places import data_prefix, described
+from ckptkit.checkpoint.read.packs import PackRecord, read_record
+from ckptkit.checkpoint.read.stream import check_chunk
 from ckptkit.checkpoint.reshard.copying import Route
 from ckptkit.checkpoint.reshard.engines import Slice
 from ckptkit.checkpoint.reshard.target import Target
-from ckptkit.checkpoint.stored import check_chunk
-from ckptkit.checkpoint.tail import PackRecord, read_record
 from ckptkit.checkpoint.workers import Progress, share_out
 from ckptkit.checkpoint.write.commit import committed_save_id
 from ckptkit.errors import FormatError, NotFoundError, PeerError
@@ -39,12 +40,7 @@ def huge_chunks(target: Target, route: Route) -> list[int]:
 
 def check_chunks(route: Route, rows: Sequence[int]) -> None:
     """Compare chunks of the source with their checksums, a little of each at a time."""
-    manifest, sources = route.checkpoint.manifest, route.sources
-
-    def check(row: int) -> None:
-        check_chunk(manifest, row, sources)
-
-    share_out(rows, check, min(route.budget.workers, len(rows)))
+    share_out(rows, partial(check_chunk, route.checkpoint), min(route.budget.workers, len(rows)))
 
 
 def finished_packs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptkit.checkpoint.locate import committed_steps, step_folders
 from ckptkit.checkpoint.places import DATA, Place, data_prefix, described, store_at, under
-from ckptkit.checkpoint.tail import read_record
+from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import CkptkitError, NotCommittedError, NotFoundError, UsageError
 from ckptkit.format.array_table import ArrayTables

@@ -9,16 +9,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
-from ckptkit.checkpoint.job import Request
-from ckptkit.checkpoint.reading import Reader
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.packs import OpenPacks
+from ckptkit.checkpoint.read.reader import Reader, Request
 from ckptkit.checkpoint.reshard.budget import Budget
 from ckptkit.checkpoint.reshard.casting import cast
 from ckptkit.checkpoint.reshard.objects import objects_of
 from ckptkit.checkpoint.reshard.sharing import PartsOfChunks, SharedChunks
 from ckptkit.checkpoint.reshard.target import Target, TargetArray
-from ckptkit.checkpoint.sources import Sources
-from ckptkit.checkpoint.write.pack import Pack, PackedArray, Slot, chunk_view, documents_of
+from ckptkit.checkpoint.write.pack import (
+    Pack,
+    PackedArray,
+    Slot,
+    chunk_view,
+    documents_of,
+)
 from ckptkit.errors import AlreadyExistsError, PeerError
 from ckptkit.model import Grid
 from ckptkit.plan.read import batches, pieces_within
@@ -34,7 +39,7 @@ class Route:
     """Where packs come from and go to, and how much may be on its way at a time."""
 
     checkpoint: Checkpoint
-    sources: Sources
+    sources: OpenPacks
     store: Store
     prefix: str
     budget: Budget

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.locate import read_manifest
 from ckptkit.checkpoint.places import described, store_at
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.packs import OpenPacks
 from ckptkit.checkpoint.reshard.budget import Budget
 from ckptkit.checkpoint.reshard.copying import Route
 from ckptkit.checkpoint.reshard.running import Packs
 from ckptkit.checkpoint.reshard.target import Outline, Recipe, Target, target_of
-from ckptkit.checkpoint.sources import Sources
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.storage import Address
@@ -78,7 +78,7 @@ def check_engine(engine: object) -> None:
 def copy_pack(task: Task) -> int:
     """Copy one pack; returns its rank."""
     target, checkpoint = _looked_up(task)
-    sources = Sources(checkpoint.store, checkpoint.prefix, checkpoint.manifest)
+    sources = OpenPacks(checkpoint.store, checkpoint.prefix, checkpoint.manifest)
     try:
         store = store_at(task.destination)
         route = Route(checkpoint, sources, store, task.prefix, task.budget)

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.places import data_prefix
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.packs import OpenPacks
 from ckptkit.checkpoint.reshard.budget import Budget
-from ckptkit.checkpoint.sources import Sources
 from ckptkit.format.manifest import pack_name
 from ckptkit.storage import Store, default_pool
 
@@ -37,7 +37,7 @@ def _reading_speed(checkpoint: Checkpoint, workers: int) -> float:
     manifest = checkpoint.manifest
     # Chunks all over the step: its beginning may be in a cache, and the rest not.
     rows = np.unique(np.linspace(0, len(manifest.pack) - 1, _CHUNKS).astype(np.int64)).tolist()
-    sources = Sources(checkpoint.store, checkpoint.prefix, manifest)
+    sources = OpenPacks(checkpoint.store, checkpoint.prefix, manifest)
 
     def read(row: int) -> int:
         size = min(_PART, int(manifest.length[row]))

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.places import Place, stores_at
+from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.reshard.budget import DEFAULT_MEMORY, resident_bytes
 from ckptkit.checkpoint.reshard.planning import ReshardPlan
 from ckptkit.checkpoint.reshard.selection import Selection, choose

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.job import Request
+from ckptkit.checkpoint.read.reader import Request
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box
 from ckptkit.plan.read import Piece, pieces_of

@@ -8,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.check import digest
-from ckptkit.checkpoint.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.stream import LEAST_MEMORY, Limits, Readable, stored_arrays
 from ckptkit.checkpoint.reshard.casting import cast
 from ckptkit.checkpoint.reshard.target import Target
-from ckptkit.checkpoint.stored import StoredArray, StoredArrays
-from ckptkit.checkpoint.streaming import LEAST_MEMORY, Limits, Readable
-from ckptkit.model import Box, DType, Grid
+from ckptkit.model import Box, DType
 
 # So many elements at a time are converted.
 _BLOCK = 1 << 16
@@ -26,48 +25,26 @@ def digest_of(checkpoint: Checkpoint, target: Target, memory: int) -> str:
     ratios = [a.chosen.source.dtype.itemsize / a.chosen.dtype.itemsize for a in casts]
     share = max(LEAST_MEMORY, int(memory / (1 + max(ratios, default=0))))
     limits = Limits.of(share, None, stores=[checkpoint.store])
-    with StoredArrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store)) as stored:
-        arrays: dict[str, Readable] = {}
-        for array in target.arrays:
-            source = stored[array.chosen.source.name]
-            cast_to = array.chosen.dtype
-            arrays[array.info.name] = (
-                CastArray(array.info.name, source, cast_to) if array.chosen.is_cast else source
-            )
-        for alias in target.choice.aliases:
-            arrays[alias.name] = arrays[alias.alias_of]
-        return digest.digest_of(arrays, target.objects, limits).step
+    stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store))
+    arrays: dict[str, Readable] = {}
+    for array in target.arrays:
+        source, name = stored[array.chosen.source.name], array.info.name
+        is_cast = array.chosen.is_cast
+        arrays[name] = _as_type(name, source, array.chosen.dtype) if is_cast else source
+    for alias in target.choice.aliases:
+        arrays[alias.name] = arrays[alias.alias_of]
+    return digest.digest_of(arrays, target.objects, limits).step
 
 
-class CastArray:
+def _as_type(name: str, source: Readable, dtype: DType) -> Readable:
     """An array of a step as another element type."""
 
-    def __init__(self, name: str, source: StoredArray, dtype: DType) -> None:
-        self._name = name
-        self._source = source
-        self._dtype = dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The global shape."""
-        return self._source.shape
-
-    @property
-    def dtype(self) -> DType:
-        """The type it is converted to."""
-        return self._dtype
-
-    @property
-    def grid(self) -> Grid:
-        """How the source is cut into chunks."""
-        return self._source.grid
-
-    def read_into(self, box: Box, out: npt.NDArray[Any]) -> None:
-        """Fill `out` with converted elements."""
-        source = self._source.dtype
-        values = np.empty(box.shape, source.bits)
-        self._source.read_into(box, values)
+    def read_into(box: Box, out: npt.NDArray[Any]) -> None:
+        values = np.empty(box.shape, source.dtype.bits)
+        source.read_into(box, values)
         given, found = values.reshape(-1), out.reshape(-1)
         for start in range(0, len(given), _BLOCK):
             part = slice(start, start + _BLOCK)
-            cast(self._name, given[part], found[part], (source, self._dtype))
+            cast(name, given[part], found[part], (source.dtype, dtype))
+
+    return Readable(source.shape, dtype, source.grid, read_into)

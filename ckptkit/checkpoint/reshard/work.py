@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.locate import refuse_links
 from ckptkit.checkpoint.places import (
     DATA,
@@ -16,6 +15,8 @@ from ckptkit.checkpoint.places import (
     step_name,
     step_number,
 )
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.packs import OpenPacks
 from ckptkit.checkpoint.reshard.budget import Budget, Ends, resident_bytes
 from ckptkit.checkpoint.reshard.checking import check_chunks, finished_packs, huge_chunks
 from ckptkit.checkpoint.reshard.copying import Route
@@ -25,7 +26,6 @@ from ckptkit.checkpoint.reshard.probe import seconds_for
 from ckptkit.checkpoint.reshard.running import PACKS_AT_ONCE, Packs
 from ckptkit.checkpoint.reshard.sharing import SharedChunks
 from ckptkit.checkpoint.reshard.target import SAVE_ID_PREFIX, Target
-from ckptkit.checkpoint.sources import Sources
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import NoSpaceError, StepExistsError, UsageError
@@ -180,7 +180,7 @@ class Work:
         cost = cost_of(self.target, self._budget.batch_bytes)
         self._check_room(cost, ranks)
         checkpoint = self._checkpoint
-        sources = Sources(checkpoint.store, checkpoint.prefix, checkpoint.manifest)
+        sources = OpenPacks(checkpoint.store, checkpoint.prefix, checkpoint.manifest)
         kept = self._budget.ends.shared_bytes if self._means.is_here else 0
         shared = SharedChunks(kept) if kept else None
         route = Route(checkpoint, sources, self.store, self._prefix, self._budget, shared)

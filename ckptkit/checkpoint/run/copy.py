@@ -1,8 +1,8 @@
 """Copying a committed step into another store as it is: its packs, and then its manifest.
 
-The rules are those of a commit (`checkpoint.write.commit`). What is copied keeps its save id, so a
-copy that was cut off goes on where it ended: packs that have arrived are not sent again. Every byte
-is accounted for on the way, as `verify` does: damage is not passed on.
+The rules are those of a commit (`checkpoint.commit`). What is copied keeps its save id, so a copy
+that was cut off goes on where it ended: packs that have arrived are not sent again. Every byte is
+accounted for on the way, as `verify` does: damage is not passed on.
 
 Two processes may copy one step at once, as when one is slow to die: each pack gets its name when it
 is complete, and replaces one that has the same bytes. So nothing that is committed ever breaks.
@@ -18,8 +18,7 @@ from ckptkit.checkpoint.check.pack import PackBytes, Window
 from ckptkit.checkpoint.locate import read_manifest
 from ckptkit.checkpoint.places import data_prefix, described, step_name
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
-from ckptkit.checkpoint.sources import Sources
-from ckptkit.checkpoint.tail import PackRecord, read_record
+from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
 from ckptkit.checkpoint.workers import Progress, ask_all, share_out
 from ckptkit.checkpoint.write.assemble import assemble
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, discard
@@ -96,7 +95,7 @@ class _Copying:
         self.save_id = self._manifest.save.save_id
         self._folder = data_prefix(self._prefix, self.save_id)
         self._source = source
-        self._sources = Sources(source, self._prefix, self._manifest)
+        self._sources = OpenPacks(source, self._prefix, self._manifest)
         self._tables = ArrayTables()
         self._found: dict[int, PackRecord] = {}
         self._where = described(source, self._prefix)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.checkpoint.checkpoint import Checkpoint
 from ckptkit.checkpoint.locate import (
     committed_steps,
     newest_step,
@@ -28,6 +27,7 @@ from ckptkit.checkpoint.places import (
     store_at,
     under,
 )
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.workers import ask_all
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.format.manifest import Manifest

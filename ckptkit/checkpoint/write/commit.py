@@ -29,7 +29,7 @@ from contextlib import suppress
 
 from ckptkit.checkpoint.locate import manifest_bytes, refuse_begun
 from ckptkit.checkpoint.places import MANIFEST, data_prefix, described, under
-from ckptkit.checkpoint.tail import PackRecord, read_record
+from ckptkit.checkpoint.read.packs import PackRecord, read_record
 from ckptkit.checkpoint.workers import asked_in_threads, at_once
 from ckptkit.checkpoint.write.assemble import assemble, missing_groups
 from ckptkit.checkpoint.write.pack import groups_pack

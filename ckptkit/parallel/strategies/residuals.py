@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.checkpoint.checkpoint import open_checkpoint
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, leaving
+from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.errors import CkptkitError
 from ckptkit.parallel.strategies.alike import room
 

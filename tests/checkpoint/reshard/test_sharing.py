@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit.checkpoint.job import Request
+from ckptkit.checkpoint.read.reader import Request
 from ckptkit.checkpoint.reshard.sharing import PartsOfChunks, SharedChunks
 from ckptkit.errors import CkptkitError
 from ckptkit.format.arrays import ArrayInfo

@@ -5,12 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+from isal import isal_zlib
 
 from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.locate import read_manifest
 from ckptkit.checkpoint.places import data_prefix, described
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
-from ckptkit.format.manifest import Manifest
+from ckptkit.format.array_table import ArrayTables
+from ckptkit.format.manifest import Manifest, PackInfo, pack_name
+from ckptkit.format.pack import END_BYTES, Entry, find_record
+from ckptkit.format.record import Record
 from ckptkit.storage import Source, Store
 from ckptkit.storage.closing import Closing
 
@@ -18,7 +24,7 @@ from ckptkit.storage.closing import Closing
 _KEPT_OPEN = 400
 
 
-class Sources:
+class OpenPacks:
     """Open packs by number; safe to use from any thread, except `close`."""
 
     def __init__(self, store: Store, prefix: str, manifest: Manifest) -> None:
@@ -34,6 +40,14 @@ class Sources:
     def where(self, pack: int) -> str:
         """A pack's place, for messages."""
         return described(self._store, self._key(pack))
+
+    def corrupt(self, key: str, found: int, written: int, pack: int, at: int) -> CorruptionError:
+        """What to raise for a chunk that is not what was written."""
+        return CorruptionError(
+            f"chunk {key} has the checksum {found:08x}, written was {written:08x}",
+            where=f"{self.where(pack)} at byte {at}",
+            hint="`ckpt verify` lists all damage of a step; `ckpt ls RUN` shows the other steps",
+        )
 
     @contextmanager
     def use(self, pack: int) -> Iterator[Source]:
@@ -118,7 +132,7 @@ class Sources:
 class _Looked(Closing):
     """An open pack of a store that was not asked whether it is there, and whole."""
 
-    def __init__(self, sources: Sources, pack: int, source: Source) -> None:
+    def __init__(self, sources: OpenPacks, pack: int, source: Source) -> None:
         self._sources = sources
         self._pack = pack
         self._source = source
@@ -144,3 +158,64 @@ class _Looked(Closing):
             yield
         except (NotFoundError, CorruptionError) as error:
             raise self._sources.explained(self._pack, error) from error
+
+
+# The last central record (46 bytes, name, extra) and the end records, with room to spare.
+_TAIL = END_BYTES + 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackRecord:
+    """A pack's record, the pack as a manifest lists it, and the record's entry in it."""
+
+    record: Record
+    pack: PackInfo
+    entry: Entry
+
+
+def read_record(
+    store: Store,
+    folder: str,
+    rank: int,
+    save_id: str,
+    tables: ArrayTables,
+    *,
+    size: int | None = None,
+) -> PackRecord:
+    """The record of a rank's pack, checked; CorruptionError where the pack is not the one of this
+    rank and save: copied, or renamed. Rank 0's has to be read before the others.
+
+    Who knows the size of the pack saves asking for it.
+    """
+    name = pack_name(rank)
+    key = f"{folder}/{name}"
+    where = described(store, key)
+    try:
+        size = store.size(key) if size is None else size
+        length = min(size, _tail_bytes(store))
+        tail = store.read(key, size - length, length)
+    except NotFoundError as error:
+        raise CorruptionError(
+            "the pack is missing", where=where, hint="a file of the step was moved or deleted"
+        ) from error
+    entry = find_record(tail[-_TAIL:], size, where)
+    begin = entry.offset - (size - length)
+    data = tail[begin : begin + entry.length] if begin >= 0 else None
+    data = _checked(entry, where, data or store.read(key, entry.offset, entry.length))
+    record = Record.from_bytes(data, where, tables, (rank, save_id))
+    return PackRecord(record, PackInfo(name, size, (entry.offset, entry.length)), entry)
+
+
+def _tail_bytes(store: Store) -> int:
+    """How much of the end is read at first: where requests are dear, what most records fit into."""
+    abilities = store.abilities
+    return _TAIL if abilities.is_file_system else max(_TAIL, abilities.gap_bytes)
+
+
+def _checked(entry: Entry, where: str, data: bytes) -> bytes:
+    actual = int(isal_zlib.crc32(data))
+    if actual != entry.crc:
+        raise CorruptionError(
+            f"the record's checksum is {actual:08x}, written was {entry.crc:08x}", where=where
+        )
+    return data

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
-import zarr
+import numpy.typing as npt
 from zarr.abc.store import (
     ByteRequest,
     OffsetByteRequest,
@@ -23,28 +23,21 @@ from zarr.core.buffer import Buffer, BufferPrototype
 from ckptkit.errors import UsageError
 from ckptkit.format.arrays import (
     DOCUMENT,
+    ArrayInfo,
     array_document,
     chunk_key,
     group_document,
     key_of,
 )
 from ckptkit.format.names import ancestors
-from ckptkit.model import Grid
+from ckptkit.model import Box, Grid
 
-if TYPE_CHECKING:
-    from ckptkit.checkpoint.array import Array
-    from ckptkit.checkpoint.checkpoint import Checkpoint
-
+Values = npt.NDArray[Any]
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
-def open_group(checkpoint: Checkpoint) -> zarr.Group:
-    """The root group of a step."""
-    return zarr.open_group(ZarrView(checkpoint), mode="r")
-
-
-def presented_grid(array: Array) -> Grid:
+def presented_grid(array: ArrayInfo) -> Grid:
     """The grid that a view shows: its own if it is regular, else the longest pieces, which
     zarr-python 3.1 can read too; of an empty array one that has nothing to be walked along.
     """
@@ -68,19 +61,24 @@ class ZarrView(Store):
     supports_deletes = False
     supports_listing = True
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, location: str, arrays: Mapping[str, ArrayInfo], read: Callable[[str, Box], Values]
+    ) -> None:
+        """A view of the step at `location`, whose elements `read` gives, box by box."""
         super().__init__(read_only=True)
-        self._checkpoint = checkpoint
-        self._groups = {g for name in checkpoint.arrays for g in ancestors(name)} | {""}
+        self._location = location
+        self._arrays = arrays
+        self._read = read
+        self._groups = {g for name in arrays for g in ancestors(name)} | {""}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ZarrView) and other._checkpoint is self._checkpoint
+        return isinstance(other, ZarrView) and other._read == self._read
 
     def __hash__(self) -> int:
-        return hash(id(self._checkpoint))
+        return hash(self._read)
 
     def __str__(self) -> str:
-        return f"ckptkit:{self._checkpoint.location}"
+        return f"ckptkit:{self._location}"
 
     def read_key(self, key: str) -> bytes | None:
         """The bytes of a key, or None where a step has no such key."""
@@ -90,13 +88,19 @@ class ZarrView(Store):
         found = self._chunk(key)
         if found is None:
             return None
-        array, index = found
-        return _chunk_bytes(array, index)
+        name, index = found
+        array = self._arrays[name]
+        grid = presented_grid(array)
+        box = grid.box(index)
+        stored = np.zeros(grid.chunk_shape, dtype=array.dtype.bits)
+        inside: Any = (*(slice(0, extent) for extent in box.shape), ...)
+        stored[inside] = self._read(name, box).view(array.dtype.bits)
+        return stored.tobytes()
 
     def keys(self) -> Iterable[str]:
         """All keys."""
         yield from map(key_of, sorted(self._groups))
-        for name in self._checkpoint.arrays:
+        for name in self._arrays:
             yield from self._keys_of(name)
 
     async def get(
@@ -118,7 +122,7 @@ class ZarrView(Store):
         """Whether a step has the key."""
         name, _, last = key.rpartition("/")
         if last == DOCUMENT and key == key_of(name):
-            return name in self._groups or name in self._checkpoint
+            return name in self._groups or name in self._arrays
         return self._chunk(key) is not None
 
     async def list(self) -> AsyncIterator[str]:
@@ -136,7 +140,7 @@ class ZarrView(Store):
         """The names directly below a prefix."""
         start = f"{prefix.rstrip('/')}/" if prefix else ""
         name, mark, _ = f"/{start}".rpartition("/c/")
-        inside = mark and name[1:] in self._checkpoint
+        inside = mark and name[1:] in self._arrays
         keys = self._keys_of(name[1:]) if inside else self._node_keys()
         seen = {key[len(start) :].partition("/")[0] for key in keys if key.startswith(start)}
         for child in sorted(seen):
@@ -152,7 +156,7 @@ class ZarrView(Store):
 
     def _keys_of(self, name: str) -> Iterator[str]:
         yield key_of(name)
-        grid = presented_grid(self._checkpoint[name])
+        grid = presented_grid(self._arrays[name])
         # `ndindex` refuses some shapes that have no index.
         for index in np.ndindex(*grid.counts) if grid.chunk_count else ():
             yield chunk_key(name, index)
@@ -160,7 +164,7 @@ class ZarrView(Store):
     def _node_keys(self) -> Iterator[str]:
         """All documents, and for arrays with chunks that there are some."""
         yield from map(key_of, self._groups)
-        for name, array in self._checkpoint.arrays.items():
+        for name, array in self._arrays.items():
             yield key_of(name)
             if array.grid.chunk_count:
                 yield f"{name}/c"
@@ -168,32 +172,21 @@ class ZarrView(Store):
     def _document(self, name: str) -> bytes | None:
         if name in self._groups:
             return group_document()
-        if name not in self._checkpoint:
+        if name not in self._arrays:
             return None
-        array = self._checkpoint[name]
-        return array_document(array.info, presented_grid(array))
+        return array_document(self._arrays[name], presented_grid(self._arrays[name]))
 
-    def _chunk(self, key: str) -> tuple[Array, tuple[int, ...]] | None:
+    def _chunk(self, key: str) -> tuple[str, tuple[int, ...]] | None:
         name, mark, numbers = f"{key}/".rpartition("/c/")
-        if not mark or name not in self._checkpoint:
+        if not mark or name not in self._arrays:
             return None
-        array = self._checkpoint[name]
         parts = [part for part in numbers.split("/") if part]
-        counts = presented_grid(array).counts
+        counts = presented_grid(self._arrays[name]).counts
         if len(parts) != len(counts) or not all(_NUMBER.fullmatch(part) for part in parts):
             return None
         index = tuple(map(int, parts))
         inside = all(i < count for i, count in zip(index, counts, strict=True))
-        return (array, index) if inside and key == chunk_key(name, index) else None
-
-
-def _chunk_bytes(array: Array, index: tuple[int, ...]) -> bytes:
-    grid = presented_grid(array)
-    box = grid.box(index)
-    stored = np.zeros(grid.chunk_shape, dtype=array.dtype.bits)
-    inside: Any = (*(slice(0, extent) for extent in box.shape), ...)
-    stored[inside] = array.read(box).view(array.dtype.bits)
-    return stored.tobytes()
+        return (name, index) if inside and key == chunk_key(name, index) else None
 
 
 def _as_slice(wanted: ByteRequest | None, size: int) -> slice:

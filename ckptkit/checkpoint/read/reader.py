@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,12 @@ import numpy.typing as npt
 from isal import isal_zlib
 
 from ckptkit.checkpoint.budget import Pace
-from ckptkit.checkpoint.job import Job, Request, plan_job
-from ckptkit.checkpoint.sources import Sources
+from ckptkit.checkpoint.read.packs import OpenPacks
 from ckptkit.checkpoint.workers import Progress, cores, run_threads
-from ckptkit.errors import CorruptionError
 from ckptkit.format.arrays import chunk_key
 from ckptkit.format.manifest import Manifest
-from ckptkit.plan.read import Piece
+from ckptkit.model import Box
+from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, pieces_of, side_by_side
 from ckptkit.storage import Source, default_pool
 from ckptkit.storage.buffers import copy_bytes, copy_elements
 
@@ -43,10 +44,10 @@ def default_threads() -> int:
 class Reader:
     """Runs jobs over the packs of one step, at the pace of their store or at another."""
 
-    def __init__(self, manifest: Manifest, sources: Sources, pace: Pace | None = None) -> None:
+    def __init__(self, manifest: Manifest, packs: OpenPacks, pace: Pace | None = None) -> None:
         self._manifest = manifest
-        self._sources = sources
-        self._pace = pace or sources.pace
+        self._packs = packs
+        self._pace = pace or packs.pace
 
     def read(
         self,
@@ -89,7 +90,7 @@ class Reader:
         start = int(job.start[first])
         size = int(job.stop[first:last].max()) - start
         with ExitStack() as stack:
-            source = stack.enter_context(self._sources.use(int(job.pack[first])))
+            source = stack.enter_context(self._packs.use(int(job.pack[first])))
             if self._pace.by_rows and first in job.bands:
                 self._read_band(job, run, source, scratch, verify=verify)
             elif not self._pace.by_rows and size <= self._pace.request_bytes:
@@ -191,12 +192,9 @@ class Reader:
             return
         request, piece = job.piece(row)
         array = self._manifest.arrays[request.array]
-        raise CorruptionError(
-            f"chunk {chunk_key(array.name, array.grid.index(piece.chunk))} has the checksum "
-            f"{actual:08x}, written was {int(job.crc32[row]):08x}",
-            where=f"{self._sources.where(int(job.pack[row]))} at byte {int(job.start[row])}",
-            hint="`ckpt verify` lists all damage of a step; `ckpt ls RUN` shows the other steps",
-        )
+        key = chunk_key(array.name, array.grid.index(piece.chunk))
+        pack, start = int(job.pack[row]), int(job.start[row])
+        raise self._packs.corrupt(key, actual, int(job.crc32[row]), pack, start)
 
 
 def _across(job: Job, band: tuple[int, int]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
@@ -254,3 +252,126 @@ def _steps(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     for extent in reversed(shape[1:]):
         steps.append(steps[-1] * extent)
     return tuple(reversed(steps)) if shape else ()
+
+
+# So many bytes between two pieces are read along everywhere: headers are no longer.
+GAP_BYTES = 4 << 10
+_KEPT_PIECES = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One box of one array, and the memory it goes to: raw elements in the box's shape."""
+
+    array: int
+    box: Box
+    target: npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """All pieces of some requests, sorted by where they lie; columns with one row a piece."""
+
+    requests: Sequence[Request]
+    pieces: Sequence[Pieces]
+    request: npt.NDArray[np.int64]
+    place: npt.NDArray[np.int64]
+    pack: npt.NDArray[np.uint32]
+    start: npt.NDArray[np.int64]
+    stop: npt.NDArray[np.int64]
+    crc32: npt.NDArray[np.uint32]
+    begin: npt.NDArray[np.int64]
+    """The byte at which a piece begins that is a whole chunk, in one piece in its request's memory,
+    where that has no gaps; -1 for the others.
+    """
+    flat: Sequence[memoryview | None]
+    """The memory of each request as bytes; None where it has gaps."""
+    runs: list[tuple[int, int]]
+    piece_of: Callable[[Pieces, np.int64], Piece]
+    """Keeps some pieces: those of arrays that are cut alike are the same."""
+    bands: Mapping[int, int]
+    """Rows [i, j) of one run that are chunks side by side along the last dim: in a file system
+    all of the run, elsewhere at equal distances.
+    """
+
+    def piece(self, row: int) -> tuple[Request, Piece]:
+        """One piece and the request it is for."""
+        number = self.request[row]
+        return self.requests[number], self.piece_of(self.pieces[number], self.place[row])
+
+    def direct(self, row: int) -> memoryview | None:
+        """The caller's memory, where a whole chunk lands there without a gap."""
+        begin, flat = int(self.begin[row]), self.flat[int(self.request[row])]
+        if begin < 0 or flat is None:
+            return None
+        return flat[begin : begin + int(self.stop[row] - self.start[row])]
+
+
+def plan_job(manifest: Manifest, requests: Sequence[Request], pace: Pace, *, verify: bool) -> Job:
+    """Which bytes to read for the requests. With `verify` always whole chunks, so that each can be
+    checked.
+    """
+    # Layers are alike: what one has found out holds for all.
+    cut, chunks, begins = cache(pieces_of), cache(Pieces.chunks), cache(Pieces.begins)
+    pieces = [cut(manifest.arrays[r.array].grid, r.box) for r in requests]
+    counts = [len(each) for each in pieces]
+    rows = _joined(
+        [chunks(p) + manifest.starts[r.array] for p, r in zip(pieces, requests, strict=True)]
+    )
+    start = manifest.offset[rows].astype(np.int64)
+    stop = start + manifest.length[rows].astype(np.int64)
+    sizes = [manifest.arrays[r.array].dtype.itemsize for r in requests]
+    begin = _joined([begins(p) for p in pieces])
+    begin = np.where(begin < 0, -1, begin * np.repeat(np.array(sizes, np.int64), counts))
+    if not verify:
+        spans = [p.element_spans() for p in pieces]
+        first = _joined([span[0] * size for span, size in zip(spans, sizes, strict=True)])
+        last = _joined([span[1] * size for span, size in zip(spans, sizes, strict=True)])
+        start, stop = start + first, start + last
+    pack = manifest.pack[rows]
+    order = np.lexsort((start, pack))
+    pack, start, stop = pack[order], start[order], stop[order]
+    request = np.repeat(np.arange(len(requests)), counts)[order]
+    place = _joined([np.arange(count) for count in counts])[order]
+    gap, limit = min(GAP_BYTES, pace.gap_bytes), pace.request_bytes
+    if pace.by_rows:
+        bands = side_by_side(pieces, request, place, pack)
+        runs = coalesce(pack, start, stop, gap=gap, limit=limit, together=bands)
+    else:
+        runs = coalesce(pack, start, stop, gap=gap, limit=limit)
+        runs = join_runs(runs, pack, start, stop, gap=pace.gap_bytes, limit=limit)
+        apart = np.zeros(max(0, len(start) - 1), np.bool_)
+        apart[[first - 1 for first, _ in runs[1:]]] = True
+        bands = side_by_side(pieces, request, place, pack, apart)
+        steps = np.diff(start)
+        bands = [(i, j) for i, j in bands if len(set(steps[i : j - 1].tolist())) == 1]
+    return Job(
+        requests,
+        pieces,
+        request,
+        place,
+        pack,
+        start,
+        stop,
+        manifest.crc32[rows][order],
+        begin[order],
+        [_flat(request.target) for request in requests],
+        runs,
+        lru_cache(_KEPT_PIECES)(_piece_of),
+        dict(bands),
+    )
+
+
+def _flat(target: npt.NDArray[Any]) -> memoryview | None:
+    if not target.flags.c_contiguous:
+        return None
+    flat: npt.NDArray[np.uint8] = target.reshape(-1).view(np.uint8)
+    return flat.data
+
+
+def _piece_of(pieces: Pieces, place: np.int64) -> Piece:
+    return pieces[int(place)]
+
+
+def _joined(parts: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)

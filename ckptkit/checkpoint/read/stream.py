@@ -7,16 +7,20 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from isal import isal_zlib
 
 from ckptkit.checkpoint.budget import Pace
-from ckptkit.checkpoint.reading import BAND_BYTES, default_threads
-from ckptkit.checkpoint.workers import Progress, run_threads
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.reader import BAND_BYTES, default_threads
+from ckptkit.checkpoint.workers import Progress, cores, run_threads
 from ckptkit.errors import UsageError
+from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType, Grid
+from ckptkit.plan.read import pieces_of, pieces_within
 from ckptkit.storage import BufferPool, Store, default_pool
 
 STREAM_MEMORY = 256 << 20
@@ -32,23 +36,26 @@ _NOTHING = np.empty(0, np.uint8)
 _TRIES = 64
 
 
-class Readable(Protocol):
+@dataclass(frozen=True, slots=True, eq=False)
+class Readable:
     """What can be streamed: a box of values at a time, compared with checksums as it is read."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The global shape."""
+    shape: tuple[int, ...]
+    dtype: DType
+    grid: Grid
+    """The chunks that are read whole at best."""
+    read_into: Callable[[Box, npt.NDArray[Any]], None]
+    """Fills memory of the box's shape and of the type `dtype.bits`; from any thread."""
 
     @property
-    def dtype(self) -> DType:
-        """The element type."""
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
 
     @property
-    def grid(self) -> Grid:
-        """The chunks that are read whole at best."""
-
-    def read_into(self, box: Box, out: npt.NDArray[Any]) -> None:
-        """Fill memory of the box's shape and of the type `dtype.bits`; from any thread."""
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return self.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,3 +308,79 @@ def _forget(most: int) -> None:
     # The pool keeps what it has lent, of every size that chunks have had.
     if default_pool().kept_bytes > most:
         default_pool().clear()
+
+
+# Reading whole chunks, more than once, is worth it up to here: to check them first takes twice.
+_MOST_TIMES = 2
+
+
+def stored_arrays(
+    checkpoint: Checkpoint, chunk_bytes: int, pace: Pace | None = None
+) -> dict[str, Readable]:
+    """The arrays of a step by name, sorted; chunks above `chunk_bytes` are never in memory whole.
+    Two names of one array have the same object.
+    """
+    pace = pace or Pace.of(checkpoint.store).shared(cores())
+    manifest = checkpoint.manifest
+    found = {
+        array.name: _stored(checkpoint, array, int(first), chunk_bytes, pace)
+        for array, first in zip(manifest.arrays, manifest.starts, strict=False)
+    }
+    found |= {alias.name: found[alias.alias_of] for alias in manifest.aliases}
+    return dict(sorted(found.items()))
+
+
+def _stored(
+    checkpoint: Checkpoint, info: ArrayInfo, first_row: int, chunk_bytes: int, pace: Pace
+) -> Readable:
+    grid, itemsize = info.grid, info.dtype.itemsize
+    lock = threading.Lock()
+    checked: npt.NDArray[np.bool_] | None = None
+
+    def read_into(box: Box, out: npt.NDArray[Any]) -> None:
+        """Fill `out` with elements as they were written; CorruptionError where they are not.
+
+        What would be read whole too often, or is too large for that, is compared with its checksum
+        first, a little at a time, and then read exactly.
+        """
+        nonlocal checked
+        largest = touched = 1
+        for dim, span in enumerate(grid.span(box)):
+            lengths = [grid.interval(dim, index)[2] for index in span]
+            largest *= max(lengths, default=0)
+            touched *= sum(lengths)
+        worth_it = max(BAND_BYTES, _MOST_TIMES * box.size * itemsize)
+        if largest * itemsize <= chunk_bytes and touched * itemsize <= worth_it:
+            checkpoint.read_many([(info.name, box, out)], pace=pace)
+            return
+        chunks = pieces_of(grid, box).chunks()
+        with lock:
+            if checked is None:
+                checked = np.zeros(grid.chunk_count, np.bool_)
+            # Marked before it is checked: a thread that finds it marked goes on, and the one that
+            # checks raises for both.
+            chunks = chunks[~checked[chunks]]
+            checked[chunks] = True
+        for chunk in chunks:
+            check_chunk(checkpoint, first_row + int(chunk))
+        for piece in pieces_within(grid, box, itemsize, min(BAND_BYTES, chunk_bytes)):
+            inside: Any = (*piece.within(box), ...)
+            checkpoint.read_many([(info.name, piece, out[inside])], verify=False, pace=pace)
+
+    return Readable(info.shape, info.dtype, grid, read_into)
+
+
+def check_chunk(checkpoint: Checkpoint, row: int) -> None:
+    """Compare the chunk of a row of the manifest with its checksum, a little of it at a time."""
+    manifest, packs = checkpoint.manifest, checkpoint.packs
+    pack, start, length = (
+        int(column[row]) for column in (manifest.pack, manifest.offset, manifest.length)
+    )
+    found = 0
+    with packs.use(pack) as source, default_pool().take(BAND_BYTES) as memory:
+        for begin in range(0, length, BAND_BYTES):
+            with memory[: min(BAND_BYTES, length - begin)] as data:
+                source.read_into(start + begin, data)
+                found = int(isal_zlib.crc32(data, found))
+    if found != manifest.crc32[row]:
+        raise packs.corrupt(manifest.chunk_key(row), found, int(manifest.crc32[row]), pack, start)
