@@ -8,11 +8,18 @@ from ckptkit.live.distributed_model import DistributedModel, distributed_model
 from ckptkit.live.extra import Extra, WorldSizeError
 from ckptkit.live.functions import load, load_state, save
 from ckptkit.live.loading import Restored
-from ckptkit.live.report import Report, StateMismatchError
+from ckptkit.live.report import Report
 from ckptkit.live.rng import rng_state, set_rng_state
 from ckptkit.live.sharded_optimizer import ShardedOptimizerState
-from ckptkit.live.shards import LocalShard, ShardingMetadata, TensorSharding
-from ckptkit.live.strategies import CheckpointHelper, helper_for, save_distributed
+from ckptkit.live.shards import (
+    CheckpointHelper,
+    LocalShard,
+    ShardingMetadata,
+    TensorSharding,
+    helper_for,
+    save_distributed,
+)
+from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.model import PerDataRank, PerRank, Replicated, Split, Sum
 
 __all__ = [

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 from ckptkit.format.names import join
 from ckptkit.live.exchange import Exchange, Plan, Spread
 from ckptkit.live.handover import hand_over
-from ckptkit.live.held import Held
-from ckptkit.live.models import Model
 from ckptkit.live.ranks import current_world
-from ckptkit.live.report import Report, StateMismatchError
-from ckptkit.live.rules import HandCuts, RulesLike
-from ckptkit.live.snapshot import Snapshot, Sources, take_snapshot, topology_of
+from ckptkit.live.report import Report
+from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
+from ckptkit.live.state.parts import HandCuts, LiveTensor, RulesLike
+from ckptkit.live.wrappers.entries import StateMismatchError
+from ckptkit.live.wrappers.training import Model, TrainingState
 from ckptkit.model import Strategy
 
 StateDict = dict[str, Any]
@@ -86,7 +86,7 @@ class _LiveModel:
         self.mesh = known.mesh if mesh is None else mesh
         self.rules = rules if rules.said else known.rules
         self._world = current_world()
-        self._sources = Sources(known)
+        self._sources = TrainingState(known)
         self._topology = topology_of(self._world, self._sources, self.mesh)
         self._exchange = Exchange(self._world, self._topology)
 
@@ -158,7 +158,7 @@ class _State:
 
     def __init__(self, snapshot: Snapshot) -> None:
         names = {join("model", entry.name): entry.name for entry in snapshot.entries}
-        self.held: dict[str, Held] = {names[held.name]: held for held in snapshot.tensors}
+        self.held: dict[str, LiveTensor] = {names[held.name]: held for held in snapshot.tensors}
         self.tied = {names[tied.name]: names[tied.of] for tied in snapshot.tied}
         tensors = self.held.keys() | self.tied.keys()
         self.values = {e.name: e.value for e in snapshot.entries if e.name not in tensors}

@@ -10,7 +10,7 @@ from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.format.leaves import dumps
 from ckptkit.format.names import DATA_RANK
 from ckptkit.format.objects import ObjectInfo, share_of_items, share_of_total, total
-from ckptkit.live.topology import data_rank, is_spread_alike
+from ckptkit.live.state.topology import data_rank, is_spread_alike
 from ckptkit.model import PerRank, Strategy
 
 
