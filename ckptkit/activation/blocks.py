@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptkit.errors import UsageError
-from ckptkit.live.canonical import canonical_names
+from ckptkit.live.wrappers.entries import canonical_names
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 Wanted = type[nn.Module] | Sequence[type[nn.Module] | str]

@@ -19,7 +19,7 @@ from ckptkit.activation.partition import Partition, group_for
 from ckptkit.activation.policy import Policy
 from ckptkit.activation.recompute import Recomputed, selective
 from ckptkit.errors import UsageError
-from ckptkit.live.models import Model
+from ckptkit.live.wrappers.training import Model
 
 _OPTIONS = {
     "step": ("budget", "what a budget measures"),

@@ -14,7 +14,7 @@ from ckptkit.activation.saving import Saving
 from ckptkit.activation.stats import MemoryStats
 from ckptkit.activation.store import ActivationStore
 from ckptkit.errors import UsageError
-from ckptkit.live.models import Model
+from ckptkit.live.wrappers.training import Model
 
 _FOLLOWED = (
     "clear_runtime_states",

@@ -21,7 +21,7 @@ from ckptkit.activation.recompute import Recomputed
 from ckptkit.activation.solver import Around, BlockCost
 from ckptkit.activation.state import versions_of
 from ckptkit.errors import UsageError
-from ckptkit.live.rng import rng_state, set_rng_state
+from ckptkit.live.extra import rng_state, set_rng_state
 
 Step = Callable[[], object]
 

@@ -12,8 +12,8 @@ from typing import Any
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import InvalidNameError
 from ckptkit.format.leaves import canonical, dumps
-from ckptkit.live.topology import Topology
-from ckptkit.live.trees import is_mark
+from ckptkit.live.state.topology import Topology
+from ckptkit.live.state.trees import Keys, is_mark
 
 Documents = list[dict[str, Any]]
 
@@ -135,10 +135,6 @@ def _speaks_for_its_stage(topology: Topology) -> bool:
 
 def _values_only(optimizers: Documents) -> Documents:
     return [{**document, "groups": []} for document in optimizers]
-
-
-Keys = tuple[str | int, ...]
-"""The group and the keys that lead to a value of a nested dictionary."""
 
 
 def keys_of_some(ranks: Ranks, trees: Mapping[str, Any], first: bytes) -> dict[Keys, list[int]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ckptkit.live.held import Held
+from ckptkit.live.state.parts import LiveTensor
 from ckptkit.storage import AlignedBuffer, BufferPool
 
 _ALIGNMENT = 64
@@ -28,7 +28,7 @@ class Arena:
         """How much memory it has."""
         return 0 if self._memory is None else self._memory.nbytes
 
-    def hold(self, tensors: Sequence[Held]) -> list[Held]:
+    def hold(self, tensors: Sequence[LiveTensor]) -> list[LiveTensor]:
         """The same tensors in the arena; complete, and independent of the originals, on return."""
         starts, size = [], 0
         for held in tensors:

@@ -26,10 +26,10 @@ from ckptkit.live.loading import Loading, LoadOptions, Restored
 from ckptkit.live.opening import open_together
 from ckptkit.live.preemption import Preemption
 from ckptkit.live.ranks import StoreRanks, current_world, next_name, ranks_of
-from ckptkit.live.rules import HandCuts, RulesLike
 from ckptkit.live.saving import PreparedSave, SaveOptions
-from ckptkit.live.snapshot import Sources
+from ckptkit.live.state.parts import HandCuts, RulesLike
 from ckptkit.live.tiers import tiers_of
+from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.storage import Options, Store
 
@@ -159,12 +159,12 @@ class Checkpointer:
     ) -> str | None:
         """Save a step; returns its location, or None where it was skipped (see `when_busy`)."""
         self._check_open()
-        sources = partial(Sources.of, model, optimizer, scheduler, dataloader, scaler, state)
+        sources = partial(TrainingState.of, model, optimizer, scheduler, dataloader, scaler, state)
         with nullcontext() if self._preemption is None else self._preemption.held_off():
             return self._save(step, sources, extra)
 
     def _save(
-        self, step: int, sources: Callable[[], Sources], extra: Mapping[str, object] | None
+        self, step: int, sources: Callable[[], TrainingState], extra: Mapping[str, object] | None
     ) -> str | None:
         # First of all, so that what goes wrong on one rank from here on reaches the others.
         barrier = self._barrier("save")
@@ -239,7 +239,9 @@ class Checkpointer:
             after.callback(self._tiers.turn(self._copying(), None))
             with leaving(barrier):
                 self._background.wait()
-                sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state, skip)
+                sources = TrainingState.of(
+                    model, optimizer, scheduler, dataloader, scaler, state, skip
+                )
                 self._tiers.meet(barrier)
                 candidates = self._candidates(barrier, step, fallback=fallback)
                 # What a rank passes may be wrong: nobody goes on alone.
@@ -342,7 +344,7 @@ class Checkpointer:
     def _first_whole(
         self,
         candidates: Sequence[tuple[int, str]],
-        sources: Sources,
+        sources: TrainingState,
         options: LoadOptions,
     ) -> Restored | None:
         """Load the first candidate that is not damaged; the error of the last where all are."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptkit.live.held import Held
 from ckptkit.live.ranks import World, wire
-from ckptkit.live.report import StateMismatchError
-from ckptkit.live.topology import Topology
+from ckptkit.live.state.parts import LiveTensor
+from ckptkit.live.state.topology import Topology
+from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.model import Box, Layout, Part, Placement, Replicate, Stage
 
 _SHOWN = 4
@@ -33,7 +33,7 @@ class Spread:
     """Whether they say what each rank holds; otherwise a collective of all ranks gathers it."""
 
     @classmethod
-    def of(cls, held: Held) -> Spread:
+    def of(cls, held: LiveTensor) -> Spread:
         """What a rank says of a tensor that it holds."""
         cut = [(k, p) for k, p in held.placements.items() if not isinstance(p, Replicate)]
         return cls(held.shape, held.local.dtype, tuple(sorted(cut)), held.own is None)
@@ -94,7 +94,7 @@ class Exchange:
 
     def speak(
         self,
-        held: Mapping[str, Held],
+        held: Mapping[str, LiveTensor],
         *,
         values: Mapping[str, Any] | None = None,
         tied: Mapping[str, str] | None = None,
@@ -136,7 +136,7 @@ class Exchange:
         dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]
 
-    def gather(self, plan: Plan, held: Mapping[str, Held]) -> dict[str, torch.Tensor] | None:
+    def gather(self, plan: Plan, held: Mapping[str, LiveTensor]) -> dict[str, torch.Tensor] | None:
         """The whole tensors of a plan, in host memory, on rank 0; None on the others."""
         found: dict[str, torch.Tensor] = {}
         for name, spreads in plan.tensors.items():
@@ -153,7 +153,7 @@ class Exchange:
         return found if self._world.rank == 0 else None
 
     def hand_out(
-        self, plan: Plan, held: Mapping[str, Held], wholes: Mapping[str, torch.Tensor]
+        self, plan: Plan, held: Mapping[str, LiveTensor], wholes: Mapping[str, torch.Tensor]
     ) -> None:
         """Fill what every rank holds of the tensors of a plan, which rank 0 has whole."""
         for name, spreads in plan.tensors.items():
@@ -169,7 +169,7 @@ class Exchange:
                         self._take(held[name], part)
 
     def _fetch(
-        self, held: Held | None, holder: int, part: Part, whole: torch.Tensor | None
+        self, held: LiveTensor | None, holder: int, part: Part, whole: torch.Tensor | None
     ) -> None:
         """Let rank 0 have the part of a holder."""
         if whole is None:
@@ -185,7 +185,7 @@ class Exchange:
             inside = values[place.within(Box.whole(part.shape))]
             whole[box.within(Box.whole(tuple(whole.shape)))] = inside.to("cpu")
 
-    def _give(self, held: Held | None, rank: int, part: Part, whole: torch.Tensor) -> None:
+    def _give(self, held: LiveTensor | None, rank: int, part: Part, whole: torch.Tensor) -> None:
         """Let a rank have its part of a tensor."""
         values = torch.empty(part.shape, dtype=whole.dtype)
         for box, place in zip(part.boxes, part.places, strict=True):
@@ -196,7 +196,7 @@ class Exchange:
         elif held is not None:
             _fill(held, values)
 
-    def _take(self, held: Held, part: Part) -> None:
+    def _take(self, held: LiveTensor, part: Part) -> None:
         """Fill what this rank holds with what rank 0 gives."""
         values = torch.empty(part.shape, dtype=held.local.dtype, device=wire())
         dist.recv(_bytes(values), group=self._group, group_src=0)
@@ -245,7 +245,7 @@ class Exchange:
         return problems
 
 
-def _fill(held: Held, values: torch.Tensor) -> None:
+def _fill(held: LiveTensor, values: torch.Tensor) -> None:
     with torch.no_grad():
         if held.own is None:
             held.local.copy_(values)

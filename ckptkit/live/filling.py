@@ -12,9 +12,9 @@ import torch
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import LayoutError
-from ckptkit.live.held import Held
-from ckptkit.live.tensors import as_bits, dtype_of, torch_dtype
-from ckptkit.live.topology import Topology
+from ckptkit.live.state.parts import LiveTensor
+from ckptkit.live.state.tensors import as_bits, dtype_of, torch_dtype
+from ckptkit.live.state.topology import Topology
 from ckptkit.model import Box
 
 _BATCH_BYTES = 256 << 20
@@ -28,7 +28,7 @@ Inside = tuple[Any, ...]
 class Target:
     """A tensor to fill, and the name that the step has it under."""
 
-    held: Held
+    held: LiveTensor
     name: str
 
 
@@ -94,7 +94,7 @@ def _is_direct(checkpoint: Checkpoint, target: Target) -> bool:
     return local.device.type == "cpu" and alike and not (local.is_conj() or local.is_neg())
 
 
-def _bits(held: Held) -> npt.NDArray[Any]:
+def _bits(held: LiveTensor) -> npt.NDArray[Any]:
     return as_bits(held.name, held.local)
 
 

@@ -18,9 +18,9 @@ from ckptkit.live.mapping import mapped
 from ckptkit.live.nested import nested_state, picked
 from ckptkit.live.opening import open_together
 from ckptkit.live.ranks import current_world, next_name, ranks_of
-from ckptkit.live.rules import HandCuts, RulesLike
-from ckptkit.live.snapshot import Sources
-from ckptkit.live.tensors import as_bits, torch_dtype
+from ckptkit.live.state.parts import HandCuts, RulesLike
+from ckptkit.live.state.tensors import as_bits, torch_dtype
+from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.model import Box
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.storage import Options
@@ -102,7 +102,7 @@ def load(  # noqa: PLR0913 — everything that a step may hold, and how much may
     world = current_world()
     barrier = ranks_of(world, next_name(world, "load"), timeout, "the step was not loaded")
     with leaving(barrier):
-        sources = Sources.of(model, optimizer, scheduler, dataloader, scaler, state, skip)
+        sources = TrainingState.of(model, optimizer, scheduler, dataloader, scaler, state, skip)
         store = store_at(location, storage_options)
     options = LoadOptions(
         partial=partial, cast=cast, verify=verify, read_once=read_once, timeout=timeout

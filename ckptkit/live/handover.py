@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.live.agree import Documents
-from ckptkit.live.snapshot import Snapshot, Sources, parameter_names
+from ckptkit.live.snapshot import Snapshot
+from ckptkit.live.wrappers.entries import parameter_names
+from ckptkit.live.wrappers.training import TrainingState
 
 
 def hand_over(
-    sources: Sources, snapshot: Snapshot, values: Mapping[str, Any], documents: Documents
+    sources: TrainingState, snapshot: Snapshot, values: Mapping[str, Any], documents: Documents
 ) -> None:
     """Give the model the values that are no tensors, by name, and optimizers what their documents
     say.

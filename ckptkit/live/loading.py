@@ -23,17 +23,17 @@ from ckptkit.live.agree import Agreement, Documents, agree
 from ckptkit.live.extra import DataRanks, Extra, WorldSizeError, is_marked
 from ckptkit.live.filling import Filling, Target
 from ckptkit.live.handover import hand_over
-from ckptkit.live.held import Held
-from ckptkit.live.own_keys import with_own
 from ckptkit.live.ranks import World, copying_threads
 from ckptkit.live.reading_once import fill_once
-from ckptkit.live.report import Report, StateMismatchError, compare, of_all, refuse
+from ckptkit.live.report import Report, compare, of_all, refuse
 from ckptkit.live.resuming import Resumed, Twins, differing, resume, trained_by, untied
-from ckptkit.live.rules import HandCuts
 from ckptkit.live.saying import readable
-from ckptkit.live.snapshot import Snapshot, Sources, parameter_names, take_snapshot
-from ckptkit.live.tensors import torch_dtype
-from ckptkit.live.trees import arrays_in, put_tensors, replace_leaves, unmarked
+from ckptkit.live.snapshot import Snapshot, take_snapshot
+from ckptkit.live.state.parts import HandCuts, LiveTensor
+from ckptkit.live.state.tensors import torch_dtype
+from ckptkit.live.state.trees import arrays_in, put_tensors, replace_leaves, unmarked, with_own
+from ckptkit.live.wrappers.entries import StateMismatchError, parameter_names
+from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.model import PerDataRank, PerRank, Replicated
 
 log = logging.getLogger("ckptkit.live")
@@ -69,7 +69,7 @@ class Loading:
         opened: Callable[[Ranks], Checkpoint],
         world: World,
         barrier: Ranks,
-        sources: Sources,
+        sources: TrainingState,
         *,
         mesh: DeviceMesh | None,
         rules: HandCuts,
@@ -135,7 +135,7 @@ class Loading:
         self._hand_over(snapshot, resumed, fresh)
         return nbytes
 
-    def _look(self, sources: Sources) -> Snapshot:
+    def _look(self, sources: TrainingState) -> Snapshot:
         mesh, rules = self._mesh, self._rules
         return take_snapshot(self._world, sources, mesh=mesh, rules=rules, barrier=self._barrier)
 
@@ -311,7 +311,7 @@ class Loading:
                         )
                     array = self._checkpoint[name]
                     fresh[name] = torch.empty(array.shape, dtype=torch_dtype(array.dtype))
-                    targets.append(Target(Held(name, array.shape, {}, fresh[name]), name))
+                    targets.append(Target(LiveTensor(name, array.shape, {}, fresh[name]), name))
         return targets, fresh
 
     def _hand_over(
@@ -390,7 +390,7 @@ def _no_array(name: str) -> torch.Tensor:
     raise FormatError("extra state has no arrays", where="objects.model", value=name)
 
 
-def _known_as(held: Held, snapshot: Snapshot) -> list[str]:
+def _known_as(held: LiveTensor, snapshot: Snapshot) -> list[str]:
     """The names of a tensor: tied ones may have been saved under another of theirs."""
     return [held.name, *(tied.name for tied in snapshot.tied if tied.of == held.name)]
 

@@ -13,7 +13,7 @@ import torch
 from ckptkit.checkpoint.places import data_prefix
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.format.manifest import Manifest
-from ckptkit.live.tensors import torch_dtype
+from ckptkit.live.state.tensors import torch_dtype
 
 _Bytes = npt.NDArray[np.uint8]
 

@@ -27,8 +27,7 @@ from ckptkit.format.names import (
 )
 from ckptkit.format.objects import whole
 from ckptkit.live.extra import is_marked
-from ckptkit.live.own_keys import parts_of
-from ckptkit.live.trees import arrays_in, put_tensors, unmarked, with_value
+from ckptkit.live.state.trees import arrays_in, parts_of, put_tensors, unmarked, with_value
 
 Read = Callable[[list[str]], Mapping[str, torch.Tensor]]
 _GONE: Any = object()

@@ -24,8 +24,8 @@ from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.live.filling import Filling, Inside, Target
 from ckptkit.live.ranks import wire
-from ckptkit.live.tensors import torch_dtype
-from ckptkit.live.topology import Topology
+from ckptkit.live.state.tensors import torch_dtype
+from ckptkit.live.state.topology import Topology
 from ckptkit.model import Box, Replicate
 from ckptkit.plan.read import batches, readable_pieces, readers_of
 

@@ -7,15 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
-from ckptkit.errors import LayoutError
-from ckptkit.live.held import Held
-from ckptkit.live.tensors import dtype_of
+from ckptkit.live.state.parts import LiveTensor
+from ckptkit.live.state.tensors import dtype_of
+from ckptkit.live.wrappers.entries import StateMismatchError
 
 _SHOWN = 8
-
-
-class StateMismatchError(LayoutError):
-    """The step does not fit the objects it was to be loaded into."""
 
 
 @dataclass(slots=True)
@@ -74,7 +70,9 @@ def of_all(found: Sequence[Mapping[str, list[str]]]) -> dict[str, Any]:
     return {**together, "ranks": some}
 
 
-def compare(checkpoint: Checkpoint, held: Held, known_as: Iterable[str], report: Report) -> str:
+def compare(
+    checkpoint: Checkpoint, held: LiveTensor, known_as: Iterable[str], report: Report
+) -> str:
     """Note how a tensor differs from the step; the name to read it under, empty for none."""
     name = next((each for each in known_as if each in checkpoint), "")
     if not name:

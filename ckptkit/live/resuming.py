@@ -18,10 +18,10 @@ from ckptkit.errors import FormatError
 from ckptkit.format.leaves import dumps
 from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
 from ckptkit.live.agree import Documents
-from ckptkit.live.held import Held, Tied
-from ckptkit.live.optimizers.adapter import Saved, SavedState
-from ckptkit.live.tensors import torch_dtype
-from ckptkit.live.trees import arrays_in, put_tensors
+from ckptkit.live.state.parts import LiveTensor, Tied
+from ckptkit.live.state.tensors import torch_dtype
+from ckptkit.live.state.trees import arrays_in, put_tensors
+from ckptkit.live.wrappers.entries import Saved, SavedState
 
 _COMPARE_MEMORY = 64 << 20
 
@@ -119,7 +119,7 @@ def _said(documents: Documents) -> dict[str, bytes]:
 
 
 def resume(
-    checkpoint: Checkpoint, documents: Documents, fitting: Sequence[Held], twins: Twins
+    checkpoint: Checkpoint, documents: Documents, fitting: Sequence[LiveTensor], twins: Twins
 ) -> Resumed:
     """What the step has for the parameters among tensors that fit it."""
     trained = trained_by(documents)
@@ -200,7 +200,7 @@ def _wrappers(checkpoint: Checkpoint) -> dict[str, dict[str, Saved]]:
 
 
 def _as_here(
-    checkpoint: Checkpoint, name: str, parameter: str, wrapper: Saved | None, held: Held
+    checkpoint: Checkpoint, name: str, parameter: str, wrapper: Saved | None, held: LiveTensor
 ) -> Saved:
     """The array with the dtype of the parameter here, where it had that of the one there."""
     array, of = checkpoint[name], wrapper or checkpoint[parameter]

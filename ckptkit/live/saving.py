@@ -18,14 +18,13 @@ from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.names import inner_name, matches
 from ckptkit.live.agree import agree, fingerprint_of_keys, keys_of_some
 from ckptkit.live.arena import Arena
-from ckptkit.live.held import Held
-from ckptkit.live.own_keys import own_apart
 from ckptkit.live.ranks import StoreRanks, World, copying_threads
-from ckptkit.live.rules import HandCuts
 from ckptkit.live.saying import readable
-from ckptkit.live.snapshot import Snapshot, Sources, take_snapshot
-from ckptkit.live.tensors import as_bits, checksum, dtype_of
-from ckptkit.live.trees import without_tensors
+from ckptkit.live.snapshot import Snapshot, take_snapshot
+from ckptkit.live.state.parts import HandCuts, LiveTensor
+from ckptkit.live.state.tensors import as_bits, checksum, dtype_of
+from ckptkit.live.state.trees import own_apart, without_tensors
+from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.storage import Store
 
@@ -53,7 +52,7 @@ class PreparedSave:
         step: int,
         world: World,
         barrier: StoreRanks | OneRank,
-        sources: Sources,
+        sources: TrainingState,
         *,
         extra: Mapping[str, object] | None,
         mesh: DeviceMesh | None,
@@ -110,7 +109,7 @@ class PreparedSave:
         if self._options.progress is not None:
             self._options.progress(nbytes)
 
-    def _filled(self, snapshot: Snapshot, tensors: Sequence[Held]) -> Writer:
+    def _filled(self, snapshot: Snapshot, tensors: Sequence[LiveTensor]) -> Writer:
         topology, options = snapshot.topology, self._options
         names = [held.name for held in snapshot.tensors] + [tied.name for tied in snapshot.tied]
         # Extra state is, as buffers are, that of the first rank which has the module.
@@ -131,7 +130,7 @@ class PreparedSave:
             _check_replicas(self._barrier, replicas)
         if keys and self._world.size > 1:
             some = keys_of_some(self._barrier, snapshot.open_trees, keys)
-            objects, tensors = own_apart(snapshot, objects, tensors, some)
+            objects, tensors = own_apart(snapshot.topology, objects, tensors, some)
         threads: dict[str, Any] = {} if options.threads is None else {"threads": options.threads}
         writer = Writer(
             self._store,
@@ -181,7 +180,7 @@ class PreparedSave:
         return details, keys, compares
 
 
-def _fingerprint(held: Held | None) -> list[object] | None:
+def _fingerprint(held: LiveTensor | None) -> list[object] | None:
     """What a parameter holds here; buffers of the same name may differ from stage to stage."""
     if held is None:
         return None
@@ -232,7 +231,7 @@ def _check_replicas(ranks: Ranks, mine: list[list[Any]]) -> None:
         )
 
 
-def _add(writer: Writer, held: Held, snapshot: Snapshot) -> None:
+def _add(writer: Writer, held: LiveTensor, snapshot: Snapshot) -> None:
     placements = held.saved_placements(snapshot.topology)
     dtype = dtype_of(held.name, held.local)
     part = snapshot.topology.part(held.name, held.shape, placements)

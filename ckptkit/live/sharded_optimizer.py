@@ -18,20 +18,15 @@ from torch.optim import Optimizer
 
 from ckptkit.errors import CkptkitError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import join
-from ckptkit.live.adapters import Entry
-from ckptkit.live.canonical import canonical_names
 from ckptkit.live.exchange import Exchange
-from ckptkit.live.held import Held
-from ckptkit.live.optimizers.adapter import StateEntry
-from ckptkit.live.optimizers.fresh import fresh_state
-from ckptkit.live.optimizers.fsdp1 import FlatPart, FSDP1Optimizer
-from ckptkit.live.optimizers.plain import PlainOptimizer
-from ckptkit.live.optimizers.zero1 import Zero1Optimizer
 from ckptkit.live.ranks import World, current_world
-from ckptkit.live.rules import HandCuts, RulesLike
-from ckptkit.live.snapshot import Reading, Sources, parameter_names, rules_of, topology_of
-from ckptkit.live.tensors import local_of
-from ckptkit.live.wrapped import parts_of_tensor
+from ckptkit.live.snapshot import Collector, rules_of, topology_of
+from ckptkit.live.state.parts import HandCuts, LiveTensor, RulesLike
+from ckptkit.live.state.tensors import local_of, parts_of_tensor
+from ckptkit.live.wrappers.entries import ModelEntry, StateEntry, canonical_names, parameter_names
+from ckptkit.live.wrappers.fsdp1_optimizer import FlatPart, FSDP1Optimizer
+from ckptkit.live.wrappers.optimizers import Zero1Optimizer, fresh_state
+from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.model import Owner, Strategy
 
 State = dict[str, Any]
@@ -64,9 +59,9 @@ class ShardedOptimizerState:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         given = _given(model)
-        sources = Sources.of(model if given is None else given, optimizer)
+        sources = TrainingState.of(model if given is None else given, optimizer)
         assert sources.model is not None  # noqa: S101 — just passed
-        self._adapter = cast("PlainOptimizer", sources.optimizers[0])
+        self._adapter = sources.optimizers[0]
         is_wrapped = isinstance(self._adapter, Zero1Optimizer)
         self._stepping: Optimizer = cast("Any", optimizer).optim if is_wrapped else optimizer
         self._states: MutableMapping[nn.Parameter, State] = self._adapter.state
@@ -88,7 +83,7 @@ class ShardedOptimizerState:
             self._adapter.names_of(self._first, list(stepped))  # refuses those of another model
         elif unknown := [e.name for e in entries if e.value not in stepped]:
             raise UsageError("the optimizer does not step this parameter", where=unknown[0])
-        self._entries: dict[str, Entry] = {e.name: e for e in entries if e.value in stepped}
+        self._entries: dict[str, ModelEntry] = {e.name: e for e in entries if e.value in stepped}
 
     @property
     def kind(self) -> str:
@@ -259,7 +254,9 @@ class ShardedOptimizerState:
             return False
         parameter = self._parameter(name)
         entry = self._adapter.entry(name, "", parameter, parameter)
-        placements = {} if entry.placements is None else entry.placements(self._topology)
+        if entry.shared is None:
+            return True
+        placements = self._topology.of_shared(name, entry.shared, tuple(parameter.shape))
         mesh = self._topology.strategy.mesh
         return all(
             placement.coord == self._topology.coordinate(mesh.index(axis))
@@ -267,13 +264,13 @@ class ShardedOptimizerState:
             if isinstance(placement, Owner)
         )
 
-    def _held(self, name: str) -> tuple[dict[str, Held], State, list[StateEntry]]:
+    def _held(self, name: str) -> tuple[dict[str, LiveTensor], State, list[StateEntry]]:
         """The tensors that this rank keeps for a parameter as the job holds them, and the rest;
         and what they were read from. A collective where FSDP1 has cut it.
         """
         if not self._knows(name):
             return {}, {}, []
-        reading = Reading(self._topology, self._rules, staged=self._is_staged)
+        reading = Collector(self._topology, self._rules, staged=self._is_staged)
         if name in self._flat:
             part = self._flat[name]
             name, found = part.piece.name, part.adapter.rows(part)
@@ -298,7 +295,7 @@ class ShardedOptimizerState:
         }
         return tensors, {e.key: e.value for e in found if e.key not in tensors}, found
 
-    def _objection(self, offered: State, held: Mapping[str, Held], values: State) -> str:
+    def _objection(self, offered: State, held: Mapping[str, LiveTensor], values: State) -> str:
         """Why what rank 0 has is no state of this parameter here; nothing where it is one."""
         mine = sorted({*held, *values})
         if sorted(offered) != mine:
@@ -320,7 +317,7 @@ class _Whole:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, held: Held) -> _Whole:
+    def of(cls, held: LiveTensor) -> _Whole:
         return cls(held.shape, held.local.dtype)
 
     def __str__(self) -> str:
@@ -373,11 +370,11 @@ def _given(model: object) -> _Parameters | None:
     return _Parameters(dict(model))
 
 
-def _outside(modules: Sequence[nn.Module], flat: Mapping[str, FlatPart]) -> list[Entry]:
+def _outside(modules: Sequence[nn.Module], flat: Mapping[str, FlatPart]) -> list[ModelEntry]:
     """The parameters of FSDP1 models that lie in no flat one."""
     inside = {part.holder for part in flat.values()}
     return [
-        Entry(canonical(name), parameter, is_parameter=True)
+        ModelEntry(canonical(name), parameter, is_parameter=True)
         for module in modules
         for canonical in (canonical_names(module),)
         for name, parameter in module.named_parameters()

@@ -1,23 +1,41 @@
-"""What one rank holds of a model and its optimizers, with what it is a part of."""
+"""A model and its optimizers as ranks have them: what this rank holds with what that is a part of,
+for any strategy, and the whole on rank 0.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel
 
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.names import WRAPPED, join, split
 from ckptkit.live.agree import Documents
-from ckptkit.live.held import Held
-from ckptkit.live.optimizers.adapter import Saved, SavedState
+from ckptkit.live.checkpointer import Checkpointer
+from ckptkit.live.exchange import Exchange, Plan, Spoken, Spread
+from ckptkit.live.handover import hand_over
+from ckptkit.live.ranks import current_world
+from ckptkit.live.report import Report
 from ckptkit.live.resuming import nested
-from ckptkit.live.snapshot import Snapshot
-from ckptkit.live.tensors import dtype_of, torch_dtype
-from ckptkit.live.topology import Topology
-from ckptkit.model import DTYPES, Box
+from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
+from ckptkit.live.state.parts import HandCuts, LiveTensor, RulesLike
+from ckptkit.live.state.tensors import dtype_of, torch_dtype
+from ckptkit.live.wrappers.entries import (
+    Saved,
+    SavedState,
+    StateMismatchError,
+    parameter_names,
+)
+from ckptkit.live.wrappers.training import Model, TrainingState
+from ckptkit.model import DTYPES, Box, Strategy
+
+StateDict: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +71,18 @@ class ShardingMetadata:
     def of(cls, snapshot: Snapshot) -> ShardingMetadata:
         """What the snapshot of a rank is a part of."""
         topology = snapshot.topology
+        tensors: dict[str, TensorSharding] = {}
+        for held in snapshot.tensors:
+            dtype = dtype_of(held.name, held.local).name
+            placements = {axis: str(placement) for axis, placement in held.placements.items()}
+            boxes = held.part(topology).boxes
+            tensors[held.name] = TensorSharding(held.shape, dtype, placements, boxes)
         return cls(
             str(topology.strategy),
             topology.rank,
             topology.strategy.world_size,
             snapshot.details,
-            {held.name: _sharding(topology, held) for held in snapshot.tensors},
+            tensors,
             {tied.name: tied.of for tied in snapshot.tied},
         )
 
@@ -77,7 +101,6 @@ class LocalShard:
     @classmethod
     def of(cls, snapshot: Snapshot) -> LocalShard:
         """What the snapshot of a rank has."""
-        values: Any = snapshot.objects.get("model", {})
         for name in snapshot.objects:
             if name.startswith(f"{WRAPPED}/"):
                 raise UnsupportedTypeError(
@@ -86,7 +109,7 @@ class LocalShard:
                     hint="save it with a Checkpointer",
                 )
         tensors = {held.name: held.local for held in snapshot.tensors}
-        return cls(ShardingMetadata.of(snapshot), tensors, values, snapshot.optimizers)
+        return cls(ShardingMetadata.of(snapshot), tensors, snapshot.values, snapshot.optimizers)
 
     def saved_state(self) -> SavedState:
         """What it has of optimizers, by parameter and key."""
@@ -122,8 +145,285 @@ class LocalShard:
         return ""
 
 
-def _sharding(topology: Topology, held: Held) -> TensorSharding:
-    dtype = dtype_of(held.name, held.local).name
-    placements = {axis: str(placement) for axis, placement in held.placements.items()}
-    part = held.part(topology)
-    return TensorSharding(held.shape, dtype, placements, part.boxes)
+@dataclass(frozen=True, slots=True)
+class CheckpointHelper:
+    """Takes a rank's shard of one kind of model, and gives it back.
+
+    Whatever else a model is wrapped in is part of the shard too, so for a hybrid all helpers that
+    recognise it do the same. Every rank makes the same calls.
+    """
+
+    name: str
+    kinds: frozenset[str] = frozenset()
+    """A model of this kind spreads over an axis of one of these kinds; without any, over none."""
+
+    def recognises(self, model: object, optimizer: object = None) -> bool:
+        """Whether a model or its optimizer is spread in this way."""
+        return self._knows(_kinds(_sources_of(model, optimizer)))
+
+    def collect_local_shard(self, model: object, optimizer: object = None) -> LocalShard:
+        """What this rank holds, in live memory: copy it to keep it."""
+        return LocalShard.of(take_snapshot(current_world(), self._sources(model, optimizer)))
+
+    def load_local_shard(self, model: object, shard: LocalShard, optimizer: object = None) -> None:
+        """Take over a shard of the same rank of a job of the same layout; where that is another on
+        some rank, all raise, and the model has not changed.
+        """
+        world, sources = current_world(), self._sources(model, optimizer)
+        exchange = Exchange(world, topology_of(world, sources))
+        before = take_snapshot(world, TrainingState.of(model))
+        problem = shard.objection(ShardingMetadata.of(before), "model")
+        exchange.agree(Spoken(problem=problem or _other_kinds(sources, shard)))
+        names, saved = parameter_names(before.entries), shard.saved_state()
+        for each in sources.optimizers:
+            each.prepare(names, saved)
+        snapshot = take_snapshot(world, sources)
+        here = ShardingMetadata.of(snapshot)
+        problem = shard.objection(here, "optimizer") if sources.optimizers else ""
+        exchange.agree(Spoken(problem=problem))
+        with torch.no_grad():
+            for held in snapshot.tensors:
+                held.local.copy_(shard.tensors[held.name])
+        hand_over(sources, snapshot, shard.values, shard.optimizers)
+
+    def sharding_metadata(self, model: object, optimizer: object = None) -> ShardingMetadata:
+        """What this rank's shard is a part of."""
+        snapshot = take_snapshot(current_world(), self._sources(model, optimizer))
+        return ShardingMetadata.of(snapshot)
+
+    def _knows(self, kinds: set[str]) -> bool:
+        return bool(kinds & self.kinds) if self.kinds else not kinds
+
+    def _sources(self, model: object, optimizer: object) -> TrainingState:
+        sources = _sources_of(model, optimizer)
+        kinds = _kinds(sources)
+        if not self._knows(kinds):
+            raise UnsupportedTypeError(
+                f"the helper for {self.name} is not for this model",
+                value=", ".join(sorted(kinds)) or "nothing spreads it",
+                hint="helper_for(model, optimizer) finds the right one",
+            )
+        return sources
+
+
+# What cuts a model into modules comes before what is done to each of these.
+HELPERS = {
+    "pp": CheckpointHelper("stages of a pipeline", frozenset({"pp"})),
+    "fsdp": CheckpointHelper("fully_shard and FSDP1 (ZeRO-2 and ZeRO-3)", frozenset({"fsdp"})),
+    "tp": CheckpointHelper("tensor parallelism", frozenset({"tp"})),
+    "zero1": CheckpointHelper("ZeroRedundancyOptimizer (ZeRO-1)", frozenset({"zero1"})),
+    "ddp": CheckpointHelper("DistributedDataParallel", frozenset({"ddp"})),
+    "plain": CheckpointHelper("a model that nothing spreads"),
+}
+"""By the axis that it is for."""
+
+_FOREIGN = ("colossalai", "deepspeed", "fairscale", "megatron")
+
+
+def helper_for(model: object, optimizer: object = None) -> CheckpointHelper:
+    """The helper for the strategy of a model; only the optimizer tells ZeRO-1 from DDP."""
+    sources = _sources_of(model, optimizer)
+    _refuse_unknown(sources)
+    kinds = _kinds(sources)
+    return next(helper for helper in HELPERS.values() if helper._knows(kinds))
+
+
+def save_distributed(
+    checkpointer: Checkpointer,
+    model: object,
+    optimizer: object = None,
+    *,
+    step: int,
+    **others: Any,
+) -> Strategy | None:
+    """Save a step of a model of any known strategy, with what else `Checkpointer.save` takes.
+
+    Gives the strategy that was found; None where the checkpointer was busy and skipped the step.
+    """
+    sources = _sources_of(model, optimizer)
+    _refuse_unknown(sources)
+    strategy = topology_of(current_world(), sources, checkpointer.mesh).strategy
+    saved = checkpointer.save(step, model=model, optimizer=optimizer, **others)
+    return strategy if saved else None
+
+
+def _sources_of(model: object, optimizer: object) -> TrainingState:
+    if model is None:
+        raise UnsupportedTypeError("not a model", value=None, hint="pass what is to be saved")
+    return TrainingState.of(model, optimizer)
+
+
+def _kinds(sources: TrainingState) -> set[str]:
+    """The kinds of axes over which a model and its optimizers are spread."""
+    found = {line.kind for each in sources.optimizers for line in each.lines()}
+    if sources.model is not None:
+        found |= {line.kind for line in sources.model.lines()}
+        found |= {"pp"} if sources.model.is_staged else set()
+    return found
+
+
+def _refuse_unknown(sources: TrainingState) -> None:
+    modules: list[nn.Module] = [] if sources.model is None else sources.model.modules
+    for module in (inner for outer in modules for inner in outer.modules()):
+        library = type(module).__module__.partition(".")[0]
+        if isinstance(module, DataParallel):
+            raise UnsupportedTypeError(
+                "DataParallel copies a model to several devices of one process: nothing is spread",
+                value=type(module).__name__,
+                hint="pass its `.module`, or use DistributedDataParallel",
+            )
+        if library in _FOREIGN:
+            raise UnsupportedTypeError(
+                f"how {library} spreads a model is not known here",
+                value=type(module).__name__,
+                hint="known are DistributedDataParallel, fully_shard, FullyShardedDataParallel, "
+                "ZeroRedundancyOptimizer, parallelize_module and torch.distributed.pipelining",
+            )
+
+
+def _other_kinds(sources: TrainingState, shard: LocalShard) -> str:
+    mine = ", ".join(each.kind for each in sources.optimizers)
+    there = ", ".join(document["kind"] for document in shard.optimizers)
+    if not mine or mine == there:
+        return ""
+    return f"the optimizer here is {mine}, the shard has the state of {there or 'none'}"
+
+
+class DistributedModel:
+    """A model that ranks have together, by the names that it has without wrappers.
+
+    Every rank has one, and all make the same calls; an error of one is raised on all. State is a
+    dictionary of tensors, and of what `get_extra_state` gives. How the model is spread is read off
+    it at each call.
+    """
+
+    def __init__(
+        self, model: object, *, mesh: DeviceMesh | None = None, rules: RulesLike | None = None
+    ) -> None:
+        known, said = Model(model), HandCuts.of(rules)
+        self.model: Any = model
+        """What was passed."""
+        self.mesh = known.mesh if mesh is None else mesh
+        self.rules = said if said.said else known.rules
+        self._world = current_world()
+        self._sources = TrainingState(known)
+        self._topology = topology_of(self._world, self._sources, self.mesh)
+        self._exchange = Exchange(self._world, self._topology)
+
+    @property
+    def strategy(self) -> Strategy:
+        """How it is spread."""
+        return self._topology.strategy
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._world.size
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self._world.rank
+
+    def local_state_dict(self) -> StateDict:
+        """What this rank holds, in the model's own memory where it has it as it is."""
+        _, held, tied, values = self._look()
+        tensors = {name: each.local for name, each in held.items()}
+        return tensors | {name: tensors[of] for name, of in tied.items()} | values
+
+    def full_state_dict(self) -> StateDict | None:
+        """All of it, in host memory, on rank 0; None on the others."""
+        _, held, tied, values = self._look()
+        plan = self._exchange.agree(self._exchange.speak(held, values=values, tied=tied))
+        tensors = self._exchange.gather(plan, held)
+        if tensors is None:
+            return None
+        return tensors | {name: tensors[of] for name, of in plan.tied.items()} | plan.values
+
+    def load_local_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `local_state_dict` gave on this rank of a job of the same layout."""
+        snapshot, held, tied, values = self._look()
+        known = {n: Spread(tuple(h.local.shape), h.local.dtype, ()) for n, h in held.items()}
+        problem = _objection(known, tied, values, state)
+        self._exchange.agree(self._exchange.speak({}, problem=problem))
+        with torch.no_grad():
+            for name, each in held.items():
+                each.local.copy_(_tensor(state, name, tied))
+        hand_over(self._sources, snapshot, {name: state[name] for name in values}, [])
+
+    def load_full_state_dict(self, state: Mapping[str, Any] | None = None) -> None:
+        """Take over what rank 0 has of `full_state_dict`; what others pass is ignored."""
+        snapshot, held, tied, values = self._look()
+        plan = self._exchange.agree(self._exchange.speak(held, values=values, tied=tied))
+        problem, given = self._exchange.from_first(_offer(plan, state))
+        if problem:
+            raise StateMismatchError(problem)
+        wholes = {}
+        if self._world.rank == 0 and state is not None:
+            wholes = {name: _tensor(state, name, plan.tied) for name in plan.tensors}
+        self._exchange.hand_out(plan, held, wholes)
+        hand_over(self._sources, snapshot, given, [])
+
+    def _look(self) -> tuple[Snapshot, dict[str, LiveTensor], dict[str, str], StateDict]:
+        """What this rank has, by the names that the model's author gave: tensors, second names of
+        such, and other values.
+        """
+        snapshot = take_snapshot(self._world, self._sources, mesh=self.mesh, rules=self.rules)
+        names = {join("model", entry.name): entry.name for entry in snapshot.entries}
+        held = {names[each.name]: each for each in snapshot.tensors}
+        tied = {names[each.name]: names[each.of] for each in snapshot.tied}
+        tensors = held.keys() | tied.keys()
+        return (
+            snapshot,
+            held,
+            tied,
+            {e.name: e.value for e in snapshot.entries if e.name not in tensors},
+        )
+
+
+def distributed_model(
+    model: object, *, mesh: DeviceMesh | None = None, rules: RulesLike | None = None
+) -> DistributedModel:
+    """A model as its ranks have it, wrapped in whatever way a Checkpointer saves; also what
+    `as_distributed` returned.
+
+    Whatever takes a model takes what this returns, and then knows its mesh and rules too.
+    """
+    return DistributedModel(model, mesh=mesh, rules=rules)
+
+
+def _offer(plan: Plan, state: Mapping[str, Any] | None) -> tuple[str, StateDict]:
+    """What is wrong with the state that rank 0 has, and what of it is no tensor."""
+    if state is None:
+        return "rank 0 has to pass the whole state", {}
+    known = {name: spreads[0] for name, spreads in plan.tensors.items()}
+    problem = _objection(known, plan.tied, plan.values, state)
+    return problem, {} if problem else {name: state[name] for name in plan.values}
+
+
+def _objection(
+    known: Mapping[str, Spread],
+    tied: Mapping[str, str],
+    values: Mapping[str, Any],
+    state: Mapping[str, Any],
+) -> str:
+    """How a state differs from what is known here; nothing where it does not."""
+    report = Report(unexpected=sorted(state.keys() - known.keys() - tied.keys() - values.keys()))
+    report.missing += sorted(values.keys() - state.keys())
+    for name, spread in known.items():
+        tensor = _tensor(state, name, tied)
+        if tensor is None:
+            report.missing.append(name)
+        elif not torch.is_tensor(tensor) or isinstance(tensor, DTensor):
+            report.unexpected.append(f"{name}, which is a {type(tensor).__name__}")
+        elif tuple(tensor.shape) != spread.shape:
+            report.reshaped.append(f"{name}: {tuple(tensor.shape)}, here {spread.shape}")
+        elif tensor.dtype != spread.dtype:
+            report.cast.append(f"{name}: {tensor.dtype}, here {spread.dtype}")
+    return "" if report.is_exact else f"the state does not fit\n{report}"
+
+
+def _tensor(state: Mapping[str, Any], name: str, tied: Mapping[str, str]) -> Any:
+    """A tensor under any of its names; None where the state has it under none."""
+    names = [name, *(other for other, of in tied.items() if of == name)]
+    return next((state[each] for each in names if each in state), None)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 import ckptkit
 from ckptkit.errors import CkptkitError, LayoutError, PeerError, RulesError
 from ckptkit.live import Checkpointer
-from ckptkit.live.rules import HandCuts, RulesLike
+from ckptkit.live.state.parts import HandCuts, RulesLike
 from ckptkit.model import Rules
 from ckptkit.model import Shard as Cut
 from tests.live.pool import Pool

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.live import ShardedOptimizerState
-from ckptkit.live.tensors import as_spread
+from ckptkit.live.state.tensors import as_spread
 from tests.live.network import network
 from tests.live.pool import Pool
 from tests.live.strategies import LAYOUTS, Job, build

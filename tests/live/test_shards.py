@@ -26,7 +26,7 @@ from ckptkit.live import (
     load_state,
     save_distributed,
 )
-from ckptkit.live.strategies import DDPHelper, FSDPHelper, PlainHelper
+from ckptkit.live.shards import HELPERS
 from ckptkit.model import Box
 from tests.live.network import network
 from tests.live.pool import Pool
@@ -36,17 +36,17 @@ from tests.live.test_sharded_optimizer import momentum
 CUT = "model/layers.0.up.weight"
 MOMENT = "optimizer/layers.0.up.weight/exp_avg"
 
-HELPERS = {
-    "plain": "PlainHelper",
-    "ddp": "DDPHelper",
-    "fsdp1": "FSDPHelper",
-    "fsdp2": "FSDPHelper",
-    "hsdp": "FSDPHelper",
-    "zero1": "ZeroHelper",
-    "zero2": "FSDPHelper",
-    "tp": "TensorParallelHelper",
-    "fsdp": "FSDPHelper",
-    "pp": "PipelineHelper",
+HELPER_OF = {
+    "plain": "plain",
+    "ddp": "ddp",
+    "fsdp1": "fsdp",
+    "fsdp2": "fsdp",
+    "hsdp": "fsdp",
+    "zero1": "zero1",
+    "zero2": "fsdp",
+    "tp": "tp",
+    "fsdp": "fsdp",
+    "pp": "pp",
 }
 """The helper of a layout, by what its name begins with."""
 
@@ -54,8 +54,8 @@ HELPERS = {
 def helper_of(layout: str) -> str:
     # replicas of what tensor parallelism cuts
     if layout in ("ddp:2,tp:2", "ddp:2 around tp:2", "replicate:2 of tp:2"):
-        return "TensorParallelHelper"
-    return HELPERS[layout.partition(":")[0]]
+        return "tp"
+    return HELPER_OF[layout.partition(":")[0]]
 
 
 def kept(shard: LocalShard) -> LocalShard:
@@ -80,7 +80,7 @@ def go_on(layout: str) -> tuple[str, ShardingMetadata, list[float], list[float]]
     metadata = helper.sharding_metadata(job.model, job.optimizer)
     assert metadata == shard.metadata
     losses = job.train(range(2, 4)), other.train(range(2, 4))
-    return type(helper).__name__, metadata, *losses
+    return helper.name, metadata, *losses
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
@@ -89,7 +89,7 @@ def test_a_job_goes_on_from_the_shards_of_its_ranks(gloo: Pool, layout: str) -> 
     held: dict[str, set[Box]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, (helper, metadata, one, other) in enumerate(gloo.run(ranks, go_on, layout)):
-        assert helper == helper_of(layout)
+        assert helper == HELPERS[helper_of(layout)].name
         assert metadata.strategy == LAYOUTS[layout].written
         assert (metadata.rank, metadata.world_size) == (rank, ranks)
         assert one == other
@@ -204,30 +204,33 @@ def test_state_of_another_shape_is_refused(gloo: Pool) -> None:
 def of_wrong_helper() -> tuple[str, str, bool, bool]:
     job = build("fsdp2:2")
     return (
-        refusal(lambda: DDPHelper().collect_local_shard(job.model)),
-        refusal(lambda: PlainHelper().sharding_metadata(job.model)),
-        FSDPHelper().recognises(job.model),
-        DDPHelper().recognises(job.model),
+        refusal(lambda: HELPERS["ddp"].collect_local_shard(job.model)),
+        refusal(lambda: HELPERS["plain"].sharding_metadata(job.model)),
+        HELPERS["fsdp"].recognises(job.model),
+        HELPERS["ddp"].recognises(job.model),
     )
 
 
 def test_a_helper_takes_models_of_its_kind_only(gloo: Pool) -> None:
     for by_ddp, by_plain, fsdp, ddp in gloo.run(2, of_wrong_helper):
-        assert "DDPHelper is not for this model (got 'fsdp')" in by_ddp
-        assert "PlainHelper is not for this model (got 'fsdp')" in by_plain
+        not_its_own = "is not for this model (got 'fsdp')"
+        assert f"the helper for DistributedDataParallel {not_its_own}" in by_ddp
+        assert f"the helper for a model that nothing spreads {not_its_own}" in by_plain
         assert (fsdp, ddp) == (True, False)
-    assert "DDPHelper is not for this model (got 'nothing spreads it')" in refusal(
-        lambda: DDPHelper().collect_local_shard(network(0))
-    )
+    said = refusal(lambda: HELPERS["ddp"].collect_local_shard(network(0)))
+    assert "is not for this model (got 'nothing spreads it')" in said
 
 
 def zero_without_its_optimizer() -> tuple[str, str]:
     job = build("zero1:2")
-    return type(helper_for(job.model)).__name__, type(helper_for(job.model, job.optimizer)).__name__
+    return helper_for(job.model).name, helper_for(job.model, job.optimizer).name
 
 
 def test_only_the_optimizer_tells_zero_1_from_ddp(gloo: Pool) -> None:
-    assert gloo.run(2, zero_without_its_optimizer) == [("DDPHelper", "ZeroHelper")] * 2
+    assert (
+        gloo.run(2, zero_without_its_optimizer)
+        == [(HELPERS["ddp"].name, HELPERS["zero1"].name)] * 2
+    )
 
 
 def test_one_process_needs_no_process_group() -> None:

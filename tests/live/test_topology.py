@@ -18,15 +18,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptkit.errors import LayoutError, StrategyError
-from ckptkit.live.groups import Group, dtensor_groups
-from ckptkit.live.ranks import World
-from ckptkit.live.topology import Topology
+from ckptkit.live.state.lines import Line, SharedOut, dtensor_lines
+from ckptkit.live.state.topology import Topology
 from ckptkit.model import Box, Owner, Shard
 
 
-def line(kind: str, first: int, step: int, count: int, name: str = "") -> Group:
+def line(kind: str, first: int, step: int, count: int, name: str = "") -> Line:
     """Evenly spaced ranks."""
-    return Group(kind, tuple(range(first, first + step * count, step)), name)
+    return Line(kind, tuple(range(first, first + step * count, step)), name)
 
 
 @pytest.mark.parametrize(
@@ -68,14 +67,14 @@ def line(kind: str, first: int, step: int, count: int, name: str = "") -> Group:
         (4, 0, [line("ddp", 0, 1, 4), line("ep", 0, 1, 2)], "ddp:2,ep:2"),
     ],
 )
-def test_groups_span_a_mesh(size: int, rank: int, groups: list[Group], written: str | None) -> None:
-    found = str(Topology.of(World(rank, size), groups).strategy)
+def test_groups_span_a_mesh(size: int, rank: int, groups: list[Line], written: str | None) -> None:
+    found = str(Topology.of(rank, size, groups).strategy)
     assert found == (written or "replicate=ddp:2,shard=fsdp:2")
 
 
 def test_ranks_that_only_fill_a_gap_are_not_known_to_hold_the_same() -> None:
-    known = Topology.of(World(0, 4), [line("tp", 0, 1, 2), line("ddp", 0, 2, 2)])
-    assumed = Topology.of(World(0, 4), [line("tp", 0, 1, 2)])
+    known = Topology.of(0, 4, [line("tp", 0, 1, 2), line("ddp", 0, 2, 2)])
+    assumed = Topology.of(0, 4, [line("tp", 0, 1, 2)])
     assert known.strategy == assumed.strategy
     assert known.replicas == {"ddp"}
     assert not assumed.replicas
@@ -89,23 +88,25 @@ def test_ranks_that_only_fill_a_gap_are_not_known_to_hold_the_same() -> None:
         [line("tp", 0, 2, 2), line("fsdp", 0, 3, 2)],
     ],
 )
-def test_groups_that_are_no_lines_of_one_mesh_are_refused(groups: list[Group]) -> None:
+def test_groups_that_are_no_lines_of_one_mesh_are_refused(groups: list[Line]) -> None:
     with pytest.raises(StrategyError, match="do not span a mesh of 8 ranks"):
-        Topology.of(World(0, 8), groups)
+        Topology.of(0, 8, groups)
 
 
 def test_only_what_nothing_cuts_is_known_to_hold_the_same() -> None:
-    known = Topology.of(World(0, 4), [line("ddp", 0, 1, 4), line("ep", 0, 1, 2)])
+    known = Topology.of(0, 4, [line("ddp", 0, 1, 4), line("ep", 0, 1, 2)])
     assert known.replicas == {"ddp"}
 
 
 def test_one_rank_of_a_line_owns_along_each_axis_of_it() -> None:
     lines = [line("zero1", 0, 1, 8), line("ep", 0, 1, 2)]
-    topology = Topology.of(World(0, 8), lines)
-    assert topology.owner(range(8), 5) == {"zero1": Owner(2), "ep": Owner(1)}
-    assert topology.rows(range(8), 16) == {"zero1": Shard(0), "ep": Shard(0)}
+    topology = Topology.of(0, 8, lines)
+    ranks = tuple(range(8))
+    one_of_them = topology.of_shared("x", SharedOut(ranks, owner=5), (3,))
+    assert one_of_them == {"zero1": Owner(2), "ep": Owner(1)}
+    assert topology.of_shared("x", SharedOut(ranks), (16,)) == {"zero1": Shard(0), "ep": Shard(0)}
     with pytest.raises(LayoutError, match="17 rows over 8 ranks"):
-        topology.rows(range(8), 17)
+        topology.of_shared("x", SharedOut(ranks), (17,))
 
 
 def factors(draw: st.DrawFn, size: int) -> list[int]:
@@ -156,8 +157,8 @@ def test_the_axes_cut_as_torch_does(
                 mesh = DeviceMesh("cpu", torch.arange(world).reshape(sizes))
                 tensors.append((whole, distribute_tensor(whole, mesh, places, src_data_rank=None)))
             try:
-                groups = dtensor_groups([tensor for _, tensor in tensors])
-                topology = Topology.of(World(rank, world), groups)
+                groups = dtensor_lines([tensor for _, tensor in tensors])
+                topology = Topology.of(rank, world, groups)
             except StrategyError as error:
                 assert "do not span" in str(error)  # noqa: PT017
                 return
@@ -168,11 +169,11 @@ def test_the_axes_cut_as_torch_does(
                 if strided and any(length % world for length in size):
                     continue  # torch's own strided pieces are then not those that FSDP2 makes
                 try:
-                    placements = topology.placements("x", tensor, staged=False)
+                    placements, own = topology.of_dtensor("x", tensor)
                 except LayoutError as error:
                     assert "has two readings" in str(error)  # noqa: PT017
                     continue
-                part = topology.own_part("x", tensor) or topology.part("x", size, placements)
+                part = own or topology.part("x", size, placements)
                 mine = torch.empty(part.shape, dtype=torch.int64)
                 for box, place in zip(part.boxes, part.places, strict=True):
                     mine[place.within(Box.whole(part.shape))] = whole[box.within(Box.whole(size))]
@@ -184,4 +185,4 @@ def test_the_axes_cut_as_torch_does(
 
 def test_ranks_that_are_not_evenly_spaced_are_refused() -> None:
     with pytest.raises(StrategyError, match="not evenly spaced"):
-        Group("fsdp", (0, 1, 3))
+        Line("fsdp", (0, 1, 3))

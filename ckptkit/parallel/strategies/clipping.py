@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ckptkit.live.tensors import local_of
+from ckptkit.live.state.tensors import local_of
 
 _WIDE = (torch.float64, torch.complex128)
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptkit.errors import UsageError
-from ckptkit.live.canonical import canonical_names
+from ckptkit.live.wrappers.entries import canonical_names
 
 
 class Frozen:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ckptkit.live.tensors import local_of
+from ckptkit.live.state.tensors import local_of
 
 # Their `forward` need not exist, or need not be called by whoever iterates over them.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ckptkit.errors import LayoutError
 from ckptkit.live import ShardedOptimizerState, distributed_model
-from ckptkit.live.tensors import local_of
+from ckptkit.live.state.tensors import local_of
 
 State = dict[str, Any]
 

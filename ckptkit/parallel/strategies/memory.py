@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptkit.live.tensors import local_of
+from ckptkit.live.state.tensors import local_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from ckptkit.live.pending import settled_by
+from ckptkit.live.wrappers.modules import settled_by
 from ckptkit.parallel.strategies.grouping import units_of
 
 

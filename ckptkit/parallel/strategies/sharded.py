@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from ckptkit.live.adapters.fsdp2 import own_param_groups
+from ckptkit.live.wrappers.modules import own_param_groups
 from ckptkit.parallel.strategies.grouping import Unit, own_unit, units_of
 from ckptkit.parallel.strategies.options import Options
 

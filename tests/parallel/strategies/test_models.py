@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ckptkit.errors import LayoutError
-from ckptkit.live.canonical import canonical_names
-from ckptkit.live.tensors import local_of
+from ckptkit.live.state.tensors import local_of
+from ckptkit.live.wrappers.entries import canonical_names
 from ckptkit.parallel import Distributed, as_distributed
 from tests.live.network import batch, loss_of, network
 from tests.live.pool import Pool

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckptkit.live.canonical import canonical_names
+from ckptkit.live.wrappers.entries import canonical_names
 from ckptkit.parallel import Distributed, as_distributed
 from ckptkit.parallel.strategies.overlapping import OverlappingZero1
 from tests.live.network import batch, loss_of, network

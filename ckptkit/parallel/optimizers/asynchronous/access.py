@@ -11,7 +11,7 @@ import torch
 
 from ckptkit.errors import CkptkitError, PeerError
 from ckptkit.format.leaves import dumps, unpack
-from ckptkit.live.trees import put_tensors
+from ckptkit.live.state.trees import put_tensors
 from ckptkit.parallel.optimizers.asynchronous.clocks import Clocks
 from ckptkit.parallel.optimizers.asynchronous.messages import (
     Kind,

@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ckptkit.checkpoint.ranks import leaving
 from ckptkit.errors import PeerError, UsageError
-from ckptkit.live.models import Model
 from ckptkit.live.ranks import World, current_world, next_name, ranks_of
-from ckptkit.live.snapshot import parameter_names
+from ckptkit.live.wrappers.entries import parameter_names
+from ckptkit.live.wrappers.training import Model
 from ckptkit.parallel.optimizers.asynchronous.access import Access, InProcess, OverSocket
 from ckptkit.parallel.optimizers.asynchronous.clocks import Clocks
 from ckptkit.parallel.optimizers.asynchronous.messages import TOKEN_BYTES

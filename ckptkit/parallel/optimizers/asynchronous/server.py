@@ -12,7 +12,7 @@ from typing import Any
 from ckptkit.checkpoint.ranks import in_one_line
 from ckptkit.errors import CkptkitError
 from ckptkit.format.leaves import dumps, unpack
-from ckptkit.live.trees import without_tensors
+from ckptkit.live.state.trees import without_tensors
 from ckptkit.parallel.optimizers.asynchronous.clocks import Clocks
 from ckptkit.parallel.optimizers.asynchronous.messages import (
     TOKEN_BYTES,

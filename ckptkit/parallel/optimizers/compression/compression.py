@@ -17,9 +17,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.errors import UsageError
-from ckptkit.live.adapters.fsdp2 import own_param_groups
-from ckptkit.live.models import Model
-from ckptkit.live.snapshot import parameter_names
+from ckptkit.live.wrappers.entries import parameter_names
+from ckptkit.live.wrappers.modules import own_param_groups
+from ckptkit.live.wrappers.training import Model
 from ckptkit.parallel.optimizers.compression.wire import Wire
 
 Sent = torch.futures.Future[torch.Tensor]

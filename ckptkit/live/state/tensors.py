@@ -1,4 +1,4 @@
-"""Tensors as numpy sees them: the same memory, as raw elements."""
+"""Tensors as numpy sees them: the same memory, as raw elements. And tensors made of others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from isal import isal_zlib
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptkit.errors import UnsupportedTypeError, UsageError
 from ckptkit.model import DType
@@ -30,6 +31,11 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     """The name torch has for an element type."""
     found: torch.dtype = getattr(torch, dtype.torch)
     return found
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """A torch dtype as documents have it, such as `bfloat16`."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,3 +137,24 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() != 0 or not tensor.numel()
     except (RuntimeError, NotImplementedError):
         return False
+
+
+def parts_of_tensor(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that this rank's part is made of; nothing for one that has its own elements."""
+    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) in (torch.Tensor, torch.nn.Parameter):
+        return {}
+    if not is_traceable_wrapper_subclass(local) or tensor.is_nested:
+        return {}
+    names, _ = local.__tensor_flatten__()
+    return {name: getattr(local, name) for name in names}
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape and the cut of one that is made of others, with elements of its own."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    made = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    if not isinstance(tensor, DTensor):
+        return made
+    mesh, cuts, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    return DTensor.from_local(made, mesh, cuts, run_check=False, shape=shape, stride=stride)

@@ -1,20 +1,37 @@
-"""Nested dictionaries and lists: their tensors become arrays, all else stays one plain value."""
+"""Nested dictionaries and lists: their tensors become arrays, all else stays one plain value.
+
+Keys that only some ranks have, such as `dp_rank_3`, are objects of their own, which say whose they
+are; their tensors are those of the first rank that has them.
+"""
 
 from __future__ import annotations
 
 import datetime
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
 from ckptkit.format.leaves import canonical
-from ckptkit.format.names import REFERENCE, escape
-from ckptkit.live.tensors import as_bits, check_plain, dtype_of, local_of, torch_dtype
-from ckptkit.model import DType, PerDataRank, PerRank, Replicated, Split, Sum
+from ckptkit.format.names import OWN, REFERENCE, escape
+from ckptkit.format.objects import ObjectInfo
+from ckptkit.live.state.parts import LiveTensor
+from ckptkit.live.state.tensors import as_bits, check_plain, dtype_of, local_of, torch_dtype
+from ckptkit.live.state.topology import Topology
+from ckptkit.model import (
+    DType,
+    Owner,
+    PerDataRank,
+    PerRank,
+    Placement,
+    Replicated,
+    Split,
+    Sum,
+)
 
 _TENSOR = "ckptkit.tensor"
 _MAX_DEPTH = 28
@@ -239,3 +256,69 @@ def _descend(mine: Any, theirs: Any) -> bool:
         replace_leaves(mine, theirs)
         return True
     return False
+
+
+Keys: TypeAlias = tuple[str | int, ...]
+"""The group and the keys that lead to a value of a nested dictionary."""
+
+
+def own_apart(
+    topology: Topology,
+    objects: Mapping[str, object],
+    tensors: Sequence[LiveTensor],
+    some: Mapping[Keys, list[int]],
+) -> tuple[dict[str, object], list[LiveTensor]]:
+    """The objects and tensors to save, where some ranks have keys that others have not."""
+    found = dict(objects)
+    owners: dict[str, dict[str, Placement]] = {}
+    mesh = topology.strategy.mesh
+    for (group, *keys), ranks in some.items():
+        if topology.rank not in ranks:
+            continue
+        value = value_at(found[str(group)], keys)
+        name = "/".join([OWN, *(escape(str(key) or "_") for key in (group, *keys))])
+        found[name] = {"group": group, "keys": keys, "ranks": ranks, "value": value}
+        if keys:
+            found[str(group)] = without_key(found[str(group)], keys)
+        else:
+            del found[str(group)]
+        coords = zip(mesh.axes, mesh.coords(ranks[0]), strict=True)
+        owner: dict[str, Placement] = {a.name: Owner(at) for a, at in coords if a.size > 1}
+        owners |= dict.fromkeys(arrays_in(value, name), owner)
+    # What is cut over the ranks that have it says so itself.
+    mine = [
+        replace(held, placements=owners[held.name] | dict(held.placements), alike=frozenset())
+        if held.name in owners
+        else held
+        for held in tensors
+    ]
+    return found, mine
+
+
+def with_own(
+    objects: Mapping[str, ObjectInfo], here: Mapping[str, object], rank: int, world_size: int
+) -> dict[str, ObjectInfo]:
+    """The objects of a step as they are for one rank: with the keys that it has too, or had."""
+    found = dict(objects)
+    for name, item in objects.items():
+        if not name.startswith(f"{OWN}/"):
+            continue
+        group, keys, ranks, value = parts_of(item)
+        was_mine = rank in ranks and max(ranks) < world_size
+        if was_mine or (group in here and value_at(here[group], keys) is not None):
+            known = found.get(group)
+            tree = with_value(None if known is None else known.value, keys, value)
+            found[group] = ObjectInfo(group, "replicated", tree)
+    return found
+
+
+def parts_of(item: ObjectInfo) -> tuple[str, list[Any], list[int], Any]:
+    """The group, the keys, the ranks and the value of what some ranks have of their own."""
+    value = item.value
+    wrong = not isinstance(value, dict) or value.keys() != {"group", "keys", "ranks", "value"}
+    if wrong or not isinstance(value["group"], str) or not isinstance(value["keys"], list):
+        raise FormatError("not what a save writes", where=f"objects.{item.name}", value=value)
+    ranks = value["ranks"]
+    if not isinstance(ranks, list) or not ranks or not all(type(rank) is int for rank in ranks):
+        raise FormatError("not a list of ranks", where=f"objects.{item.name}", value=ranks)
+    return value["group"], value["keys"], ranks, value["value"]

@@ -1,24 +1,29 @@
-"""An optimizer whose state lies beside its parameters: what torch's own are."""
+"""Optimizers whose state lies beside its parameters, as that of torch's own does, and of those
+whose state only some ranks keep (ZeRO-1).
+"""
 
 from __future__ import annotations
 
+import copy
+import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
-from ckptkit.errors import FormatError, InvalidNameError, UnsupportedTypeError
+from ckptkit.errors import FormatError, InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import join
-from ckptkit.live.groups import Group
-from ckptkit.live.optimizers.adapter import Names, Saved, SavedState, StateEntry
-from ckptkit.live.report import StateMismatchError
-from ckptkit.live.tensors import as_spread
-from ckptkit.live.trees import arrays_in, put_tensors, take_tensors
-from ckptkit.live.wrapped import as_plain, parts_of_tensor
+from ckptkit.live.state.lines import Line, SharedOut, line_of
+from ckptkit.live.state.tensors import as_plain, as_spread, parts_of_tensor
+from ckptkit.live.state.trees import arrays_in, put_tensors, take_tensors
+from ckptkit.live.wrappers.entries import Names, Saved, SavedState, StateEntry, StateMismatchError
+
+T = TypeVar("T")
 
 
 class PlainOptimizer:
@@ -29,7 +34,7 @@ class PlainOptimizer:
 
     @property
     def kind(self) -> str:
-        """The optimizer's class."""
+        """The name of the class that does the steps."""
         return type(self._optimizer).__name__
 
     @property
@@ -38,12 +43,14 @@ class PlainOptimizer:
         state: Any = self._optimizer.state
         return state  # type: ignore[no-any-return]
 
-    def groups(self) -> list[Group]:
-        """None: its state is cut as its parameters are."""
+    def lines(self) -> list[Line]:
+        """The lines of ranks over which it spreads its state; none where that is cut as its
+        parameters are.
+        """
         return []
 
     def entries(self, names: Names) -> list[StateEntry]:
-        """The state of every parameter that has any."""
+        """All that it keeps on this rank, tensors in memory that a load may fill."""
         found = []
         for parameter in self._parameters():
             for key, value in self.state.get(parameter, {}).items():
@@ -57,41 +64,40 @@ class PlainOptimizer:
                     found.append(self.entry(name, path, tensor, parameter))
         return found
 
-    def entry(
-        self,
-        name: str,
-        key: str,
-        value: Any,
-        parameter: nn.Parameter,
-    ) -> StateEntry:
+    def entry(self, name: str, key: str, value: Any, parameter: nn.Parameter) -> StateEntry:
         """One entry; where its value lies is seen from the value itself."""
-        return StateEntry(
-            name, key, as_spread(value, parameter) if torch.is_tensor(value) else value
-        )
+        spread = as_spread(value, parameter) if torch.is_tensor(value) else value
+        return StateEntry(name, key, spread)
 
     def names_of(self, names: Names, parameters: Sequence[nn.Parameter]) -> list[str]:
         """The names of parameters of the optimizer."""
         return [_name_of(names, parameter) for parameter in parameters]
 
     def options(self, names: Names) -> list[dict[str, Any]]:
-        """The parameter groups of the optimizer."""
-        return [
-            {
-                "params": self.names_of(names, group["params"]),
-                "options": {k: _plain(v) for k, v in group.items() if k not in _NOT_OPTIONS},
+        """Its parameter groups: the names below `params`, and the options, whose tensors such as
+        learning rates become plain values, below `options`.
+        """
+        found = []
+        for group in self._optimizer.param_groups:
+            options = {
+                key: value.item() if torch.is_tensor(value) and value.ndim == 0 else value
+                for key, value in group.items()
+                if key not in ("params", "param_names")
             }
-            for group in self._optimizer.param_groups
-        ]
+            found.append({"params": self.names_of(names, group["params"]), "options": options})
+        return found
 
     def prepare(self, names: Names, saved: SavedState) -> None:
-        """Make the state of each parameter that the checkpoint has one for."""
+        """Make memory for what is saved and not there yet, and drop what is not saved; parameters
+        that are not named are left as they are.
+        """
         known = {p: saved[names[p]] for p in self._parameters() if _name_of(names, p) in saved}
         for parameter, kept in known.items():
             self._drop(parameter, kept)
         if any(self._needs_a_step(parameter, kept) for parameter, kept in known.items()):
             wanted = [parameter for parameter, kept in known.items() if kept]
             try:
-                self._step_without_effect(wanted)
+                step_without_effect(self._optimizer, wanted)
             except NotImplementedError as error:
                 made = [names[each] for each in wanted if parts_of_tensor(each)]
                 raise UnsupportedTypeError(
@@ -114,8 +120,8 @@ class PlainOptimizer:
         values: Mapping[str, Mapping[str, Any]],
         options: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Set values that are no tensors, and the options of each group to those that its
-        parameters were saved with.
+        """Take over the tensors that were filled, by parameter the values that are no tensors, and
+        for each group the options that its parameters were saved with.
         """
         for parameter in self._parameters():
             for key, value in values.get(_name_of(names, parameter), {}).items():
@@ -124,7 +130,10 @@ class PlainOptimizer:
         for group in self._optimizer.param_groups:
             known = (options[n] for n in self.names_of(names, group["params"]) if n in options)
             for key, value in next(known, {}).items():
-                _set(group, key, value)
+                if torch.is_tensor(group.get(key)):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -198,28 +207,6 @@ class PlainOptimizer:
             if key not in state
         )
 
-    def _step_without_effect(self, parameters: list[nn.Parameter]) -> None:
-        """Let the optimizer make its state by a step with no gradient and no learning rate."""
-        wanted = set(parameters)
-        kept = [(p, p.grad, p.detach().clone() if p in wanted else p) for p in self._parameters()]
-        rates = [group.get("lr") for group in self._optimizer.param_groups]
-        try:
-            for group in self._optimizer.param_groups:
-                if "lr" in group:  # some optimizers insist on a tensor
-                    is_tensor = torch.is_tensor(group["lr"])
-                    group["lr"] = torch.zeros_like(group["lr"]) if is_tensor else 0.0
-            for parameter, _, _ in kept:
-                parameter.grad = torch.zeros_like(parameter) if parameter in wanted else None
-            self._optimizer.step()
-        finally:
-            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-                if rate is not None:
-                    group["lr"] = rate
-            for parameter, gradient, value in kept:
-                parameter.grad = gradient
-                with torch.no_grad():
-                    parameter.copy_(value)
-
 
 def _is_as(value: object, item: Saved) -> bool:
     if not isinstance(value, torch.Tensor) or value.dtype != item.dtype:
@@ -239,9 +226,6 @@ def _no_tensor(name: str) -> torch.Tensor:
     raise FormatError("not a value without tensors", where=name)
 
 
-_NOT_OPTIONS = ("params", "param_names")
-
-
 def _name_of(names: Names, parameter: nn.Parameter) -> str:
     if parameter not in names:
         raise InvalidNameError(
@@ -252,13 +236,126 @@ def _name_of(names: Names, parameter: nn.Parameter) -> str:
     return names[parameter]
 
 
-def _plain(value: Any) -> Any:
-    """An option as a plain value: learning rates may be tensors."""
-    return value.item() if torch.is_tensor(value) and value.ndim == 0 else value
+def step_without_effect(optimizer: Optimizer, wanted: Sequence[nn.Parameter]) -> None:
+    """Let an optimizer make the state of some of its parameters, by a step with no gradient and no
+    learning rate: its own step, as one that wraps others would step these by a twin of it too.
+    """
+    chosen = set(wanted)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [(p, p.grad, p.detach().clone() if p in chosen else p) for p in parameters]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            if "lr" in group:  # some optimizers insist on a tensor
+                is_tensor = torch.is_tensor(group["lr"])
+                group["lr"] = torch.zeros_like(group["lr"]) if is_tensor else 0.0
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter in chosen else None
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+        for parameter, gradient, value in kept:
+            parameter.grad = gradient
+            with torch.no_grad():
+                parameter.copy_(value)
 
 
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    if torch.is_tensor(group.get(key)):
-        group[key].fill_(value)
-    else:
-        group[key] = value
+class Zero1Optimizer(PlainOptimizer):
+    """A `ZeroRedundancyOptimizer` (ZeRO-1): each rank keeps the whole state of some parameters.
+    Nothing is gathered, every rank saves what it keeps.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        # torch annotates little of what is asked of it here.
+        self._zero = cast("Any", optimizer)
+        self._zero._check_overlap_initialized()
+
+    @staticmethod
+    def recognises(optimizer: Optimizer) -> bool:
+        """Whether it is one."""
+        # Whoever has one has imported it; importing it here would take a while, and warns.
+        module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+        return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+    @property
+    def kind(self) -> str:
+        """The name of the class of the optimizer inside."""
+        return type(self._zero.optim).__name__
+
+    @property
+    def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
+        """What this rank keeps."""
+        return self._zero.optim.state  # type: ignore[no-any-return]
+
+    def lines(self) -> list[Line]:
+        """The ranks that share the parameters out among them."""
+        return [line_of("zero1", self._zero.process_group)]
+
+    def entry(self, name: str, key: str, value: Any, parameter: nn.Parameter) -> StateEntry:
+        """An entry that only its owner has."""
+        (line,) = self.lines()
+        shape = tuple(value.shape) if hasattr(value, "shape") else None
+        shared = SharedOut(line.ranks, self._zero._param_to_rank[parameter])
+        return StateEntry(name, key, value, shape, shared)
+
+    def prepare(self, names: Names, saved: SavedState) -> None:
+        super().prepare(names, self._owned(names, saved))
+
+    def absorb(
+        self,
+        names: Names,
+        entries: Sequence[StateEntry],
+        values: Mapping[str, Mapping[str, Any]],
+        options: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        super().absorb(names, entries, self._owned(names, values), options)
+        self._zero._sync_param_groups(self._zero.param_groups, self._zero.optim.param_groups)
+
+    def _owned(self, names: Names, of_all: Mapping[str, T]) -> dict[str, T]:
+        """Of something by parameter, what this rank keeps."""
+        owner = self._zero._param_to_rank
+        mine = {names[p] for p in self._parameters() if owner[p] == self._zero.rank}
+        return {name: value for name, value in of_all.items() if name in mine}
+
+
+def fresh_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    """The state after a step without gradient, its counter at zero; nothing for an optimizer that
+    keeps none.
+
+    Only the optimizer knows what it keeps, so a twin of it makes that step, on a twin of the
+    parameter: neither of the two changes. For a DTensor the step may communicate.
+    """
+    groups = (g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    group = next(groups, None)
+    if group is None:
+        raise UsageError("the optimizer does not step this parameter", value=tuple(parameter.shape))
+    twin = nn.Parameter(torch.zeros_like(parameter))
+    if isinstance(optimizer, Adagrad):
+        # Its state is there before the first step, which expects it.
+        first = group["initial_accumulator_value"]
+        return dict(Adagrad([twin], initial_accumulator_value=first).state[twin])
+    twin.grad = torch.zeros_like(parameter)
+    stepping = _twin(optimizer, {**group, "params": [twin]})
+    type(stepping).step(stepping)
+    state = dict(stepping.state.get(twin, {}))
+    if torch.is_tensor(state.get("step")):
+        state["step"].zero_()
+    elif "step" in state:
+        state["step"] = 0
+    return state
+
+
+def _twin(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+    """An optimizer of the same kind, of one group; nobody is told when it steps."""
+    twin = object.__new__(type(optimizer))
+    # A scheduler puts a `step` of its own on the instance, which would step the original.
+    twin.__dict__ = {key: value for key, value in vars(optimizer).items() if key != "step"}
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    twin.state = defaultdict(dict)
+    options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+    twin.param_groups = [{**options, "params": group["params"]}]
+    return twin

@@ -34,7 +34,7 @@ def kind_of(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Line:
     """The ranks that one kind of parallelism joins, in their order along its axis."""
 
     kind: str
@@ -66,14 +66,14 @@ class Group:
         return [self.kind, self.stride, self.size, self.name, self.is_assumed]
 
     @classmethod
-    def through(cls, rank: int, doc: Sequence[Any]) -> Group:
+    def through(cls, rank: int, doc: Sequence[Any]) -> Line:
         """The line through a rank that another rank has told of with `to_doc`."""
         kind, stride, size, name, is_assumed = doc
         first = rank - rank // max(stride, 1) % size * stride
         return cls(kind, tuple(first + stride * n for n in range(size)), name, is_assumed)
 
     def __post_init__(self) -> None:
-        steps = {b - a for a, b in zip(self.ranks, self.ranks[1:], strict=False)}
+        steps = {b - a for a, b in pairwise(self.ranks)}
         if len(steps) > 1 or any(step <= 0 for step in steps):
             raise StrategyError(
                 f"the ranks of a {self.kind} group are not evenly spaced",
@@ -83,21 +83,32 @@ class Group:
             )
 
 
-def group_of(kind: str, process_group: dist.ProcessGroup | None, name: str = "") -> Group:
-    """The group that a process group (None: the default one) is."""
-    ranks = dist.get_process_group_ranks(process_group)
-    return Group(kind, tuple(ranks), name)
-
-
-def assumed(groups: list[Group]) -> list[Group]:
-    """The groups, of which those that repeat do so for the DTensors of a mesh only: of other
-    tensors nobody keeps the copies alike.
+@dataclass(frozen=True, slots=True)
+class SharedOut:
+    """How ranks of one line have a plain tensor together: each some of its rows, or one of them the
+    whole of it.
     """
-    return [replace(group, is_assumed=group.kind in ("ddp", "zero1")) for group in groups]
+
+    ranks: tuple[int, ...]
+    owner: int | None = None
+    """The place in the line of the one that has it."""
 
 
-def mesh_groups(mesh: DeviceMesh, kinds: tuple[str, ...]) -> list[Group]:
-    """One group for each dim of a device mesh that this rank is in. Their ranks go upwards, as in
+def line_of(kind: str, process_group: dist.ProcessGroup | None, name: str = "") -> Line:
+    """The line that a process group (None: the default one) is."""
+    ranks = dist.get_process_group_ranks(process_group)
+    return Line(kind, tuple(ranks), name)
+
+
+def assumed(lines: list[Line]) -> list[Line]:
+    """The lines, of which those that repeat do so for the DTensors of a mesh only: of other tensors
+    nobody keeps the copies alike.
+    """
+    return [replace(line, is_assumed=line.kind in ("ddp", "zero1")) for line in lines]
+
+
+def mesh_lines(mesh: DeviceMesh, kinds: tuple[str, ...]) -> list[Line]:
+    """One line for each dim of a device mesh that this rank is in. Their ranks go upwards, as in
     torch's groups, whatever the order in the mesh is.
     """
     if mesh.get_coordinate() is None:
@@ -105,19 +116,14 @@ def mesh_groups(mesh: DeviceMesh, kinds: tuple[str, ...]) -> list[Group]:
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     lines = [ranks_along(mesh, dim) for dim in range(mesh.ndim)]
     return [
-        Group(kind, tuple(sorted(line)), name, by_mesh=() if is_upwards(line) else line)
+        Line(kind, tuple(sorted(line)), name, by_mesh=() if _is_upwards(line) else line)
         for kind, name, line in zip(kinds, names, lines, strict=True)
     ]
 
 
-def is_upwards(line: Sequence[int]) -> bool:
-    """Whether a line of a mesh goes the way that the ranks of its process group do."""
-    return all(one < other for one, other in pairwise(line))
-
-
 def check_upwards(line: Sequence[int], where: str) -> None:
     """Refuse to cut along a line of which torch has two minds."""
-    if not is_upwards(line):
+    if not _is_upwards(line):
         raise StrategyError(
             "cut along ranks that do not go upwards: torch scatters and gathers there in the order "
             "of ranks, but DCP saves and loads in that of the mesh",
@@ -128,9 +134,9 @@ def check_upwards(line: Sequence[int], where: str) -> None:
         )
 
 
-def dtensor_groups(
+def dtensor_lines(
     tensors: Sequence[DTensor | DTensorSpec], *, fully_sharded: bool = False
-) -> list[Group]:
+) -> list[Line]:
     """The lines of ranks of the meshes of some DTensors. The name of a dim says its kind, unless it
     says that it repeats and it does not: no axis along which something is cut is `ddp`. One without
     a name is `fsdp` where it is the first to cut rows and `fully_sharded`, otherwise `tp`.
@@ -141,15 +147,15 @@ def dtensor_groups(
         for dim, placement in zip(dims, tensor.placements, strict=True):
             if isinstance(placement, (Shard, _StridedShard)):
                 dim.add(placement.dim)
-    found: list[Group] = []
+    found: list[Line] = []
     for mesh, dims in distinct.items():
         kinds = [kind_of(name) for name in mesh.mesh_dim_names or ("",) * mesh.ndim]
         for at, cut in enumerate(dims):
             if cut and kinds[at] in ("", "ddp"):
                 rows = fully_sharded and 0 in cut and "fsdp" not in kinds
                 kinds[at] = "fsdp" if rows else "tp"
-        found += assumed(mesh_groups(mesh, tuple(kind or "ddp" for kind in kinds)))
-    return list(dict.fromkeys(replace(group, by_mesh=()) for group in found))
+        found += assumed(mesh_lines(mesh, tuple(kind or "ddp" for kind in kinds)))
+    return list(dict.fromkeys(replace(line, by_mesh=()) for line in found))
 
 
 def ranks_along(mesh: DeviceMesh, dim: int) -> tuple[int, ...]:
@@ -159,3 +165,7 @@ def ranks_along(mesh: DeviceMesh, dim: int) -> tuple[int, ...]:
     index = tuple(slice(None) if d == dim else at for d, at in enumerate(coordinate))
     line: torch.Tensor = mesh.mesh[index]
     return tuple(line.tolist())
+
+
+def _is_upwards(line: Sequence[int]) -> bool:
+    return all(one < other for one, other in pairwise(line))

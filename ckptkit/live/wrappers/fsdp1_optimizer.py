@@ -1,7 +1,8 @@
 """Optimizers of FSDP1 models: what they keep for a flat parameter, as rows of the original ones.
 
-torch's own `FSDP.optim_state_dict` refuses an optimizer that has only some parameters of a flat
-one, or has no state yet for some; so state is cut and put together here, in the same two ways.
+torch's own `FSDP.optim_state_dict`, which `torch.distributed.checkpoint.state_dict` calls too,
+refuses an optimizer that has only some parameters of a flat one, or has no state yet for some; so
+state is cut and put together here, in the same two ways.
 """
 
 from __future__ import annotations
@@ -13,28 +14,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from ckptkit.errors import UnsupportedTypeError
-from ckptkit.live.flat import Flat, Piece, flats_of
-from ckptkit.live.optimizers.adapter import Names, Saved, SavedState, StateEntry
-from ckptkit.live.optimizers.plain import PlainOptimizer
-from ckptkit.live.report import StateMismatchError
-from ckptkit.live.tensors import local_of
-from ckptkit.live.trees import take_tensors
-from ckptkit.live.wrapped import parts_of_tensor
+from ckptkit.live.state.tensors import local_of, parts_of_tensor
+from ckptkit.live.state.trees import take_tensors
+from ckptkit.live.wrappers.entries import Names, Saved, SavedState, StateEntry, StateMismatchError
+from ckptkit.live.wrappers.flat import Flat, FlatSlice, flats_of
+from ckptkit.live.wrappers.optimizers import PlainOptimizer, step_without_effect
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptValue:
     """What is kept under one key for one parameter: elements of this dtype, or one value."""
 
     dtype: torch.dtype | None = None
     value: Any = None
 
 
-_KeptByName = dict[str, dict[str, _Kept]]
+_KeptByName = dict[str, dict[str, _KeptValue]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,20 +40,20 @@ class _Share:
     """The pieces of a flat parameter that an optimizer has, by what it has them as."""
 
     flat: Flat
-    pieces: Mapping[nn.Parameter, tuple[Piece, ...]]
+    pieces: Mapping[nn.Parameter, tuple[FlatSlice, ...]]
 
     @property
     def names(self) -> list[str]:
         """The names of all pieces."""
         return [piece.name for pieces in self.pieces.values() for piece in pieces]
 
-    def holders(self) -> Iterator[tuple[nn.Parameter, tuple[Piece, ...]]]:
+    def holders(self) -> Iterator[tuple[nn.Parameter, tuple[FlatSlice, ...]]]:
         """What has elements on this rank; for what has none, optimizers keep nothing."""
         for parameter, pieces in self.pieces.items():
             if not self.flat.keeps_originals or pieces[0].count:
                 yield parameter, pieces
 
-    def elements(self, piece: Piece, value: torch.Tensor) -> torch.Tensor:
+    def elements(self, piece: FlatSlice, value: torch.Tensor) -> torch.Tensor:
         """The elements of a piece, in the tensor that is kept for its holder."""
         if self.flat.keeps_originals:
             return value.view(-1)
@@ -70,7 +68,7 @@ class FlatPart:
     share: _Share
     holder: nn.Parameter
     """What the optimizer steps: the flat parameter, or the view that stands for this one."""
-    piece: Piece
+    piece: FlatSlice
 
     @property
     def is_alone(self) -> bool:
@@ -134,12 +132,6 @@ class FSDP1Optimizer(PlainOptimizer):
         whole = {e.key: e.value for e in entries if e.shape is None}
         self._absorb_rows(part.share, [e for e in entries if e.shape is not None])
         self._absorb_values(part.share, {part.piece.name: whole | values})
-
-    @staticmethod
-    def recognises(modules: Sequence[nn.Module]) -> bool:
-        """Whether the model is FSDP1's."""
-        found = (m for module in modules for m in module.modules())
-        return any(isinstance(m, FullyShardedDataParallel) for m in found)
 
     def names_of(self, names: Names, parameters: Sequence[nn.Parameter]) -> list[str]:
         """The names of parameters; a flat one has those of all that it is made of."""
@@ -215,13 +207,13 @@ class FSDP1Optimizer(PlainOptimizer):
                 if not torch.is_tensor(value):
                     if take_tensors(value, key)[1]:
                         raise _in_a_container(pieces[0].name, key)
-                    kept = _Kept(value=value)
+                    kept = _KeptValue(value=value)
                 elif parts_of_tensor(value):
                     raise _in_a_container(pieces[0].name, key)
                 elif value.ndim == 0:
-                    kept = _Kept(value=value.detach().to("cpu", copy=True))
+                    kept = _KeptValue(value=value.detach().to("cpu", copy=True))
                 elif value.shape == (size,):
-                    kept = _Kept(dtype=value.dtype)
+                    kept = _KeptValue(dtype=value.dtype)
                 else:
                     raise _not_of_its_shape(pieces[0].name, key, tuple(value.shape))
                 for piece in pieces:
@@ -272,7 +264,7 @@ class FSDP1Optimizer(PlainOptimizer):
         if wanted and len(parts) < pieces and not wanted.keys() <= state.keys():
             # What has no saved state shares the tensors of what has: it begins as the optimizer
             # would have it begin.
-            self._step_without_effect([parameter])
+            step_without_effect(self._optimizer, [parameter])
             state = self.state[parameter]
         for key in [k for k, v in state.items() if torch.is_tensor(v) and k not in wanted]:
             del state[key]
@@ -326,7 +318,7 @@ class FSDP1Optimizer(PlainOptimizer):
                     self.state[parameter][key] = value
 
 
-def _pieces_by_holder(flat: Flat) -> dict[nn.Parameter, tuple[Piece, ...]]:
+def _pieces_by_holder(flat: Flat) -> dict[nn.Parameter, tuple[FlatSlice, ...]]:
     if not flat.keeps_originals:
         return {flat.parameter: flat.pieces}
     return {piece.parameter: (piece,) for piece in flat.pieces if piece.parameter is not None}

@@ -5,7 +5,7 @@ rows of the original parameters and back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,17 +20,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit.errors import UnsupportedTypeError
-from ckptkit.live.canonical import canonical_names
-from ckptkit.live.topology import Topology
-from ckptkit.model import Placement
+from ckptkit.live.state.lines import SharedOut
+from ckptkit.live.wrappers.entries import canonical_names
 
-Placements = Callable[[Topology], Mapping[str, Placement]]
 JoinedMeshes = dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
 """Of a mesh of FSDP1 and one of tensor parallelism: that of both. Made once, it takes a while."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class FlatSlice:
     """A parameter that lies in a flat one, and what of it this rank has."""
 
     name: str
@@ -75,7 +73,7 @@ class Flat:
     """A flat parameter."""
 
     parameter: nn.Parameter
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FlatSlice, ...]
     group: dist.ProcessGroup | None
     """The ranks that it is cut over; None where all have it whole."""
     device: torch.device
@@ -132,26 +130,21 @@ class Flat:
         return found
 
     def described(
-        self, piece: Piece, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[int, ...], Placements | None]:
-        """Rows of a piece; the shape of the whole, and how the axes cut it if they do not say it
-        themselves.
+        self, piece: FlatSlice, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[int, ...], SharedOut | None]:
+        """Rows of a piece; the shape of the whole, and how ranks share it out if the rows do not
+        say it themselves.
         """
         if piece.cut is not None:
             return as_dtensor(rows, piece.cut), tuple(piece.cut.shape), None
         ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)
-        return rows, piece.shape, rows_over(ranks, piece.shape)
+        return rows, piece.shape, SharedOut(tuple(ranks))
 
     @property
     def shard_size(self) -> int:
         """How many elements each rank has, padding included."""
         size: int = self.parameter._sharded_size.numel()  # type: ignore[attr-defined]
         return size
-
-
-def rows_over(ranks: Sequence[int], shape: Sequence[int]) -> Placements:
-    """How the axes cut what some ranks in line hold rows of."""
-    return lambda topology: topology.rows(ranks, shape[0])
 
 
 def flats_of(module: nn.Module) -> list[Flat]:
@@ -257,7 +250,7 @@ def _flat(
         strict=True,
     )
     pieces = tuple(
-        Piece(
+        FlatSlice(
             name=each[0],
             also=tuple(each[1:]),
             shape=tuple(shape),
@@ -282,5 +275,5 @@ def of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return found
 
 
-def _height(piece: Piece, ranks: int) -> int:
+def _height(piece: FlatSlice, ranks: int) -> int:
     return -(-piece.shape[0] // ranks)

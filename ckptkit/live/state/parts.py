@@ -1,0 +1,285 @@
+"""The tensors of a job as one rank holds them: each with its global shape, how the axes cut it,
+and this rank's part. Rules say so for those that were cut by hand.
+
+A tensor made of others (`__tensor_flatten__`), such as quantised optimizer state, is saved as
+these, with a record of what they make. The record names a class, which nothing imports: a load
+fills the parts of a tensor that is there, and compares the records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ckptkit.errors import LayoutError, RulesError, UnsupportedTypeError
+from ckptkit.format.names import OPTIMIZER, inner_name, join, split
+from ckptkit.live.state.tensors import dtype_name, same_bits
+from ckptkit.live.state.topology import Topology
+from ckptkit.model import (
+    Box,
+    Cut,
+    Experts,
+    Owner,
+    Part,
+    Placement,
+    Rule,
+    Rules,
+    Shard,
+    Strided,
+    parse_placement,
+)
+
+# Either placements such as `{"*.wqkv.weight": {"tp": "shard(0)"}}`, or rules as a file has them.
+RulesLike: TypeAlias = Mapping[str, Any] | Rules
+HowCut: TypeAlias = Placement | Cut | Experts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveTensor:
+    """A named tensor: its global shape, how the axes cut it, and this rank's own part."""
+
+    name: str
+    shape: tuple[int, ...]
+    placements: Mapping[str, Placement]
+    local: torch.Tensor
+    role: str = "other"
+    of: str | None = None
+    alike: frozenset[str] = frozenset()
+    """The axes along which all ranks are known to hold the same values."""
+    of_first: frozenset[str] = frozenset()
+    """The axes along which the first rank's values are about to become those of all."""
+
+    own: Part | None = None
+    """What this rank holds, where no placements say it: those here are what it is saved as."""
+    tensor: DTensor | None = None
+    """The tensor that holds it then."""
+
+    def part(self, topology: Topology) -> Part:
+        """What this rank holds of it."""
+        if self.own is not None:
+            return self.own
+        return topology.part(self.name, self.shape, self.placements)
+
+    def moved(self, topology: Topology) -> LiveTensor:
+        """The tensor as its placements say. Where the rank holds something else this is a
+        collective of the tensor's mesh, and a copy in host memory.
+        """
+        if self.own is None or self.tensor is None:
+            return self
+        whole = self.tensor.full_tensor().detach()
+        # Torch knows strided pieces that differ in size by more than one way of counting.
+        is_whole = all(
+            same_bits(
+                whole[box.within(Box.whole(self.shape))],
+                self.local[place.within(Box.whole(self.own.shape))],
+            )
+            for box, place in zip(self.own.boxes, self.own.places, strict=True)
+        )
+        if not is_whole:
+            raise LayoutError(
+                "torch gathers this DTensor to something else than what its rank holds",
+                where=self.name,
+                value=str(self.tensor.placements),
+            )
+        part = topology.part(self.name, self.shape, self.placements)
+        local = torch.empty(part.shape, dtype=whole.dtype)
+        for box, place in zip(part.boxes, part.places, strict=True):
+            local[place.within(Box.whole(part.shape))] = whole[box.within(Box.whole(self.shape))]
+        return replace(self, local=local, own=None, tensor=None)
+
+    def saved_placements(self, topology: Topology) -> dict[str, Placement]:
+        """How the axes cut what is saved. Ranks that hold the same share the writing; where they
+        may differ, as buffers do, a mixture would be nobody's values: the first rank's are saved.
+        """
+        return dict.fromkeys(self._unsure(topology), Owner(0)) | dict(self.placements)
+
+    def first_replica(self, topology: Topology) -> int:
+        """The rank whose values are saved for this rank's, which nothing keeps the same."""
+        mesh = topology.strategy.mesh
+        unsure = self._unsure(topology) - self.placements.keys() - self.of_first
+        coords = zip(mesh.axes, mesh.coords(topology.rank), strict=True)
+        return mesh.rank(tuple(0 if axis.name in unsure else coord for axis, coord in coords))
+
+    def is_sure(self, topology: Topology) -> bool:
+        """Whether nobody's values but this rank's are saved for it, or such that are the same."""
+        return not self._unsure(topology) - self.placements.keys() - self.of_first
+
+    def is_whole_where_others_are_cut(self, topology: Topology) -> bool:
+        """Whether nobody says that it is cut along an axis that is there to cut."""
+        unsure = self._unsure(topology) - self.placements.keys()
+        axes = topology.strategy.mesh.axes
+        return any(a.name in unsure for a in axes if a.kind not in ("ddp", "zero1", "pp"))
+
+    def _unsure(self, topology: Topology) -> set[str]:
+        axes = topology.strategy.mesh.axes
+        return {axis.name for axis in axes if axis.size > 1 and axis.name not in self.alike}
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """A second name of a tensor."""
+
+    name: str
+    of: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandCuts:
+    """What is said of tensors, by kind of axis; the first match counts."""
+
+    said: tuple[tuple[Rule, Mapping[str, HowCut]], ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    inside: bool = False
+    """Whether patterns match names inside of their groups, as those of rules files do."""
+
+    @classmethod
+    def of(cls, what: RulesLike | None) -> HandCuts:
+        """What rules say, a document of such, or placements by patterns of whole names."""
+        if isinstance(what, Mapping) and isinstance(what.get("rules"), list | tuple):
+            what = Rules.from_doc(what, where="rules=")
+        if isinstance(what, Rules):
+            known = ((rule, {"tp": rule.tp, "ep": rule.ep}) for rule in what.rules)
+            said = tuple(
+                (rule, {k: cut for k, cut in cuts.items() if cut is not None})
+                for rule, cuts in known
+            )
+            return cls(said, what.known, inside=True)
+        return cls(tuple((Rule((p,)), _placements(p, by)) for p, by in (what or {}).items()))
+
+    def find(
+        self, name: str, shape: tuple[int, ...], *, of: str | None = None
+    ) -> Mapping[str, HowCut]:
+        """What is said of a tensor of this name, or with `of` of state that follows that one."""
+        if self.inside and (not shape or (of is None and name.startswith(f"{OPTIMIZER}/"))):
+            return {}  # 0-d, or in another shape than its parameter: replicated
+        asked = inner_name(of or name, "param") if self.inside else of or name
+        found = (by for rule, by in self.said if rule.matches(asked, shape, self.sizes))
+        return next(found, {})
+
+    def placement(
+        self, name: str, how: HowCut, shape: tuple[int, ...], size: int
+    ) -> tuple[Placement, tuple[int, ...]]:
+        """How an axis of `size` ranks cuts a tensor, and the whole shape of one of which each of
+        them holds an equal part.
+        """
+        if isinstance(how, Experts):
+            raise RulesError(
+                "experts that are tensors of their own are not told apart in a training job",
+                where=name,
+                value=how.expert,
+                hint="stack them in one tensor, and cut that along the axis",
+            )
+        if not isinstance(how, Cut):
+            return how, _whole_shape(shape, how, size)
+        whole = shape
+        if how.dim is not None and how.dim < len(shape):
+            whole = (*shape[: how.dim], shape[how.dim] * size, *shape[how.dim + 1 :])
+        try:
+            placement = how.placement(whole, self.sizes)
+        except (LayoutError, RulesError) as error:
+            error.where = name
+            raise
+        return placement, _whole_shape(shape, placement, size)
+
+
+def _placements(pattern: str, by_kind: object) -> dict[str, Placement]:
+    if not isinstance(by_kind, Mapping):
+        raise RulesError(
+            "not placements by kind of axis",
+            where=f"rules={{{pattern!r}: ...}}",
+            value=by_kind,
+            hint='write {"*.wqkv.weight": {"tp": "shard(0)"}}, or {"rules": [...]} as in a file',
+        )
+    return {k: parse_placement(p) if isinstance(p, str) else p for k, p in by_kind.items()}
+
+
+def _whole_shape(part: tuple[int, ...], placement: Placement, size: int) -> tuple[int, ...]:
+    """The shape of a plain tensor of which each of `size` ranks holds an equal part."""
+    if not isinstance(placement, Shard):
+        return part
+    extent = part[placement.dim] * size
+    if placement.blocks is not None:
+        extent = sum(placement.blocks)
+    return (*part[: placement.dim], extent, *part[placement.dim + 1 :])
+
+
+# Parts of torchao's optimizer state that are not cut as the whole is: one value for each block of
+# consecutive elements, or a table that is the same on all ranks.
+_BLOCKS, _TABLE = "blocks", "table"
+_KNOWN: dict[str, dict[str, str]] = {
+    "OptimState8bit": {"scale": _BLOCKS, "qmap": _TABLE},
+    "OptimState4bit": {"codes": _BLOCKS, "scale": _BLOCKS, "qmap": _TABLE},
+    "OptimStateFp8": {"scale": _BLOCKS},
+}
+
+
+def part_name(name: str, part: str) -> str:
+    """The name of the array of a part: one node, as that of the whole would be."""
+    *above, last = split(name)
+    return join(*above, f"{last}/{part}")
+
+
+def record_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """What the parts make, in plain values that do not depend on how the tensor is cut."""
+    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    names, context = local.__tensor_flatten__()
+    return {
+        "type": f"{type(local).__module__}.{type(local).__qualname__}",
+        "dtype": dtype_name(tensor.dtype),
+        "shape": list(tensor.shape),
+        "inner": list(names),
+        "context": _plain(context, tuple(local.shape)),
+    }
+
+
+def layout_of_part(
+    name: str, key: str, part: torch.Tensor, whole: LiveTensor
+) -> tuple[tuple[int, ...], dict[str, Placement]]:
+    """The global shape of a part of a tensor and how the axes cut it."""
+    shape, placements = whole.shape, whole.placements
+    cuts = {a: p for a, p in placements.items() if isinstance(p, (Shard, Strided))}
+    own, local = tuple(part.shape), tuple(whole.local.shape)
+    kind: str = type(whole.local).__qualname__
+    known = _KNOWN.get(kind, {}).get(key)
+    if not cuts or own == local:
+        return (shape if cuts else own), dict(placements)
+    if known == _TABLE:
+        return own, {axis: p for axis, p in placements.items() if axis not in cuts}
+    along_rows = all(p.dim == 0 for p in cuts.values())
+    if known is None and along_rows and own and own[0] == local[0]:
+        # A part of another kind has as many rows only by chance, and not for other ranks.
+        return (shape[0], *own[1:]), dict(placements)
+    if known == _BLOCKS and along_rows and len(cuts) == 1 and part.numel():
+        block, rest = divmod(math.prod(local), part.numel())
+        of_row, within = divmod(math.prod(shape[1:]), block) if block else (0, 1)
+        if not rest and not math.prod(shape) % block:
+            ((axis, _),) = cuts.items()
+            unit = 1 if within else max(of_row, 1)
+            cut = dict(placements) | {axis: Shard(0, unit=unit)}
+            return (math.prod(shape) // block,), cut
+    raise UnsupportedTypeError(
+        f"nothing says how this part of a {kind} is cut over ranks",
+        where=name,
+        value=own,
+        hint='say it in rules={…}, such as {"*scale": {"fsdp": "shard(0)"}}, or "replicate" for '
+        "what all ranks have alike",
+    )
+
+
+def _plain(value: Any, shape: tuple[int, ...]) -> Any:
+    """A value of a context as one of the format; the rank's own shape is left out."""
+    if isinstance(value, (tuple, list)):
+        if shape and tuple(value) == shape:
+            return "the shape"
+        return [_plain(each, shape) for each in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(each, shape) for key, each in value.items()}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    text = repr(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}" if " at 0x" in text else text

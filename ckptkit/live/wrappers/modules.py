@@ -1,0 +1,238 @@
+"""Models whose state lies in their modules as it is: plain ones, and those of
+DistributedDataParallel, `fully_shard` and tensor parallelism.
+
+A model may be wrapped in several ways at once: each says what it knows, and nothing is assumed
+where none knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptkit.live.state.lines import Line, assumed, dtensor_lines, line_of, mesh_lines
+from ckptkit.live.state.tensors import as_spread, dtype_name
+from ckptkit.live.wrappers.entries import ModelEntry, canonical_names, state_of
+from ckptkit.live.wrappers.flat import cut_before
+
+
+def lines(module: nn.Module) -> list[Line]:
+    """The lines of ranks that the wrappers of a module and its DTensors join."""
+    found = [line_of("ddp", wrapper.process_group) for wrapper in _ddp_wrappers(module)]
+    found += _fully_sharded_lines(module)
+    # What FSDP cuts says nothing of tensor parallelism.
+    fsdp = _fsdp_ranks(module)
+    return found + [line for line in dtensor_lines(_dtensors(module)) if line.ranks not in fsdp]
+
+
+def details(module: nn.Module) -> dict[str, Any]:
+    """What they say of precision, stages and sizes."""
+    found = {
+        "precision": {"parameters": sorted({str(dtype_name(p.dtype)) for p in module.parameters()})}
+    }
+    return (
+        found
+        | _tensor_parallel_details(module)
+        | _fully_shard_details(module)
+        | _ddp_details(module)
+    )
+
+
+def entries(module: nn.Module) -> list[ModelEntry]:
+    """The module's own tensors under their canonical names. Of what `DistributedDataParallel`
+    wraps it keeps those parameters alike that it knows; between two forward passes buffers such as
+    running means differ, until the wrapper gives all ranks those of the first.
+    """
+    canonical = canonical_names(module)
+    wrappers = _ddp_wrappers(module)
+    kept = {id(p) for wrapper in wrappers for p in wrapper._module_parameters}
+    broadcast = {
+        id(buffer)
+        for wrapper in wrappers
+        if wrapper.broadcast_buffers
+        for name, buffer in wrapper.module.named_buffers()
+        if name not in wrapper.parameters_to_ignore
+    }
+    found = []
+    for name, value in {**state_of(module), **_parameters_of_ddp(module)}.items():
+        is_parameter = isinstance(value, nn.Parameter)
+        entry = ModelEntry(
+            canonical(name),
+            value,
+            is_parameter,
+            is_kept_alike=not wrappers or not is_parameter or id(value) in kept,
+            is_broadcast=not is_parameter and id(value) in broadcast,
+        )
+        found.append(entry)
+    return found
+
+
+def absorb(module: nn.Module, entries: Sequence[ModelEntry]) -> None:
+    """Hand over what `state_dict` made up: extra state and tensors of its hooks."""
+    canonical = canonical_names(module)
+    taken = _parameters_of_ddp(module).values()
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers(), *taken)}
+    made_up = {entry.name: entry.value for entry in entries if id(entry.value) not in own}
+    if made_up:
+        known = {name: canonical(name) for name in state_of(module)}
+        state = {name: made_up[own] for name, own in known.items() if own in made_up}
+        module.load_state_dict(state, strict=False)
+
+
+# DistributedDataParallel
+
+
+def _ddp_wrappers(module: nn.Module) -> list[DistributedDataParallel]:
+    """Those anywhere in a model; the older, composable `replicate` keeps its own beside it, from
+    the first forward on.
+    """
+    states = (getattr(replicate.state(m), "_ddp", None) for m in module.modules())
+    found = [*module.modules(), *states]
+    return [each for each in found if isinstance(each, DistributedDataParallel)]
+
+
+def _parameters_of_ddp(module: nn.Module) -> dict[str, nn.Parameter]:
+    """By name, the parameters that `DistributedDataParallel` has taken off modules. Of DTensors it
+    makes plain parameters; from the first forward on modules have DTensors of the same memory
+    instead, which are no parameters.
+    """
+    wrappers = _ddp_wrappers(module)
+    plain = [p for w in wrappers for p in w._module_parameters if hasattr(p, "_st_info")]
+    at = {(p.data_ptr(), tuple(p.shape)): p for p in plain}
+    found: dict[str, nn.Parameter] = {}
+    for path, part in module.named_modules() if plain else ():
+        for name, value in vars(part).items():
+            local = value._local_tensor if isinstance(value, DTensor) else None
+            if local is not None and (local.data_ptr(), tuple(local.shape)) in at:
+                key = (local.data_ptr(), tuple(local.shape))
+                found[f"{path}.{name}" if path else name] = at[key]
+    return found
+
+
+def _ddp_details(module: nn.Module) -> dict[str, Any]:
+    for wrapper in _ddp_wrappers(module)[:1]:
+        mixed = wrapper.mixed_precision
+        return {
+            "ddp": {
+                "bucket_bytes": int(wrapper.bucket_bytes_cap),
+                "broadcast_buffers": bool(wrapper.broadcast_buffers),
+                "gradient_as_bucket_view": bool(wrapper.gradient_as_bucket_view),
+                "static_graph": bool(wrapper.static_graph),
+                "mixed_precision": None if mixed is None else str(mixed),
+            }
+        }
+    return {}
+
+
+# `fully_shard` (FSDP2): parameters are DTensors.
+
+
+def _fully_sharded_lines(module: nn.Module) -> list[Line]:
+    """The lines along which `fully_shard` cuts, and those along which it repeats (HSDP)."""
+    found: list[Line] = []
+    for info in (group.mesh_info for group in _param_groups(module)):
+        kinds = ["ddp"] * info.mesh.ndim
+        if info.shard_mesh_dim is not None:
+            kinds[info.shard_mesh_dim] = "fsdp"
+        # It cuts by the ranks of its group, which torch numbers upwards whatever the mesh does.
+        found += assumed(mesh_lines(info.mesh, tuple(kinds)))
+    return list(dict.fromkeys(found))
+
+
+def own_param_groups(module: FSDPModule) -> list[Any]:
+    """What is gathered for a module, or for it and others, by the names of several torches."""
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several:  # asked for the one, torch raises where there are more
+        return list(several)
+    single = getattr(state, "_fsdp_param_group", None)
+    return [single] if single else []
+
+
+def _param_groups(module: nn.Module) -> list[Any]:
+    return [g for m in module.modules() if isinstance(m, FSDPModule) for g in own_param_groups(m)]
+
+
+def _fully_shard_details(module: nn.Module) -> dict[str, Any]:
+    groups = _param_groups(module)
+    if not groups:
+        return {}
+    # The outermost module stays gathered on its own, and often the last of several units.
+    gathered = [group.post_forward_mesh_info is None for group in groups]
+    policy = groups[0].mp_policy
+    return {
+        "fsdp": {
+            "zero_stage": 2 if all(gathered) else 3,
+            "units": len(groups),
+            "mixed_precision": {
+                "parameters": dtype_name(policy.param_dtype),
+                "reduction": dtype_name(policy.reduce_dtype),
+                "output": dtype_name(policy.output_dtype),
+            },
+            "offload": type(groups[0].offload_policy).__name__,
+        }
+    }
+
+
+# Tensor parallelism: `parallelize_module`, or DTensors made by hand.
+
+
+def _dtensors(module: nn.Module) -> list[DTensorSpec]:
+    """How the DTensors lie that are a module's parameters and buffers, or that DDP and FSDP1 keep
+    plain parameters of.
+    """
+    tensors = [*module.parameters(), *module.buffers(), *_parameters_of_ddp(module).values()]
+    found = [as_spread(tensor, tensor) for tensor in tensors]
+    # Gathered, those that are flat in FSDP1 are DTensors again.
+    own = [t for t in found if isinstance(t, DTensor) and not _is_fsdp_flattened(t)]
+    return [tensor._spec for tensor in own] + cut_before(module)
+
+
+def _fsdp_ranks(module: nn.Module) -> set[tuple[int, ...]]:
+    """The lines of `fully_shard`, in the order of ranks and in that of its mesh."""
+    lines = _fully_sharded_lines(module)
+    return {ranks for line in lines for ranks in (line.ranks, line.by_mesh) if ranks}
+
+
+def _tensor_parallel_details(module: nn.Module) -> dict[str, Any]:
+    """How many tensors are cut along each dim, by others than FSDP."""
+    fsdp = _fsdp_ranks(module)
+    dims: dict[str, int] = {}
+    lines: dict[DeviceMesh, list[Line]] = {}
+    for tensor in _dtensors(module):
+        mesh = tensor.device_mesh
+        if mesh not in lines:
+            lines[mesh] = mesh_lines(mesh, ("tp",) * mesh.ndim)
+        for line, place in zip(lines[mesh], tensor.placements, strict=bool(lines[mesh])):
+            if line.ranks not in fsdp and line.size > 1 and hasattr(place, "dim"):
+                dims[str(place.dim)] = dims.get(str(place.dim), 0) + 1
+    return {"tp": {"cut_dims": dict(sorted(dims.items()))}} if dims else {}
+
+
+# Values on their way into a module.
+
+_waits: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+
+
+def settled_by(module: nn.Module, wait: Callable[[], None]) -> None:
+    """Have `wait` called before the state of a module is saved or filled: values are on their way
+    into its tensors while the training goes on.
+    """
+    _waits[module] = wait
+
+
+def settle(module: nn.Module) -> None:
+    """Wait for what is on its way into a module."""
+    for each in module.modules():
+        if wait := _waits.get(each):
+            wait()

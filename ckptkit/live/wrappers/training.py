@@ -1,0 +1,228 @@
+"""The objects of a training whose state is saved or loaded: its model, one module or the stages of
+a pipeline that this rank has, its optimizers, and what has a `state_dict` of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.optim import Optimizer
+
+from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
+from ckptkit.format.names import matches, pattern_list
+from ckptkit.live.state.lines import Line, line_of
+from ckptkit.live.state.parts import HandCuts
+from ckptkit.live.wrappers import fsdp1, modules
+from ckptkit.live.wrappers.entries import ModelEntry
+from ckptkit.live.wrappers.fsdp1_optimizer import FSDP1Optimizer
+from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer
+from ckptkit.model import PerDataRank, PerRank, Replicated, Split, Sum
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingState:
+    """The objects of a job whose state is saved or loaded, as the caller passed them."""
+
+    model: Model | None = None
+    optimizers: Sequence[PlainOptimizer] = ()
+    stateful: Mapping[str, object] = field(default_factory=dict)
+    """What has `state_dict`, and nested dictionaries, by the name of its group."""
+
+    @classmethod
+    def of(
+        cls,
+        model: object = None,
+        optimizer: object = None,
+        scheduler: object = None,
+        dataloader: object = None,
+        scaler: object = None,
+        state: Mapping[str, object] | None = None,
+        skip: Iterable[str] = (),
+    ) -> TrainingState:
+        """What is to be saved or loaded, checked for clashes, but for the groups to skip."""
+        known = None if model is None else Model(model)
+        modules: list[nn.Module] = known.modules if known else []
+        if optimizer is not None and known is None:
+            raise UsageError(
+                "an optimizer without its model: its state is named after the parameters",
+                hint="pass model=… too",
+            )
+        left = _skipped(skip, state or {})
+        optimizer = None if "optimizer" in left else optimizer
+        adapters = [optimizer_of(each, modules) for each in _several(optimizer)]
+        stateful = dict(state or {})
+        for name, value in (
+            ("scheduler", scheduler),
+            ("dataloader", dataloader),
+            ("scaler", scaler),
+        ):
+            if value is None:
+                continue
+            if name in stateful:
+                raise UsageError("passed twice", where=f"state[{name!r}]")
+            stateful[name] = list(value) if isinstance(value, (list, tuple)) else value
+        if dataloader is not None:
+            stateful["dataloader"] = PerDataRank(stateful["dataloader"])
+        for name in stateful:
+            if name in ("model", "optimizer", "extra"):
+                raise InvalidNameError(
+                    "this group is ckptkit's own",
+                    where="state",
+                    value=name,
+                    hint="pass model=…, optimizer=… or extra=…, or choose another key",
+                )
+        for name, value in stateful.items():
+            _check_stateful(name, value)
+        return cls(known, adapters, {n: v for n, v in stateful.items() if n not in left})
+
+
+def _several(optimizer: object) -> list[object]:
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, Mapping):
+        return list(optimizer.values())
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
+def optimizer_of(optimizer: object, modules: Sequence[nn.Module]) -> PlainOptimizer:
+    """What is known of an optimizer whose parameters are those of the modules."""
+    if not isinstance(optimizer, Optimizer):
+        raise UnsupportedTypeError(
+            "not an optimizer",
+            value=type(optimizer).__name__,
+            hint="pass torch optimizers; what has only state_dict() goes into state={…}",
+        )
+    if Zero1Optimizer.recognises(optimizer):
+        return Zero1Optimizer(optimizer)
+    if any(map(fsdp1.is_used, modules)):
+        return FSDP1Optimizer(optimizer, modules)
+    return PlainOptimizer(optimizer)
+
+
+def _skipped(skip: Iterable[str], state: Iterable[str]) -> set[str]:
+    """The groups that patterns of names mean; the model's values are what the others go with."""
+    groups = {"optimizer", "scheduler", "dataloader", "scaler", *state}
+    skip = pattern_list(skip, "skip")
+    for pattern in skip:
+        if not any(matches((pattern,), name, name) for name in groups):
+            raise UsageError(
+                "no group that can be skipped has this name",
+                value=pattern,
+                hint=f"these can: {', '.join(sorted(groups))}",
+            )
+    return {name for name in groups if matches(skip, name, name)}
+
+
+def _check_stateful(name: str, value: object) -> None:
+    """Refuse what a load could not give back: it fills objects and containers in place."""
+    if isinstance(value, (Sum, Split)):
+        return  # refused with a reason of its own
+    inner = value.value if isinstance(value, (Replicated, PerRank, PerDataRank)) else value
+    if not (hasattr(inner, "load_state_dict") or isinstance(inner, (dict, list, torch.Tensor))):
+        raise UsageError(
+            "neither an object with load_state_dict nor a dictionary, a list or a tensor",
+            where=f"state[{name!r}]",
+            value=inner,
+            hint="plain values go into extra={…}",
+        )
+
+
+@runtime_checkable
+class HasModel(Protocol):
+    """What has a model that ranks have together, and the mesh that names its axes: what
+    `distributed_model` and `as_distributed` return.
+    """
+
+    @property
+    def model(self) -> Any:
+        """The wrapped module, or a pipeline's stages or schedule."""
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """None where the model's own tensors say it all."""
+
+
+class Model:
+    """All modules whose state is saved below `model/`, under one set of names."""
+
+    def __init__(self, model: object) -> None:
+        self.mesh: DeviceMesh | None = None
+        self.rules = HandCuts()
+        while isinstance(model, HasModel) and not isinstance(model, nn.Module):
+            # Without the rules a part that was cut by hand would be taken for the whole.
+            self.mesh, self.rules = model.mesh, getattr(model, "rules", self.rules)
+            model = model.model
+        parts: list[object] = [model]
+        if isinstance(model, PipelineScheduleSingle):
+            parts = [model._stage]
+        elif isinstance(model, PipelineScheduleMulti):
+            parts = list(model._stages)
+        elif isinstance(model, (list, tuple)):
+            parts = list(model)
+        self._stages = [part for part in parts if isinstance(part, _PipelineStageBase)]
+        self.modules: list[nn.Module] = []
+        for part in parts:
+            module = part.submod if isinstance(part, _PipelineStageBase) else part
+            if not isinstance(module, nn.Module):
+                raise UnsupportedTypeError(
+                    "not a model",
+                    value=type(module).__name__,
+                    hint="pass a module, a PipelineStage, a schedule, or a list of this rank's "
+                    "stages; what has only state_dict() goes into state={…}",
+                )
+            self.modules.append(module)
+        self._names: list[set[str]] = []
+        self.is_staged = bool(self._stages) or len(self.modules) > 1
+
+    def lines(self) -> list[Line]:
+        """The lines of ranks that wrappers, DTensors and stages join."""
+        found: list[Line] = []
+        for module in self.modules:
+            found += fsdp1.lines(module) + modules.lines(module)
+        found += [line_of("pp", stage.group) for stage in self._stages]
+        return list(dict.fromkeys(found))
+
+    def details(self) -> dict[str, Any]:
+        """What a manifest should say of precision, stages and sizes, as the real objects have them;
+        this rank's modules alike.
+        """
+        found: dict[str, Any] = {}
+        for module in self.modules[:1]:
+            found |= modules.details(module) | fsdp1.details(module)
+        if self._stages:
+            stage = self._stages[0]
+            found["pipeline"] = {"stages": stage.num_stages, "ranks": stage.group_size}
+        return found
+
+    def entries(self) -> list[ModelEntry]:
+        """The state of all modules, in memory that a load may fill."""
+        found: dict[str, ModelEntry] = {}
+        self._names = []
+        for module in self.modules:
+            modules.settle(module)
+            kind = fsdp1 if fsdp1.is_used(module) else modules
+            own = kind.entries(module)
+            self._names.append({entry.name for entry in own})
+            for entry in own:
+                if entry.name in found and entry.value is not found[entry.name].value:
+                    raise InvalidNameError(
+                        "two stages of this rank have a tensor of this name",
+                        value=entry.name,
+                        hint="stages keep the names of the whole model, as torch's do",
+                    )
+                found[entry.name] = entry
+        return list(found.values())
+
+    def absorb(self, entries: Sequence[ModelEntry]) -> None:
+        """Let the modules take over what was filled, where its memory is not their own."""
+        for module, names in zip(self.modules, self._names, strict=True):
+            mine = [entry for entry in entries if entry.name in names]
+            kind = fsdp1 if fsdp1.is_used(module) else modules
+            kind.absorb(module, mine)
