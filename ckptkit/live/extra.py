@@ -16,7 +16,6 @@ from ckptkit.format.names import DATA_RANK
 from ckptkit.format.objects import ObjectInfo, share_of_items, share_of_total, total
 from ckptkit.model import PerRank, Strategy
 
-
 # Ranks that differ along these read data of their own, and so do those that experts are spread
 # over; ranks along `tp` and `pp` work on the same.
 _DATA = ("ddp", "fsdp", "zero1", "zero2", "zero3", "ep")

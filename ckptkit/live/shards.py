@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel
 
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.names import WRAPPED, join, split
-from ckptkit.live.agree import Documents
+from ckptkit.live.agreement import Documents
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.exchange import Exchange, Plan, Spoken, Spread
 from ckptkit.live.handover import hand_over
