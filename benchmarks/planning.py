@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from benchmarks.memory import peak_mib, reset_peak, resident_mib
 from benchmarks.ranks import isolated
 from benchmarks.reshard import RULES
 from benchmarks.table import Bar, Section
-from ckptkit.checkpoint.reshard.planning import cost_of
-from ckptkit.checkpoint.reshard.target import Outline, Recipe, target_of
+from ckptkit.checkpoint.reshard.target import ReshardOptions, cost_of, target_of
 from ckptkit.format.arrays import ArrayInfo
+from ckptkit.format.manifest import Manifest
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import DType, Rules, Strategy, layout_of
 from ckptkit.plan.chunks import choose_grid
@@ -73,15 +74,17 @@ def planning() -> Section:
 
 
 def _planned(source: str, to: str) -> tuple[int, Any, float, float, int]:
-    outline = Outline(_save_info(source), _arrays(Strategy.parse(source)))
+    # Of a manifest all but its chunks, of which planning looks at none.
+    parts = {"save": _save_info(source), "arrays": _arrays(Strategy.parse(source))}
+    step = cast("Manifest", SimpleNamespace(**parts, aliases=(), objects=()))
     gc.collect()
     reset_peak()
     before, start = resident_mib(), time.monotonic()
     rules = Rules.from_doc(RULES, where="rules")
-    target = target_of(outline, Recipe(Strategy.parse(to), rules))
+    target = target_of(step, ReshardOptions(to=to, rules=rules))
     cost = cost_of(target, BATCH_BYTES)
     seconds, grown = time.monotonic() - start, peak_mib() - before
-    chunks = sum(array.grid.chunk_count for array in outline.arrays)
+    chunks = sum(array.grid.chunk_count for array in step.arrays)
     return chunks, cost, seconds, grown, target.world_size + 1
 
 

@@ -9,15 +9,13 @@ from ckptkit.checkpoint.check.digest import Digest, digest
 from ckptkit.checkpoint.check.rebuild import rebuild
 from ckptkit.checkpoint.check.unpack import unpack
 from ckptkit.checkpoint.check.verify import Finding, verify
-from ckptkit.checkpoint.explain import Explained, explain_rules
 from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint as open  # noqa: A004
-from ckptkit.checkpoint.reshard.closing import commit_packs
-from ckptkit.checkpoint.reshard.planning import ReshardPlan
-from ckptkit.checkpoint.reshard.reshard import plan_reshard, reshard
+from ckptkit.checkpoint.reshard.engines import commit_packs
+from ckptkit.checkpoint.reshard.plan import Resharded, ReshardPlan, plan_reshard, reshard
 from ckptkit.checkpoint.reshard.selection import Selection
-from ckptkit.checkpoint.reshard.work import Resharded
+from ckptkit.checkpoint.reshard.target import Explained, explain_rules
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import CkptkitError

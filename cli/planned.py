@@ -25,13 +25,13 @@ def document_of(plan: ckptkit.ReshardPlan) -> dict[str, Any]:
         "arrays": [
             {
                 "name": a.name,
-                "source": a.source,
-                "shape": list(a.shape),
-                "dtype": a.dtype,
-                "source_dtype": a.source_dtype,
-                "placements": list(a.placements),
+                "source": a.source.name,
+                "shape": list(a.info.shape),
+                "dtype": a.info.dtype.name,
+                "source_dtype": a.source.dtype.name,
+                "placements": list(map(str, a.info.placements)),
                 "why": a.why,
-                "bytes": a.nbytes,
+                "bytes": a.info.nbytes,
                 "chunks_kept": a.is_kept,
             }
             for a in plan.arrays
@@ -72,7 +72,7 @@ def lines_of(plan: ckptkit.ReshardPlan) -> list[str]:
     if plan.finished:
         rows.append(("there", f"{counted(len(plan.finished), 'pack')} of an earlier run"))
     lines = aligned(rows)
-    changed = [a for a in plan.arrays if a.name != a.source or a.dtype != a.source_dtype]
+    changed = [a for a in plan.arrays if a.name != a.source.name or a.info.dtype != a.source.dtype]
     if changed:
         lines += ["", "changed on the way:", *_some([_change(array) for array in changed])]
     if plan.left_out:
@@ -95,9 +95,9 @@ def _arrays(plan: ckptkit.ReshardPlan) -> str:
 
 
 def _change(array: Any) -> str:
-    dtype = "" if array.dtype == array.source_dtype else f" {array.source_dtype} -> {array.dtype}"
-    name = array.name if array.name == array.source else f"{array.source} -> {array.name}"
-    return f"{name}{dtype}"
+    source, info = array.source, array.info
+    dtype = "" if info.dtype == source.dtype else f" {source.dtype.name} -> {info.dtype.name}"
+    return f"{info.name if info.name == source.name else f'{source.name} -> {info.name}'}{dtype}"
 
 
 def _some(lines: Sequence[str]) -> list[str]:

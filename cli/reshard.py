@@ -92,7 +92,7 @@ def reshard(src: str, dst: str, *, dry_run: bool, as_json: bool, **given: Any) -
             emit(lines_of(plan))
         return
     with Bar("reshard", plan.bytes_written) as bar:
-        done = ckptkit.reshard(src, dst, **options, progress=bar)
+        done = plan.run(bar)
     if as_json:
         found = {"save_id": done.save_id, "finished_packs": list(done.finished)}
         emit_json({**document_of(plan), **found, "committed": done.committed})

@@ -1,31 +1,75 @@
-"""Who copies the packs: the threads of this process, or an executor's workers in others."""
+"""Who copies the packs: the threads of this process, an executor's workers in others, or some
+machines a slice each.
+"""
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
 
-from ckptkit.checkpoint.locate import read_manifest
-from ckptkit.checkpoint.places import described, store_at
+from ckptkit.checkpoint.locate import committed_steps, read_manifest, step_folders
+from ckptkit.checkpoint.places import DATA, Place, data_prefix, described, store_at, under
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
-from ckptkit.checkpoint.read.packs import OpenPacks
-from ckptkit.checkpoint.reshard.budget import Budget
-from ckptkit.checkpoint.reshard.copying import Route
-from ckptkit.checkpoint.reshard.running import Packs
-from ckptkit.checkpoint.reshard.target import Outline, Recipe, Target, target_of
-from ckptkit.checkpoint.workers import Progress
-from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
-from ckptkit.storage import Address
+from ckptkit.checkpoint.read.packs import read_record
+from ckptkit.checkpoint.reshard.copy import Budget, copy_packs
+from ckptkit.checkpoint.reshard.target import ReshardOptions, ReshardTarget, target_of
+from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
+from ckptkit.errors import (
+    CkptkitError,
+    FormatError,
+    NotCommittedError,
+    NotFoundError,
+    PeerError,
+    UsageError,
+)
+from ckptkit.format.array_table import ArrayTables
+from ckptkit.format.manifest import Manifest, pack_name
+from ckptkit.storage import Address, Options, Store
 
 ENGINES = "threads, processes, dask://host:port, ray, ray://host:port or slice:i/n"
+_NAMED = 8
+# Seconds between looks at whether the parent still lives.
+_LOOKS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Every n-th pack, beginning with number i: the share of one of n machines."""
+
+    number: int
+    count: int
+
+    def of(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank % self.count == self.number]
+
+
+def slice_of(engine: str | Executor) -> Slice | None:
+    """The slice that an engine's name asks for, such as slice:0/4; None where all packs are. What
+    is no engine is refused.
+    """
+    name = engine if isinstance(engine, str) else ""
+    if name.startswith("slice:"):
+        number, _, count = name.removeprefix("slice:").partition("/")
+        if number.isdecimal() and count.isdecimal() and int(number) < int(count) <= 1 << 24:
+            return Slice(int(number), int(count))
+        raise UsageError(
+            "not a slice", value=engine, hint="the first of four is slice:0/4, the last slice:3/4"
+        )
+    known = name in ("threads", "processes", "ray") or name.startswith(("dask://", "ray://"))
+    if known or isinstance(engine, Executor):
+        return None
+    raise UsageError("no such engine", value=engine, hint=f"accepted are {ENGINES}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,122 +80,111 @@ class Task:
     source_prefix: str
     source_save_id: str
     destination: Address
-    prefix: str
     save_id: str
-    recipe: Recipe
+    options: ReshardOptions
+    digest: str
     rank: int
     budget: Budget
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Every n-th pack, beginning with number i: the share of one of n machines."""
-
-    number: int
-    count: int
-
-    @classmethod
-    def parse(cls, text: str) -> Slice:
-        """Read `slice:0/4`."""
-        number, _, count = text.removeprefix("slice:").partition("/")
-        if not (number.isdecimal() and count.isdecimal() and int(number) < int(count) <= 1 << 24):
+def copy_elsewhere(
+    target: ReshardTarget,
+    ranks: Sequence[int],
+    source: Checkpoint,
+    destination: Store,
+    budget: Budget,
+    progress: Callable[[int], None],
+) -> None:
+    """Have an executor's workers copy packs, each told the rank of one that is done; the first
+    error stops what has not begun.
+    """
+    for store in (source.store, destination):
+        if store.location.scheme == "memory":
             raise UsageError(
-                "not a slice", value=text, hint="the first of four is slice:0/4, the last slice:3/4"
+                "what is in the memory of this process no other worker sees",
+                where=str(store.location),
+                hint="use the engine threads",
             )
-        return cls(int(number), int(count))
-
-    def of(self, ranks: Sequence[int]) -> list[int]:
-        """The ranks of this share."""
-        return [rank for rank in ranks if rank % self.count == self.number]
-
-
-def check_engine(engine: object) -> None:
-    """Refuse what is no engine before anything is done."""
-    if isinstance(engine, Executor) or engine in ("threads", "processes", "ray"):
-        return
-    if isinstance(engine, str) and engine.startswith("slice:"):
-        Slice.parse(engine)
-    elif not (isinstance(engine, str) and engine.startswith(("dask://", "ray://"))):
-        raise UsageError("no such engine", value=engine, hint=f"accepted are {ENGINES}")
+    engine, alone = target.options.engine, budget.alone()
+    # What a worker need not know, and could not be sent.
+    options = replace(target.options, engine="threads")
+    places = source.store.address, source.prefix, source.save_id, destination.address
+    what = target.save.save_id, options, target.digest
+    with _executor(engine, budget.workers) as executor:
+        tasks = [Task(*places, *what, rank, alone) for rank in ranks]
+        futures: list[Future[int]] = [executor.submit(copy_pack, task) for task in tasks]
+        try:
+            for future in as_completed(futures):
+                progress(future.result())
+        except CkptkitError:
+            raise
+        except Exception as error:
+            # What executors say of workers that died, each in its own way.
+            ended = [f for f in futures if f.done() and not f.cancelled()]
+            done = sum(1 for f in ended if f.exception() is None)
+            raise PeerError(
+                f"a worker was lost: {done} of {len(tasks)} packs are complete",
+                value=type(error).__name__,
+                hint="it may have run out of memory; the same command again goes on from there",
+            ) from error
+        finally:
+            for future in futures:
+                future.cancel()
 
 
 def copy_pack(task: Task) -> int:
     """Copy one pack; returns its rank."""
-    target, checkpoint = _looked_up(task)
-    sources = OpenPacks(checkpoint.store, checkpoint.prefix, checkpoint.manifest)
-    try:
-        store = store_at(task.destination)
-        route = Route(checkpoint, sources, store, task.prefix, task.budget)
-        Packs(target, [task.rank], route).run()
-    finally:
-        sources.close()
+    target, manifest = _looked_up(task)
+    with Checkpoint(store_at(task.source), task.source_prefix, manifest) as source:
+        copy_packs(target, [task.rank], source, store_at(task.destination), task.budget)
     return task.rank
 
 
-# Seconds between looks at whether the parent still lives.
-_LOOKS = 0.5
-
-_Key: TypeAlias = tuple[Address, str, str, str]
-
-_known: dict[_Key, tuple[Target, Checkpoint]] = {}
+_known: dict[tuple[Address, str, str, str], tuple[ReshardTarget, Manifest]] = {}
 _lock = threading.Lock()
 
 
-def _looked_up(task: Task) -> tuple[Target, Checkpoint]:
+def _looked_up(task: Task) -> tuple[ReshardTarget, Manifest]:
     """What the tasks of one worker have in common, decided once."""
     key = task.source, task.source_prefix, task.source_save_id, task.save_id
     with _lock:
-        if key not in _known:
-            found = _decided(task)
-            _known.clear()
-            _known[key] = found
+        if key in _known:
+            return _known[key]
+        store = store_at(task.source)
+        manifest = read_manifest(store, task.source_prefix)
+        if manifest.save.save_id != task.source_save_id:
+            raise FormatError(
+                "the step was saved anew meanwhile",
+                where=described(store, task.source_prefix),
+                hint="run the command again",
+            )
+        target = target_of(manifest, task.options, task.digest)
+        if target.save.save_id != task.save_id:
+            raise PeerError(
+                f"this worker would make {target.save.save_id}, wanted is {task.save_id}",
+                hint="all workers need the same version of ckptkit",
+            )
+        _known.clear()
+        _known[key] = target, manifest
         return _known[key]
 
 
-def _decided(task: Task) -> tuple[Target, Checkpoint]:
-    store = store_at(task.source)
-    manifest = read_manifest(store, task.source_prefix)
-    if manifest.save.save_id != task.source_save_id:
-        raise FormatError(
-            "the step was saved anew meanwhile",
-            where=described(store, task.source_prefix),
-            hint="run the command again",
-        )
-    target = target_of(Outline.of(manifest), task.recipe)
-    if target.save.save_id != task.save_id:
-        raise PeerError(
-            f"this worker would make {target.save.save_id}, wanted is {task.save_id}",
-            hint="all workers need the same version of ckptkit",
-        )
-    return target, Checkpoint(store, task.source_prefix, manifest)
-
-
-def run_tasks(
-    executor: Executor,
-    tasks: Sequence[Task],
-    sizes: Callable[[int], int],
-    progress: Progress | None,
-) -> None:
-    """Run tasks on any executor; the first error stops what has not begun."""
-    futures: list[Future[int]] = [executor.submit(copy_pack, task) for task in tasks]
-    try:
-        for future in as_completed(futures):
-            rank = future.result()
-            if progress:
-                progress(sizes(rank))
-    except CkptkitError:
-        raise
-    except Exception as error:
-        # What executors say of workers that died, each in its own way.
-        done = sum(1 for f in futures if f.done() and not f.cancelled() and f.exception() is None)
-        raise PeerError(
-            f"a worker was lost: {done} of {len(tasks)} packs are complete",
-            value=type(error).__name__,
-            hint="it may have run out of memory; the same command again goes on from there",
-        ) from error
-    finally:
-        for future in futures:
-            future.cancel()
+@contextmanager
+def _executor(engine: str | Executor, workers: int) -> Iterator[Executor]:
+    """The executor of an engine's name, for as long as the block lasts."""
+    if isinstance(engine, Executor):
+        yield engine
+    elif engine == "processes":
+        context = multiprocessing.get_context("spawn")
+        own = (os.getpid(),)
+        with ProcessPoolExecutor(workers, context, initializer=_follow, initargs=own) as pool:
+            yield pool
+    elif engine.startswith("dask://"):
+        with _dask_executor(engine.removeprefix("dask://")) as found:
+            yield found
+    else:
+        with _ray_executor(engine if "://" in engine else "") as found:
+            yield found
 
 
 def _follow(parent: int) -> None:
@@ -167,22 +200,158 @@ def _follow(parent: int) -> None:
 
 
 @contextmanager
-def executor_of(engine: str | Executor, workers: int) -> Iterator[Executor]:
-    """The executor of an engine's name, for as long as the block lasts."""
-    if isinstance(engine, Executor):
-        yield engine
-    elif engine == "processes":
-        context = multiprocessing.get_context("spawn")
-        own = (os.getpid(),)
-        with ProcessPoolExecutor(workers, context, initializer=_follow, initargs=own) as pool:
-            yield pool
-    elif engine.startswith("dask://"):
-        from ckptkit.checkpoint.reshard.clusters import dask_executor  # noqa: PLC0415
+def _dask_executor(address: str) -> Iterator[Executor]:
+    """The workers of a Dask scheduler."""
+    distributed = _imported("dask", "distributed")
+    host, _, port = address.rpartition(":")
+    try:
+        # The client itself would go on in the background, and complain at the end.
+        socket.create_connection((host, int(port)), timeout=5).close()
+        client = distributed.Client(f"tcp://{address}", timeout="5s", set_as_default=False)
+    except (OSError, TimeoutError, ValueError) as error:
+        raise PeerError(
+            "no Dask scheduler answers", where=f"dask://{address}", hint="is `dask scheduler` up?"
+        ) from error
+    with client:
+        # A pack may be written once only: where a worker is lost the caller hears of it.
+        yield client.get_executor(pure=False, retries=0)
 
-        with dask_executor(engine.removeprefix("dask://")) as found:
-            yield found
-    else:
-        from ckptkit.checkpoint.reshard.clusters import ray_executor  # noqa: PLC0415
 
-        with ray_executor(engine if "://" in engine else "") as found:
-            yield found
+@contextmanager
+def _ray_executor(address: str) -> Iterator[Executor]:
+    """The workers of a Ray cluster; without an address one on this machine."""
+    ray = _imported("ray", "ray")
+    started = not ray.is_initialized()
+    if started:
+        try:
+            ray.init(address=address or None, logging_level=logging.ERROR, log_to_driver=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise PeerError("no Ray cluster answers", where=address, hint=str(error)) from error
+    executor = _RayExecutor(ray)
+    try:
+        yield executor
+    finally:
+        executor.shutdown()
+        if started:
+            ray.shutdown()
+
+
+class _RayExecutor(Executor):
+    """Tasks as Ray has them, futures as everybody has them."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._watchers: list[threading.Thread] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        reference = self._ray.remote(max_retries=0)(fn).remote(*args, **kwargs)
+        future.set_running_or_notify_cancel()
+        watcher = threading.Thread(target=self._watch, args=(reference, future), daemon=True)
+        watcher.start()
+        self._watchers.append(watcher)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - as Executor has it
+        if wait:
+            for watcher in self._watchers:
+                watcher.join()
+
+    def _watch(self, reference: Any, future: Future[Any]) -> None:
+        try:
+            future.set_result(self._ray.get(reference))
+        except self._ray.exceptions.RayTaskError as error:
+            future.set_exception(error.cause if isinstance(error.cause, Exception) else error)
+        except BaseException as error:  # noqa: BLE001 - the future carries it
+            future.set_exception(error)
+
+
+def _imported(engine: str, package: str) -> Any:
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise UsageError(
+            f"the engine {engine} needs a package that is not installed",
+            value=package,
+            hint=f"pip install 'ckptkit[{engine}]'",
+        ) from error
+
+
+def commit_packs(
+    location: Place,
+    *,
+    step: int | None = None,
+    save_id: str | None = None,
+    overwrite: bool = False,
+    storage_options: Options | None = None,
+) -> Manifest:
+    """Commit the step of a run whose packs slices have written: the only one that is not committed,
+    unless `step` names it.
+
+    `save_id` says whose packs are meant, where those of several reshards are in the step;
+    `overwrite` lets the step replace one that is committed.
+    """
+    store = store_at(location, storage_options)
+    prefix = _begun_step(store, step, overwrite=overwrite)
+    save_id = _begun_save(store, prefix, save_id)
+    folder = data_prefix(prefix, save_id)
+    there = set(store.children(folder))
+    try:
+        first = read_record(store, folder, 0, save_id, ArrayTables())
+    except CkptkitError as error:
+        raise NotCommittedError(
+            f"the first pack is missing or not complete: {error.what}",
+            where=described(store, folder),
+            hint="run the slice 0 (again)",
+        ) from error
+    count = first.record.save.world_size
+    missing = [rank for rank in range(count) if pack_name(rank) not in there]
+    if missing:
+        shown = ", ".join(map(str, missing[:_NAMED])) + (" …" if len(missing) > _NAMED else "")
+        raise NotCommittedError(
+            f"missing are {len(missing)} of {count} packs, of the ranks {shown}",
+            where=described(store, folder),
+            hint="run their slices (again): slice:i/n has the ranks that leave i when divided by n",
+        )
+    manifest = gather(store, prefix, save_id)
+    commit(store, prefix, manifest, overwrite=overwrite)
+    return manifest
+
+
+def _begun_step(store: Store, step: int | None, *, overwrite: bool) -> str:
+    folders, done = step_folders(store), committed_steps(store)
+    if step is not None:
+        if step not in folders:
+            raise NotFoundError("no such step", where=str(store.location), value=step)
+        return folders[step]
+    begun = [number for number in folders if number not in done]
+    if overwrite and not begun:
+        begun = list(done)
+    if not begun:
+        raise NotFoundError(
+            "nothing to commit: every step is committed" if done else "nothing to commit",
+            where=str(store.location),
+            hint="pass the run that the slices were written to",
+        )
+    if len(begun) > 1:
+        raise UsageError(
+            f"several steps are not committed: {', '.join(map(str, begun[-_NAMED:]))}",
+            where=str(store.location),
+            hint="say which one with step (`ckpt commit RUN --step …`)",
+        )
+    return folders[begun[0]]
+
+
+def _begun_save(store: Store, prefix: str, save_id: str | None) -> str:
+    folder, committed = under(prefix, DATA), committed_save_id(store, prefix)
+    wanted = {save_id} if save_id is not None else set(store.children(folder)) - {committed}
+    found = [name for name in store.children(folder) if name in wanted]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise NotFoundError("no packs", where=described(store, folder))
+    raise UsageError(
+        f"the packs of {len(found)} saves: {', '.join(found[-_NAMED:])}",
+        where=described(store, folder),
+        hint="say which one with save_id (`ckpt commit RUN --save-id …`)",
+    )

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format.arrays import Alias, ArrayInfo
+from ckptkit.format.manifest import Manifest
 from ckptkit.format.names import (
+    ALIKE,
+    MODEL,
     NAMES_HINT,
+    OPTIMIZER,
+    REFERENCE,
+    WRAPPED,
     ancestors,
     check_used,
     checked_path,
+    escape,
     inner_name,
     join,
     matches,
     pattern_list,
     split,
 )
+from ckptkit.format.objects import ObjectInfo, share_of_items, total
 from ckptkit.model import DTYPES, DType
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -57,20 +67,28 @@ class Selection:
                     value=f"{pattern}=>{replacement}",
                 ) from error
 
-    def takes(self, name: str, inner: str, role: str) -> bool:
-        """Whether an array goes over."""
+    def takes(self, name: str, role: str) -> bool:
         if role == "optimizer" and not self.optimizer:
             return False
+        inner = inner_name(name, role)
         wanted = not self.include or matches(self.include, name, inner)
         return wanted and not matches(self.exclude, name, inner)
 
-    def dtype_of(self, array: ArrayInfo, tied: Sequence[str] = ()) -> DType:
-        """What an array is stored as, which may have other names."""
-        names = [array.name, *tied]
+    def dtype_of(self, array: ArrayInfo, names: Sequence[str]) -> DType:
+        """What an array, which may have several names, is stored as: the last cast that fits
+        counts.
+        """
         for pattern, dtype in reversed(self.cast):
-            named = any(matches((pattern,), n, inner_name(n, array.role)) for n in names)
-            if named if pattern else array.role == "param" and _is_float(array.dtype):
-                return self._cast(array, _float(dtype))
+            if pattern:
+                fits = any(matches((pattern,), n, inner_name(n, array.role)) for n in names)
+            else:
+                fits = array.role == "param" and _is_float(array.dtype)
+            if fits and not _is_float(array.dtype):
+                raise UnsupportedTypeError(
+                    "only floating-point numbers are cast", where=array.name, value=array.dtype.name
+                )
+            if fits:
+                return _float(dtype)
         return array.dtype
 
     def renamed(self, inner: str) -> str:
@@ -78,13 +96,6 @@ class Selection:
         for pattern, replacement in self.rename:
             inner = re.sub(pattern, replacement, inner)
         return inner
-
-    def _cast(self, array: ArrayInfo, dtype: DType) -> DType:
-        if not _is_float(array.dtype):
-            raise UnsupportedTypeError(
-                "only floating-point numbers are cast", where=array.name, value=array.dtype.name
-            )
-        return dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,13 +109,7 @@ class Chosen:
     of: str | None
 
     @property
-    def inner(self) -> str:
-        """The new name inside of its group: of optimizer state, its parameter's."""
-        return inner_name(self.name, self.source.role)
-
-    @property
     def is_cast(self) -> bool:
-        """Whether its values are converted."""
         return self.dtype != self.source.dtype
 
 
@@ -114,55 +119,54 @@ class Choice:
 
     arrays: tuple[Chosen, ...]
     aliases: tuple[Alias, ...]
+    objects: tuple[ObjectInfo, ...]
     names: dict[str, str]
     leads: dict[str, str]
     """The same, and from names that are left out to that under which their array goes over."""
     left_out: frozenset[str]
     """Names of the source that do not go over."""
 
-    @property
-    def is_all_as_before(self) -> bool:
-        """Whether every array goes over, under its own name."""
-        return not self.left_out and all(old == new for old, new in self.names.items())
 
-    @property
-    def changed(self) -> frozenset[str]:
-        """The names, in the source, of arrays whose values are converted."""
-        return frozenset(chosen.source.name for chosen in self.arrays if chosen.is_cast)
-
-
-def choose(every: Sequence[ArrayInfo], tied_names: Sequence[Alias], selection: Selection) -> Choice:
-    """Apply a selection to what a step holds."""
+def choose(step: Manifest, selection: Selection) -> Choice:
+    """Apply a selection to what a step holds; no byte of any array is looked at."""
     tied: dict[str, list[str]] = {}
-    for alias in tied_names:
+    for alias in step.aliases:
         tied.setdefault(alias.alias_of, []).append(alias.name)
+    every = [(array, [array.name, *tied.get(array.name, ())]) for array in step.arrays]
+    roles = {name: array.role for array, called in every for name in called}
+    casts = (pattern for pattern, _ in selection.cast if pattern)
+    patterns = (*selection.include, *selection.exclude, *casts)
     names: dict[str, str] = {}
     leads: dict[str, str] = {}
     arrays: list[Chosen] = []
     aliases: list[Alias] = []
-    for number, array in enumerate(every):
+    for number, (array, called) in enumerate(every):
         # The name of its own first: an alias steps in only where that is left out.
-        called = [array.name, *tied.get(array.name, ())]
-        role = array.role
-        taken = [name for name in called if selection.takes(name, inner_name(name, role), role)]
+        taken = [name for name in called if selection.takes(name, array.role)]
         if not taken:
             continue
         first, *others = [_target_name(name, array, selection) for name in taken]
         names |= dict(zip(taken, [first, *others], strict=True))
         leads |= dict.fromkeys(called, first)
-        dtype = selection.dtype_of(array, called[1:])
+        dtype = selection.dtype_of(array, called)
         arrays.append(Chosen(number, array, first, dtype, array.of))
         aliases += [Alias(other, first) for other in others]
-    _check_unused({array.name: array for array in every}, tied_names, selection)
+    inner = [(name, inner_name(name, role)) for name, role in roles.items()]
+    check_used(patterns, inner, "no array has such a name")
     if every and not arrays:
         raise UsageError("nothing is left of the step", value=selection, hint=NAMES_HINT)
     _check_names(arrays, aliases)
     leads |= names
-    arrays = [replace(chosen, of=_parameter(chosen.of, leads, selection)) for chosen in arrays]
-    arrays.sort(key=lambda chosen: chosen.name)
-    aliases.sort(key=lambda alias: alias.name)
-    there = {array.name for array in every} | {alias.name for alias in tied_names}
-    return Choice(tuple(arrays), tuple(aliases), names, leads, frozenset(there - names.keys()))
+    arrays = [replace(each, of=_parameter(each.of, leads, selection)) for each in arrays]
+    choice = Choice(
+        tuple(sorted(arrays, key=lambda chosen: chosen.name)),
+        tuple(sorted(aliases, key=lambda alias: alias.name)),
+        (),
+        names,
+        leads,
+        frozenset(roles.keys() - names.keys()),
+    )
+    return replace(choice, objects=_chosen_objects(step.objects, choice, selection))
 
 
 def _target_name(name: str, array: ArrayInfo, selection: Selection) -> str:
@@ -202,24 +206,8 @@ def _check_names(arrays: Sequence[Chosen], aliases: Sequence[Alias]) -> None:
                 hint="make the replacement keep what tells them apart",
             )
         names[name] = source
-    _check_nesting(names)
-
-
-def _check_unused(
-    known: Mapping[str, ArrayInfo], aliases: Sequence[Alias], selection: Selection
-) -> None:
-    every = [(name, array.role) for name, array in known.items()]
-    every += [(alias.name, known[alias.alias_of].role) for alias in aliases]
-    casts = (pattern for pattern, _ in selection.cast if pattern)
-    patterns = (*selection.include, *selection.exclude, *casts)
-    names = [(name, inner_name(name, role)) for name, role in every]
-    check_used(patterns, names, "no array has such a name")
-
-
-def _check_nesting(names: Iterable[str]) -> None:
-    known = set(names)
-    for name in known:
-        clash = known.intersection(ancestors(name))
+    for name in names:
+        clash = names.keys() & set(ancestors(name))
         if clash:
             raise InvalidNameError(
                 "an array cannot have arrays below it", where=clash.pop(), value=name
@@ -250,3 +238,143 @@ def _float(name: str) -> DType:
             hint=f"write {', '.join(_SHORT)}, or a name such as float8_e4m3fn",
         )
     return DTYPES[known]
+
+
+def parameter_order(objects: Sequence[ObjectInfo]) -> dict[str | None, int]:
+    """The parameters in the order in which optimizers have them, as far as they say so."""
+    found: dict[str | None, int] = {}
+    for item in objects:
+        if item.name == OPTIMIZER and isinstance(item.value, list):
+            groups = [d.get("groups") for d in item.value if isinstance(d, dict)]
+            for group in [g for each in groups if isinstance(each, list) for g in each]:
+                names = group.get("params") if isinstance(group, dict) else None
+                for name in names if isinstance(names, list) else []:
+                    found.setdefault(f"{MODEL}/{name}", len(found))
+    return found
+
+
+def objects_of(objects: Sequence[ObjectInfo], rank: int, world_size: int) -> list[ObjectInfo]:
+    """What one rank of the target says of the objects, so that together they say the same."""
+    found = []
+    for item in objects:
+        value, count = item.value, None
+        if item.semantics == "replicated":
+            if rank:
+                continue
+        elif len(value) == world_size:
+            value = value[rank]
+        elif item.semantics == "per_rank":
+            # They belong to ranks that do not exist here: kept whole, for a job of that size.
+            if rank:
+                continue
+            count = len(value)
+        elif item.semantics == "split":
+            value = share_of_items(value, rank, world_size)
+        else:
+            # Not in equal shares, which need not add up to the same number again.
+            value = total(value)
+            if rank:
+                is_array = isinstance(value, np.ndarray)
+                value = np.zeros_like(value) if is_array else type(value)(0)
+        found.append(ObjectInfo(item.name, item.semantics, value, count))
+    return found
+
+
+def _chosen_objects(
+    objects: Sequence[ObjectInfo], choice: Choice, selection: Selection
+) -> tuple[ObjectInfo, ...]:
+    """The objects that go over, with the names that arrays have in the target."""
+    cast = {chosen.source.name for chosen in choice.arrays if chosen.is_cast}
+    is_as_before = not choice.left_out and all(old == new for old, new in choice.names.items())
+    found = []
+    for item in objects:
+        group, _, rest = item.name.partition("/")
+        if group == OPTIMIZER and not rest and not selection.optimizer:
+            continue
+        if _is_gone(item.value, choice.leads):
+            continue
+        if group == ALIKE and rest in cast | choice.left_out:
+            continue
+        if group == WRAPPED:
+            found += _record(item, rest, choice.names, cast)
+            continue
+        name = f"{group}/{choice.names.get(rest, rest)}" if group == ALIKE else item.name
+        value = item.value
+        if not is_as_before and item.name == OPTIMIZER and item.semantics == "replicated":
+            # The containers of optimizers refer to arrays too.
+            value = _pointing(_optimizers(value, _parameters(choice.leads)), choice.leads)
+        elif not is_as_before:
+            value = _pointing_at(value, choice.leads)
+        found.append(ObjectInfo(name, item.semantics, value, item.ranks))
+    return tuple(found)
+
+
+def _record(
+    item: ObjectInfo, name: str, names: Mapping[str, str], cast: set[str]
+) -> list[ObjectInfo]:
+    """What arrays make together, if they go over."""
+    parts = item.value.get("inner") if isinstance(item.value, dict) else None
+    ends = [f"%2F{escape(str(part))}" for part in parts] if isinstance(parts, list) else []
+    if cast.intersection(name + end for end in ends):
+        raise UsageError(
+            "a part of a tensor that is made of several cannot be cast or changed", where=name
+        )
+    new = {names[name + end].removesuffix(end) for end in ends if name + end in names}
+    return [ObjectInfo(f"{WRAPPED}/{each}", item.semantics, item.value) for each in sorted(new)]
+
+
+def _parameters(leads: Mapping[str, str]) -> dict[str, str]:
+    """The parameters that go over, by their names inside of the model."""
+    found = {}
+    for name, new in leads.items():
+        group, *nodes = split(name)
+        if group == MODEL and nodes:
+            found["/".join(nodes)] = "/".join(split(new)[1:])
+    return found
+
+
+def _optimizers(value: Any, names: Mapping[str, str]) -> Any:
+    """What optimizers say, of the parameters that are left and by their new names."""
+    if not isinstance(value, list) or not all(isinstance(document, dict) for document in value):
+        return value
+    found = []
+    for document in value:
+        changed = dict(document)
+        changed["groups"] = [
+            {**group, "params": [names[p] for p in group["params"] if p in names]}
+            if isinstance(group, dict) and isinstance(group.get("params"), list)
+            else group
+            for group in document.get("groups", [])
+        ]
+        if isinstance(document.get("values"), dict):
+            values = document["values"]
+            changed["values"] = {names[p]: values[p] for p in values if p in names}
+        found.append(changed)
+    return found
+
+
+def _pointing_at(value: Any, names: Mapping[str, str]) -> Any:
+    """A nested value whose references to arrays lead to those of the target; what leads to none
+    goes.
+    """
+    if _is_reference(value):
+        return {REFERENCE: names[value[REFERENCE]]}
+    return _pointing(value, names)
+
+
+def _pointing(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _pointing_at(v, names) for key, v in value.items() if not _is_gone(v, names)}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_pointing_at(v, names) for v in value if not _is_gone(v, names))
+    return value
+
+
+def _is_gone(value: Any, names: Mapping[str, str]) -> bool:
+    return _is_reference(value) and value[REFERENCE] not in names
+
+
+def _is_reference(value: Any) -> bool:
+    return (
+        isinstance(value, dict) and list(value) == [REFERENCE] and isinstance(value[REFERENCE], str)
+    )

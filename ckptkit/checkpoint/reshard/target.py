@@ -1,32 +1,42 @@
-"""The step that will be: all of it but its bytes."""
+"""The step that will be: all of it but its bytes, and what it costs to make."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.reshard.objects import chosen_objects, parameter_order
-from ckptkit.checkpoint.reshard.selection import Choice, Chosen, Selection, choose
+from ckptkit.checkpoint.places import Place
+from ckptkit.checkpoint.read.checkpoint import open_checkpoint
+from ckptkit.checkpoint.reshard.selection import (
+    Choice,
+    Chosen,
+    Selection,
+    choose,
+    parameter_order,
+)
+from ckptkit.checkpoint.rules_file import RulesLike, rules_between
 from ckptkit.errors import LayoutError
 from ckptkit.format.array_table import ArrayTable
-from ckptkit.format.arrays import Alias, ArrayInfo
+from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.leaves import dumps
 from ckptkit.format.manifest import Manifest
-from ckptkit.format.names import DIGEST_ALGORITHM
-from ckptkit.format.objects import ObjectInfo
+from ckptkit.format.names import DIGEST_ALGORITHM, inner_name
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import Layout, Rules, Strategy, layout_of
+from ckptkit.model.document import parse_size
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.plan.cuts import Tensor
-from ckptkit.plan.place import Placed, place
-from ckptkit.plan.regrid import target_grid
+from ckptkit.plan.place import decide, place
+from ckptkit.plan.regrid import spread, target_grid
 from ckptkit.plan.write import Owned, chunks_to_write
+from ckptkit.storage import Options
 from ckptkit.version import __version__
 
 # What a source says of itself, and no longer of what is made of it.
@@ -34,34 +44,30 @@ _OWN = ("resharded", "digest")
 
 SAVE_ID_PREFIX = "resharded-"
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Outline:
-    """A step without its chunks: enough to decide everything."""
-
-    save: SaveInfo
-    arrays: tuple[ArrayInfo, ...]
-    aliases: tuple[Alias, ...] = ()
-    objects: tuple[ObjectInfo, ...] = ()
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Outline:
-        """That of a manifest."""
-        return cls(manifest.save, manifest.arrays, manifest.aliases, manifest.objects)
+DEFAULT_MEMORY = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What is to become of a step, whatever the step is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardOptions:
+    """What is to become of a step, and by what means; `reshard` says what each is."""
 
-    strategy: Strategy
-    rules: Rules | None = None
+    to: str | Strategy
+    expect: str | Strategy | None = None
+    rules: RulesLike | None = None
+    sizes: Mapping[str, Any] | None = None
     replicate_unknown: bool = False
     allow_split_heads: bool = False
-    selection: Selection = field(default_factory=Selection)
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    digest: str = ""
-    """That of the state, to be recorded; empty where none is."""
+    selection: Selection | None = None
+    chunk_bytes: int | str = DEFAULT_CHUNK_BYTES
+    memory: int | str = DEFAULT_MEMORY
+    workers: int | None = None
+    engine: str | Executor = "threads"
+    digest: bool = False
+    overwrite: bool = False
+
+    @property
+    def strategy(self) -> Strategy:
+        return Strategy.of(self.to)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,30 +81,41 @@ class TargetArray:
     """What decided how it is cut, in words."""
 
     @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def source(self) -> ArrayInfo:
+        return self.chosen.source
+
+    @property
     def itemsize(self) -> int:
         """The bytes of an element, here or in the source, whichever are more."""
-        return max(self.info.dtype.itemsize, self.chosen.source.dtype.itemsize)
+        return max(self.info.dtype.itemsize, self.source.dtype.itemsize)
 
     @property
     def is_kept(self) -> bool:
         """Whether its chunks go over byte for byte."""
-        return self.info.grid == self.chosen.source.grid and not self.chosen.is_cast
+        return self.info.grid == self.source.grid and not self.chosen.is_cast
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class ReshardTarget:
     """The arrays, sorted by name, and the objects of the step, and who writes what."""
 
-    outline: Outline
-    recipe: Recipe
-    arrays: tuple[TargetArray, ...]
+    source: SaveInfo
+    options: ReshardOptions
+    """Their rules are those that were found, whatever named them."""
+    strategy: Strategy
     choice: Choice
-    objects: tuple[ObjectInfo, ...]
+    arrays: tuple[TargetArray, ...]
+    digest: str = ""
+    """That of the state, to be recorded; empty where none is."""
 
     @property
     def world_size(self) -> int:
         """The number of ranks, and of packs."""
-        return self.recipe.strategy.world_size
+        return self.strategy.world_size
 
     @cached_property
     def table(self) -> ArrayTable:
@@ -112,14 +129,19 @@ class Target:
 
         Its time is that of the source: that is how old the state is.
         """
-        source = self.outline.save
-        details = self._details(source)
+        source = self.source
+        details: dict[str, Any] = {
+            **{key: value for key, value in source.details.items() if key not in _OWN},
+            "resharded": {"from": str(source.strategy), "save_id": source.save_id},
+        }
+        if self.digest:
+            details["digest"] = {"algorithm": DIGEST_ALGORITHM, "step": self.digest}
         what: list[Any] = [
-            self.recipe.strategy.to_doc(),
+            self.strategy.to_doc(),
             source.save_id,
             source.step,
             [[chosen.number, chosen.name] for chosen in self.choice.arrays],
-            [[item.name, item.value] for item in self.objects],
+            [[item.name, item.value] for item in self.choice.objects],
             details,
             __version__,
         ]
@@ -130,84 +152,175 @@ class Target:
             time=source.time,
             writer=f"ckptkit {__version__}",
             world_size=self.world_size,
-            strategy=self.recipe.strategy,
+            strategy=self.strategy,
             details=details,
         )
 
+    @cached_property
+    def owned(self) -> list[Owned]:
+        """The arrays as planning knows them."""
+        return [Owned(a.name, a.layout, a.info.grid, a.info.dtype.itemsize) for a in self.arrays]
+
     def chunks_of(self, rank: int) -> list[npt.NDArray[np.int64]]:
         """For each array the chunks that a rank's pack has."""
-        return chunks_to_write(self.held, rank)
-
-    @cached_property
-    def held(self) -> list[Owned]:
-        """The arrays as planning knows them."""
-        return [
-            Owned(a.info.name, a.layout, a.info.grid, a.info.dtype.itemsize) for a in self.arrays
-        ]
-
-    def _details(self, source: SaveInfo) -> dict[str, Any]:
-        details: dict[str, Any] = {
-            **{key: value for key, value in source.details.items() if key not in _OWN},
-            "resharded": {"from": str(source.strategy), "save_id": source.save_id},
-        }
-        if self.recipe.digest:
-            details["digest"] = {"algorithm": DIGEST_ALGORITHM, "step": self.recipe.digest}
-        return details
+        return chunks_to_write(self.owned, rank)
 
 
-def target_of(outline: Outline, recipe: Recipe) -> Target:
+def target_of(step: Manifest, options: ReshardOptions, digest: str = "") -> ReshardTarget:
     """Decide everything; no byte of any array is read."""
-    selection = recipe.selection
-    choice = choose(outline.arrays, outline.aliases, selection)
-    objects = chosen_objects(outline.objects, choice, selection)
+    strategy, chunk_bytes = options.strategy, parse_size(options.chunk_bytes)
+    choice = choose(step, options.selection or Selection())
+    rules = _rules(choice, step.save.strategy, options)
     placed = place(
-        tensors_of(choice, objects),
-        source=outline.save.strategy,
-        target=recipe.strategy,
-        rules=recipe.rules,
-        replicate_unknown=recipe.replicate_unknown,
-        allow_split_heads=recipe.allow_split_heads,
+        _tensors(choice),
+        source=step.save.strategy,
+        target=strategy,
+        rules=rules,
+        replicate_unknown=options.replicate_unknown,
+        allow_split_heads=options.allow_split_heads,
     )
-    known: Mapping[str, Placed] = {each.name: each for each in placed}
-    arrays = tuple(_array(chosen, known[chosen.name], recipe) for chosen in choice.arrays)
-    return Target(outline, recipe, arrays, choice, objects)
+    by_name = {each.name: each for each in placed}
+    arrays = []
+    for chosen in choice.arrays:
+        source, found = chosen.source, by_name[chosen.name]
+        try:
+            layout = layout_of(source.shape, strategy, found.placements)
+        except LayoutError as error:
+            error.where = f"{chosen.name}: {error.where}" if error.where else chosen.name
+            error.hint = error.hint or f"{found.why} says so: `ckpt rules` shows all of them"
+            raise
+        info = replace(
+            source,
+            name=chosen.name,
+            dtype=chosen.dtype,
+            grid=target_grid(source.grid, chosen.dtype.itemsize, layout.edges, chunk_bytes),
+            placements=found.placements,
+            of=chosen.of,
+        )
+        arrays.append(TargetArray(chosen, info, layout, found.why))
+    decided = replace(options, rules=rules)
+    return ReshardTarget(step.save, decided, strategy, choice, tuple(arrays), digest)
 
 
-def tensors_of(choice: Choice, objects: Sequence[ObjectInfo]) -> list[Tensor]:
+def _rules(choice: Choice, source: Strategy, options: ReshardOptions) -> Rules | None:
+    # They are about the names that the arrays will have.
+    names = [inner_name(chosen.name, chosen.source.role) for chosen in choice.arrays]
+    return rules_between(source, options.strategy, options.rules, names=names, sizes=options.sizes)
+
+
+def _tensors(choice: Choice) -> list[Tensor]:
     """What is placed, in the order of the optimizers' parameters, which decides who owns what."""
-    order = parameter_order(objects)
-    tensors = map(_tensor, choice.arrays)
+    order = parameter_order(choice.objects)
+    tensors = [
+        Tensor(
+            chosen.name,
+            chosen.source.shape,
+            chosen.dtype.itemsize,
+            chosen.source.role,
+            chosen.of,
+            chosen.source.placements,
+        )
+        for chosen in choice.arrays
+    ]
     return sorted(tensors, key=lambda tensor: order.get(tensor.of, len(order)))
 
 
-def _tensor(chosen: Chosen) -> Tensor:
-    source = chosen.source
-    return Tensor(
-        chosen.name,
-        source.shape,
-        chosen.dtype.itemsize,
-        source.role,
-        chosen.of,
-        source.placements,
-    )
+@dataclass(frozen=True)
+class ReshardCost:
+    """The sums over all arrays."""
+
+    bytes_needed: int
+    """The bytes of the chunks of the source, each once."""
+    bytes_read: int
+    """The bytes that will be read of them."""
+    bytes_written: int
+    requests: int
+    """Of chunks of the source, at most: neighbours are read together."""
+    chunks: int
+    bytes_by_rank: tuple[int, ...]
+
+    @property
+    def files(self) -> int:
+        """The packs and the manifest."""
+        return len(self.bytes_by_rank) + 1
+
+    @property
+    def read_amplification(self) -> float:
+        """How often a byte is read."""
+        return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
+
+    @property
+    def imbalance(self) -> float:
+        """The largest pack, by the mean of all."""
+        mean = sum(self.bytes_by_rank) / len(self.bytes_by_rank)
+        return max(self.bytes_by_rank) / mean if mean else 1.0
 
 
-def _array(chosen: Chosen, placed: Placed, recipe: Recipe) -> TargetArray:
-    source = chosen.source
-    try:
-        layout = layout_of(source.shape, recipe.strategy, placed.placements)
-    except LayoutError as error:
-        error.where = f"{chosen.name}: {error.where}" if error.where else chosen.name
-        error.hint = error.hint or f"{placed.why} says so: `ckpt rules` shows all of them"
-        raise
-    grid = target_grid(source.grid, chosen.dtype.itemsize, layout.edges, recipe.chunk_bytes)
-    info = ArrayInfo(
-        chosen.name,
-        source.shape,
-        chosen.dtype,
-        grid,
-        source.role,
-        placed.placements,
-        chosen.of,
-    )
-    return TargetArray(chosen, info, layout, placed.why)
+def cost_of(target: ReshardTarget, batch_bytes: int) -> ReshardCost:
+    """Add up what all arrays take; those of one shape and layout are looked at once."""
+    by_rank = np.zeros(target.world_size)
+    needed = read = requests = chunks = 0
+    for array in target.arrays:
+        source, info = array.source, array.info
+        itemsizes = source.dtype.itemsize, info.dtype.itemsize
+        found = spread(array.layout, source.grid, info.grid, itemsizes, batch_bytes)
+        by_rank += found.nbytes
+        needed += int(source.grid.stored_elements().sum()) * source.dtype.itemsize
+        read, requests = read + found.reading.nbytes, requests + found.reading.requests
+        chunks += info.grid.chunk_count
+    rounded = tuple(np.rint(by_rank).astype(np.int64).tolist())
+    return ReshardCost(needed, read, round(float(by_rank.sum())), requests, chunks, rounded)
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """How a strategy cuts one tensor, and which rule says so."""
+
+    name: str
+    shape: tuple[int, ...]
+    placements: tuple[tuple[str, str], ...]
+    """Per axis its name and how it cuts, such as ("tp", "shard(0)")."""
+    part: tuple[int, ...]
+    """The shape of what rank 0 holds."""
+    why: str
+    unknown: tuple[str, ...] = ()
+    """The axes for which no rule knows the tensor."""
+    unknown_sizes: tuple[str, ...] = ()
+    """Sizes that nobody gave, and without which heads may be cut in two; `reshard` refuses that."""
+
+
+def explain_rules(
+    src: Place,
+    *,
+    to: str | Strategy,
+    rules: RulesLike | None = None,
+    sizes: Mapping[str, Any] | None = None,
+    replicate_unknown: bool = False,
+    storage_options: Options | None = None,
+) -> list[Explained]:
+    """How `reshard` with the same arguments would cut every tensor of the step at `src`.
+
+    Only the manifest is read. Tensors that no rule knows are in the list, as replicated; unless
+    that was asked for, their `unknown` is not empty, and `reshard` would refuse them.
+    """
+    target = Strategy.of(to)
+    axes = [axis.name for axis in target.mesh.axes]
+    with open_checkpoint(src, storage_options=storage_options) as checkpoint:
+        step = checkpoint.manifest
+    choice = choose(step, Selection())
+    known = _rules(choice, step.save.strategy, ReshardOptions(to=to, rules=rules, sizes=sizes))
+    tensors = _tensors(choice)
+    placed = decide(tensors, source=step.save.strategy, target=target, rules=known)
+    found = [
+        Explained(
+            tensor.name,
+            tensor.shape,
+            tuple(zip(axes, map(str, each.placements), strict=True)),
+            layout_of(tensor.shape, target, each.placements).part(0).shape,
+            each.why,
+            () if replicate_unknown else each.unknown,
+            each.unknown_sizes,
+        )
+        for tensor, each in zip(tensors, placed, strict=True)
+    ]
+    return sorted(found, key=lambda each: each.name)

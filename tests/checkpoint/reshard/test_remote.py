@@ -9,11 +9,10 @@ import pytest
 
 import ckptkit
 from ckptkit.checkpoint.places import stores_at
-from ckptkit.checkpoint.reshard import checking
-from ckptkit.checkpoint.reshard.budget import Budget, Ends
+from ckptkit.checkpoint.reshard import plan
+from ckptkit.checkpoint.reshard.copy import Budget
 from ckptkit.checkpoint.reshard.engines import Task
-from ckptkit.checkpoint.reshard.target import Recipe
-from ckptkit.model import Strategy
+from ckptkit.checkpoint.reshard.target import ReshardOptions
 from ckptkit.storage import Address, LocalStore, Location, MemoryStore
 from tests.checkpoint.remote import MIB, RemoteStore
 from tests.checkpoint.reshard.toy import assert_same_state, reshard, save_toy, saved
@@ -63,47 +62,46 @@ def test_sinks_are_told_what_they_may_keep(large: RemoteStore) -> None:
     assert plan.memory <= 512 * MIB
 
 
-def budget(memory: int, workers: int = 4) -> Budget:
-    source, destination = RemoteStore(), RemoteStore()
-    ends = Ends.of(source, destination, memory, 2)
-    return Budget.of(memory, workers, 4 * MIB, ends, fixed=0)
+def budget(memory: int, pack_bytes: int = 0) -> Budget:
+    stores = RemoteStore(), RemoteStore()
+    return Budget.of(memory, 4, *stores, largest=4 * MIB, pack_bytes=pack_bytes)
 
 
 @pytest.mark.parametrize("memory", [192, 256, 512, 1024, 4096])
 def test_what_is_under_way_counts_as_memory(memory: int) -> None:
     found = budget(memory * MIB)
     batches = found.workers * 3 * found.batch_bytes
-    assert batches + found.ends.nbytes + 24 * MIB <= memory * MIB
-    assert found.ends.nbytes <= memory * MIB // 2
-    assert found.pace.nbytes * found.workers <= found.ends.pace.nbytes
+    assert batches + found.under_way + 24 * MIB <= memory * MIB
+    assert found.under_way <= memory * MIB // 2
+    assert found.pace.nbytes * found.workers <= found.source.nbytes
 
 
 def test_with_little_memory_one_pack_is_written_at_a_time_and_less_asked_for_at_once() -> None:
     little, much = budget(160 * MIB), budget(2048 * MIB)
-    assert little.ends.packs == 1
-    assert much.ends.packs == 2
-    assert little.ends.pace.nbytes < much.ends.pace.nbytes
+    assert little.packs == 1
+    assert much.packs == 2
+    assert little.source.nbytes < much.source.nbytes
     with pytest.raises(ckptkit.CkptkitError, match="too little memory"):
         budget(64 * MIB)
 
 
 def test_the_parts_of_very_large_packs_are_larger_and_count_so() -> None:
-    ends = Ends.of(RemoteStore(), RemoteStore(), 1 << 30, 2, pack_bytes=1 << 40)
-    assert ends.packs == 1
-    assert ends.sink_bytes is not None
-    assert ends.sink_bytes // 2 * 9000 >= 1 << 40
+    found = budget(1 << 30, pack_bytes=1 << 40)
+    assert found.packs == 1
+    assert found.sink_bytes is not None
+    assert found.sink_bytes // 2 * 9000 >= 1 << 40
 
 
 def test_files_need_no_memory_besides(tmp_path: Path) -> None:
     local = LocalStore(Location.parse(tmp_path))
-    assert Ends.of(local, local, 1 << 30, 2).nbytes == 0
+    assert Budget.of(1 << 30, 2, local, local, largest=MIB).under_way == 0
 
 
 def test_an_unfinished_looking_pack_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(*_: object) -> None:
         raise AssertionError("nobody can still be writing what can be seen")
 
-    monkeypatch.setattr(checking, "_wait_until_quiet", wait)
+    monkeypatch.setattr(plan, "_wait_until_quiet", wait)
     whole = RemoteStore()
     reshard(saved("fsdp:3"), whole, "tp:4")
     objects = contents(whole.behind)
@@ -119,8 +117,8 @@ def test_an_unfinished_looking_pack_is_replaced_at_once(monkeypatch: pytest.Monk
 
 def test_a_task_carries_credentials_and_shows_none(tmp_path: Path) -> None:
     secret = Address(Location.parse(tmp_path), {"secret_key": "hush-hush"})
-    recipe = Recipe(Strategy.parse("tp:2"))
-    task = Task(secret, "", "a", secret, "s", "b", recipe, 0, budget(1 << 30).alone())
+    options = ReshardOptions(to="tp:2")
+    task = Task(secret, "", "a", secret, "b", options, "", 0, budget(1 << 30).alone())
     assert "hush" not in repr(task)
     assert "hush" not in str(task)
     again = pickle.loads(pickle.dumps(task))

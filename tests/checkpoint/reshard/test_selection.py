@@ -241,7 +241,9 @@ def test_the_plan_shows_all_of_it() -> None:
         saved("fsdp:3"), MemoryStore(), to="fsdp:2", rules=RULES, selection=selection
     )
     assert plan.left_out == ("model/mask",)
-    changed = {a.source: (a.name, a.dtype) for a in plan.arrays if a.name != a.source}
+    changed = {
+        a.source.name: (a.name, a.info.dtype.name) for a in plan.arrays if a.name != a.source.name
+    }
     assert changed["model/norm"] == ("model/last.norm", "bfloat16")
-    casts = [a.name for a in plan.arrays if a.dtype != a.source_dtype]
+    casts = [a.name for a in plan.arrays if a.info.dtype != a.source.dtype]
     assert casts == [f"model/layers.{n}.up" for n in range(3)]

@@ -9,7 +9,7 @@ import pytest
 
 import ckptkit
 from ckptkit.checkpoint.read.reader import Request
-from ckptkit.checkpoint.reshard.sharing import PartsOfChunks, SharedChunks
+from ckptkit.checkpoint.reshard.copy import PartsOfChunks, SharedChunks
 from ckptkit.errors import CkptkitError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box

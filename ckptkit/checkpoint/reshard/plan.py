@@ -1,0 +1,498 @@
+"""A reshard from beginning to end: plan it, which changes nothing, and run the plan."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from typing import Any, Required, TypedDict, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.checkpoint.check.digest import digest_of
+from ckptkit.checkpoint.check.pack import PackBytes, PackFile
+from ckptkit.checkpoint.locate import refuse_links
+from ckptkit.checkpoint.places import (
+    DATA,
+    MANIFEST,
+    Place,
+    data_prefix,
+    described,
+    step_name,
+    step_number,
+    stores_at,
+)
+from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.read.packs import read_record
+from ckptkit.checkpoint.read.stream import LEAST_MEMORY, Limits, Readable, stored_arrays
+from ckptkit.checkpoint.reshard.copy import (
+    Budget,
+    cast,
+    check_huge_chunks,
+    copy_packs,
+    resident_bytes,
+)
+from ckptkit.checkpoint.reshard.engines import copy_elsewhere, slice_of
+from ckptkit.checkpoint.reshard.selection import Selection
+from ckptkit.checkpoint.reshard.target import (
+    SAVE_ID_PREFIX,
+    ReshardCost,
+    ReshardOptions,
+    ReshardTarget,
+    TargetArray,
+    cost_of,
+    target_of,
+)
+from ckptkit.checkpoint.rules_file import RulesLike
+from ckptkit.checkpoint.workers import Progress, cores, share_out
+from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
+from ckptkit.errors import (
+    FormatError,
+    NoSpaceError,
+    NotFoundError,
+    PeerError,
+    StepExistsError,
+    UsageError,
+)
+from ckptkit.format.array_table import ArrayTables
+from ckptkit.format.manifest import pack_name
+from ckptkit.model import Box, DType, Strategy
+from ckptkit.model.document import parse_size
+from ckptkit.storage import Options, Store, default_pool
+
+# What has not been written for so long is taken for abandoned.
+QUIET_SECONDS = 5.0
+
+# What a chunk adds to a manifest, and about what an array does.
+_CHUNK_BYTES, _ARRAY_BYTES = 24, 160
+# How much of a source is read for an estimate, and at most written.
+_PROBE_BYTES, _PROBE_PARTS, _PROBE_CHUNKS = 8 << 20, 16, 64
+# So many elements at a time are converted.
+_BLOCK = 1 << 16
+
+
+class ReshardKeywords(TypedDict, total=False):
+    """The keywords of `plan_reshard` and `reshard`; `ReshardOptions` has what they are without."""
+
+    to: Required[str | Strategy]
+    expect: str | Strategy | None
+    rules: RulesLike | None
+    sizes: Mapping[str, Any] | None
+    replicate_unknown: bool
+    allow_split_heads: bool
+    selection: Selection | None
+    chunk_bytes: int | str
+    memory: int | str
+    workers: int | None
+    engine: str | Executor
+    digest: bool
+    overwrite: bool
+
+
+def reshard(
+    src: Place,
+    dst: Place,
+    *,
+    progress: Progress | None = None,
+    storage_options: Options | None = None,
+    source_options: Options | None = None,
+    **keywords: Unpack[ReshardKeywords],
+) -> Resharded:
+    """Make the step at `src` (of a run: its newest) one of strategy `to`, in the run `dst`.
+
+    Never more than `memory` is in use beyond what the process has already, whatever the size of
+    the step. Every chunk that is read is checked, `src` is only ever read, and the step exists at
+    `dst` whole or not at all; after an interruption the same call goes on where it was.
+
+    `expect` is the strategy that the step has to have; `rules` a file, a preset, `auto`, a document
+    or `Rules` that say which dims tensor parallelism cuts, `sizes` the numbers that they refer to:
+    where these do not tell how long an attention head is, a cut that may go through one is refused,
+    unless `allow_split_heads`; what no rule knows is refused too, unless `replicate_unknown`.
+    `selection` is what to take, to rename and to convert. `chunk_bytes` is about how large chunks
+    are that cannot go over as they are. `engine` is threads, processes, dask://…, ray, ray://…,
+    slice:i/n (see `commit_packs`) or any executor, with so many `workers`; `digest` records that of
+    the state, which does not depend on the strategy, for which `src` is read twice. `overwrite`
+    replaces a step that is there.
+    `storage_options` reach both places, unless `source_options` are those of `src`.
+    """
+    options = ReshardOptions(**keywords)
+    stores = stores_at(src, dst, storage_options, source_options)
+    return _planned(*stores, options, probe=False).run(progress)
+
+
+def plan_reshard(
+    src: Place,
+    dst: Place,
+    *,
+    probe: bool = False,
+    storage_options: Options | None = None,
+    source_options: Options | None = None,
+    **keywords: Unpack[ReshardKeywords],
+) -> ReshardPlan:
+    """What `reshard` with the same arguments would do, and the errors that it would raise before it
+    writes anything; `run` of the plan does it.
+
+    With `probe` also about how long it takes: a little is read of the source, and written at the
+    destination and removed again.
+    """
+    options = ReshardOptions(**keywords)
+    stores = stores_at(src, dst, storage_options, source_options)
+    return _planned(*stores, options, probe=probe)
+
+
+def _planned(source: Store, store: Store, options: ReshardOptions, *, probe: bool) -> ReshardPlan:
+    memory, share = parse_size(options.memory), slice_of(options.engine)
+    workers = max(4, min(8, cores())) if options.workers is None else options.workers
+    if workers < 1:
+        raise UsageError("at least one worker is needed", value=workers)
+    before = resident_bytes()
+    checkpoint = open_checkpoint(source)
+    expected = None if options.expect is None else Strategy.of(options.expect)
+    if expected is not None and expected != checkpoint.strategy:
+        raise UsageError(
+            f"the step was written by {checkpoint.strategy}, not by {expected}",
+            where=checkpoint.location,
+            hint="leave --from out: the strategy is in the step",
+        )
+    target = target_of(checkpoint.manifest, options)
+    stored = (a for a in target.arrays if a.info.grid.chunk_count)
+    budget = Budget.of(
+        memory,
+        workers,
+        source,
+        store,
+        largest=max((a.info.grid.chunk_elements * a.itemsize for a in stored), default=0),
+        # Twice the mean: packs need not be alike.
+        pack_bytes=2 * sum(a.info.nbytes for a in target.arrays) // target.world_size,
+        fixed=max(0, resident_bytes() - before),
+        is_here=options.engine == "threads" or share is not None,
+    )
+    prefix, ranks = step_name(target.save.step), range(target.world_size)
+    is_there = _is_there(target, checkpoint, store, digest_to_come=options.digest)
+    # By their names alone; a digest is still to become part of these.
+    names = set(store.children(data_prefix(prefix, target.save.save_id)))
+    finished = [] if options.digest else [rank for rank in ranks if pack_name(rank) in names]
+    cost = cost_of(target, budget.batch_bytes)
+    if not is_there:
+        left = [rank for rank in ranks if rank not in finished]
+        _check_room(store, cost, left if share is None else share.of(left))
+    return ReshardPlan(
+        **vars(cost),
+        source=checkpoint.location,
+        destination=described(store, prefix),
+        step=target.save.step,
+        from_strategy=str(checkpoint.strategy),
+        to_strategy=str(target.strategy),
+        save_id=None if options.digest else target.save.save_id,
+        arrays=target.arrays,
+        aliases=tuple(alias.name for alias in target.choice.aliases),
+        left_out=tuple(sorted(target.choice.left_out)),
+        manifest_bytes=_CHUNK_BYTES * cost.chunks + _ARRAY_BYTES * len(target.arrays),
+        memory=min(memory, budget.peak),
+        workers=budget.workers,
+        finished=tuple(finished),
+        seconds=_seconds(checkpoint, store, prefix, budget, cost) if probe else None,
+        checkpoint=checkpoint,
+        store=store,
+        target=target,
+        budget=budget,
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReshardPlan(ReshardCost):
+    """What a reshard reads, writes and holds; `seconds` comes from a short measured probe."""
+
+    source: str
+    destination: str
+    step: int
+    from_strategy: str
+    to_strategy: str
+    save_id: str | None
+    """None where a digest is still to become part of it."""
+    arrays: tuple[TargetArray, ...]
+    aliases: tuple[str, ...]
+    """Second names of tied arrays."""
+    left_out: tuple[str, ...]
+    """Names in the source that do not go over."""
+    manifest_bytes: int
+    memory: int
+    workers: int
+    finished: tuple[int, ...]
+    """Ranks whose packs an earlier run has completed."""
+    seconds: float | None
+    checkpoint: Checkpoint = field(repr=False)
+    store: Store = field(repr=False)
+    target: ReshardTarget = field(repr=False)
+    budget: Budget = field(repr=False)
+
+    def run(self, progress: Progress | None = None) -> Resharded:
+        """Look again at what is there, copy the packs that are missing, and commit."""
+        source, store, target, budget = self.checkpoint, self.store, self.target, self.budget
+        engine, overwrite = target.options.engine, target.options.overwrite
+        prefix, share = step_name(target.save.step), slice_of(engine)
+        with source:
+            if target.options.digest:
+                _is_there(target, source, store, digest_to_come=True)
+                target = replace(target, digest=_digest(source, target))
+            ranks, save_id = range(target.world_size), target.save.save_id
+            done = Resharded(self.destination, self.step, save_id, len(ranks), tuple(ranks))
+            if _is_there(target, source, store):
+                return done
+            mine = list(ranks) if share is None else share.of(ranks)
+            finished = finished_packs(target, store, mine, progress=progress)
+            done = replace(done, finished=tuple(sorted(finished)), committed=share is None)
+            missing = [rank for rank in mine if rank not in finished]
+            _check_room(store, self, missing)
+            check_huge_chunks(target, source, budget)
+            if engine == "threads" or share is not None:
+                copy_packs(target, missing, source, store, budget, progress)
+            else:
+                sizes, told = self.bytes_by_rank, progress or (lambda _: None)
+                copy_elsewhere(
+                    target, missing, source, store, budget, lambda rank: told(sizes[rank])
+                )
+        if share is None:
+            commit(store, prefix, gather(store, prefix, save_id), overwrite=overwrite)
+        return done
+
+
+@dataclass(frozen=True, slots=True)
+class Resharded:
+    """What a reshard has done: where the step is, and what was there of it already."""
+
+    location: str
+    step: int
+    save_id: str
+    packs: int
+    finished: tuple[int, ...]
+    """The ranks whose packs an earlier run had completed."""
+    committed: bool = True
+    """False for a slice: `commit_packs` makes the step of all slices."""
+
+
+def _is_there(
+    target: ReshardTarget, source: Checkpoint, store: Store, *, digest_to_come: bool = False
+) -> bool:
+    """Whether the very step is there already; StepExistsError where another one is in the way.
+
+    A digest that is still to be found will be part of the step's id: until then any step that was
+    resharded may be the very one.
+    """
+    if step_number(store.location.name) is not None or {DATA, MANIFEST} & set(store.children("")):
+        raise UsageError(
+            "the destination is a step, not a run",
+            where=str(store.location),
+            hint="pass the folder of a run: the step gets its own folder in it",
+        )
+    prefix = step_name(target.save.step)
+    there = committed_save_id(store, prefix)
+    if there == target.save.save_id:
+        return True
+    refuse_links(store, prefix)
+    # By the save, since one folder may have many names.
+    if there == source.save_id:
+        raise StepExistsError(
+            "the result would be in the place of its source, or of a copy of that",
+            where=described(store, prefix),
+            hint="name another run: the step gets the same number there",
+        )
+    may_be_it = digest_to_come and there is not None and there.startswith(SAVE_ID_PREFIX)
+    if there is not None and not may_be_it and not target.options.overwrite:
+        raise StepExistsError(
+            "the step is committed already",
+            where=described(store, prefix),
+            hint="name another run, delete the step first, or overwrite it (--overwrite)",
+        )
+    return False
+
+
+def _check_room(store: Store, cost: ReshardCost, ranks: Sequence[int]) -> None:
+    room = store.room()
+    needed = sum(cost.bytes_by_rank[rank] for rank in ranks)
+    if room is not None and needed > room:
+        raise NoSpaceError(
+            f"{needed} bytes are to be written, {room} are free",
+            where=str(store.location),
+            hint="nothing was written; `ckpt prune` frees what runs do not need",
+        )
+
+
+def finished_packs(
+    target: ReshardTarget, store: Store, ranks: Sequence[int], progress: Progress | None = None
+) -> set[int]:
+    """The ranks of these whose packs are there, whole and of these bytes; what is left of others is
+    removed.
+    """
+    prefix, save_id = step_name(target.save.step), target.save.save_id
+    folder = data_prefix(prefix, save_id)
+    there = set(store.children(folder))
+    finished = set()
+    for rank in ranks:
+        key = f"{folder}/{pack_name(rank)}"
+        if pack_name(rank) not in there:
+            continue
+        if not _is_finished(target, store, folder, rank, progress):
+            # Elsewhere than in a file system nobody is still writing what can be seen.
+            waited = store.abilities.is_file_system
+            if waited:
+                _wait_until_quiet(store, key)
+            # Another run may have finished it meanwhile, or even have made the step.
+            if not (waited and _is_finished(target, store, folder, rank, progress)):
+                if committed_save_id(store, prefix) == save_id:
+                    raise _at_work(described(store, key))
+                store.delete([key])
+                continue
+        if store.abilities.is_file_system:
+            # Its writer may have died between the last byte and making it durable.
+            store.sync([key])
+        finished.add(rank)
+    return finished
+
+
+def _is_finished(
+    target: ReshardTarget, store: Store, folder: str, rank: int, progress: Progress | None
+) -> bool:
+    """Whether a pack has the record that it has to have, and the bytes that this says."""
+    tables = ArrayTables()
+    tables.add(target.table, len(target.strategy.mesh.axes))
+    try:
+        found = read_record(store, folder, rank, target.save.save_id, tables)
+    except (FormatError, NotFoundError):
+        return False
+    record, chunks = found.record, target.chunks_of(rank)
+    numbers = np.repeat(np.arange(len(chunks)), [len(each) for each in chunks])
+    if not (
+        record.save.strategy == target.save.strategy
+        and record.table.digest == target.table.digest
+        and np.array_equal(record.array, numbers)
+        and np.array_equal(record.chunk, np.concatenate([*chunks, np.zeros(0, np.int64)]))
+    ):
+        return False
+    key = f"{folder}/{pack_name(rank)}"
+    file = PackFile(store, key, found.pack.size, progress=progress)
+    try:
+        return not file.faults(PackBytes.of_rank(found, described(store, key)))
+    except FormatError:
+        return False
+
+
+def _wait_until_quiet(store: Store, key: str) -> None:
+    """Return when nobody has written an unfinished pack for a while: it may belong to another run,
+    which must not lose it.
+    """
+    if not store.abilities.modified_times:
+        return
+    last = _modified(store, key)
+    age = QUIET_SECONDS if last is None else time.time() - last
+    if age < QUIET_SECONDS:
+        # Whatever the server's clock says: what has not changed since then is quiet.
+        time.sleep(min(QUIET_SECONDS, QUIET_SECONDS - age))
+        if _modified(store, key) not in (last, None):
+            raise _at_work(described(store, key))
+
+
+def _modified(store: Store, key: str) -> float | None:
+    folder = key.rpartition("/")[0]
+    return next((entry.modified for entry in store.list(folder) if entry.key == key), None)
+
+
+def _at_work(where: str) -> PeerError:
+    return PeerError(
+        "another reshard of the same step is writing here",
+        where=where,
+        hint="wait for it; the same command again goes on with what it leaves, should it fail",
+    )
+
+
+def _digest(source: Checkpoint, target: ReshardTarget) -> str:
+    """The digest that a target will have, from its source, in bounded memory."""
+    # The values of a cast array are in memory twice, in both types.
+    casts = [a for a in target.arrays if a.chosen.is_cast]
+    ratios = [a.source.dtype.itemsize / a.info.dtype.itemsize for a in casts]
+    share = parse_size(target.options.memory) / (1 + max(ratios, default=0))
+    limits = Limits.of(max(LEAST_MEMORY, int(share)), None, stores=[source.store])
+    stored = stored_arrays(source, limits.chunk_bytes, limits.pace(source.store))
+    arrays: dict[str, Readable] = {}
+    for array in target.arrays:
+        found, dtype = stored[array.source.name], array.info.dtype
+        is_cast = array.chosen.is_cast
+        arrays[array.name] = _as_type(array.name, found, dtype) if is_cast else found
+    for alias in target.choice.aliases:
+        arrays[alias.name] = arrays[alias.alias_of]
+    return digest_of(arrays, target.choice.objects, limits).step
+
+
+def _as_type(name: str, source: Readable, dtype: DType) -> Readable:
+    """An array of a step as another element type."""
+
+    def read_into(box: Box, out: npt.NDArray[Any]) -> None:
+        values = np.empty(box.shape, source.dtype.bits)
+        source.read_into(box, values)
+        given, found = values.reshape(-1), out.reshape(-1)
+        for start in range(0, len(given), _BLOCK):
+            part = slice(start, start + _BLOCK)
+            cast(name, given[part], found[part], (source.dtype, dtype))
+
+    return Readable(source.shape, dtype, source.grid, read_into)
+
+
+def _seconds(
+    source: Checkpoint, store: Store, prefix: str, budget: Budget, cost: ReshardCost
+) -> float:
+    """About how long it takes to read and to write, beside each other: a little of both is tried.
+
+    What is written is a pack that is given up before anyone can take it for one; where even that is
+    cut off, `prune` finds it.
+    """
+    manifest, reading, writing = source.manifest, 0.0, 0.0
+    if cost.bytes_read:
+        # Chunks all over the step: its beginning may be in a cache, and the rest not.
+        spread = np.linspace(0, len(manifest.pack) - 1, _PROBE_CHUNKS).astype(np.int64)
+        rows: list[int] = np.unique(spread).tolist()
+        sizes = np.minimum(manifest.length[rows], _PROBE_BYTES).astype(np.int64).tolist()
+
+        def read(row: int) -> None:
+            size, offset = min(_PROBE_BYTES, int(manifest.length[row])), int(manifest.offset[row])
+            with (
+                default_pool().take(_PROBE_BYTES) as memory,
+                memory[:size] as data,
+                source.packs.use(int(manifest.pack[row])) as opened,
+            ):
+                opened.read_into(offset, data)
+
+        with source:
+            began = time.perf_counter()
+            share_out(rows, read, min(len(rows), budget.workers * budget.pace.requests))
+            reading = cost.bytes_read * _passed(began) / max(1, sum(sizes))
+    if cost.bytes_written:
+        size = min(_PROBE_BYTES, cost.bytes_written)
+        parts = min(_PROBE_PARTS, cost.bytes_written // size)
+        key = f"{data_prefix(prefix, f'probe-{secrets.token_hex(8)}')}/{pack_name(0)}"
+        sink = store.create(key, [size] * parts, memory=budget.sink_bytes)
+        is_kept = not store.abilities.is_file_system
+
+        def write(part: int) -> None:
+            with default_pool().take(size) as memory:
+                np.frombuffer(memory, np.uint8)[:] = part
+                sink.write(part, memory)
+
+        try:
+            began = time.perf_counter()
+            share_out(range(parts), write, budget.workers)
+            if is_kept:
+                # What a sink keeps is on its way only, and there when it is finished.
+                sink.finish()
+            writing = cost.bytes_written * _passed(began) / (size * parts)
+        finally:
+            sink.abort()
+            if is_kept:
+                store.delete([key])
+    return max(reading, writing)
+
+
+def _passed(began: float) -> float:
+    return max(1e-9, time.perf_counter() - began)
