@@ -20,13 +20,12 @@ from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
-from ckptkit.live.arena import Arena
 from ckptkit.live.background import Background
 from ckptkit.live.loading import Loading, LoadOptions, Restored
 from ckptkit.live.opening import open_together
 from ckptkit.live.preemption import Preemption
 from ckptkit.live.ranks import StoreRanks, current_world, next_name, ranks_of
-from ckptkit.live.saving import PreparedSave, SaveOptions
+from ckptkit.live.save import Arena, PreparedSave, SaveOptions, prepare
 from ckptkit.live.state.parts import HandCuts, RulesLike
 from ckptkit.live.tiers import tiers_of
 from ckptkit.live.wrappers.training import TrainingState
@@ -101,9 +100,6 @@ class Checkpointer:
         )
         self._asynchronous = asynchronous
         self._skips = when_busy == "skip"
-        self._mesh = mesh
-        self._rules = HandCuts.of(rules)
-        self._progress = progress
         self._options = SaveOptions(
             overwrite=overwrite,
             chunk_bytes=chunk_bytes,
@@ -111,8 +107,10 @@ class Checkpointer:
             threads=threads,
             timeout=timeout,
             progress=progress,
+            mesh=mesh,
+            rules=HandCuts.of(rules),
+            stages=asynchronous,
         )
-        self._timeout = timeout
         self._name = next_name(self._world, "run")
         self._calls = 0
         self._arena = Arena()
@@ -138,7 +136,7 @@ class Checkpointer:
     @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh that names axes which the model does not."""
-        return self._mesh
+        return self._options.mesh
 
     @property
     def run(self) -> Run:
@@ -159,41 +157,28 @@ class Checkpointer:
     ) -> str | None:
         """Save a step; returns its location, or None where it was skipped (see `when_busy`)."""
         self._check_open()
-        sources = partial(TrainingState.of, model, optimizer, scheduler, dataloader, scaler, state)
-        with nullcontext() if self._preemption is None else self._preemption.held_off():
-            return self._save(step, sources, extra)
-
-    def _save(
-        self, step: int, sources: Callable[[], TrainingState], extra: Mapping[str, object] | None
-    ) -> str | None:
+        held_off = nullcontext if self._preemption is None else self._preemption.held_off
         # First of all, so that what goes wrong on one rank from here on reaches the others.
-        barrier = self._barrier("save")
-        with ExitStack() as after:
+        ranks = self._barrier("save")
+        with held_off(), ExitStack() as after:
             # Whatever becomes of the save: all ranks go through the same rounds.
             after.callback(self._tiers.turn(self._copying(), step))
-            with leaving(barrier):
-                found = sources()
-                failed = self._tiers.meet(barrier)
-                if self._asynchronous and self._skips and self._is_busy(barrier):
+            with leaving(ranks):
+                sources = TrainingState.of(model, optimizer, scheduler, dataloader, scaler, state)
+                failed = self._tiers.meet(ranks)
+                is_busy = self._asynchronous and self._skips
+                if is_busy and ranks.share(lambda: self._background.is_running):
                     return None
                 self._background.wait()
-                save = PreparedSave(
-                    self._tiers.target,
-                    step,
-                    self._world,
-                    barrier,
-                    found,
-                    extra=extra,
-                    mesh=self._mesh,
-                    rules=self._rules,
-                    options=self._options,
-                    arena=self._arena,
-                    stage=self._asynchronous,
+                target, world = self._tiers.target, self._world
+                save = prepare(
+                    target, step, ranks, world, sources, extra, self._options, self._arena
                 )
-            self._forget_before(barrier)
+            self._forget_before(ranks)
             if self._asynchronous:
                 self._writing = save
-                self._background.run(partial(self._end, save, after.pop_all()), f"step {step}")
+                end = partial(self._end, save, after.pop_all())
+                self._background.run(end, f"saving step {step}")
             else:
                 self._finish(save)
         self._tiers.raise_failed(failed)
@@ -230,8 +215,8 @@ class Checkpointer:
             verify=verify,
             read_once=read_once,
             threads=self._options.threads,
-            timeout=self._timeout,
-            progress=self._progress,
+            timeout=self._options.timeout,
+            progress=self._options.progress,
         )
         barrier = self._barrier("steps", _NOT_LOADED)
         with ExitStack() as after:
@@ -355,8 +340,8 @@ class Checkpointer:
                 self._world,
                 self._barrier("load", _NOT_LOADED),
                 sources,
-                mesh=self._mesh,
-                rules=self._rules,
+                mesh=self._options.mesh,
+                rules=self._options.rules,
                 options=options,
             )
             try:
@@ -391,17 +376,15 @@ class Checkpointer:
         ranks = self._barrier("damage", _NOT_LOADED)
         return bool(ranks.agree(mine, lambda heard: True in heard and False not in heard))
 
-    def _is_busy(self, barrier: Ranks) -> bool:
-        """Whether rank 0 is still writing: one answer for all."""
-        return bool(barrier.share(lambda: self._background.is_running))
-
     def _barrier(self, what: str, failure: str = "there is no new step") -> StoreRanks | OneRank:
-        return ranks_of(self._world, self._next(what), self._timeout, failure)
+        return ranks_of(self._world, self._next(what), self._options.timeout, failure)
 
     def _copying(self) -> StoreRanks | OneRank:
         """Where ranks meet to copy: those with little to send wait long for the others."""
         name = self._next("copy")
-        return ranks_of(self._world, name, _PATIENCE * self._timeout, "steps were not copied")
+        return ranks_of(
+            self._world, name, _PATIENCE * self._options.timeout, "steps were not copied"
+        )
 
     def _next(self, what: str) -> str:
         self._calls += 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.live.agree import Documents
+from ckptkit.live.agreement import Documents
 from ckptkit.live.snapshot import Snapshot
 from ckptkit.live.wrappers.entries import parameter_names
 from ckptkit.live.wrappers.training import TrainingState

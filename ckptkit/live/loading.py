@@ -19,15 +19,14 @@ from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import FormatError
 from ckptkit.format.names import WRAPPED, join, split
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.live.agree import Agreement, Documents, agree
+from ckptkit.live.agreement import Agreement, Documents, agree
 from ckptkit.live.extra import DataRanks, Extra, WorldSizeError, is_marked
 from ckptkit.live.filling import Filling, Target
 from ckptkit.live.handover import hand_over
 from ckptkit.live.ranks import World, copying_threads
 from ckptkit.live.reading_once import fill_once
-from ckptkit.live.report import Report, compare, of_all, refuse
+from ckptkit.live.report import Report, compare, of_all, readable, refuse
 from ckptkit.live.resuming import Resumed, Twins, differing, resume, trained_by, untied
-from ckptkit.live.saying import readable
 from ckptkit.live.snapshot import Snapshot, take_snapshot
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.tensors import torch_dtype

@@ -104,3 +104,12 @@ def refuse(report: Report, checkpoint: Checkpoint, *, partial: bool, cast: bool)
     raise StateMismatchError(
         f"the step does not fit\n{bad}", where=checkpoint.location, hint="; ".join(hints)
     )
+
+
+def readable(nbytes: float) -> str:
+    """A number of bytes, such as `1.25 GB`."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"

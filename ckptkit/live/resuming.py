@@ -17,7 +17,7 @@ from ckptkit.checkpoint.read.stream import Band, Limits, stored_arrays, stream
 from ckptkit.errors import FormatError
 from ckptkit.format.leaves import dumps
 from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
-from ckptkit.live.agree import Documents
+from ckptkit.live.agreement import Documents
 from ckptkit.live.state.parts import LiveTensor, Tied
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state.trees import arrays_in, put_tensors

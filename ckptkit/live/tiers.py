@@ -13,7 +13,7 @@ from ckptkit.checkpoint.run.copy import CopyOptions
 from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, Mirror, Retention
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, PeerError, UsageError
-from ckptkit.live.background import Rounds
+from ckptkit.live.background import Background
 from ckptkit.storage import Store
 
 log = logging.getLogger("ckptkit.live")
@@ -129,7 +129,7 @@ class TwoTiers:
         options = CopyOptions(overwrite=overwrite, progress=self._check_wanted)
         self._mirror = Mirror(local, remote, retention, options)
         self._is_first = is_first
-        self._rounds = Rounds("upload")
+        self._uploads = Background()
         self._has_looked = False
         self._given_up = threading.Event()
         self._over: list[Ranks] = []
@@ -146,7 +146,7 @@ class TwoTiers:
             self._has_looked = True
 
         def newest() -> tuple[int, str] | None:
-            failure = self._rounds.newest_failure()
+            failure = self._uploads.newest_failure()
             return (failure[0], in_one_line(failure[1])) if failure else None
 
         found: tuple[int, str] | None = barrier.share(newest)
@@ -157,7 +157,7 @@ class TwoTiers:
 
     def turn(self, barrier: Ranks, step: int | None, /) -> Callable[[], None]:
         """A round of copying, after those whose turn was taken before on this and all ranks."""
-        return self._rounds.turn(lambda: self._round(barrier, step))
+        return self._uploads.turn(lambda: self._round(barrier, step), "the upload")
 
     def candidates(self, step: int | None, *, fallback: bool) -> list[tuple[int, str]]:
         """The newest steps of both places."""
@@ -174,19 +174,17 @@ class TwoTiers:
         if said is None:
             return
         number, problem = said
-        error = self._rounds.take(number)
+        error = self._uploads.take(number)
         raise error or PeerError(f"steps could not be copied, because of rank 0: {problem}")
 
     def wait(self) -> None:
         """Return when all rounds are over; raises the last error."""
-        error = self._rounds.take()
-        if error is not None:
-            raise error
+        self._uploads.wait()
 
     def give_up(self) -> None:
         """Leave it to the next job to go on."""
         self._given_up.set()
-        self._rounds.give_up()
+        self._uploads.give_up()
 
     def _round(self, barrier: Ranks, step: int | None) -> None:
         if not self._has_looked or self._given_up.is_set():

@@ -38,33 +38,11 @@ Run: TypeAlias = tuple[int, ...]
 """The axes that a line of ranks lies along, outermost first."""
 
 
-# Ranks that differ along these read data of their own, and so do those that experts are spread
-# over; ranks along `tp` and `pp` work on the same.
-_DATA = ("ddp", "fsdp", "zero1", "zero2", "zero3", "ep")
 # Where two wrappers join the same ranks, what cuts says more than what repeats.
 _PRECEDENCE = ("pp", "tp", "ep", "fsdp", "zero1", "zero2", "zero3", "ddp")
 _KEPT_ALIKE = ("ddp", "zero1")
 _PIPELINES = ("pp", "pipe", "pipeline", "stage")
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
-
-
-def data_rank(strategy: Strategy, rank: int) -> tuple[int, int]:
-    """Which share of a job's data a rank reads, and how many shares there are."""
-    at, of = 0, 1
-    axes = strategy.mesh.axes
-    for axis, coord in zip(axes, strategy.mesh.coords(rank), strict=True):
-        if axis.kind in _DATA:
-            at, of = at * axis.size + coord, of * axis.size
-    return at, of
-
-
-def is_spread_alike(one: Strategy, other: Strategy) -> bool:
-    """Whether ranks of one number do the same in two jobs, however they share out parameters."""
-    kinds = (
-        [("data" if a.kind in _DATA else a.kind, a.size) for a in each.mesh.axes if a.size > 1]
-        for each in (one, other)
-    )
-    return next(kinds) == next(kinds)
 
 
 @dataclass(frozen=True, slots=True)
