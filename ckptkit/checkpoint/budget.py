@@ -33,7 +33,7 @@ class Pace:
         its way.
         """
         can = store.abilities
-        if can.is_file_system:
+        if not can.waits_for_answers:
             # As many as copy at a time, since reading is copying there.
             requests = min(_MOST_THREADS, can.concurrency or cores())
             return cls(requests, can.request_bytes, can.gap_bytes, by_rows=True)

@@ -100,7 +100,7 @@ def ask_all(
     """Ask the same of many things, some at a time, never far ahead of who takes the answers; these
     come in order.
     """
-    if store.abilities.is_file_system:
+    if not store.abilities.waits_for_answers:
         yield from map(ask, items)
         return
     yield from asked_in_threads(ask, items, most or at_once(store.abilities))
