@@ -8,6 +8,7 @@ import math
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +20,8 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, leaving
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress
 from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
-from ckptkit.format.leaves import dumps
-from ckptkit.format.names import inner_name, matches
+from ckptkit.format.leaves import canonical, dumps
+from ckptkit.format.names import inner_name, join, matches
 from ckptkit.live.agreement import agree
 from ckptkit.live.ranks import StoreRanks, World, copying_threads
 from ckptkit.live.report import readable
@@ -132,7 +133,7 @@ def prepare(
     # Agree on the step and its details, which stages may tell differently, and on what ranks may
     # have of their own: values that nothing keeps the same, and keys of nested dictionaries. Only
     # where there can be such do ranks meet here: a rank that is late keeps nobody waiting.
-    replicas = _replicas(snapshot, options.differing)
+    replicas = _replicas(snapshot, values, options.differing)
     keys = _fingerprint_of_keys(trees) if trees else b""
     # The first stage may have none of the buffers of the others.
     compares = bool(replicas) or bool(trees) or topology.pipeline is not None
@@ -199,16 +200,36 @@ def prepare(
     return PreparedSave(step, place, writer, ranks, cancelled, started, nbytes)
 
 
-def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[str, int, int]]:
+def _replicas(
+    snapshot: Snapshot, values: Mapping[str, Any], differing: Sequence[str]
+) -> list[tuple[str, int, int]]:
     """Of what nothing keeps the same on several ranks, of which the first one's is saved, and which
-    nobody said may differ: the name, that rank and the checksum.
+    nobody said may differ: the name, that rank and the checksum. These are tensors, extra state,
+    and what an optimizer says in its groups and of its parameters.
 
     Parameters of mere copies of a model are not compared: ranks need not meet for them, and one
     that is lost keeps nobody waiting. Along an axis that cuts they are: who forgot a rule for one
     that was cut by hand would lose what the other ranks have.
     """
     topology = snapshot.topology
-    return [
+    pipeline, mesh = topology.pipeline, topology.strategy.mesh
+    # Of each stage of a pipeline the first rank: stages have groups of their own.
+    here = enumerate(mesh.coords(topology.rank))
+    first = mesh.rank(tuple(at if axis == pipeline else 0 for axis, at in here))
+    plain = {join("model", name): value for name, value in values.items()}
+    groups = [group for document in snapshot.optimizers for group in document["groups"]]
+    for number, group in enumerate(groups):
+        for key, value in group["options"].items():
+            plain[join("optimizer", "param_groups", str(number), key)] = value
+    for document in snapshot.optimizers:
+        for parameter, said in document["values"].items():
+            plain |= {join("optimizer", parameter, key): value for key, value in said.items()}
+    said_plainly = [
+        (name, first, zlib.crc32(canonical(value, name)))
+        for name, value in plain.items()
+        if not matches(differing, name, name.partition("/")[2])
+    ]
+    return said_plainly + [
         (held.name, held.first_replica(topology), checksum(held.name, held.local))
         for held in snapshot.tensors
         if not held.is_sure(topology)
