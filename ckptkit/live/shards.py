@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel
 
+from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.names import WRAPPED, join, split
 from ckptkit.live.agreement import Documents
@@ -24,14 +25,9 @@ from ckptkit.live.ranks import current_world
 from ckptkit.live.report import Report
 from ckptkit.live.resuming import nested
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
-from ckptkit.live.state.parts import HandCuts, LiveTensor, RulesLike
+from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
-from ckptkit.live.wrappers.entries import (
-    Saved,
-    SavedState,
-    StateMismatchError,
-    parameter_names,
-)
+from ckptkit.live.wrappers.entries import Saved, SavedState, StateMismatchError, parameter_names
 from ckptkit.live.wrappers.training import Model, TrainingState
 from ckptkit.model import DTYPES, Box, Strategy
 
@@ -173,7 +169,11 @@ class CheckpointHelper:
         exchange = Exchange(world, topology_of(world, sources))
         before = take_snapshot(world, TrainingState.of(model))
         problem = shard.objection(ShardingMetadata.of(before), "model")
-        exchange.agree(Spoken(problem=problem or _other_kinds(sources, shard)))
+        mine = ", ".join(each.kind for each in sources.optimizers)
+        there = ", ".join(document["kind"] for document in shard.optimizers)
+        if not problem and mine and mine != there:
+            problem = f"the optimizer here is {mine}, the shard has the state of {there or 'none'}"
+        exchange.agree(Spoken(problem=problem))
         names, saved = parameter_names(before.entries), shard.saved_state()
         for each in sources.optimizers:
             each.prepare(names, saved)
@@ -281,14 +281,6 @@ def _refuse_unknown(sources: TrainingState) -> None:
             )
 
 
-def _other_kinds(sources: TrainingState, shard: LocalShard) -> str:
-    mine = ", ".join(each.kind for each in sources.optimizers)
-    there = ", ".join(document["kind"] for document in shard.optimizers)
-    if not mine or mine == there:
-        return ""
-    return f"the optimizer here is {mine}, the shard has the state of {there or 'none'}"
-
-
 class DistributedModel:
     """A model that ranks have together, by the names that it has without wrappers.
 
@@ -307,23 +299,12 @@ class DistributedModel:
         self.rules = said if said.said else known.rules
         self._world = current_world()
         self._sources = TrainingState(known)
-        self._topology = topology_of(self._world, self._sources, self.mesh)
-        self._exchange = Exchange(self._world, self._topology)
-
-    @property
-    def strategy(self) -> Strategy:
+        topology = topology_of(self._world, self._sources, self.mesh)
+        self._exchange = Exchange(self._world, topology)
+        self.strategy = topology.strategy
         """How it is spread."""
-        return self._topology.strategy
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._world.size
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return self._world.rank
+        self.world_size = self._world.size
+        self.rank = self._world.rank
 
     def local_state_dict(self) -> StateDict:
         """What this rank holds, in the model's own memory where it has it as it is."""
