@@ -24,7 +24,6 @@ from ckptkit.format.leaves import canonical, dumps
 from ckptkit.format.names import inner_name, join, matches
 from ckptkit.live.agreement import agree
 from ckptkit.live.ranks import StoreRanks, World, copying_threads
-from ckptkit.live.report import readable
 from ckptkit.live.snapshot import Snapshot, take_snapshot
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.tensors import as_bits, checksum, dtype_of
@@ -303,6 +302,15 @@ def _whole_bytes(snapshot: Snapshot) -> int:
     here = sum(math.prod(held.shape) * held.local.element_size() for held in tensors)
     pipeline = snapshot.topology.pipeline
     return here * (1 if pipeline is None else snapshot.topology.strategy.mesh.sizes[pipeline])
+
+
+def readable(nbytes: float) -> str:
+    """A number of bytes, such as `1.25 GB`."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
 
 
 class Arena:
