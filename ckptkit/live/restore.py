@@ -135,7 +135,7 @@ def load_into(
         check_wrappers(snapshot, match.objects)
         fillings, fresh = _to_fill(checkpoint, snapshot, match)
         threads = options.threads
-        if threads is None and checkpoint.store.abilities.is_file_system:
+        if threads is None and not checkpoint.store.abilities.waits_for_answers:
             # Elsewhere they wait rather than copy: as many as the store likes.
             threads = copying_threads(world)
         read = bound(
