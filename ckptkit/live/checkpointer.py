@@ -17,16 +17,15 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, leaving
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.mirror import Retention
 from ckptkit.checkpoint.run.run import Run
-from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
-from ckptkit.live.arena import Arena
 from ckptkit.live.background import Background
 from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.preemption import Preemption
 from ckptkit.live.ranks import StoreRanks, current_world, next_name, ranks_of
 from ckptkit.live.restore import NOT_LOADED, Restored, load_into
-from ckptkit.live.saving import PreparedSave, SaveOptions
+from ckptkit.live.save import Arena, PreparedSave, SaveOptions, prepare
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.tiers import Tiers
 from ckptkit.live.wrappers.training import TrainingState
@@ -100,8 +99,6 @@ class Checkpointer:
         )
         self._asynchronous = asynchronous
         self._skips = when_busy == "skip"
-        self._mesh = mesh
-        self._rules = HandCuts.of(rules)
         self._options = SaveOptions(
             overwrite=overwrite,
             chunk_bytes=chunk_bytes,
@@ -109,6 +106,9 @@ class Checkpointer:
             threads=threads,
             timeout=timeout,
             progress=progress,
+            mesh=mesh,
+            rules=HandCuts.of(rules),
+            stages=asynchronous,
         )
         self._name = next_name(self._world, "run")
         self._calls = 0
@@ -135,7 +135,7 @@ class Checkpointer:
     @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh that names axes which the model does not."""
-        return self._mesh
+        return self._options.mesh
 
     @property
     def run(self) -> Run:
@@ -170,18 +170,9 @@ class Checkpointer:
                 if may_skip and ranks.share(lambda: self._background.is_running):
                     return None
                 self._background.wait()
-                save = PreparedSave(
-                    self._tiers.target,
-                    step,
-                    self._world,
-                    ranks,
-                    objects,
-                    extra=extra,
-                    mesh=self._mesh,
-                    rules=self._rules,
-                    options=self._options,
-                    arena=self._arena,
-                    stage=self._asynchronous,
+                target, world = self._tiers.target, self._world
+                save = prepare(
+                    target, step, ranks, world, objects, extra, self._options, self._arena
                 )
             # All ranks have begun this save, so none can look at what the last but one left in the
             # store any more.
@@ -193,7 +184,7 @@ class Checkpointer:
             if self._asynchronous:
                 self._writing = save
                 work = partial(self._finish, save, after.pop_all())
-                self._background.run(work, f"step {step}")
+                self._background.run(work, f"saving step {step}")
             else:
                 self._finish(save, after.pop_all())
             self._tiers.raise_failed(failed)
@@ -231,8 +222,8 @@ class Checkpointer:
             read_once=read_once,
             threads=self._options.threads,
             progress=self._options.progress,
-            mesh=self._mesh,
-            rules=self._rules,
+            mesh=self._options.mesh,
+            rules=self._options.rules,
         )
         ranks = self._meeting("steps", NOT_LOADED)
         with ExitStack() as after:

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
-from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import FormatError
 from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.live.agree import agree
+from ckptkit.live.agreement import agree
 from ckptkit.live.extra import DataRanks, WorldSizeError, is_marked
 from ckptkit.live.resume import (
     Resumed,

@@ -42,7 +42,7 @@ from ckptkit.live.ranks import (
     ranks_of,
 )
 from ckptkit.live.resume import hand_over
-from ckptkit.live.saying import readable
+from ckptkit.live.save import readable
 from ckptkit.live.snapshot import Snapshot, take_snapshot
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.tensors import torch_dtype

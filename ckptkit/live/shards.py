@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.names import WRAPPED, join, split
-from ckptkit.live.agree import Documents
+from ckptkit.live.agreement import Documents
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.comparison import Report
 from ckptkit.live.exchange import Exchange, Plan, Spoken, Spread

@@ -12,7 +12,7 @@ from ckptkit.checkpoint.run.copy import CopyOptions
 from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, Mirror, Retention
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, PeerError, UsageError
-from ckptkit.live.background import Rounds
+from ckptkit.live.background import Background
 from ckptkit.storage import Store
 
 log = logging.getLogger("ckptkit.live")
@@ -46,7 +46,7 @@ class Tiers:
         if local is not None:
             options = CopyOptions(overwrite=overwrite, progress=self._check_wanted)
             self._mirror = Mirror(store_at(local), place, retention, options)
-        self._rounds = Rounds("upload")
+        self._uploads = Background()
         self._has_looked = False
         self._given_up = threading.Event()
         self._over: list[Ranks] = []
@@ -69,7 +69,7 @@ class Tiers:
             self._has_looked = True
 
         def newest() -> tuple[int, str] | None:
-            failure = self._rounds.newest_failure()
+            failure = self._uploads.newest_failure()
             return (failure[0], in_one_line(failure[1])) if failure else None
 
         found: tuple[int, str] | None = ranks.share(newest)
@@ -82,7 +82,7 @@ class Tiers:
         mirror = self._mirror
         if mirror is None:
             return lambda: None
-        return self._rounds.turn(lambda: self._round(mirror, ranks, step))
+        return self._uploads.turn(lambda: self._round(mirror, ranks, step), "the upload")
 
     def saved(self, step: int) -> None:
         """A step is committed: on rank 0 others may have to go, but none before it was copied."""
@@ -111,19 +111,17 @@ class Tiers:
         """
         if said is not None:
             number, problem = said
-            error = self._rounds.take(number)
+            error = self._uploads.take(number)
             raise error or PeerError(f"steps could not be copied, because of rank 0: {problem}")
 
     def wait(self) -> None:
         """Return when all rounds are over; raises the last error."""
-        error = self._rounds.take()
-        if error is not None:
-            raise error
+        self._uploads.wait()
 
     def give_up(self) -> None:
         """The process has to end: leave what is not copied to the next job."""
         self._given_up.set()
-        self._rounds.give_up()
+        self._uploads.give_up()
 
     def _round(self, mirror: Mirror, ranks: Ranks, step: int | None) -> None:
         if not self._has_looked or self._given_up.is_set():
