@@ -7,8 +7,10 @@ from ckptkit.parallel.communication.current import current_communicator
 from ckptkit.parallel.communication.running import run_in_memory
 from ckptkit.parallel.communication.starting import init
 from ckptkit.parallel.optimizers.asynchronous import AsynchronousSGD
-from ckptkit.parallel.optimizers.compression import Compression, compression_of
-from ckptkit.parallel.optimizers.elastic import ElasticTraining, GlobalSampler
+from ckptkit.parallel.optimizers.compression import Compression
+from ckptkit.parallel.optimizers.elastic import ElasticTraining
+from ckptkit.parallel.optimizers.methods import compression_of
+from ckptkit.parallel.optimizers.sampler import GlobalSampler
 from ckptkit.parallel.strategies import Bytes, Distributed, Memory, as_distributed
 
 __all__ = [

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptkit.errors import UsageError
 from ckptkit.live import Checkpointer
 from ckptkit.model import Strategy
-from ckptkit.parallel.optimizers.compression import compression_of
+from ckptkit.parallel import compression_of
 from ckptkit.parallel.strategies.options import StrategyOptions
 from tests.live.pool import Pool
 from tests.parallel.optimizers.problem import flat, loss_of, loss_unseen, many_buckets, network
@@ -112,7 +112,7 @@ def residuals(spec: str, location: str, restore: bool) -> dict[str, torch.Tensor
         else:
             checkpointer.save(5, **job.train(range(5)).state)
     found = job.compression
-    result: dict[str, torch.Tensor] = {k: v.clone() for k, v in found._residuals.items()}  # type: ignore[union-attr]
+    result: dict[str, torch.Tensor] = {k: v.clone() for k, v in found.residuals.items()}  # type: ignore[union-attr]
     job.train(range(5, 7))
     return result
 
