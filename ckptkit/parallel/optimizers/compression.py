@@ -157,7 +157,7 @@ class Compression(ABC):
         return self._names[cast("nn.Parameter", parameter)]
 
     def _hook(self, bucket: GradBucket) -> Sent:
-        self.wire.would_reduce(bucket.buffer())
+        self.wire.uncompressed += self.wire.ring(bucket.buffer().nbytes)
         return self._send(bucket)
 
     @abstractmethod
@@ -246,7 +246,7 @@ class _CompressedReduceScatter(ReduceScatter):
         wire = self._compression.wire
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise UsageError("no sum and no mean", where="compression", value=str(op))
-        wire.would_scatter(input_tensor)
+        wire.uncompressed += input_tensor.nbytes * (wire.size - 1) // wire.size
         total = self._compression.scatter_reduce(input_tensor.chunk(group.size()))
         output_tensor.copy_(total / wire.size if op == dist.ReduceOp.AVG else total)
 
@@ -266,17 +266,9 @@ class Wire:
         self.sent = 0
         self.uncompressed = 0
 
-    def would_reduce(self, tensor: torch.Tensor) -> None:
-        """Count what the gradients would have cost as they are."""
-        self.uncompressed += self._ring(tensor.nbytes)
-
-    def would_scatter(self, tensor: torch.Tensor) -> None:
-        """The same of gradients of which each rank gets its part of the sum only."""
-        self.uncompressed += tensor.nbytes * (self.size - 1) // self.size
-
-    def reduces(self, nbytes: int) -> None:
-        """Count an all-reduce that torch does itself."""
-        self.sent += self._ring(nbytes)
+    def ring(self, nbytes: int) -> int:
+        """What this rank sends in an all-reduce of so many bytes."""
+        return 2 * nbytes * (self.size - 1) // self.size
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """The mean over all ranks of a flat tensor, in its dtype.
@@ -286,7 +278,7 @@ class Wire:
         bit. Here it is the order of the ranks; as many bytes are sent.
         """
         if self.is_nccl:
-            self.reduces(tensor.nbytes)
+            self.sent += self.ring(tensor.nbytes)
             dist.all_reduce(tensor.div_(self.size), group=self.group)
             return tensor
         dtype, width = tensor.dtype, tensor.element_size()
@@ -323,9 +315,6 @@ class Wire:
         self.sent += padded.nbytes * (self.size - 1)
         rows = received.view(self.size, largest)
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
-
-    def _ring(self, nbytes: int) -> int:
-        return 2 * nbytes * (self.size - 1) // self.size
 
 
 def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

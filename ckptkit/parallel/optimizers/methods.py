@@ -72,7 +72,7 @@ class Cast(Compression):
     def _send(self, bucket: GradBucket) -> Sent:
         buffer = bucket.buffer()
         if self.wire.is_nccl:
-            self.wire.reduces(2 * buffer.numel())
+            self.wire.sent += self.wire.ring(2 * buffer.numel())
             return _HOOKS[self.spec](self.wire.group, bucket)
         return done(buffer.copy_(self.wire.mean(buffer.to(_HALVES[self.spec]))))
 

@@ -116,8 +116,8 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
         check_alike(ranks, _said(plain, strategy, options))
     here, mesh = device_of(plain, device), None
     if strategy.mesh.axes:
-        sizes_ = tuple(axis.size for axis in strategy.mesh.axes)
-        mesh = init_device_mesh(here.type, sizes_, mesh_dim_names=tuple(_dims(strategy).values()))
+        shape = tuple(axis.size for axis in strategy.mesh.axes)
+        mesh = init_device_mesh(here.type, shape, mesh_dim_names=tuple(_dims(strategy).values()))
     tp, pp = size_of(strategy, "tp"), size_of(strategy, "pp")
 
     # Begin alike: with the same numbers where ranks compute the same, with the values of rank 0.

@@ -36,6 +36,9 @@ SPECS = (
     "pp:2,fsdp:2",
     "pp:2,tp:2",
 )
+# Pairs of these with all, and all with one, instead of all with all: what one has written no target
+# reads in a way of its own.
+CORE = ("single", "zero1:2", "fsdp:3", "tp:2,fsdp:2", "ddp:2,tp:2", "pp:2,zero1:2")
 HALF = STEPS // 2
 
 Saved = Callable[[str], str]
@@ -85,7 +88,7 @@ def saved(gloo: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def test_training_goes_on_as_if_it_had_been_one_process_all_along(
     gloo: Pool, saved: Saved, target: str
 ) -> None:
-    locations = {source: saved(source) for source in SPECS}
+    locations = {source: saved(source) for source in (SPECS if target == "fsdp:3" else CORE)}
     for rank, problems in enumerate(gloo.run(ranks_of(target), go_on, target, locations)):
         assert not {k: v for k, v in problems.items() if v}, f"rank {rank}"
 
@@ -122,7 +125,7 @@ def twice(spec: str, location: str) -> tuple[bool, str]:
     return all(mine[name].equal(theirs[name]) for name in theirs), str(again.strategy)
 
 
-@pytest.mark.parametrize("spec", ON_FOUR)
+@pytest.mark.parametrize("spec", [spec for spec in ON_FOUR if spec not in ("zero3:4", "tp:4")])
 def test_resumed_training_is_the_same_to_the_bit(gloo: Pool, tmp_path: Path, spec: str) -> None:
     for same, _ in gloo.run(ranks_of(spec), twice, spec, str(tmp_path)):
         assert same
