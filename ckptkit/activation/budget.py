@@ -25,8 +25,8 @@ from ckptkit.activation.recompute import Recomputed
 from ckptkit.activation.state import versions_of
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, leaving
 from ckptkit.errors import UsageError
+from ckptkit.live.extra import rng_state, set_rng_state
 from ckptkit.live.ranks import current_world, next_name, ranks_of
-from ckptkit.live.rng import rng_state, set_rng_state
 
 _LOG = logging.getLogger("ckptkit.activation")
 _ROUNDS = 8

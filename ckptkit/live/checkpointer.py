@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptkit.checkpoint.places import Place, step_name, store_at
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, leaving
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.mirror import Retention
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.threads import Progress
@@ -27,7 +28,7 @@ from ckptkit.live.opening import open_together
 from ckptkit.live.preemption import Preemption
 from ckptkit.live.ranks import StoreRanks, current_world, next_name, ranks_of
 from ckptkit.live.saving import PreparedSave, SaveOptions
-from ckptkit.live.state.parts import HandCuts, RulesLike
+from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.tiers import tiers_of
 from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES

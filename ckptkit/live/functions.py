@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, leaving
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.format.names import pattern_list
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.loading import Loading, LoadOptions, Restored
@@ -18,7 +19,7 @@ from ckptkit.live.mapping import mapped
 from ckptkit.live.nested import nested_state, picked
 from ckptkit.live.opening import open_together
 from ckptkit.live.ranks import current_world, next_name, ranks_of
-from ckptkit.live.state.parts import HandCuts, RulesLike
+from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.tensors import as_bits, torch_dtype
 from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.model import Box

@@ -30,9 +30,9 @@ def test_an_older_torch_is_refused_in_one_sentence(module: str, tmp_path: Path) 
 
 
 def test_the_bound_is_that_of_the_package() -> None:
-    from ckptkit.live.oldest_torch import OLDEST  # noqa: PLC0415 - torch takes long to import
+    from ckptkit.live import _OLDEST_TORCH  # noqa: PLC0415 - torch takes long to import
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    assert extras["torch"] == ["torch>=" + ".".join(map(str, OLDEST))]
+    assert extras["torch"] == ["torch>=" + ".".join(map(str, _OLDEST_TORCH))]
