@@ -147,7 +147,7 @@ def stream(
     stopped, turns = threading.Event(), _Turns(len(items))
 
     def work() -> None:
-        memory = _Memory(max(map(len, items), default=0))
+        memory = _BandMemory(max(map(len, items), default=0))
         try:
             while not stopped.is_set():
                 with lock:
@@ -249,7 +249,7 @@ def _last_border(grid: Grid, dim: int, at: int) -> int:
     return edges[place - 1] if place else 0
 
 
-class _Memory:
+class _BandMemory:
     """The memory of one thread, used for one band after the other."""
 
     def __init__(self, sides: int) -> None:
