@@ -8,7 +8,7 @@ import math
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,17 +19,21 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.content import PackContent, PackedArray
-from ckptkit.checkpoint.image import ImageWriting
-from ckptkit.checkpoint.pace import Pace
-from ckptkit.checkpoint.pack_writer import Pack, documents_of
+from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.places import step_name
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.reader import BAND_BYTES, Reader, Request
 from ckptkit.checkpoint.read.stream import check_chunk
 from ckptkit.checkpoint.reshard.selection import objects_of
 from ckptkit.checkpoint.reshard.target import ReshardTarget, TargetArray
-from ckptkit.checkpoint.threads import Progress, share_out
+from ckptkit.checkpoint.workers import Progress, share_out
+from ckptkit.checkpoint.write.pack import (
+    Pack,
+    PackedArray,
+    Slot,
+    chunk_view,
+    documents_of,
+)
 from ckptkit.errors import AlreadyExistsError, CkptkitError, PeerError, UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType
@@ -75,11 +79,11 @@ def copy_packs(
     stay.
     """
     reader = Reader(source.manifest, source.packs, budget.pace)
-    left: dict[ImageWriting, int] = {}
+    left: dict[Pack, int] = {}
     lock = threading.Lock()
     shared = SharedChunks(budget.shared_bytes) if budget.shared_bytes else None
 
-    def segments_of(rank: int) -> Iterator[tuple[ImageWriting, int]]:
+    def segments_of(rank: int) -> Iterator[tuple[Pack, int]]:
         writing = _begin_pack(target, rank, destination, reader, budget, shared)
         left[writing] = len(writing.segments)
         if not writing.segments:
@@ -88,10 +92,10 @@ def copy_packs(
         for number in range(len(writing.segments)):
             yield writing, number
 
-    def segments() -> Iterator[tuple[ImageWriting, int]]:
+    def segments() -> Iterator[tuple[Pack, int]]:
         """By turns from a few packs, which are begun as threads ask for work."""
         waiting = iter(ranks)
-        begun: deque[Iterator[tuple[ImageWriting, int]]] = deque()
+        begun: deque[Iterator[tuple[Pack, int]]] = deque()
         while True:
             begun.extend(map(segments_of, islice(waiting, budget.packs - len(begun))))
             if not begun:
@@ -102,9 +106,9 @@ def copy_packs(
                 begun.append(turn)
                 yield segment
 
-    def write(segment: tuple[ImageWriting, int]) -> None:
+    def write(segment: tuple[Pack, int]) -> None:
         writing, number = segment
-        size = writing.write(number)
+        size = writing.write_segment(number)
         with lock:
             left[writing] -= 1
             is_last = not left[writing]
@@ -143,21 +147,27 @@ def _begin_pack(
     reader: Reader,
     budget: Budget,
     shared: SharedChunks | None,
-) -> ImageWriting:
+) -> Pack:
     """Begin the pack of a rank; every segment of it can be written by any thread."""
     writes = target.chunks_of(rank)
     known = [(owned, a.info) for owned, a in zip(target.owned, target.arrays, strict=True)]
     by_name = {array.name: chunks for array, chunks in zip(target.arrays, writes, strict=True)}
     mine = [(a, chunks) for a, chunks in zip(target.arrays, writes, strict=True) if len(chunks)]
-    content = CopiedContent(documents_of(known, by_name, rank), mine, reader, budget, shared)
-    objects = objects_of(target.choice.objects, rank, target.world_size)
-    pack = Pack(content, target.table, rank, objects)
+    origins = [array for array, _ in mine]
+    pack = Pack(
+        rank,
+        target.table,
+        objects_of(target.choice.objects, rank, target.world_size),
+        documents_of(known, by_name, rank),
+        [PackedArray(array.info, chunks) for array, chunks in mine],
+        partial(_copy_chunks, origins, reader, budget, shared),
+    )
     try:
-        return pack.begin(
+        pack.begin(
             destination,
             step_name(target.save.step),
             target.save,
-            pack.image.segments_at(_lasts(content, [array for array, _ in mine], budget)),
+            pack.segments_at(_lasts(pack, origins, budget)),
             refers=rank > 0,
             memory=budget.sink_bytes,
         )
@@ -167,19 +177,20 @@ def _begin_pack(
             where=error.where,
             hint="wait for it; the same command again goes on with what it leaves, should it fail",
         ) from error
+    return pack
 
 
-def _lasts(content: PackContent, origins: Sequence[TargetArray], budget: Budget) -> list[int]:
+def _lasts(pack: Pack, origins: Sequence[TargetArray], budget: Budget) -> list[int]:
     """Where segments end: each array's chunks in batches as the plan has them, small ones together.
 
     The batches of chunks that go over as they are need not be large: no chunk of the source is
     needed by two.
     """
-    end = len(content.documents)
+    end = len(pack.documents)
     lasts: list[int] = []
     usual = min(_USUAL, budget.batch_bytes)
-    held = sum(map(content.length, range(end)))
-    for array, origin in zip(content.arrays, origins, strict=True):
+    held = sum(len(data) for _, data in pack.documents)
+    for array, origin in zip(pack.arrays, origins, strict=True):
         sizes = array.info.grid.stored_elements(array.chunks) * origin.itemsize
         for first, last in batches(sizes, usual if origin.is_kept else budget.batch_bytes):
             nbytes = int(sizes[first:last].sum())
@@ -190,54 +201,43 @@ def _lasts(content: PackContent, origins: Sequence[TargetArray], budget: Budget)
     return [*lasts, end] if end else []
 
 
-class CopiedContent(PackContent):
-    """What a pack of the target holds, read from the packs of the source when it is needed."""
-
-    def __init__(
-        self,
-        documents: Sequence[tuple[str, bytes]],
-        arrays: Sequence[tuple[TargetArray, npt.NDArray[np.int64]]],
-        reader: Reader,
-        budget: Budget,
-        shared: SharedChunks | None,
-    ) -> None:
-        super().__init__(documents, [PackedArray(a.info, chunks) for a, chunks in arrays])
-        self._origins = [array for array, _ in arrays]
-        self._reader = reader
-        self._budget = budget
-        self._shared = shared
-
-    def filled_chunks(self, targets: Mapping[int, memoryview]) -> Iterator[int]:
-        """Read for all of them at once: each chunk of the source is read, and checked, once."""
-        limit = self._budget.chunk_bytes
-        checked: list[Request] = []
-        exact: list[Request] = []
-        casts: list[tuple[TargetArray, npt.NDArray[Any], npt.NDArray[Any]]] = []
-        with PartsOfChunks(self._shared) as parts:
-            for index, memory in targets.items():
-                place, chunk = self.at(index)
-                array = self._origins[place]
-                box, stored = self.arrays[place].opened(chunk, memory)
-                source, values = array.source, stored
-                if array.chosen.is_cast:
-                    values = np.empty(box.shape, source.dtype.bits)
-                    casts.append((array, values, stored))
-                request = Request(array.chosen.number, box, values)
-                if self._budget.is_huge(source):
-                    # Some at a time whose bytes lie close: the chunk is not in memory whole.
-                    some = pieces_within(source.grid, box, source.dtype.itemsize, limit)
-                    exact += [_part(request, each.within(box), each) for each in some]
-                else:
-                    checked += parts.requests(request, source)
-            if checked:
-                self._reader.read(checked, verify=True)
-            if others := parts.copied():
-                self._reader.read(others, verify=True)
-            if exact:
-                self._reader.read(exact, verify=False)
-        for array, values, stored in casts:
-            cast(array.name, values, stored, (array.source.dtype, array.info.dtype))
-        yield from targets
+def _copy_chunks(
+    origins: Sequence[TargetArray],
+    reader: Reader,
+    budget: Budget,
+    shared: SharedChunks | None,
+    slots: Sequence[Slot],
+) -> Sequence[Slot]:
+    """Fill chunks of a pack of the target from the packs of the source. Read for all of them at
+    once: each chunk of the source is read, and checked, once.
+    """
+    checked: list[Request] = []
+    exact: list[Request] = []
+    casts: list[tuple[TargetArray, npt.NDArray[Any], npt.NDArray[Any]]] = []
+    with PartsOfChunks(shared) as parts:
+        for slot in slots:
+            array = origins[slot.array]
+            box, stored = chunk_view(array.info, slot.chunk, slot.memory)
+            source, values = array.source, stored
+            if array.chosen.is_cast:
+                values = np.empty(box.shape, source.dtype.bits)
+                casts.append((array, values, stored))
+            request = Request(array.chosen.number, box, values)
+            if budget.is_huge(source):
+                # Some at a time whose bytes lie close: the chunk is not in memory whole.
+                some = pieces_within(source.grid, box, source.dtype.itemsize, budget.chunk_bytes)
+                exact += [_part(request, each.within(box), each) for each in some]
+            else:
+                checked += parts.requests(request, source)
+        if checked:
+            reader.read(checked, verify=True)
+        if others := parts.copied():
+            reader.read(others, verify=True)
+        if exact:
+            reader.read(exact, verify=False)
+    for array, values, stored in casts:
+        cast(array.name, values, stored, (array.source.dtype, array.info.dtype))
+    return slots
 
 
 def _part(request: Request, inside: tuple[slice, ...], box: Box) -> Request:
