@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator
 import ckptkit
 
 COMMAND = (sys.executable, "-m", "ckptkit.cli")
-IMPATIENT = "from ckptkit.cli import main, progress; progress.PATIENCE = 0.1; main()"
+IMPATIENT = "from ckptkit.cli import main, output; output.PATIENCE = 0.1; main()"
 
 
 def ckpt(*arguments: object) -> Result:
