@@ -26,7 +26,8 @@ from benchmarks.state import Part, Tensor, llama, total_bytes
 from benchmarks.table import Bar, Section, speed_columns, speeds
 from benchmarks.turns import save_in_turns
 from ckptkit.model import Box
-from ckptkit.storage import CountingStore, open_store
+from ckptkit.storage import open_store
+from tests.storage.counting import CountingStore
 
 GIB, NARROWER = 1.0, 4
 WRITERS = 2

@@ -14,7 +14,8 @@ from benchmarks.ours import add_and_commit
 from benchmarks.state import Part, llama
 from benchmarks.table import Bar, Section
 from ckptkit.model import Box
-from ckptkit.storage import CountingStore, open_store
+from ckptkit.storage import open_store
+from tests.storage.counting import CountingStore
 
 LIMIT = 1.15
 

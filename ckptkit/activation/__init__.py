@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from ckptkit.activation.applied import Checkpointed, Undo
+from ckptkit.activation.budget import BlockCost
 from ckptkit.activation.checkpointing import checkpoint_activations
-from ckptkit.activation.distributed import DistributedActivationStore
-from ckptkit.activation.meter import ActivationMeter, kept_bytes, peak_bytes
+from ckptkit.activation.memory import (
+    ActivationMeter,
+    GroupMemoryStats,
+    MemoryStats,
+    kept_bytes,
+    peak_bytes,
+)
+from ckptkit.activation.partition import PartitionedActivations, TensorParallelPolicy
 from ckptkit.activation.pipeline import PipelineActivations
 from ckptkit.activation.policy import Policy
-from ckptkit.activation.solver import BlockCost
-from ckptkit.activation.stats import GroupMemoryStats, MemoryStats
-from ckptkit.activation.store import ActivationStore
-from ckptkit.activation.tensor_parallel import PartitionedActivations, TensorParallelPolicy
+from ckptkit.activation.store import ActivationStore, DistributedActivationStore
 from ckptkit.activation.transport import ThreadTransport, Transport
 
 __all__ = [

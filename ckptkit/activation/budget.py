@@ -1,24 +1,37 @@
-"""Recompute just as many blocks as a budget of bytes makes necessary."""
+"""Recompute just as many blocks as a budget of bytes makes necessary: measure what each block
+costs, solve which to recompute, and measure whether that is so.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any, TypeVar
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import astuple, dataclass, field
+from functools import partial
+from operator import itemgetter
+from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import nn
 
 from ckptkit.activation.applied import Undo
-from ckptkit.activation.probe import Costs, Step, measure, measured_peak
+from ckptkit.activation.buffers import buffers_of, put_buffers
+from ckptkit.activation.copies import version_of
+from ckptkit.activation.memory import ActivationMeter, peak_bytes
 from ckptkit.activation.recompute import Recomputed
-from ckptkit.activation.solver import Around, BlockCost, choose, peak_of
+from ckptkit.activation.state import versions_of
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, leaving
 from ckptkit.errors import UsageError
+from ckptkit.live.ranks import current_world, next_name, ranks_of
+from ckptkit.live.rng import rng_state, set_rng_state
 
 _LOG = logging.getLogger("ckptkit.activation")
 _ROUNDS = 8
-T = TypeVar("T")
+_MOST_STATES = 4096
+Step = Callable[[], object]
 
 
 def fit(
@@ -29,45 +42,113 @@ def fit(
     undo: Undo,
 ) -> None:
     """Recompute the blocks that make the step stay within the budget, as measured; every rank
-    takes part.
+    takes part. Ranks that have the same blocks choose the same ones: recomputing may be collective.
     """
-    costs = measure(modules, blocks, step)
-    _check_ran(costs, blocks)
-    costs = _agreed(costs)
-    search = Search(costs, budget)
-    try:
-        for _ in range(_ROUNDS):
-            _recompute(blocks, costs, search.chosen, undo)
-            search.learn(_most(measured_peak(modules, step), costs))
-            if all(_heard(search.is_done)):
-                break
-        _recompute(blocks, costs, _best(search, budget), undo)
-    except BaseException:
+    world = current_world()
+    ranks = ranks_of(world, next_name(world, "budget"), DEFAULT_TIMEOUT, "no blocks were chosen")
+
+    def recompute(chosen: Collection[int]) -> None:
         undo()
-        raise
+        names = [costs.blocks[number].name for number in sorted(chosen)]
+        undo.put(
+            {name: blocks[name] for name in names}, lambda _, block, plain: Recomputed(block, plain)
+        )
+
+    with leaving(ranks):
+        costs = measure(modules, blocks, step)
+        heard = ranks.agree((bool(blocks), bool(costs.blocks) and costs.has_backward), list)
+        # On some rank, that is: a stage of a pipeline may have no blocks.
+        if any(has_blocks for has_blocks, _ in heard) and not any(ran for _, ran in heard):
+            raise UsageError(
+                "the step that a budget measures has no forward and backward of these blocks",
+                hint="pass step=lambda: loss_of(model(inputs), targets).backward(), with this "
+                "model",
+            )
+        names = [cost.name for cost in costs.blocks]
+        heard = ranks.agree((names, *astuple(costs)), list)
+        costs = _highest([Costs.of(said) for theirs, *said in heard if theirs == names])
+        search = Search(costs, budget)
+        with ExitStack() as failed:
+            failed.callback(undo)
+            for _ in range(_ROUNDS):
+                recompute(search.chosen)
+                with traceless(modules):
+                    peak = peak_bytes(step)
+                heard = ranks.agree((names, peak), list)
+                search.learn(max(theirs for their_names, theirs in heard if their_names == names))
+                if all(ranks.agree(search.is_done, list)):
+                    break
+            fits_all = all(ranks.agree(search.best is not None, list))
+            if search.best is None or not fits_all:
+                raise UsageError(
+                    "the activations do not fit, even when every block is recomputed",
+                    value=budget,
+                    hint=f"on this rank they need {search.least} bytes: use smaller batches, or "
+                    "cut the loss",
+                )
+            recompute(search.best)
+            failed.pop_all()
     _LOG.info("%d of %d blocks are recomputed", len(undo.blocks), len(blocks))
 
 
-def _check_ran(costs: Costs, blocks: Mapping[str, nn.Module]) -> None:
-    """On some rank, that is: a stage of a pipeline may have no blocks."""
-    heard = _heard((bool(blocks), bool(costs.blocks) and costs.has_backward))
-    if any(has_blocks for has_blocks, _ in heard) and not any(ran for _, ran in heard):
-        raise UsageError(
-            "the step that a budget measures has no forward and backward of these blocks",
-            hint="pass step=lambda: loss_of(model(inputs), targets).backward(), with this model",
-        )
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """What was measured of a block, in bytes and seconds.
+
+    >>> cost = BlockCost("layers.0", kept=4096, recomputed=512, peak=8192, seconds=0.01, at_once=4)
+    >>> cost.held(again=False), cost.held(again=True)
+    (16384, 2048)
+    """
+
+    name: str
+    kept: int
+    """What a forward leaves, when everything is kept; its result is part of that."""
+    recomputed: int
+    """What a forward leaves, when only its inputs are kept."""
+    peak: int
+    """The most that it needs while it runs, all kept."""
+    seconds: float
+    """Its forwards in a step."""
+    at_once: int = 1
+    """How many forwards wait for their backward at most: micro-batches in flight."""
+
+    def held(self, *, again: bool) -> int:
+        """What all its forwards leave, recomputed or kept."""
+        return self.at_once * (self.recomputed if again else self.kept)
+
+    def while_running(self, *, again: bool) -> int:
+        """The most that it needs while it runs, with what its other forwards leave."""
+        # What follows from the block is still there when it runs again.
+        return self.peak + self.held(again=again) - (0 if again else self.kept)
 
 
-def _best(search: Search, budget: int) -> frozenset[int]:
-    fits = all(_heard(search.best is not None))
-    if search.best is None or not fits:
-        raise UsageError(
-            "the activations do not fit, even when every block is recomputed",
-            value=budget,
-            hint=f"on this rank they need {search.least} bytes: use smaller batches, or cut the "
-            "loss",
-        )
-    return search.best
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a step was found to need."""
+
+    blocks: tuple[BlockCost, ...]
+    before: int = 0
+    """What it holds before the first block."""
+    after: int = 0
+    """What it holds at most after the last one, beside the blocks."""
+    has_backward: bool = True
+    """Whether it went back through a block."""
+
+    @classmethod
+    def of(cls, said: Sequence[Any]) -> Costs:
+        """As another rank says them: `astuple`."""
+        blocks, *around = said
+        return cls(tuple(BlockCost(*block) for block in blocks), *around)
+
+
+def _highest(costs: Sequence[Costs]) -> Costs:
+    """Of each number the highest that a rank has measured."""
+    blocks = [
+        BlockCost(*map(max, *map(astuple, same), astuple(same[0])))
+        for same in zip(*(each.blocks for each in costs), strict=True)
+    ]
+    before, after = max(each.before for each in costs), max(each.after for each in costs)
+    return Costs(tuple(blocks), before, after)
 
 
 class Search:
@@ -79,6 +160,7 @@ class Search:
         self._costs = costs
         self._budget = budget
         self._tried: dict[frozenset[int], int] = {}
+        self._every = frozenset(range(len(costs.blocks)))
         self.chosen = self._choice(budget)
         self.best: frozenset[int] | None = None
         """The cheapest choice that fits."""
@@ -96,19 +178,16 @@ class Search:
         self._tried[self.chosen] = peak
         if peak <= self._budget and self._seconds(self.chosen) < self._seconds(self.best):
             self.best = self.chosen
-        mistake = peak_of(self._costs.blocks, self.chosen, self._costs.around) - peak
+        mistake = peak_of(self._costs, self.chosen) - peak
         following = self._choice(self._budget + mistake)
         if self.best is None and len(self._tried) == _ROUNDS - 1:
-            following = self._every()
+            following = self._every
         self.is_done = following in self._tried
         self.chosen = following if self.best is None or not self.is_done else self.best
 
     def _choice(self, limit: int) -> frozenset[int]:
-        numbers = choose(self._costs.blocks, limit, self._costs.around)
-        return self._every() if numbers is None else numbers
-
-    def _every(self) -> frozenset[int]:
-        return frozenset(range(len(self._costs.blocks)))
+        numbers = choose(self._costs, limit)
+        return self._every if numbers is None else numbers
 
     def _seconds(self, chosen: frozenset[int] | None) -> float:
         if chosen is None:
@@ -116,44 +195,197 @@ class Search:
         return sum(self._costs.blocks[number].seconds for number in chosen)
 
 
-def _recompute(
-    blocks: Mapping[str, nn.Module], costs: Costs, chosen: frozenset[int], undo: Undo
-) -> None:
-    undo()
-    names = [costs.blocks[number].name for number in sorted(chosen)]
-    undo.put({name: blocks[name] for name in names}, _recomputed)
+def peak_of(costs: Costs, chosen: Collection[int]) -> int:
+    """The most bytes at one moment of a step that recomputes the chosen blocks.
+
+    When a block runs, forward or again in backward, what the blocks before it keep is there; those
+    after it are not there yet, or no longer.
+    """
+    held = peak = costs.before
+    for number, cost in enumerate(costs.blocks):
+        peak = max(peak, held + cost.while_running(again=number in chosen))
+        held += cost.held(again=number in chosen)
+    return max(peak, held + costs.after)
 
 
-def _recomputed(_: str, block: nn.Module, plain: Any) -> Recomputed:
-    return Recomputed(block, plain)
+def choose(costs: Costs, budget: int) -> frozenset[int] | None:
+    """The blocks whose recomputing takes the least time of all that keep the peak within a
+    budget; None when nothing does.
+
+    Exact for blocks of few kinds, however many they are; where more than some thousand ways to go
+    on would have to be remembered, sizes are rounded up.
+    """
+    # A way to treat the first blocks: the bytes it holds after them, the seconds that it will
+    # recompute, and which blocks, the last one first: (number, (number before, ...)).
+    ways: list[tuple[int, float, Any]] = [(costs.before, 0.0, None)]
+    for number, cost in enumerate(costs.blocks):
+        following = [
+            (
+                held + cost.held(again=again),
+                seconds + (cost.seconds if again else 0.0),
+                (number, chosen) if again else chosen,
+            )
+            for held, seconds, chosen in ways
+            for again in (False, True)
+            if held + cost.while_running(again=again) <= budget
+        ]
+        ways = []
+        for way in sorted(following, key=itemgetter(0, 1)):
+            if not ways or way[1] < ways[-1][1]:  # no other beats it in both bytes and seconds
+                ways.append(way)
+        if len(ways) > _MOST_STATES:
+            # Of neighbours the smaller stays, so that what is chosen fits for certain.
+            ways = [*ways[: -1 : -(-len(ways) // _MOST_STATES)], ways[-1]]
+    fitting = [(seconds, held, chosen) for held, seconds, chosen in ways]
+    fitting = [way for way in fitting if way[1] + costs.after <= budget]
+    if not fitting:
+        return None
+    chosen, numbers = min(fitting, key=itemgetter(0, 1))[2], []
+    while chosen is not None:
+        number, chosen = chosen
+        numbers.append(number)
+    return frozenset(numbers)
 
 
-def _agreed(costs: Costs) -> Costs:
-    """Ranks that have the same blocks choose the same ones: recomputing may be collective."""
-    names = [cost.name for cost in costs.blocks]
-    alike = [each for each in _heard(costs) if [cost.name for cost in each.blocks] == names]
-    before = max(each.around.before for each in alike)
-    after = max(each.around.after for each in alike)
-    blocks = tuple(map(_highest, *(each.blocks for each in alike)))
-    return Costs(blocks, Around(before, after), costs.has_backward)
+def measure(modules: Sequence[nn.Module], blocks: Mapping[str, nn.Module], step: Step) -> Costs:
+    """Run the step with every block recomputed, and each once more to see what it would keep:
+    so there is never more than one block's activations at a time.
+    """
+    metered, timed = _Probe(ActivationMeter()), _Probe(None)
+    for probe in (metered, timed):  # apart, as metering takes time
+        undo = Undo()
+        undo.put(blocks, probe.forward_of)
+        try:
+            with traceless(modules), probe.meter or nullcontext():
+                step()
+        finally:
+            undo()
+    costs = []
+    for name in blocks:
+        if name in metered.found:
+            found, seconds = metered.found[name], timed.found[name].seconds
+            spent = min(seconds) * len(seconds)
+            costs.append(
+                BlockCost(name, found.kept, found.recomputed, found.peak, spent, found.at_once)
+            )
+    return Costs(tuple(costs), metered.before, metered.after, metered.has_backward)
 
 
-def _highest(*costs: BlockCost) -> BlockCost:
-    return BlockCost(
-        costs[0].name,
-        *(max(getattr(cost, each.name) for cost in costs) for each in fields(BlockCost)[1:]),
-    )
+@contextmanager
+def traceless(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Gradients, buffers and random numbers are afterwards what they were; what changes parameters
+    is refused.
+    """
+    inner = {id(each): each for module in modules for each in module.modules()}.values()
+    parameters = [each for module in modules for each in module.parameters()]
+    versions = versions_of(inner)
+    gradients = [each.grad for each in parameters]
+    buffers = buffers_of(inner)
+    held = {id(each): each for _, named in buffers for each in named.values() if each is not None}
+    # Gradients of DDP lie in its buckets, which it goes on writing to.
+    copies = [None if each is None else each.detach().clone() for each in gradients]
+    buffer_copies = [(each, each.detach().clone()) for each in held.values()]
+    random = rng_state()
+    for weight in parameters:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        set_rng_state(random)
+        put_buffers(buffers)
+        for buffer, copy in buffer_copies:
+            # Not counted as a change: autograd may have saved the buffer itself.
+            buffer.data.copy_(copy)
+        with torch.no_grad():
+            for weight, gradient, before in zip(parameters, gradients, copies, strict=True):
+                weight.grad = gradient
+                if gradient is not None and before is not None:
+                    gradient.copy_(before)
+    if any(version_of(weight) != version for weight, version in versions):
+        raise UsageError(
+            "the step that a budget measures has changed parameters",
+            hint="pass a forward and a backward alone, and let no hook run the optimizer; load "
+            "the parameters again",
+        )
 
 
-def _most(peak: int, costs: Costs) -> int:
-    """The highest peak of the ranks that have the same blocks."""
-    names = [cost.name for cost in costs.blocks]
-    return max(size for size, theirs in _heard((peak, names)) if theirs == names)
+@dataclass(slots=True)
+class _Runs:
+    """What the forwards of one block gave."""
+
+    kept: int = 0
+    recomputed: int = 0
+    peak: int = 0
+    seconds: list[float] = field(default_factory=list)
+    waiting: int = 0
+    at_once: int = 0
+
+    def begin(self) -> _Graph:
+        """A forward begins, whose backward is to come until nobody holds what this gives."""
+        self.waiting += 1
+        self.at_once = max(self.at_once, self.waiting)
+        graph = _Graph()
+        weakref.finalize(graph, self._end).atexit = False
+        return graph
+
+    def _end(self) -> None:
+        self.waiting -= 1
 
 
-def _heard(said: T) -> list[T]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [said]
-    heard: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(heard, said)
-    return heard
+class _Graph:
+    """Lives as long as the graph of a forward."""
+
+
+class _Probe:
+    """What the blocks of one step tell, to a meter or to a clock."""
+
+    def __init__(self, meter: ActivationMeter | None) -> None:
+        self.meter = meter
+        self.found: dict[str, _Runs] = {}
+        self.before = 0
+        self.after = 0
+        self.has_backward = False
+
+    def forward_of(self, name: str, block: nn.Module, plain: Callable[..., Any]) -> Any:
+        """A forward of a block that runs it to measure it, and then as the step does."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return plain(*args, **kwargs)
+            found = self.found.setdefault(name, _Runs())
+            start = self._mark()
+            if len(self.found) == 1 and not found.seconds:
+                self.before = start
+            with torch.random.fork_rng():
+                began = _clock()
+                result = plain(*args, **kwargs)
+                found.seconds.append(_clock() - began)
+            if self.meter is not None:
+                found.kept = max(found.kept, self.meter.current - start)
+                found.peak = max(found.peak, self.meter.marked_peak - start)
+            del result
+            start = self._mark()
+            again = partial(self._run_again, plain, found.begin())
+            result = Recomputed(block, again)(*args, **kwargs)
+            found.recomputed = max(found.recomputed, self._mark() - start)
+            return result
+
+        return forward
+
+    def _run_again(self, plain: Callable[..., Any], _: _Graph, *args: Any, **kwargs: Any) -> Any:
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if self.meter is not None and is_in_backward and not self.has_backward:
+            # The first block that is computed again tells what lay after the last one.
+            self.has_backward = True
+            held = sum(found.waiting * found.recomputed for found in self.found.values())
+            self.after = max(0, self.meter.marked_peak - self.before - held)
+        return plain(*args, **kwargs)
+
+    def _mark(self) -> int:
+        return 0 if self.meter is None else self.meter.mark()
+
+
+def _clock() -> float:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -13,7 +13,7 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ckptkit.activation.meter import unmetered
+from ckptkit.activation.memory import unmetered
 
 _SMALL = 4096  # bytes: counters and the like, which may change seldom
 _TRIES = 3  # how often a copy is made for all forwards, before the buffer counts as changing

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ckptkit.activation.meter import unmetered
+from ckptkit.activation.memory import unmetered
 from ckptkit.errors import UsageError
 
 _GRAIN = 4096

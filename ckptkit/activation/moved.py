@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ckptkit.activation.host import HostBuffers
-from ckptkit.activation.meter import metered, unmetered
+from ckptkit.activation.memory import metered, unmetered
 from ckptkit.errors import UsageError
 
 

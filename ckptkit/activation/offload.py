@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from ckptkit.activation.held import Held
 from ckptkit.activation.host import HostBuffers
-from ckptkit.activation.meter import storages_of
+from ckptkit.activation.memory import storages_of
 from ckptkit.activation.moved import Lane, Moved
 
 _LEAST = 4096  # bytes: what is smaller stays

@@ -1,11 +1,12 @@
-"""Tensors that a tensor-parallel group holds alike, of which each rank keeps its piece."""
+"""What a tensor-parallel group holds alike, of which each rank keeps its piece or one keeps all."""
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,68 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ckptkit.activation.held import Held
-from ckptkit.activation.meter import metered, unmetered
-from ckptkit.activation.wire import bytes_of
-from ckptkit.errors import LayoutError, UsageError
+from ckptkit.activation.memory import LayerId, bytes_of, metered
+from ckptkit.activation.store import ActivationStore, DistributedActivationStore
+from ckptkit.activation.transport import meeting_of
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
+from ckptkit.errors import LayoutError, NotFoundError, UsageError
+from ckptkit.live.ranks import ranks_of
 
 _LEAST = 1024  # elements: what is smaller stays whole
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What a rank keeps of a tensor that all of its group hold."""
-
-    own: torch.Tensor
-    """Its elements, flat; each rank's as many, the last ones padded."""
-    shape: torch.Size
-    group: dist.ProcessGroup
-    stride: tuple[int, ...] | None = None
-    """How they lay in memory, whose order is that of `own`; None: that of the indices is."""
-    requires_grad: bool = False
-    spread: tuple[DeviceMesh, tuple[Any, ...]] | None = None
-    """Of a DTensor: its mesh and placements."""
-
-
-def cut(tensor: torch.Tensor, group: dist.ProcessGroup) -> Piece:
-    """What this rank keeps, which shares no memory with the tensor."""
-    if isinstance(tensor, DTensor):
-        piece = cut(tensor.to_local(), group)
-        return replace(piece, spread=(tensor.device_mesh, tensor.placements))
-    flat, stride = _as_it_lies(tensor)
-    mine = share_of(flat, group.rank(), group.size())
-    own = mine.new_zeros(-(-tensor.numel() // group.size()))
-    own[: mine.numel()] = mine
-    return Piece(own, tensor.shape, group, stride, tensor.requires_grad)
-
-
-def _as_it_lies(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """The elements in the order of their memory, and how they lie there; None: not without gaps."""
-    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
-    in_order = tensor.detach().permute(order)
-    if not in_order.is_contiguous():
-        return tensor.detach().reshape(-1), None
-    return in_order.reshape(-1), tensor.stride()
-
-
-def share_of(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """The elements of a rank, flat; the last ranks may have fewer."""
-    flat = tensor.detach().reshape(-1)
-    length = -(-flat.numel() // ranks)
-    return flat[rank * length : (rank + 1) * length]
-
-
-def gather(piece: Piece) -> torch.Tensor:
-    """The whole tensor again; all ranks of the group do so in the same order."""
-    with metered():
-        whole = piece.own.new_empty(piece.own.numel() * piece.group.size())
-    dist.all_gather_single(whole, piece.own, group=piece.group)
-    tensor = whole[: piece.shape.numel()].view(piece.shape)
-    if piece.stride is not None:
-        tensor = tensor.as_strided(piece.shape, piece.stride)
-    if piece.spread is None:
-        return tensor
-    mesh, placements = piece.spread
-    return DTensor.from_local(tensor, mesh, placements, run_check=False)
 
 
 class Partition:
@@ -84,6 +31,7 @@ class Partition:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._ranks = ranks_of(*meeting_of(group), DEFAULT_TIMEOUT)
         self._seen: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
@@ -100,22 +48,18 @@ class Partition:
         """Hooks for one forward of a block."""
         place = 0
 
-        def pack(tensor: torch.Tensor) -> Held | Piece:
+        def pack(tensor: torch.Tensor) -> Held | _CutTensor:
             nonlocal place
-            if not self._can_be_cut(tensor):
+            if not _can_be_cut(tensor):
                 return Held.of(tensor)
             self._check(f"input {place} of {name}", tensor)
             place += 1
             return cut(tensor, self._group)
 
-        return saved_tensors_hooks(pack, _unpack)
+        def unpack(packed: Held | _CutTensor) -> torch.Tensor:
+            return gather(packed) if isinstance(packed, _CutTensor) else packed.get()
 
-    def _can_be_cut(self, tensor: torch.Tensor) -> bool:
-        if isinstance(tensor, nn.Parameter) or tensor.numel() < _LEAST:
-            return False
-        if isinstance(tensor, DTensor):
-            return all(isinstance(placement, Replicate) for placement in tensor.placements)
-        return tensor.is_floating_point() and tensor.layout is torch.strided
+        return saved_tensors_hooks(pack, unpack)
 
     def _check(self, what: str, tensor: torch.Tensor) -> None:
         """In the first forward, the second, the fourth ...: pieces of tensors that differ would
@@ -127,11 +71,8 @@ class Partition:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         flat, stride = _as_it_lies(local)
         data = bytes_of(flat).cpu().numpy().tobytes()
-        said = hashlib.blake2b(data, digest_size=16).hexdigest(), tuple(local.shape), stride
-        heard: list[Any] = [None] * self._group.size()
-        with unmetered():  # a backend may hold what it has sent a moment longer
-            dist.all_gather_object(heard, said, group=self._group)
-        if len(set(heard)) > 1:
+        said = hashlib.blake2b(data, digest_size=16).digest(), tuple(local.shape), stride
+        if not self._ranks.agree(said, lambda heard: all(each == heard[0] for each in heard)):
             raise LayoutError(
                 "the ranks of the tensor-parallel group hold different activations here",
                 where=what,
@@ -140,8 +81,69 @@ class Partition:
             )
 
 
-def _unpack(packed: Held | Piece) -> torch.Tensor:
-    return gather(packed) if isinstance(packed, Piece) else packed.get()
+def _can_be_cut(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, nn.Parameter) or tensor.numel() < _LEAST:
+        return False
+    if isinstance(tensor, DTensor):
+        return all(isinstance(placement, Replicate) for placement in tensor.placements)
+    return tensor.is_floating_point() and tensor.layout is torch.strided
+
+
+@dataclass(frozen=True, slots=True)
+class _CutTensor:
+    """What a rank keeps of a tensor that all of its group hold."""
+
+    own: torch.Tensor
+    """Its elements, flat; each rank's as many, the last ones padded."""
+    shape: torch.Size
+    group: dist.ProcessGroup
+    stride: tuple[int, ...] | None = None
+    """How they lay in memory, whose order is that of `own`; None: that of the indices is."""
+    requires_grad: bool = False
+    spread: tuple[DeviceMesh, tuple[Any, ...]] | None = None
+    """Of a DTensor: its mesh and placements."""
+
+
+def cut(tensor: torch.Tensor, group: dist.ProcessGroup) -> _CutTensor:
+    """What this rank keeps, which shares no memory with the tensor."""
+    if isinstance(tensor, DTensor):
+        piece = cut(tensor.to_local(), group)
+        return replace(piece, spread=(tensor.device_mesh, tensor.placements))
+    flat, stride = _as_it_lies(tensor)
+    mine = share_of(flat, group.rank(), group.size())
+    own = mine.new_zeros(-(-tensor.numel() // group.size()))
+    own[: mine.numel()] = mine
+    return _CutTensor(own, tensor.shape, group, stride, tensor.requires_grad)
+
+
+def gather(piece: _CutTensor) -> torch.Tensor:
+    """The whole tensor again; all ranks of the group do so in the same order."""
+    with metered():
+        whole = piece.own.new_empty(piece.own.numel() * piece.group.size())
+    dist.all_gather_single(whole, piece.own, group=piece.group)
+    tensor = whole[: piece.shape.numel()].view(piece.shape)
+    if piece.stride is not None:
+        tensor = tensor.as_strided(piece.shape, piece.stride)
+    if piece.spread is None:
+        return tensor
+    mesh, placements = piece.spread
+    return DTensor.from_local(tensor, mesh, placements, run_check=False)
+
+
+def share_of(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """The elements of a rank, flat; the last ranks may have fewer."""
+    flat = tensor.detach().reshape(-1)
+    length = -(-flat.numel() // ranks)
+    return flat[rank * length : (rank + 1) * length]
+
+
+def _as_it_lies(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """The elements in the order of their memory, and how they lie there; None: not without gaps."""
+    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+    in_order = tensor.detach().permute(order)
+    if not in_order.is_contiguous():
+        return tensor.detach().reshape(-1), None
+    return in_order.reshape(-1), tensor.stride()
 
 
 def group_for(model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
@@ -155,10 +157,147 @@ def group_for(model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None) ->
     if group is not None:
         return group
     for parameter in model.parameters():
-        names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
-        if names and "tp" in names and isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
             return parameter.device_mesh.get_group("tp")
     raise UsageError(
         "nothing says which ranks hold the same activations",
         hint="pass group=: the process group of tensor parallelism, or mesh['tp']",
     )
+
+
+class PartitionedActivations:
+    """Activations that all ranks of a group hold alike, of which each keeps its piece.
+
+    `register` is each rank's own affair; `retrieve` is a collective of the group.
+
+    >>> init().backend
+    'gloo'
+    >>> kept = PartitionedActivations(torch.distributed.group.WORLD)
+    >>> kept.register("layers.0", torch.ones(2))
+    >>> kept.retrieve("layers.0")
+    tensor([1., 1.])
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: ActivationStore | None = None) -> None:
+        self._group = group
+        self._store = ActivationStore() if store is None else store
+        self._pieces: dict[LayerId, _CutTensor] = {}
+
+    def register(self, layer_id: LayerId, tensor: torch.Tensor) -> None:
+        """Keep this rank's piece."""
+        piece = cut(tensor, self._group)
+        self._store.register(layer_id, piece.own)
+        # The store may move it: nothing else may hold it.
+        self._pieces[layer_id] = replace(piece, own=piece.own.new_empty(0))
+
+    def retrieve(self, layer_id: LayerId) -> torch.Tensor:
+        """The whole activation, gathered from all."""
+        own = self._store.retrieve(layer_id)
+        piece = replace(self._pieces[layer_id], own=own)
+        return gather(piece).requires_grad_(piece.requires_grad)
+
+    def clear(self, layer_id: LayerId | None = None) -> None:
+        """Forget one activation, or all."""
+        for each in [layer_id] if layer_id is not None else list(self._pieces):
+            self._pieces.pop(each, None)
+        self._store.clear(layer_id)
+
+
+@dataclass(slots=True)
+class TensorParallelPolicy:
+    """What the ranks of a group keep of an activation that all of them hold alike.
+
+    `owners` says which rank keeps which layer, where the layer's name is not to decide that.
+
+    "once": one rank keeps it, the others fetch it from there; "cut": each keeps a piece. What
+    differs between the ranks (`is_sharded`) each keeps for itself. All ranks register the same
+    layers, so that each knows alone what the others keep.
+
+    >>> policy = TensorParallelPolicy(rank=0, world_size=2, owners={"layers.0": 1})
+    >>> policy.owner("layers.0"), policy.keeps("layers.0")
+    (1, False)
+    """
+
+    rank: int
+    world_size: int
+    replicated: Literal["once", "cut"] = "once"
+    owners: dict[LayerId, int] = field(default_factory=dict)
+    _sharded: set[LayerId] = field(default_factory=set)
+    _shapes: dict[LayerId, torch.Size] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.owners = dict(self.owners)  # the caller's map may be that of all ranks
+        for rank in (self.rank, *self.owners.values()):
+            self._check(rank)
+        if self.replicated not in ("once", "cut"):
+            raise UsageError(
+                "no way to keep what is replicated", value=self.replicated, hint="'once' or 'cut'"
+            )
+
+    def register(
+        self, layer_id: LayerId, rank: int | None = None, *, is_sharded: bool = False
+    ) -> None:
+        """Say which rank keeps a layer (None: as the layer's name decides), or that each does."""
+        if rank is not None:
+            self._check(rank)
+            self.owners[layer_id] = rank
+        if is_sharded:
+            self._sharded.add(layer_id)
+
+    def kind(self, layer_id: LayerId) -> Literal["once", "cut", "each"]:
+        """How a layer is kept."""
+        if layer_id in self._sharded:
+            return "each"
+        # Who says which rank keeps it wants it whole.
+        return "once" if layer_id in self.owners else self.replicated
+
+    def owner(self, layer_id: LayerId) -> int | None:
+        """The rank that keeps a layer; None where each keeps something of it."""
+        if self.kind(layer_id) != "once":
+            return None
+        return self.owners.get(layer_id, zlib.crc32(str(layer_id).encode()) % self.world_size)
+
+    def keeps(self, layer_id: LayerId) -> bool:
+        """Whether this rank keeps a layer, or a part of it."""
+        return self.owner(layer_id) in (None, self.rank)
+
+    def keep(
+        self, store: DistributedActivationStore, layer_id: LayerId, tensor: torch.Tensor
+    ) -> None:
+        """Register this rank's part of an activation, if it has one."""
+        self._check_store(store)
+        self._shapes[layer_id] = tensor.shape
+        if self.kind(layer_id) == "cut":
+            share = share_of(tensor, self.rank, self.world_size).clone()
+            store.register(layer_id, share.requires_grad_(tensor.requires_grad))
+        elif self.keeps(layer_id):
+            store.register(layer_id, tensor)
+
+    def get(
+        self, store: DistributedActivationStore, layer_id: LayerId, *, wait: float = 10.0
+    ) -> torch.Tensor:
+        """The whole activation again, from whichever ranks keep it."""
+        self._check_store(store)
+        if layer_id not in self._shapes:
+            raise NotFoundError("no activation of this layer was kept", value=layer_id)
+        owner = self.owner(layer_id)
+        if owner is not None:
+            return store.retrieve_or_fetch(layer_id, owner, wait=wait)
+        if self.kind(layer_id) == "each":
+            return store.retrieve(layer_id)
+        shares = [store.fetch(layer_id, rank, wait=wait) for rank in range(self.world_size)]
+        whole = torch.cat(shares).detach().view(self._shapes[layer_id])
+        return whole.requires_grad_(shares[0].requires_grad)
+
+    def _check(self, rank: int) -> None:
+        if type(rank) is not int or not 0 <= rank < self.world_size:
+            raise UsageError("no rank of the tensor-parallel group", value=rank)
+
+    def _check_store(self, store: DistributedActivationStore) -> None:
+        if (store.rank, store.world_size) != (self.rank, self.world_size):
+            raise UsageError(
+                f"the policy of rank {self.rank} of {self.world_size} with the store of rank "
+                f"{store.rank} of {store.world_size}",
+                hint="make the store for the tensor-parallel group: "
+                "DistributedActivationStore(mesh['tp'].get_group())",
+            )

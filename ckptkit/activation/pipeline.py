@@ -9,10 +9,9 @@ from typing import Any, Self, overload
 
 import torch
 
-from ckptkit.activation.distributed import DistributedActivationStore
+from ckptkit.activation.memory import MemoryStats
 from ckptkit.activation.saving import Saving
-from ckptkit.activation.stats import MemoryStats
-from ckptkit.activation.store import ActivationStore
+from ckptkit.activation.store import ActivationStore, DistributedActivationStore
 from ckptkit.errors import UsageError
 from ckptkit.live.wrappers.training import Model
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ckptkit.activation.meter import storages_of
+from ckptkit.activation.memory import storages_of
 from ckptkit.errors import UsageError
 
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from ckptkit.activation.held import Held
-from ckptkit.activation.meter import storages_of
+from ckptkit.activation.memory import storages_of
 from ckptkit.activation.moved import Moved
 from ckptkit.activation.offload import Offload, Owned
 from ckptkit.activation.store import ActivationStore
@@ -77,7 +77,7 @@ class _Moving(Offload):
 
     def move(self, flat: torch.Tensor, watched: torch.Tensor) -> Moved:
         moved = super().move(flat, watched)
-        self._saving.store._register_moved(self._saving.next_key(), moved, flat.numel())
+        self._saving.store.register_moved(self._saving.next_key(), moved, flat.numel())
         return moved
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ckptkit.activation.buffers import Buffers, buffers_of, put_buffers
 from ckptkit.activation.copies import Copies, version_of
-from ckptkit.activation.meter import storages_of
+from ckptkit.activation.memory import storages_of
 from ckptkit.errors import UsageError
 
 
@@ -109,7 +109,7 @@ def _check(*, are_apart: bool) -> None:
         )
 
 
-def versions_of(modules: Sequence[nn.Module]) -> list[tuple[torch.Tensor, int]]:
+def versions_of(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, int]]:
     """The parameters of modules, and how often each was changed in place."""
     # Not those of DTensors: FSDP2 exchanges them meanwhile.
     return [

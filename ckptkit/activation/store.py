@@ -1,42 +1,48 @@
-"""The activations that one rank keeps, by layer."""
+"""Activations by layer: those that one rank keeps, and those of the ranks of a group, each of which
+any rank may ask for.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 
 from ckptkit.activation.host import HostBuffers
-from ckptkit.activation.meter import storages_of
+from ckptkit.activation.memory import (
+    GroupMemoryStats,
+    LayerId,
+    MemoryStats,
+    bytes_of,
+    is_plain,
+    plain_layer,
+    storages_of,
+)
 from ckptkit.activation.moved import Lane, Moved
-from ckptkit.activation.stats import MemoryStats
-from ckptkit.activation.wire import bytes_of, is_plain
-from ckptkit.errors import NotFoundError, UnsupportedTypeError, UsageError
+from ckptkit.activation.transport import (
+    SocketTransport,
+    ThreadTransport,
+    Transport,
+    described,
+    empty_like,
+)
+from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError, UsageError
 from ckptkit.model.document import parse_size
 
-LayerId = str | int
-Memories = tuple[tuple[int, int], ...]
-"""The key and the bytes of each memory that an activation lies in."""
-
-
-@dataclass(slots=True)
-class _Kept:
-    """One activation, on its device or in host memory."""
-
-    tensor: torch.Tensor | None
-    moved: Moved | None
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-    storages: Memories
-    ready: torch.cuda.Event | None = None
-    """When what makes it has ended; nobody on another stream may read it before."""
+_SHOWN = 8
+_PAUSE = 0.01  # seconds, before all ranks are asked again
+_Memories = tuple[
+    tuple[int, int], ...
+]  # the key and the bytes of each memory that a tensor lies in
 
 
 class ActivationStore:
@@ -65,7 +71,7 @@ class ActivationStore:
         self._buffers = HostBuffers(pin=pin_memory) if offload else None
         self._lane = Lane()
         self._numbers = count()
-        self._kept: dict[LayerId, _Kept] = {}
+        self._kept: dict[LayerId, _Activation] = {}
         self._holders: Counter[int] = Counter()
         self._sizes: dict[int, int] = {}
         self._current = self._peak = self._evicted = 0
@@ -79,41 +85,52 @@ class ActivationStore:
 
     def register(self, layer_id: LayerId, tensor: torch.Tensor) -> None:
         """Keep the activation of a layer, in the place of one that it may have had."""
-        check_layer(layer_id)
-        _check_tensor(layer_id, tensor)
+        layer = plain_layer(layer_id)
+        _check_tensor(layer, tensor)
         with self._lock:
-            storages = self._memories(tensor)
-            self._drop(layer_id)
-            if self._has_room_after_evicting(storages):
-                self._add(layer_id, self._made(tensor, storages))
+            memories = self._memories(tensor)
+            self._drop(layer)
+            if self._budget is not None and sum(size for _, size in memories) > self._budget:
+                self._evicted += 1
+                return
+            # Backward asks for the newest first: the oldest are recomputed last, if at all.
+            while not self._has_room(memories):
+                self._drop(next(iter(self._kept)))
+                self._evicted += 1
+            self._add(layer, tensor, memories)
 
     def retrieve(self, layer_id: LayerId) -> torch.Tensor:
         """The activation of a layer."""
-        check_layer(layer_id)
+        layer = plain_layer(layer_id)
         with self._lock:
-            kept = self._kept.get(layer_id)
+            kept = self._kept.get(layer)
             if kept is None:
                 raise NotFoundError(
                     "no activation of this layer is kept",
-                    value=layer_id,
+                    value=layer,
                     hint=f"there are {sorted(map(str, self._kept))[:8]}",
                 )
-            return _tensor_of(kept)
+            if isinstance(kept.held, torch.Tensor):
+                if kept.ready is not None:
+                    torch.cuda.current_stream(kept.held.device).wait_event(kept.ready)
+                return kept.held
+            tensor = kept.held.fetch().view(kept.dtype).view(kept.shape)
+            return tensor.requires_grad_(kept.requires_grad)
 
     def retrieve_or_recompute(
         self, layer_id: LayerId, fn: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """The activation of a layer, from `fn` where it is not kept; kept then if there is room."""
-        check_layer(layer_id)
+        layer = plain_layer(layer_id)
         with self._lock:
-            if layer_id in self._kept:
-                return self.retrieve(layer_id)
+            if layer in self._kept:
+                return self.retrieve(layer)
         made = fn()
-        _check_tensor(layer_id, made)
+        _check_tensor(layer, made)
         with self._lock:
-            storages = self._memories(made)
-            if layer_id not in self._kept and self._has_room(storages):
-                self._add(layer_id, self._made(made, storages))
+            memories = self._memories(made)
+            if layer not in self._kept and self._has_room(memories):
+                self._add(layer, made, memories)
         return made
 
     def has(self, layer_id: LayerId) -> bool:
@@ -142,8 +159,8 @@ class ActivationStore:
         """Begin to bring back what has been moved; does nothing for what is not there."""
         with self._lock:
             kept = self._kept.get(layer_id)
-            if kept is not None and kept.moved is not None:
-                kept.moved.prefetch()
+            if kept is not None and isinstance(kept.held, Moved):
+                kept.held.prefetch()
 
     def clear(self, layer_id: LayerId | None = None) -> None:
         """Forget one activation, or all."""
@@ -154,8 +171,8 @@ class ActivationStore:
     def memory_stats(self) -> MemoryStats:
         """What is kept now, and was at most."""
         with self._lock:
-            moved = [kept for kept in self._kept.values() if kept.moved is not None]
-            on_host = sum(size for kept in moved for _, size in kept.storages)
+            moved = [kept for kept in self._kept.values() if isinstance(kept.held, Moved)]
+            on_host = sum(size for kept in moved for _, size in kept.memories)
             return MemoryStats(self._current, self._peak, len(self._kept), on_host, self._evicted)
 
     def close(self) -> None:
@@ -173,23 +190,11 @@ class ActivationStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _register_moved(self, layer_id: LayerId, moved: Moved, size: int) -> None:
-        """Keep, and count, what has been moved to this store's host memory already."""
-        shape, held = torch.Size([size]), ((next(self._numbers), size),)
-        kept = _Kept(None, moved, shape, torch.uint8, requires_grad=False, storages=held)
-        with self._lock:
-            self._drop(layer_id)
-            self._add(layer_id, kept)
-
-    def _memories(self, tensor: torch.Tensor) -> Memories:
+    def _memories(self, tensor: torch.Tensor) -> _Memories:
+        """Where a tensor is going to lie: what is moved gets memory of its own."""
         if self._buffers is None:
             return tuple((each._cdata, each.nbytes()) for each in storages_of(tensor))
         if not is_plain(tensor):
@@ -199,18 +204,34 @@ class ActivationStore:
             )
         return ((next(self._numbers), tensor.numel() * tensor.itemsize),)
 
-    def _made(self, tensor: torch.Tensor, storages: Memories) -> _Kept:
-        detached, moved = tensor.detach(), None
-        if self._buffers is None:
-            held, ready = detached.requires_grad_(tensor.requires_grad), _event_after(detached)
-        else:
-            moved = Moved(bytes_of(detached), self._buffers, self._lane)
-            held, ready = None, None  # what is moved waits for its own copy
-        return _Kept(held, moved, tensor.shape, tensor.dtype, tensor.requires_grad, storages, ready)
+    def _has_room(self, memories: _Memories) -> bool:
+        added = sum(size for key, size in memories if key not in self._sizes)
+        return self._budget is None or self._current + added <= self._budget
 
-    def _add(self, layer_id: LayerId, kept: _Kept) -> None:
-        self._kept[layer_id] = kept
-        for key, size in kept.storages:
+    def _add(self, layer: LayerId, tensor: torch.Tensor, memories: _Memories) -> None:
+        held: torch.Tensor | Moved = tensor.detach()
+        ready = None
+        if self._buffers is not None:
+            held = Moved(bytes_of(tensor), self._buffers, self._lane)  # it waits for its own copy
+        elif isinstance(held, torch.Tensor):
+            held.requires_grad_(tensor.requires_grad)
+            if held.device.type == "cuda":
+                ready = torch.cuda.current_stream(held.device).record_event()
+        self._keep(
+            layer,
+            _Activation(held, tensor.shape, tensor.dtype, memories, tensor.requires_grad, ready),
+        )
+
+    def register_moved(self, layer: LayerId, moved: Moved, size: int) -> None:
+        """Keep, and count, what has been moved to this store's host memory already."""
+        memories = ((next(self._numbers), size),)
+        with self._lock:
+            self._drop(layer)
+            self._keep(layer, _Activation(moved, torch.Size([size]), torch.uint8, memories))
+
+    def _keep(self, layer: LayerId, kept: _Activation) -> None:
+        self._kept[layer] = kept
+        for key, size in kept.memories:
             self._holders[key] += 1
             if self._holders[key] == 1:
                 self._sizes[key] = size
@@ -218,54 +239,251 @@ class ActivationStore:
         self._peak = max(self._peak, self._current)
         self._changed.notify_all()
 
-    def _drop(self, layer_id: LayerId) -> None:
-        kept = self._kept.pop(layer_id, None)
-        for key, _ in () if kept is None else kept.storages:
+    def _drop(self, layer: LayerId) -> None:
+        kept = self._kept.pop(layer, None)
+        for key, _ in () if kept is None else kept.memories:
             self._holders[key] -= 1
             if not self._holders[key]:
                 del self._holders[key]
                 self._current -= self._sizes.pop(key)
 
-    def _has_room(self, storages: Memories) -> bool:
-        added = sum(size for key, size in storages if key not in self._sizes)
-        return self._budget is None or self._current + added <= self._budget
 
-    def _has_room_after_evicting(self, storages: Memories) -> bool:
-        if self._budget is not None and sum(size for _, size in storages) > self._budget:
-            self._evicted += 1
-            return False
-        # Backward asks for the newest first: the oldest are recomputed last, if at all.
-        while not self._has_room(storages):
-            self._drop(next(iter(self._kept)))
-            self._evicted += 1
-        return True
+@dataclass(slots=True)
+class _Activation:
+    """One activation, on its device or in host memory."""
 
-
-def check_layer(layer_id: object) -> None:
-    """Refuse what cannot name a layer."""
-    if not isinstance(layer_id, (str, int)) or isinstance(layer_id, bool):
-        raise UnsupportedTypeError("a layer is a name or a number", value=layer_id)
+    held: torch.Tensor | Moved
+    shape: torch.Size
+    dtype: torch.dtype
+    memories: _Memories
+    requires_grad: bool = False
+    ready: torch.cuda.Event | None = None
+    """When what makes it has ended; nobody on another stream may read it before."""
 
 
-def _check_tensor(layer_id: LayerId, tensor: object) -> None:
+def _check_tensor(layer: LayerId, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedTypeError(
-            "an activation is a tensor", where=str(layer_id), value=type(tensor).__name__
+            "an activation is a tensor", where=str(layer), value=type(tensor).__name__
         )
 
 
-def _event_after(tensor: torch.Tensor) -> torch.cuda.Event | None:
-    if tensor.device.type != "cuda":
-        return None
-    event: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
-    return event
+class DistributedActivationStore:
+    """A store on each rank of a process group (None: all ranks), made by all of them together.
+
+    `register`, `retrieve` and `retrieve_or_fetch` are each rank's own affair: a fetch is answered
+    by a thread of the other rank while that computes. `register_broadcast`, `synchronize`,
+    `clear_everywhere` and `memory_stats` are called by all ranks. None waits longer than `timeout`
+    seconds for another rank. What is registered is dense, and must not be changed in place
+    afterwards. One process needs no process group.
+
+    >>> with DistributedActivationStore() as store:  # of one process, or of all ranks of a job
+    ...     store.register("layers.0", torch.ones(2))
+    ...     print(store.fetch("layers.0", source_rank=0), store.synchronize())
+    tensor([1., 1.]) {}
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        transport: Transport | None = None,
+        timeout: float = 30.0,
+        store: ActivationStore | None = None,
+    ) -> None:
+        self._store = ActivationStore() if store is None else store
+        self._is_closed = False
+        is_alone = group is None and (not dist.is_initialized() or dist.get_world_size() == 1)
+        if transport is None and is_alone:
+            transport = ThreadTransport.world(1, timeout=timeout)[0]
+        self._transport = transport or SocketTransport(group, timeout=timeout)
+        self._transport.serve(self._answer)
+
+    @property
+    def local(self) -> ActivationStore:
+        """What this rank keeps; what is registered there can be fetched as well."""
+        return self._store
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the group."""
+        return self._transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """The ranks of the group."""
+        return self._transport.world_size
+
+    def register(self, layer_id: LayerId, tensor: torch.Tensor) -> None:
+        """Keep an activation here, where other ranks may fetch it."""
+        if isinstance(tensor, torch.Tensor):  # the store refuses what is none
+            described(tensor, where=str(layer_id))
+        self._check_open(layer_id)
+        self._store.register(layer_id, tensor)
+
+    def register_broadcast(
+        self, layer_id: LayerId, tensor: torch.Tensor | None = None, *, source_rank: int = 0
+    ) -> torch.Tensor:
+        """Keep the activation of one rank on all; the others need not have anything."""
+        self._check(source_rank)
+        mine = tensor if self.rank == source_rank else None
+        what = plain_layer(layer_id), source_rank
+        # None also for what cannot be sent: all ranks are to hear of that.
+        can_be_sent = isinstance(mine, torch.Tensor) and is_plain(mine)
+        description = described(mine) if mine is not None and can_be_sent else None
+        heard = self._together("register_broadcast", (what, description))
+        others = {rank: said[0] for rank, said in enumerate(heard) if said[0] != what}
+        if others:
+            raise PeerError(f"the ranks broadcast different layers: this one {what}", value=others)
+        said = heard[source_rank][1]
+        if said is None:
+            raise UsageError(
+                f"rank {source_rank} is the source, but has passed no dense tensor", value=layer_id
+            )
+        found = empty_like(said, device=said["device"]) if mine is None else mine
+        self._transport.broadcast(source_rank, found)
+        self.register(layer_id, found.requires_grad_(said["requires_grad"]))
+        return found
+
+    def retrieve(self, layer_id: LayerId) -> torch.Tensor:
+        """An activation that this rank keeps."""
+        return self._store.retrieve(layer_id)
+
+    def retrieve_or_recompute(
+        self, layer_id: LayerId, fn: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """An activation that this rank keeps, or what `fn` makes."""
+        self._check_open(layer_id)
+        return self._store.retrieve_or_recompute(layer_id, fn)
+
+    def retrieve_or_fetch(
+        self, layer_id: LayerId, source_rank: int | None = None, *, wait: float = 0.0
+    ) -> torch.Tensor:
+        """An activation that this rank keeps, or else a copy of another rank's (None: of whichever
+        keeps it).
+
+        The other rank may have `wait` seconds to register it. What was fetched is not kept here.
+        """
+        if source_rank is not None:
+            self._check(source_rank)
+        _check_wait(wait)
+        with suppress(NotFoundError):
+            return self._store.retrieve(layer_id)
+        return self.fetch(layer_id, source_rank, wait=wait)
+
+    def fetch(
+        self, layer_id: LayerId, source_rank: int | None = None, *, wait: float = 0.0
+    ) -> torch.Tensor:
+        """What another rank keeps under a name, whatever this one has under it; with None the
+        ranks are asked one after another, this one last.
+        """
+        layer = plain_layer(layer_id)
+        _check_wait(wait)
+        if source_rank is not None:
+            self._check(source_rank)
+            if source_rank == self.rank:
+                return self._answer(layer, wait)
+            return self._transport.fetch(source_rank, layer, wait=wait)
+        deadline = time.monotonic() + wait
+        while True:
+            for step in range(1, self.world_size + 1):
+                with suppress(NotFoundError):
+                    return self.fetch(layer, (self.rank + step) % self.world_size)
+            if time.monotonic() >= deadline:
+                raise NotFoundError("no rank keeps an activation of this layer", value=layer)
+            time.sleep(_PAUSE)
+
+    def has(self, layer_id: LayerId) -> bool:
+        """Whether this rank keeps it."""
+        return self._store.has(layer_id)
+
+    def keys(self) -> list[LayerId]:
+        """What this rank keeps, the oldest first."""
+        return self._store.keys()
+
+    def clear(self, layer_id: LayerId | None = None) -> None:
+        """Forget one activation, or all, on this rank."""
+        self._store.clear(layer_id)
+
+    def synchronize(self) -> dict[int, set[LayerId]]:
+        """Wait for all ranks; by rank, the layers that it lacks and another one keeps. It is empty
+        where all keep the same.
+        """
+        heard = [set(keys) for keys in self._together("synchronize", self._store.keys())]
+        every = set().union(*heard)
+        return {rank: every - keys for rank, keys in enumerate(heard) if keys != every}
+
+    def clear_everywhere(self) -> None:
+        """Forget everything on all ranks; when it returns, none keeps anything."""
+        self._together("clear_everywhere", None)  # whoever still fetches has not come here yet
+        self._store.clear()
+        self._together("clear_everywhere", None)
+
+    def local_memory_stats(self) -> MemoryStats:
+        """Of this rank."""
+        return self._store.memory_stats()
+
+    def memory_stats(self) -> GroupMemoryStats:
+        """Of all ranks; rank 0 has the time."""
+        mine = self._store.memory_stats().to_dict()
+        heard = self._together("memory_stats", (mine, time.time()))
+        return GroupMemoryStats(tuple(MemoryStats(**said) for said, _ in heard), heard[0][1])
+
+    def close(self) -> None:
+        """Forget everything here and stop answering; ranks that ask later get an error."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._store.wake()
+            self._transport.close()
+            self._store.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self.clear_everywhere()
+        finally:
+            self.close()
+
+    def _answer(self, layer: LayerId, wait: float) -> torch.Tensor:
+        """What this rank keeps, for itself or for another; called on threads of the transport."""
+        self._store.wait_for(layer, wait, until=lambda: self._is_closed)
+        try:
+            return self._store.retrieve(layer)
+        except NotFoundError:
+            names = sorted(map(str, self._store.keys()))
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            raise NotFoundError(
+                f"rank {self.rank} keeps no activation of this layer",
+                value=layer,
+                hint=f"it keeps {', '.join(names[:_SHOWN]) or 'nothing'}{more}",
+            ) from None
+
+    def _together(self, call: str, value: Any) -> list[Any]:
+        """What all ranks say, each of which has to be in the same call."""
+        heard = self._transport.gather((call, value))
+        calls = {rank: said[0] for rank, said in enumerate(heard) if said[0] != call}
+        if calls:
+            raise PeerError(f"the ranks are in different calls: this one in {call}", value=calls)
+        return [said for _, said in heard]
+
+    def _check_open(self, layer_id: LayerId) -> None:
+        if self._is_closed:
+            raise UsageError(
+                "this store is closed: no rank could fetch what it keeps",
+                value=layer_id,
+                hint="make another one, on all ranks",
+            )
+
+    def _check(self, rank: object) -> None:
+        if type(rank) is not int or not 0 <= rank < self.world_size:
+            raise UsageError(
+                "no rank of the group", value=rank, hint=f"they are 0 to {self.world_size - 1}"
+            )
 
 
-def _tensor_of(kept: _Kept) -> torch.Tensor:
-    if kept.tensor is not None:
-        if kept.ready is not None:
-            torch.cuda.current_stream(kept.tensor.device).wait_event(kept.ready)
-        return kept.tensor
-    assert kept.moved is not None  # noqa: S101 — one of the two is there
-    tensor = kept.moved.fetch().view(kept.dtype).view(kept.shape)
-    return tensor.requires_grad_(kept.requires_grad)
+def _check_wait(wait: object) -> None:
+    if type(wait) not in (int, float) or not 0 <= wait < math.inf:  # type: ignore[operator]
+        raise UsageError("not so many seconds to wait", value=wait, hint="pass 0 or more")

@@ -1,15 +1,38 @@
-"""How the ranks of a distributed store reach each other; threads of one process, for a start."""
+"""How the ranks of a distributed store reach each other: one fetches what another keeps, and all
+meet. Threads of one process do so in memory. Processes fetch over TCP, each answering from threads
+of its own: a message is a short document of plain values, and the bytes of the tensor it announces.
+"""
 
 from __future__ import annotations
 
+import hmac
+import math
+import os
+import secrets
+import socket
+import struct
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import count
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from ckptkit.activation.store import LayerId
-from ckptkit.errors import NotFoundError, PeerError
+from ckptkit.activation.memory import LayerId, bytes_of, is_plain
+from ckptkit.checkpoint.ranks import OneRank, Ranks, ThreadBarrier
+from ckptkit.errors import CkptkitError, NotFoundError, PeerError, UnsupportedTypeError
+from ckptkit.format.leaves import dumps, unpack
+from ckptkit.live.ranks import World, current_world, ranks_of
+
+_TOKEN = 32
+_MOST_IDLE = 4  # connections to a rank that wait for the next fetch
+_LENGTH = struct.Struct("!I")
+_MOST = 1 << 20  # bytes of a document
+_DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 Answer = Callable[[LayerId, float], torch.Tensor]
 """From a layer and the seconds to wait for it to its activation; raises `NotFoundError`."""
@@ -54,91 +77,364 @@ class ThreadTransport:
     [0, 1]
     """
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
-        self._rank = rank
-        self._meeting = meeting
+    def __init__(self, ranks: Ranks, room: _ThreadRoom) -> None:
+        self.rank = ranks.rank
+        self.world_size = ranks.world_size
+        self._ranks = ranks
+        self._room = room
 
     @classmethod
     def world(cls, size: int, *, timeout: float = 30.0) -> list[ThreadTransport]:
         """One for each thread."""
-        meeting = _Meeting(size, timeout)
-        return [cls(rank, meeting) for rank in range(size)]
+        room = _ThreadRoom(timeout)
+        ranks = ThreadBarrier.group(size, timeout) if size > 1 else [OneRank()]
+        return [cls(each, room) for each in ranks]
 
-    @property
-    def rank(self) -> int:
-        """The number of this thread."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """How many threads there are."""
-        return self._meeting.size
-
-    def serve(self, answer: Answer) -> None:
-        """Let the others ask this one."""
-        self._meeting.open(self._rank, answer)
+    def serve(self, answer: Answer | None) -> None:
+        """Let the others ask this one; None: no longer."""
+        with self._room.opened:
+            self._room.answers[self.rank] = answer
+            self._room.opened.notify_all()
 
     def fetch(self, source: int, layer_id: LayerId, *, wait: float) -> torch.Tensor:
         """A copy of what the other thread keeps."""
-        answer = self._meeting.answer_of(source)
+        room = self._room
+        with room.opened:
+            came = room.opened.wait_for(lambda: source in room.answers, room.timeout)
+            answer = room.answers.get(source)
+        if answer is None:
+            why = "its store is closed" if came else "it did not come in time"
+            raise PeerError(f"rank {source} does not answer: {why}")
         try:
             tensor = answer(layer_id, wait)
         except NotFoundError as error:
-            raise missing(source, layer_id, error.hint) from None
+            raise _missing(source, layer_id, error.hint) from None
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all threads."""
-        return list(self._meeting.exchange(self._rank, value))
+        """The plain values of all threads."""
+        heard: list[Any] = self._ranks.agree(value, list)
+        return heard
 
     def broadcast(self, source: int, tensor: torch.Tensor) -> None:
         """Copy the tensor of one thread into those of the others."""
-        found: torch.Tensor = self._meeting.exchange(self._rank, tensor)[source]
-        if self._rank != source:
-            tensor.copy_(found.detach())
+        if self.rank == source:
+            self._room.tensor = tensor.detach()
+        self._ranks.wait()
+        if self.rank != source:
+            tensor.copy_(self._room.tensor)
+        self._ranks.wait()
 
     def close(self) -> None:
         """Let nobody ask any more."""
-        self._meeting.open(self._rank, None)
+        self.serve(None)
 
 
-class _Meeting:
-    """Where the threads meet; who does not come in time breaks it for all."""
+class _ThreadRoom:
+    """What the threads of one world share."""
 
-    def __init__(self, size: int, timeout: float) -> None:
-        self.size = size
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.answers: dict[int, Answer | None] = {}
+        self.opened = threading.Condition()
+        self.tensor = torch.empty(0)
+
+
+def meeting_of(group: dist.ProcessGroup) -> tuple[World, str]:
+    """The ranks of a process group, and a name for them to meet under: another one for each call,
+    which all of them make.
+    """
+    rank, store = group.rank(), current_world().store
+    if store is None:
+        return World(), ""
+    # Groups apart may have one name, but never the same first rank.
+    first = dist.get_process_group_ranks(group)[0]
+    name = f"activations/{group.group_name}/{first}"
+    turn = store.add(f"ckptkit/{name}/turns of rank {rank}", 1)
+    return World(rank, group.size(), store), f"{name}/{turn}"
+
+
+class SocketTransport:
+    """The ranks of a process group, which meet over the job's store and fetch over TCP."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 30.0) -> None:
+        found = dist.group.WORLD if group is None else group
+        assert found is not None  # noqa: S101 — the caller has looked
+        self.rank: int = found.rank()
+        self.world_size: int = found.size()
+        self._group = found
         self._timeout = timeout
-        self._answers: dict[int, Answer | None] = {}
-        self._opened = threading.Condition()
-        self._values: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=timeout)
+        self._world, self._name = meeting_of(found)
+        self._numbers = count()
+        self._met: Ranks = OneRank()
+        self._token = b""
+        self._responder: _Responder | None = None
+        self._addresses: list[tuple[str, int]] = []
+        self._idle: list[list[socket.socket]] = [[] for _ in range(self.world_size)]
+        self._lock = threading.Lock()
 
-    def open(self, rank: int, answer: Answer | None) -> None:
-        with self._opened:
-            self._answers[rank] = answer
-            self._opened.notify_all()
+    def serve(self, answer: Answer) -> None:
+        """Begin to answer; all ranks do so together."""
+        heard = self.gather((socket.gethostname(), secrets.token_hex(_TOKEN // 2)))
+        self._token = heard[0][1].encode()
+        is_one_machine = len({host for host, _ in heard}) == 1
+        host = "127.0.0.1" if is_one_machine else _own_address()
+        self._responder = _Responder(host, self._token, answer)
+        self._addresses = self.gather((host, self._responder.port))
 
-    def answer_of(self, rank: int) -> Answer:
-        with self._opened:
-            came = self._opened.wait_for(lambda: rank in self._answers, self._timeout)
-            answer = self._answers.get(rank)
-        if answer is None:
-            why = "its store is closed" if came else "it did not come in time"
-            raise PeerError(f"rank {rank} does not answer: {why}")
-        return answer
-
-    def exchange(self, rank: int, value: Any) -> Sequence[Any]:
-        self._values[rank] = value
+    def fetch(self, source: int, layer_id: LayerId, *, wait: float) -> torch.Tensor:
+        """Ask a rank; the answer comes from a thread of its."""
+        seconds, where = self._timeout + wait, f"activation {layer_id!r}"
+        deadline = time.monotonic() + seconds
         try:
-            self._barrier.wait()
-            heard = list(self._values)
-            self._barrier.wait()  # nobody may write the next value before all have read
-        except threading.BrokenBarrierError:
-            raise PeerError("not all ranks came in time") from None
+            with self._connection(source, deadline) as sock:
+                sock.sendall(_message({"layer": layer_id, "wait": wait}))
+                said = _receive_document(sock, deadline)
+                if "shape" in said:
+                    return _receive_tensor(sock, said, deadline)
+        except TimeoutError:
+            raise PeerError(
+                f"rank {source} did not answer within {seconds:g} s",
+                where=where,
+                hint="it hangs, or its machine cannot be reached; timeout= says how long to wait",
+            ) from None
+        except (OSError, EOFError) as error:
+            raise PeerError(
+                f"rank {source} has gone: its process died, or its store is closed", where=where
+            ) from error
+        if "failed" in said:
+            raise PeerError(f"rank {source}: {said['failed']}", where=where)
+        raise _missing(source, layer_id, str(said.get("missing")))
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain values of all ranks."""
+        ranks = ranks_of(self._world, f"{self._name}/{next(self._numbers)}", self._timeout)
+        with self._in_time():
+            heard: list[Any] = ranks.agree(value, list)
+        # All are here: nobody reads any more what was said before.
+        before, self._met = self._met, ranks
+        if self.rank == 0:
+            before.forget()
         return heard
 
+    def broadcast(self, source: int, tensor: torch.Tensor) -> None:
+        """A collective of the group, as bytes, which all backends take; all ranks have just met."""
+        flat, devices = bytes_of(tensor), self._group._device_types
+        if not flat.numel():
+            return
+        is_taken = flat.device.type in [device.type for device in devices]
+        sent = flat if is_taken else flat.to(devices[0])
+        with self._in_time():
+            work = dist.broadcast(sent, group=self._group, group_src=source, async_op=True)
+            if work is not None:
+                work.wait(timedelta(seconds=self._timeout))
+        if not is_taken:
+            flat.copy_(sent)
 
-def missing(source: int, layer_id: LayerId, there: str) -> NotFoundError:
+    def close(self) -> None:
+        """Stop answering, and leave the others: connections in use are closed at their end."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for sock in [each for socks in idle for each in socks]:
+            sock.close()
+        if self._responder is not None:
+            self._responder.close()
+            self._responder = None  # it knows the store, which knows this
+
+    @contextmanager
+    def _connection(self, source: int, deadline: float) -> Iterator[socket.socket]:
+        """One of as many to a rank as threads ask it at once."""
+        with self._lock:
+            sock = self._idle[source].pop() if self._idle and self._idle[source] else None
+        if sock is None:
+            sock = socket.create_connection(self._addresses[source], _left(deadline))
+            with suppress(OSError):  # what asks on it sees it too
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.sendall(self._token)
+        try:
+            sock.settimeout(_left(deadline))
+            yield sock
+        except BaseException:
+            sock.close()  # what comes on it yet answers nobody
+            raise
+        with self._lock:
+            if self._idle and len(self._idle[source]) < _MOST_IDLE:
+                self._idle[source].append(sock)
+            else:
+                sock.close()
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # PeerError is one
+            what = error.what if isinstance(error, PeerError) else f"another rank is lost: {error}"
+            raise PeerError(
+                what, hint="the ranks cannot meet again in this store: close it, and make another"
+            ) from error
+
+
+class _Responder:
+    """Answers whoever knows the token, each on a thread of its own."""
+
+    def __init__(self, host: str, token: bytes, answer: Answer) -> None:
+        self._token = token
+        self._answer = answer
+        self._listening = socket.create_server((host, 0))
+        self.port: int = self._listening.getsockname()[1]
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._is_closed = False
+        self._thread = threading.Thread(
+            target=self._accept, name="ckptkit-activations", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all threads."""
+        with self._lock:
+            self._is_closed = True
+            threads = list(self._open.values())
+            for sock in [self._listening, *self._open]:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+        for thread in (self._thread, *threads):
+            thread.join(5.0)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listening.accept()
+            except OSError:
+                return
+            thread = threading.Thread(target=self._serve, args=(sock,), daemon=True)
+            with self._lock:
+                if self._is_closed:
+                    sock.close()
+                    return
+                self._open[sock] = thread
+            thread.start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            # A stranger may send anything: then its connection ends, and nothing else.
+            with sock, suppress(OSError, EOFError, CkptkitError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                given = _receive(sock, _TOKEN, time.monotonic() + 10.0)
+                if hmac.compare_digest(bytes(given), self._token):
+                    while True:
+                        asked = _receive_document(sock, math.inf)
+                        self._reply(sock, asked)
+        finally:
+            with self._lock:
+                self._open.pop(sock, None)
+
+    def _reply(self, sock: socket.socket, asked: dict[str, Any]) -> None:
+        data = memoryview(b"")
+        try:
+            tensor = self._answer(asked["layer"], float(asked["wait"]))
+            said, data = described(tensor), _view(bytes_of(tensor.detach().cpu()))
+        except NotFoundError as error:
+            said = {"missing": error.hint}
+        except Exception as error:  # noqa: BLE001 — told to the rank that asked
+            said = {"failed": f"{type(error).__name__}: {error}"}
+        sock.sendall(_message(said))
+        sock.sendall(data)
+
+
+def described(tensor: torch.Tensor, *, where: str = "") -> dict[str, Any]:
+    """What a tensor is, as plain values; only plain memory can be sent."""
+    if not is_plain(tensor):
+        raise UnsupportedTypeError(
+            "only dense tensors can be sent to other ranks",
+            where=where,
+            value=f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}",
+            hint="keep the local part of a DTensor, and the dense form of a sparse one",
+        )
+    return {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype),
+        "device": tensor.device.type,
+        "requires_grad": tensor.requires_grad,
+    }
+
+
+def empty_like(said: dict[str, Any], *, device: str) -> torch.Tensor:
+    """Memory for the tensor that another rank describes."""
+    shape, dtype = said.get("shape"), _DTYPES.get(str(said.get("dtype")))
+    if dtype is None or not isinstance(shape, list) or not all(type(n) is int for n in shape):
+        raise PeerError("no tensor of this protocol", value=said)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _message(document: dict[str, Any]) -> bytes:
+    data = dumps(document)
+    return _LENGTH.pack(len(data)) + data
+
+
+def _receive_document(sock: socket.socket, deadline: float) -> dict[str, Any]:
+    (length,) = _LENGTH.unpack(_receive(sock, _LENGTH.size, deadline))
+    if length > _MOST:
+        raise PeerError("no document of this protocol", value=length)
+    document = unpack(bytes(_receive(sock, length, deadline)), "a message")
+    if not isinstance(document, dict):
+        raise PeerError("no document of this protocol", value=document)
+    return document
+
+
+def _receive_tensor(sock: socket.socket, said: dict[str, Any], deadline: float) -> torch.Tensor:
+    tensor = empty_like(said, device="cpu")
+    if tensor.numel():
+        _receive_into(sock, _view(bytes_of(tensor)), deadline)
+    if said.get("device") == "cuda":
+        tensor = tensor.to("cuda")
+    return tensor.requires_grad_(bool(said.get("requires_grad")))
+
+
+def _receive(sock: socket.socket, length: int, deadline: float) -> memoryview:
+    buffer = memoryview(bytearray(length))
+    _receive_into(sock, buffer, deadline)
+    return buffer
+
+
+def _receive_into(sock: socket.socket, view: memoryview, deadline: float) -> None:
+    """Fill memory; `EOFError` where the other side has ended."""
+    done = 0
+    while done < len(view):
+        sock.settimeout(_left(deadline))
+        count = sock.recv_into(view[done:])
+        if not count:
+            raise EOFError
+        done += count
+
+
+def _left(deadline: float) -> float | None:
+    """The seconds until then, as sockets take them."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return None if left == math.inf else left
+
+
+def _view(flat: torch.Tensor) -> memoryview:
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
+def _own_address() -> str:
+    """The address by which other machines reach this one: that on the way to the master's."""
+    master = os.environ.get("MASTER_ADDR", "")
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if master:
+            probe.connect((master, 1))  # sends nothing
+            host: str = probe.getsockname()[0]
+            if not host.startswith("127."):
+                return host
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _missing(source: int, layer_id: LayerId, there: str) -> NotFoundError:
     """What is raised where a rank asks another one for what that does not have."""
     return NotFoundError(
         f"rank {source} keeps no activation of this layer", value=layer_id, hint=there

@@ -16,7 +16,7 @@ from ckptkit.format.arrays import Alias, ArrayInfo, check_names, key_of
 from ckptkit.format.columns import chunk_starts
 from ckptkit.format.leaves import canonical
 from ckptkit.format.manifest import Manifest, PackInfo
-from ckptkit.format.names import ancestors
+from ckptkit.format.names import DATA_RANK, ancestors
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.format.record import Record
 
@@ -102,6 +102,14 @@ def _disagreement(a: ArrayInfo, rank_a: int, b: ArrayInfo, rank_b: int) -> PeerE
 
 
 def _check_names(arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> None:
+    second = {alias.name: alias.alias_of for alias in aliases}
+    for array in arrays:
+        if array.name in second:
+            raise PeerError(
+                f"on some ranks this is a second name of {second[array.name]}, on others an array",
+                where=array.name,
+                hint="tie the same parameters on all ranks",
+            )
     try:
         check_names(arrays, aliases)
     except FormatError as error:
@@ -247,6 +255,14 @@ def _merge_object(by_rank: dict[int, ObjectInfo], world_size: int) -> ObjectInfo
             f"rank {absent[0]} did not add this {first.semantics} value", where=first.name
         )
     values = [by_rank[rank].value for rank in range(world_size)]
+    marked = [isinstance(value, dict) and DATA_RANK in value for value in values]
+    if first.semantics == "per_rank" and any(marked) != all(marked):
+        raise PeerError(
+            f"rank {marked.index(True)} has a value of its share of the data, and rank "
+            f"{marked.index(False)} one of its own",
+            where=first.name,
+            hint="PerDataRank(…) on all ranks, or PerRank(…) on all",
+        )
     if first.semantics == "sum" and len({np.shape(value) for value in values}) > 1:
         raise PeerError("the ranks add values of different shapes", where=first.name)
     if first.semantics == "split" and len({type(value) for value in values}) > 1:

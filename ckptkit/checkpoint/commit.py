@@ -112,7 +112,7 @@ def publish(store: Store, prefix: str, manifest: Manifest, *, replace: bool) -> 
             # The answer was lost, or the step is there but perhaps not durable: once more, which
             # changes nothing that can be seen. Elsewhere what is there is durable, and another save
             # may be about to replace it.
-            if store.abilities.is_file_system:
+            if store.abilities.claims_names:
                 store.put(key, data)
             return
         if there is not None and isinstance(error, AlreadyExistsError):

@@ -28,8 +28,8 @@ from ckptkit.format.envelope import (
 from ckptkit.format.manifest import MANIFEST_KIND, Manifest
 from ckptkit.format.record import SaveInfo
 from ckptkit.storage import Source, Store, default_pool
-from ckptkit.storage.ranges import checked_size
-from ckptkit.storage.refusals import link_in_the_way
+from ckptkit.storage.disk import link_in_the_way
+from ckptkit.storage.store import checked_size
 
 # Larger manifests, of more than two million chunks, are looked at before they are read.
 _AT_ONCE = 64 << 20
@@ -85,7 +85,7 @@ def _bytes(store: Store, prefix: str, most: int) -> bytes | None:
             check_head(MANIFEST_KIND, bytes(source.fetch(0, _HEAD_BYTES)), where)
             tail = bytes(source.fetch(source.size - CRC_BYTES, CRC_BYTES))
             crc = int.from_bytes(tail[-4:], "big")
-            if store.abilities.is_file_system and tail[0] == CRC_MARK:
+            if not store.abilities.waits_for_answers and tail[0] == CRC_MARK:
                 crc = _crc_of(source, source.size - 4)
             check_sum(MANIFEST_KIND, tail, crc, where)
         with _in_memory(where, source.size):

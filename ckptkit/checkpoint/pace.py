@@ -42,7 +42,7 @@ class Pace:
         its way.
         """
         can = store.abilities
-        if can.is_file_system:
+        if not can.waits_for_answers:
             # As many as copy at a time, since reading is copying there.
             requests = min(_MOST_THREADS, can.concurrency or cores())
             return cls(requests, can.request_bytes, can.gap_bytes, by_rows=True)
@@ -91,7 +91,7 @@ def ask_all(
     """Ask the same of many things, some at a time, never far ahead of who takes the answers; these
     come in order.
     """
-    if store.abilities.is_file_system:
+    if not store.abilities.waits_for_answers:
         yield from map(ask, items)
         return
     yield from asked_in_threads(ask, items, most or at_once(store.abilities))

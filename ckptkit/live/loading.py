@@ -115,7 +115,7 @@ class Loading:
         self._check_wrappers(snapshot)
         targets, fresh = self._targets(snapshot, resumed)
         threads = options.threads
-        if threads is None and self._checkpoint.store.abilities.is_file_system:
+        if threads is None and not self._checkpoint.store.abilities.waits_for_answers:
             # Elsewhere they wait rather than copy: as many as the store likes.
             threads = copying_threads(self._world)
         filling = Filling(

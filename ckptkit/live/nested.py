@@ -149,7 +149,7 @@ def _parts(name: str, record: Any) -> list[str]:
 
 def _without_gone(tree: Any) -> Any:
     """A tree without the tensors that were not chosen."""
-    if isinstance(tree, dict):
+    if type(tree) is dict:  # a Counter has no tensors, and stays one
         return {key: _without_gone(value) for key, value in tree.items() if value is not _GONE}
     if type(tree) in (list, tuple):
         return type(tree)(_without_gone(value) for value in tree if value is not _GONE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_lin
 from ckptkit.checkpoint.threads import Progress
 from ckptkit.checkpoint.writer import Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
-from ckptkit.format.names import inner_name, matches
+from ckptkit.format.leaves import canonical
+from ckptkit.format.names import inner_name, join, matches
 from ckptkit.live.agree import agree, fingerprint_of_keys, keys_of_some
 from ckptkit.live.arena import Arena
 from ckptkit.live.ranks import StoreRanks, World, copying_threads
@@ -124,7 +126,7 @@ class PreparedSave:
             values,
             lambda name: _fingerprint(parameters.get(name)),
         )
-        replicas = _checksums(snapshot, options.differing)
+        replicas = _checksums(snapshot, values, options.differing)
         details, keys, compares = self._told_by_rank_0(snapshot, has_replicas=bool(replicas))
         if compares:
             _check_replicas(self._barrier, replicas)
@@ -188,16 +190,36 @@ def _fingerprint(held: LiveTensor | None) -> list[object] | None:
     return [str(dtype_of(held.name, held.local)), list(held.shape), content]
 
 
-def _checksums(snapshot: Snapshot, differing: Sequence[str]) -> list[list[Any]]:
+def _checksums(
+    snapshot: Snapshot, values: Mapping[str, Any], differing: Sequence[str]
+) -> list[list[Any]]:
     """Of what nothing keeps the same on several ranks, of which the first one's is saved, and which
-    nobody said may differ: the name, that rank and the checksum.
+    nobody said may differ: the name, that rank and the checksum. These are tensors, extra state,
+    and what an optimizer says in its groups and of its parameters.
 
     Parameters of mere copies of a model are not compared: ranks need not meet for them, and one
     that is lost keeps nobody waiting. Along an axis that cuts they are: who forgot a rule for one
     that was cut by hand would lose what the other ranks have.
     """
     topology = snapshot.topology
-    return [
+    pipeline, mesh = topology.pipeline, topology.strategy.mesh
+    # Of each stage of a pipeline the first rank: stages have groups of their own.
+    here = enumerate(mesh.coords(topology.rank))
+    first = mesh.rank(tuple(at if axis == pipeline else 0 for axis, at in here))
+    plain = {join("model", name): value for name, value in values.items()}
+    groups = [group for document in snapshot.optimizers for group in document["groups"]]
+    for number, group in enumerate(groups):
+        for key, value in group["options"].items():
+            plain[join("optimizer", "param_groups", str(number), key)] = value
+    for document in snapshot.optimizers:
+        for parameter, said in document["values"].items():
+            plain |= {join("optimizer", parameter, key): value for key, value in said.items()}
+    said_plainly = [
+        [name, first, zlib.crc32(canonical(value, name))]
+        for name, value in plain.items()
+        if not matches(differing, name, name.partition("/")[2])
+    ]
+    return said_plainly + [
         [held.name, held.first_replica(topology), checksum(held.name, held.local)]
         for held in snapshot.tensors
         if not held.is_sure(topology)

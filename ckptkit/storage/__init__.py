@@ -1,16 +1,16 @@
-"""Bytes under a location: local files with direct I/O, memory, and decorators for tests."""
+"""Bytes under a location: files with direct I/O, memory, and servers in `objects/`."""
 
 from __future__ import annotations
 
+import os
+from importlib import import_module
+
 from ckptkit.storage.buffers import AlignedBuffer, BufferPool, default_pool
-from ckptkit.storage.counting import CountingStore
-from ckptkit.storage.factory import open_store
-from ckptkit.storage.failing import FailingStore
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.location import Location
 from ckptkit.storage.memory import MemoryStore
-from ckptkit.storage.options import NO_OPTIONS, Address, Options
-from ckptkit.storage.store import Abilities, Entry, Sink, Source, Store
+from ckptkit.storage.options import NO_OPTIONS, Address, Options, checked_names
+from ckptkit.storage.store import Abilities, Sink, Source, Store, Stored
 
 __all__ = [
     "NO_OPTIONS",
@@ -18,9 +18,6 @@ __all__ = [
     "Address",
     "AlignedBuffer",
     "BufferPool",
-    "CountingStore",
-    "Entry",
-    "FailingStore",
     "LocalStore",
     "Location",
     "MemoryStore",
@@ -28,6 +25,27 @@ __all__ = [
     "Sink",
     "Source",
     "Store",
+    "Stored",
     "default_pool",
     "open_store",
 ]
+
+
+def open_store(
+    location: str | os.PathLike[str] | Location | Address, options: Options = NO_OPTIONS
+) -> Store:
+    """The store rooted at a location; nothing is created or read until the first call on it.
+
+    Options of the object stores change nothing for a path: one set may serve two places.
+    """
+    if isinstance(location, Address):
+        options = {**location.options, **options}
+        location = location.location
+    parsed = Location.parse(location)
+    if parsed.scheme in ("file", "memory"):
+        checked_names(options)
+        return MemoryStore(parsed) if parsed.scheme == "memory" else LocalStore(parsed)
+    # Loaded by its name, as a plugin is: it stands on this room, and costs time to import.
+    objects = import_module("ckptkit.storage.objects.store")
+    found: Store = objects.open_objects(parsed, options)
+    return found

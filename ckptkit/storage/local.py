@@ -7,21 +7,23 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from io import FileIO
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
-from ckptkit.errors import NotFoundError, UsageError
-from ckptkit.storage.direct import BLOCK
-from ckptkit.storage.folders import (
+from ckptkit.errors import CorruptionError, NotFoundError, UsageError
+from ckptkit.storage.disk import (
     entered,
+    refusals,
     remove_empty,
     sync_above,
     sync_file,
     sync_folder,
     sync_nearest,
 )
-from ckptkit.storage.keys import (
+from ckptkit.storage.location import (
+    Location,
     checked_key,
     deletable_key,
     folder_of,
@@ -29,19 +31,22 @@ from ckptkit.storage.keys import (
     is_temporary,
     new_temporary,
 )
-from ckptkit.storage.local_sink import LocalSink
-from ckptkit.storage.local_source import LocalSource
-from ckptkit.storage.location import Location
 from ckptkit.storage.options import Address
-from ckptkit.storage.ranges import as_bytes, checked_size
-from ckptkit.storage.refusals import refusals
-from ckptkit.storage.store import Abilities, Entries, Entry, Names
-
-_ABILITIES = Abilities(
-    exclusive_create=True, alignment=BLOCK, part_size=8 << 20, modified_times=True
+from ckptkit.storage.sink import LocalSink
+from ckptkit.storage.store import (
+    Abilities,
+    Closing,
+    Entries,
+    Names,
+    Stored,
+    as_bytes,
+    checked_range,
+    checked_size,
 )
+
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _TRIES = 16
 
 
@@ -52,31 +57,22 @@ class LocalStore:
     is written or deleted through one below the folder, whatever takes the place of what meanwhile.
     """
 
+    abilities = Abilities(part_size=8 << 20)
+
     def __init__(self, location: str | os.PathLike[str] | Location) -> None:
         self.location = Location.parse(location)
         if self.location.scheme != "file":
             raise UsageError("not a local path", where=str(self.location), hint="use open_store")
+        self.address = Address(self.location)
         self._root = Path(self.location.path)
 
-    @property
-    def address(self) -> Address:
-        """The folder."""
-        return Address(self.location)
-
-    @property
-    def abilities(self) -> Abilities:
-        """Racing creators are told apart; direct I/O likes buffers that match their offsets."""
-        return _ABILITIES
-
     def children(self, prefix: str = "") -> Names:
-        """The names directly below `prefix`, sorted; folders that are empty are among them."""
-        folder = self._below(prefix)
+        folder = self._root / folder_of(prefix)
         with refusals(str(folder)):
             return sorted(e.name for e in _entries(folder) if _is_listed(e.name))
 
     def links(self, prefix: str = "") -> dict[str, str]:
-        """The symbolic links directly below `prefix`, and what each says that it leads to."""
-        folder = self._below(prefix)
+        folder = self._root / folder_of(prefix)
         with refusals(str(folder)):
             found = (e for e in _entries(folder) if _is_listed(e.name) and e.is_symlink())
             return {
@@ -84,13 +80,9 @@ class LocalStore:
             }
 
     def list(self, prefix: str = "") -> Entries:
-        """Every file below `prefix`, sorted by key."""
-        folder = self._below(prefix)
-        with refusals(str(folder)):
-            return _files(folder, folder_of(prefix), _is_listed)
+        return self._files(prefix, _is_listed)
 
     def size(self, key: str) -> int:
-        """The number of bytes of a file."""
         path = self._path(key)
         with refusals(str(path)):
             try:
@@ -102,12 +94,10 @@ class LocalStore:
             return status.st_size
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Exactly these bytes of a file."""
         with self.open(key) as source:
             return source.read(start, length)
 
     def read_whole(self, key: str, most: int) -> bytes:
-        """A small file."""
         with self.open(key) as source:
             return source.read(0, checked_size(str(self._path(key)), source.size, most))
 
@@ -128,7 +118,6 @@ class LocalStore:
         memory: int | None = None,  # noqa: ARG002
         again: bool = False,
     ) -> LocalSink:
-        """Begin a new file, visible but incomplete until it is finished; it keeps nothing."""
         return LocalSink(self._root, self._path(key), extents, again=again)
 
     def put(
@@ -146,6 +135,28 @@ class LocalStore:
             else:
                 self._put(path, view, exclusive=exclusive)
             sync_folder(path.parent)
+
+    def _put(self, path: Path, data: memoryview, *, exclusive: bool) -> None:
+        made: list[Path] = []
+        with entered(self._root, path.parent, made) as folder:
+            temporary = new_temporary()
+            try:
+                descriptor = os.open(temporary, _NEW, 0o666, dir_fd=folder)
+                try:
+                    done = 0
+                    while done < data.nbytes:
+                        done += os.pwrite(descriptor, data[done:], done)
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                sync_above(path.parent, self._root, made)
+                if exclusive:
+                    _publish_once(temporary, path.name, folder)
+                else:
+                    os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=folder)
 
     def sync(self, keys: Iterable[str]) -> None:
         """Make files durable, then their names and the way to them."""
@@ -167,7 +178,6 @@ class LocalStore:
         """Nothing: a file system's abilities are known."""
 
     def room(self) -> int | None:
-        """The bytes that are free on the file system."""
         folder = self._root
         while not folder.is_dir() and folder != folder.parent:
             folder = folder.parent
@@ -176,10 +186,8 @@ class LocalStore:
         return system.f_bavail * system.f_frsize
 
     def leftovers(self, prefix: str = "", *, deep: bool = True) -> Entries:
-        """Temporary files, which a `put` that was killed leaves; sorted by key."""
-        folder = self._below(prefix)
-        with refusals(str(folder)):
-            return _files(folder, folder_of(prefix), is_leftover, deep=deep)
+        """Temporary files, which a `put` that was killed leaves."""
+        return self._files(prefix, is_leftover, deep=deep)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete files in this order, also across a crash, then the folders left empty.
@@ -195,44 +203,25 @@ class LocalStore:
 
     def _unlinked(self, folder: Path, names: Sequence[str]) -> bool:
         """Delete these names of a folder; whether any was there."""
-        try:
-            with entered(self._root, folder) as descriptor:
-                return bool(sum([_unlinked(name, descriptor) for name in names]))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-
-    def _put(self, path: Path, data: memoryview, *, exclusive: bool) -> None:
-        made: list[Path] = []
-        with entered(self._root, path.parent, made) as folder:
-            temporary = new_temporary()
-            try:
-                _write_whole(temporary, folder, data)
-                sync_above(path.parent, self._root, made)
-                if exclusive:
-                    _publish_once(temporary, path.name, folder)
-                else:
-                    os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-            finally:
-                with suppress(FileNotFoundError):
-                    os.unlink(temporary, dir_fd=folder)
+        found = False
+        with (
+            suppress(FileNotFoundError, NotADirectoryError),
+            entered(self._root, folder) as descriptor,
+        ):
+            for name in names:
+                with suppress(*_ABSENT):
+                    os.unlink(name, dir_fd=descriptor)
+                    found = True
+        return found
 
     def _path(self, key: str) -> Path:
         return self._root / checked_key(key)
 
-    def _below(self, prefix: str) -> Path:
-        return self._root / folder_of(prefix)
-
-
-def _write_whole(name: str, folder: int, data: memoryview) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = os.open(name, flags, 0o666, dir_fd=folder)
-    try:
-        done = 0
-        while done < data.nbytes:
-            done += os.pwrite(descriptor, data[done:], done)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def _files(self, prefix: str, wanted: Callable[[str], bool], *, deep: bool = True) -> Entries:
+        prefix = folder_of(prefix)
+        folder = self._root / prefix
+        with refusals(str(folder)):
+            return sorted(_walked(folder, prefix, wanted, deep=deep), key=attrgetter("key"))
 
 
 def _publish_once(temporary: str, name: str, folder: int) -> None:
@@ -248,17 +237,8 @@ def _publish_once(temporary: str, name: str, folder: int) -> None:
             raise
         # Without links: claim the name with an empty file, then fill it. A crash between the two
         # leaves it empty, so callers take nothing that is empty for what was to be put.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        os.close(os.open(name, flags, 0o666, dir_fd=folder))
+        os.close(os.open(name, _NEW, 0o666, dir_fd=folder))
         os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-
-
-def _unlinked(name: str, folder: int) -> bool:
-    try:
-        os.unlink(name, dir_fd=folder)
-    except _ABSENT:
-        return False
-    return True
 
 
 def _is_listed(name: str) -> bool:
@@ -273,15 +253,9 @@ def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:
         return
 
 
-def _files(
-    folder: Path | str, prefix: str, wanted: Callable[[str], bool], *, deep: bool = True
-) -> Entries:
-    return sorted(_walked(folder, prefix, wanted, deep=deep), key=attrgetter("key"))
-
-
 def _walked(
     folder: Path | str, prefix: str, wanted: Callable[[str], bool], *, deep: bool
-) -> Iterator[Entry]:
+) -> Iterator[Stored]:
     for entry in _entries(folder):
         key = f"{prefix}/{entry.name}" if prefix else entry.name
         # A link to a folder above would never end.
@@ -292,8 +266,54 @@ def _walked(
             with suppress(FileNotFoundError):
                 status = entry.stat()
                 if stat.S_ISREG(status.st_mode):
-                    yield Entry(key, status.st_size, status.st_mtime)
+                    yield Stored(key, status.st_size, status.st_mtime)
 
 
 def _absent(path: Path) -> NotFoundError:
     return NotFoundError("no such file", where=str(path), hint="check the path and the name")
+
+
+class LocalSource(Closing):
+    """A file open for reading, by exact ranges, from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+        # A pipe of that name would make open wait for its writer.
+        self._file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+        status = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            self._file.close()
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        self.size = status.st_size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        view = as_bytes(self._path, buffer)
+        checked_range(self._path, self.size, offset, view.nbytes)
+        with refusals(self._path):
+            descriptor, done = self._file.fileno(), 0
+            while done < view.nbytes:
+                count = os.preadv(descriptor, [view[done:]], offset + done)
+                if not count:
+                    raise CorruptionError(
+                        f"the file ends at byte {offset + done}, it had {self.size}",
+                        where=self._path,
+                        hint="another process cut it while it was read",
+                    )
+                done += count
+
+    def fetch(self, offset: int, length: int) -> memoryview:
+        return memoryview(self.read(offset, length))
+
+    def read(self, start: int = 0, length: int | None = None) -> bytes:
+        """Exactly these bytes."""
+        count = checked_range(self._path, self.size, start, length)
+        with refusals(self._path):
+            data = os.pread(self._file.fileno(), count, start)
+        if len(data) == count:
+            return data
+        whole = bytearray(count)
+        self.read_into(start, memoryview(whole))
+        return bytes(whole)
+
+    def close(self) -> None:
+        self._file.close()

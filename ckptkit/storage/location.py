@@ -1,17 +1,19 @@
-"""Where a store is: a parsed path or URL, without credentials."""
+"""Where a store is, a parsed path or URL without credentials; and how objects are named there."""
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from ckptkit.errors import UsageError
+from ckptkit.errors import InvalidNameError, UsageError
 
 BUCKETS = ("s3", "gs", "az")
 SCHEMES = ("file", "memory", *BUCKETS)
+TEMPORARY = ".tmp-"
 
 _ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "azure": "az"}
 # By fsspec links would be followed where something is deleted.
@@ -26,6 +28,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9._:-]+")
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _USER = re.compile(r"[^/]*@")
 _USER_AND_SECRET = re.compile(r"[^/@]*:[^/]*@")
+_LEFTOVER = re.compile(r"\.tmp-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +41,17 @@ class Location:
     path: str
 
     def __post_init__(self) -> None:
-        if self.scheme not in SCHEMES and not _fsspec_knows(self.scheme):
-            raise _unknown_scheme(self.scheme)
+        _refuse_unknown(self.scheme)
         if not self.path or "\0" in self.path:
             raise UsageError("a location must be a non-empty path without NUL", value=self.path)
-        if self.scheme == "file" and not self.path.startswith("/"):
+        if self.scheme != "file":
+            _refuse_odd_names(self.scheme, self.path)
+        elif not self.path.startswith("/"):
             raise UsageError(
                 "a file location must be an absolute path",
                 value=self.path,
                 hint="Location.parse makes paths absolute",
             )
-        if self.scheme != "file":
-            _refuse_odd_names(self.scheme, self.path)
 
     @classmethod
     def parse(cls, text: str | os.PathLike[str] | Location) -> Location:
@@ -101,23 +103,41 @@ class Location:
 
 def _from_url(scheme: str, rest: str) -> Location:
     scheme = _ALIASES.get(scheme, scheme)
-    if scheme not in SCHEMES and not _fsspec_knows(scheme):
-        raise _unknown_scheme(scheme)
-    _refuse_credentials(scheme, rest)
+    _refuse_unknown(scheme)
     if scheme == "file":
-        return _from_file_url(unquote(rest))
-    return Location(scheme, rest.rstrip("/") or "/")
-
-
-def _refuse_credentials(scheme: str, rest: str) -> None:
+        path = unquote(rest).removeprefix("localhost")
+        if not path.startswith("/"):
+            raise UsageError(
+                "a file URL must name no host",
+                value=f"file://{unquote(rest)}",
+                hint=f"write file:///{unquote(rest)} or just the path",
+            )
+        if "\0" in path:
+            raise UsageError("a location must be a non-empty path without NUL", value=path)
+        return Location("file", _absolute(path))
     # Elsewhere a name before the host is no secret: sftp://me@host/folder.
     secret = _USER_AND_SECRET if scheme not in SCHEMES else _USER
-    if scheme != "file" and secret.match(rest):
+    if secret.match(rest):
         raise UsageError(
             "a location must not hold credentials",
             where=f"{scheme}://…@…",
             hint="pass them as storage options or in the environment, and only the name here",
         )
+    return Location(scheme, rest.rstrip("/") or "/")
+
+
+def _refuse_unknown(scheme: str) -> None:
+    if scheme in SCHEMES:
+        return
+    if scheme not in _NO_STORES:
+        from fsspec.registry import known_implementations, registry  # noqa: PLC0415 — costs time
+
+        if scheme in registry or scheme in known_implementations:
+            return
+    hint = "accepted are plain paths, file:///path, memory://name, s3://, gs:// and az://bucket"
+    if scheme in ("http", "https"):
+        hint = "for a server that speaks S3 write s3://bucket/folder, with the option endpoint"
+    raise UsageError("no store for this kind of URL", value=f"{scheme}://", hint=hint)
 
 
 def _refuse_odd_names(scheme: str, path: str) -> None:
@@ -130,38 +150,20 @@ def _refuse_odd_names(scheme: str, path: str) -> None:
             value=f"{scheme}://{path}",
             hint=f"write {scheme}://name or {scheme}://name/folder, no empty, `.` or `..` parts",
         )
-    if scheme in BUCKETS:
-        _refuse_odd_characters(scheme, path)
-
-
-def _refuse_odd_characters(scheme: str, path: str) -> None:
     # Engines fail at these, each in its own way, and not at once.
     bucket = path.partition("/")[0]
-    if not _BUCKET.fullmatch(bucket):
+    if scheme in BUCKETS and not _BUCKET.fullmatch(bucket):
         raise UsageError(
             "no bucket can have this name",
             value=f"{scheme}://{bucket}",
             hint="it has letters, digits, dots and dashes",
         )
-    if _CONTROLS.search(path):
+    if scheme in BUCKETS and _CONTROLS.search(path):
         raise UsageError(
             f"{scheme}:// must not be followed by control characters",
             value=f"{scheme}://{path}",
             hint="choose a name that can be printed",
         )
-
-
-def _from_file_url(rest: str) -> Location:
-    path = rest.removeprefix("localhost")
-    if not path.startswith("/"):
-        raise UsageError(
-            "a file URL must name no host",
-            value=f"file://{rest}",
-            hint=f"write file:///{rest} or just the path",
-        )
-    if "\0" in path:
-        raise UsageError("a location must be a non-empty path without NUL", value=path)
-    return Location("file", _absolute(path))
 
 
 def _absolute(path: str) -> str:
@@ -175,16 +177,52 @@ def _absolute(path: str) -> str:
     return "/" + os.path.normpath(whole).lstrip("/")
 
 
-def _fsspec_knows(scheme: str) -> bool:
-    if scheme in _NO_STORES:
-        return False
-    from fsspec.registry import known_implementations, registry  # noqa: PLC0415 — costs time
+def checked_key(key: str) -> str:
+    """The key itself, or InvalidNameError when it is not a plain relative name."""
+    # A lone surrogate has no bytes that could name a file.
+    unnameable = "\0" in key or (not key.isascii() and key != key.encode(errors="ignore").decode())
+    if unnameable or any(
+        part in ("", ".", "..") or part.startswith(TEMPORARY) for part in key.split("/")
+    ):
+        raise InvalidNameError(
+            "not a key",
+            value=key,
+            hint=f"no empty, `.` or `..` component, none that starts with {TEMPORARY}, no NUL",
+        )
+    return key
 
-    return scheme in registry or scheme in known_implementations
+
+def deletable_key(key: str) -> str:
+    """The same for a deletion, which takes what a store lists as left over as well."""
+    folder, _, name = key.rpartition("/")
+    if not is_leftover(name):
+        return checked_key(key)
+    if folder:
+        checked_key(folder)
+    return key
 
 
-def _unknown_scheme(scheme: str) -> UsageError:
-    hint = "accepted are plain paths, file:///path, memory://name, s3://, gs:// and az://bucket"
-    if scheme in ("http", "https"):
-        hint = "for a server that speaks S3 write s3://bucket/folder, with the option endpoint"
-    return UsageError("no store for this kind of URL", value=f"{scheme}://", hint=hint)
+def folder_of(prefix: str) -> str:
+    """A prefix without its trailing slash, checked."""
+    return checked_key(prefix.removesuffix("/")) if prefix else ""
+
+
+def new_temporary() -> str:
+    """A name for the store's own use that nothing has."""
+    return f"{TEMPORARY}{secrets.token_hex(8)}"
+
+
+def temporary_beside(key: str) -> str:
+    """The same in the folder of a key, where a clean-up of that finds it."""
+    folder, slash, _ = key.rpartition("/")
+    return f"{folder}{slash}{new_temporary()}"
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a single name is exactly as `new_temporary` makes them: others are not ours."""
+    return bool(_LEFTOVER.fullmatch(name))
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a single name is one the store made for its own use."""
+    return name.startswith(TEMPORARY)

@@ -11,15 +11,19 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from ckptkit.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
-from ckptkit.storage.closing import Closing
-from ckptkit.storage.keys import checked_key, deletable_key, folder_of
-from ckptkit.storage.location import Location
+from ckptkit.storage.location import Location, checked_key, deletable_key, folder_of
 from ckptkit.storage.options import Address
-from ckptkit.storage.parts import Parts
-from ckptkit.storage.ranges import as_bytes, checked_range, checked_size
-from ckptkit.storage.store import Abilities, Entries, Entry, Names
-
-_ABILITIES = Abilities(exclusive_create=True, alignment=1, part_size=1 << 20, modified_times=True)
+from ckptkit.storage.sink import Parts
+from ckptkit.storage.store import (
+    Abilities,
+    Closing,
+    Entries,
+    Names,
+    Stored,
+    as_bytes,
+    checked_range,
+    checked_size,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +40,18 @@ class _Shelf:
     pending: set[str] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def refuse_clash(self, where: str, path: str) -> None:
-        """A path is an object or a folder, as it is on disk."""
+    def refuse(self, where: str, path: str, *, taken: bool) -> None:
+        """A path is an object or a folder, as it is on disk; with `taken` it must be neither."""
         names = self.objects.keys() | self.pending
+        if taken and path in names:
+            raise AlreadyExistsError(
+                "there is an object of this name", where=where, hint="delete it first"
+            )
         parts = path.split("/")
         above = {"/".join(parts[:count]) for count in range(1, len(parts))}
         if above & names or any(name.startswith(f"{path}/") for name in names):
             raise StorageError(
                 "a name cannot be an object and a folder", where=where, hint="choose another name"
-            )
-
-    def refuse_taken(self, where: str, path: str) -> None:
-        if path in self.objects or path in self.pending:
-            raise AlreadyExistsError(
-                "there is an object of this name", where=where, hint="delete it first"
             )
 
 
@@ -65,78 +67,58 @@ class MemoryStore:
     Without a location it is private: it lives as long as the stores that show it.
     """
 
+    abilities = Abilities(part_size=1 << 20)
+
     def __init__(self, location: Location | None = None) -> None:
-        private = location is None
         self.location = location or Location("memory", f"private-{secrets.token_hex(8)}")
         if self.location.scheme != "memory":
             raise UsageError(
                 "not a memory location", where=str(self.location), hint="use open_store"
             )
+        # Only this process knows what is behind it.
+        self.address = Address(self.location)
         name, _, folder = self.location.path.partition("/")
         self._folder = f"{folder}/" if folder else ""
         with _registry_lock:
-            self._shelf = _shelf(name, private=private)
-
-    @property
-    def address(self) -> Address:
-        """The name; only this process knows what is behind it."""
-        return Address(self.location)
-
-    @property
-    def abilities(self) -> Abilities:
-        """Racing creators are told apart; buffers need no alignment."""
-        return _ABILITIES
+            found = _named.get(name) or _unnamed.get(name) or _Shelf()
+            if location is None:
+                _unnamed[name] = found
+            elif name not in _unnamed:
+                _named[name] = found
+        self._shelf = found
 
     def children(self, prefix: str = "") -> Names:
-        """The names directly below `prefix`, sorted."""
         folder = self._below(prefix)
         with self._shelf.lock:
             below = [path[len(folder) :] for path in self._shelf.objects if path.startswith(folder)]
         return sorted({name.partition("/")[0] for name in below})
 
     def links(self, prefix: str = "") -> dict[str, str]:
-        """None: there is no such thing."""
         folder_of(prefix)
         return {}
 
     def list(self, prefix: str = "") -> Entries:
-        """Every object below `prefix`, sorted by key."""
         folder, root = self._below(prefix), len(self._folder)
         with self._shelf.lock:
             found = [item for item in self._shelf.objects.items() if item[0].startswith(folder)]
-        return [Entry(path[root:], len(item.data), item.modified) for path, item in sorted(found)]
+        return [Stored(path[root:], len(item.data), item.modified) for path, item in sorted(found)]
 
     def size(self, key: str) -> int:
-        """The number of bytes of an object."""
-        return len(self._get(key).data)
+        return len(self._get(key))
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Exactly these bytes of an object."""
-        data = self._get(key).data
+        data = self._get(key)
         count = checked_range(self._where(key), len(data), start, length)
         return bytes(memoryview(data)[start : start + count])
 
-    def sync(self, keys: Iterable[str]) -> None:
-        """Nothing to do: nothing here outlives the process."""
-        for key in keys:
-            self._get(key)
-
-    def learn(self, prefix: str = "") -> None:
-        """Nothing: all is known."""
-
-    def room(self) -> int | None:
-        """No telling."""
-        return None
-
     def read_whole(self, key: str, most: int) -> bytes:
-        """A small object."""
-        data = self._get(key).data
+        data = self._get(key)
         checked_size(self._where(key), len(data), most)
         return bytes(data)
 
     def open(self, key: str, size: int | None = None) -> MemorySource:  # noqa: ARG002 — is known
         """Open an object for reading; it stays readable when its name is deleted or replaced."""
-        return MemorySource(self._where(key), self._get(key).data)
+        return MemorySource(self._where(key), self._get(key))
 
     def create(
         self,
@@ -146,27 +128,32 @@ class MemoryStore:
         memory: int | None = None,  # noqa: ARG002
         again: bool = False,
     ) -> MemorySink:
-        """Begin a new object, invisible until it is finished."""
         path, where = self._path(key), self._where(key)
         parts = Parts(where, extents)
         with self._shelf.lock:
-            if not again:
-                self._shelf.refuse_taken(where, path)
-            self._shelf.refuse_clash(where, path)
+            self._shelf.refuse(where, path, taken=not again)
             self._shelf.pending.add(path)
         return MemorySink(self._shelf, path, parts)
 
     def put(
         self, key: str, data: bytes | bytearray | memoryview, *, exclusive: bool = False
     ) -> None:
-        """Store a small object whole."""
         path, where = self._path(key), self._where(key)
         item = _Object(bytes(as_bytes(where, data)), time.time())
         with self._shelf.lock:
-            if exclusive:
-                self._shelf.refuse_taken(where, path)
-            self._shelf.refuse_clash(where, path)
+            self._shelf.refuse(where, path, taken=exclusive)
             self._shelf.objects[path] = item
+
+    def learn(self, prefix: str = "") -> None:
+        """Nothing: all is known."""
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """Only that they are there: nothing here outlives the process."""
+        for key in keys:
+            self._get(key)
+
+    def room(self) -> int | None:
+        return None
 
     def leftovers(self, prefix: str = "", *, deep: bool = True) -> Entries:  # noqa: ARG002
         """Nothing: what is not finished dies with the process."""
@@ -174,7 +161,6 @@ class MemoryStore:
         return []
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; missing ones are fine."""
         for key in keys:
             path = self._folder + deletable_key(key)
             with self._shelf.lock:
@@ -190,7 +176,7 @@ class MemoryStore:
     def _where(self, key: str) -> str:
         return f"{self.location}/{key}"
 
-    def _get(self, key: str) -> _Object:
+    def _get(self, key: str) -> bytes | bytearray:
         path = self._path(key)
         with self._shelf.lock:
             found = self._shelf.objects.get(path)
@@ -198,7 +184,7 @@ class MemoryStore:
             raise NotFoundError(
                 "no such object", where=self._where(key), hint="memory:// lives in one process only"
             )
-        return found
+        return found.data
 
 
 class MemorySource(Closing):
@@ -210,24 +196,21 @@ class MemorySource(Closing):
         self.size = len(data)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the whole buffer from `offset`."""
         view = as_bytes(self._where, buffer)
         checked_range(self._where, self.size, offset, view.nbytes)
         if view.nbytes:
             view[:] = self._data[offset : offset + view.nbytes]
 
     def fetch(self, offset: int, length: int) -> memoryview:
-        """The object's own memory."""
         checked_range(self._where, self.size, offset, length)
         return self._data[offset : offset + length]
 
     def close(self) -> None:
-        """Let go of the object."""
         self._data.release()
 
 
 class MemorySink:
-    """An object in memory, being written."""
+    """An object in memory, being written; its name is taken, and nothing is seen."""
 
     def __init__(self, shelf: _Shelf, path: str, parts: Parts) -> None:
         self._shelf = shelf
@@ -236,37 +219,22 @@ class MemorySink:
         self._data = bytearray(parts.total)
 
     def write(self, part: int, data: memoryview) -> None:
-        """Copy one part to its place."""
         with self._parts.writing(part, data) as (offset, view):
             memoryview(self._data)[offset : offset + view.nbytes] = view
 
     @contextmanager
     def filling(self, part: int) -> Iterator[memoryview]:
-        """Memory that is written from when the block ends."""
         with self._parts.loan(part) as memory:
             yield memory
             self.write(part, memory)
 
     def finish(self) -> None:
-        """Make the object visible."""
         self._parts.complete()
         with self._shelf.lock:
             self._shelf.pending.discard(self._path)
             self._shelf.objects[self._path] = _Object(self._data, time.time())
 
     def abort(self) -> None:
-        """Forget what was written."""
         self._parts.close()
         with self._shelf.lock:
             self._shelf.pending.discard(self._path)
-
-
-def _shelf(name: str, *, private: bool) -> _Shelf:
-    found = _named.get(name) or _unnamed.get(name)
-    if found is None:
-        found = _Shelf()
-        if private:
-            _unnamed[name] = found
-        else:
-            _named[name] = found
-    return found

@@ -1,38 +1,46 @@
-"""How to reach a store, and with which credentials: what nobody may print."""
+"""How to reach a store, and with which credentials: what nobody may print, checked once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
 from types import MappingProxyType
+from urllib.parse import urlsplit
 
 from ckptkit.errors import UsageError
-from ckptkit.storage.location import Location
+from ckptkit.storage.location import BUCKETS, Location
 
 Options = Mapping[str, object]
 NO_OPTIONS: Options = MappingProxyType({})
 
-OPTION_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "engine": "obstore or fsspec",
-        "endpoint": "the URL of the server",
-        "region": "the region of the bucket",
-        "profile": "a profile of ~/.aws",
-        "anonymous": "true: ask without credentials",
-        "path_style": "true: the bucket is in the path, false: in the host name",
-        "http": "true: without encryption",
-        "access_key": "the public half of a key",
-        "secret_key": "the secret half of a key",
-        "session_token": "what comes with a temporary key",
-        "timeout": "seconds until a request is answered, or goes on being answered",
-        "deadline": "seconds for one operation with its retries",
-        "part_size": "bytes per part of an upload",
-        "concurrency": "how many requests at a time",
-        "request_bytes": "bytes per read",
-        "gap_bytes": "bytes that are read rather than asked around",
-    }
-)
-"""The options that both engines understand, and what each is."""
+ENGINES = ("obstore", "fsspec")
+ENGINE_VARIABLE = "CKPTKIT_STORAGE_ENGINE"
+# Every server of the S3 kind refuses parts that are smaller, unless they are the last.
+SMALLEST_PART = 5 << 20
+
+# Bytes per second: an upload that is slower than this fails.
+LEAST_RATE = 1e6
+# Of a line that is slow, and not of a connection that is broken.
+READ_RATE = 4e6
+
+_CONNECT_SECONDS = 5.0
+_KEYS = ("access_key", "secret_key", "session_token")
+_SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9} | {
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)")
+_BLANK = re.compile(r"[^!-~]")
+_IPV4 = re.compile(r"//[0-9.]+(?::[0-9]+)?(?:/|$)")
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,75 @@ class Address:
         return str(self.location)
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The storage options: how a server is reached. None leaves it to the environment and the
+    engine.
+    """
+
+    engine: str | None = None
+    endpoint: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    """Of `~/.aws`."""
+    anonymous: bool = False
+    path_style: bool | None = None
+    """True: the bucket is in the path, False: in the host name."""
+    http: bool = False
+    access_key: str | None = field(default=None, repr=False)
+    secret_key: str | None = field(default=None, repr=False)
+    session_token: str | None = field(default=None, repr=False)
+    timeout: float = 60.0
+    """Seconds until a request is answered, or goes on being answered."""
+    deadline: float = 300.0
+    """Seconds for one operation with its retries."""
+    part_size: int = 16 << 20
+    """Bytes per part of an upload."""
+    concurrency: int = 16
+    """How many requests at a time."""
+    request_bytes: int = 16 << 20
+    gap_bytes: int = 256 << 10
+    others: Options = field(default_factory=lambda: MappingProxyType({}), repr=False, hash=False)
+    """What only the file system behind fsspec understands."""
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What must never be shown."""
+        told = (self.access_key, self.secret_key, self.session_token)
+        found = (*told, *(os.environ.get(name) for name in _SECRETS))
+        return tuple(secret for secret in found if secret)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether connections are not encrypted."""
+        return self.endpoint.startswith("http://") if self.endpoint else self.http
+
+    @property
+    def connect_timeout(self) -> float:
+        """Seconds until a server has to take a connection."""
+        return min(_CONNECT_SECONDS, self.timeout)
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long nothing may come of an answer."""
+        return min(self.timeout, self.deadline)
+
+    @property
+    def answer_seconds(self) -> float:
+        """How long an answer may take that keeps coming, among as many as are asked for at a time;
+        one that has taken that long had better be asked for again.
+        """
+        coming = self.concurrency * self.request_bytes
+        return min(self.timeout + coming / READ_RATE, self.deadline)
+
+    def extra_seconds(self, nbytes: int) -> float:
+        """How much longer a request may take while so many bytes share the way to the server."""
+        return nbytes / LEAST_RATE
+
+
+OPTION_NAMES = tuple(field.name for field in fields(Settings) if field.name != "others")
+
+
 def checked_names(options: Options) -> None:
     """UsageError for an option that there is not; what it was set to is not shown."""
     if unknown := sorted(str(name) for name in options if name not in OPTION_NAMES):
@@ -58,3 +135,146 @@ def checked_names(options: Options) -> None:
             value=", ".join(unknown),
             hint=f"there are {', '.join(OPTION_NAMES)}",
         )
+
+
+def read_settings(
+    scheme: str, options: Options, environment: Mapping[str, str] = os.environ
+) -> Settings:
+    """The settings for one kind of store; all values may be text, as a command line gives them."""
+    if scheme in BUCKETS:
+        checked_names(options)
+    given = {
+        name: _VALUES.get(name, _text)(name, options[name])
+        for name in OPTION_NAMES
+        if options.get(name) is not None
+    }
+    keys = [name for name in _KEYS if name in given]
+    for name in keys:
+        if not given[name]:
+            raise UsageError(
+                f"the storage option {name} is empty",
+                hint="leave it out to take the credentials of the environment",
+            )
+    given = {name: value for name, value in given.items() if value != ""}
+
+    def found(*names: str) -> str | None:
+        return next((environment[name] for name in names if environment.get(name)), None)
+
+    if scheme in BUCKETS and "engine" not in given:
+        given["engine"] = found(ENGINE_VARIABLE)
+    if scheme == "s3":
+        given = {"endpoint": found(*_ENDPOINTS), "region": found(*_REGIONS), **given}
+    engine, endpoint = given.get("engine"), given.get("endpoint")
+    if engine not in (None, *ENGINES):
+        raise UsageError(
+            "no such storage engine",
+            value=engine,
+            hint=f"the option engine and {ENGINE_VARIABLE} take {' or '.join(ENGINES)}",
+        )
+    if isinstance(endpoint, str):
+        given["endpoint"] = endpoint = checked_endpoint(endpoint, http=given.get("http"))
+    if given.get("anonymous") and (keys or "profile" in given):
+        raise _conflict("anonymous", *keys, *(["profile"] if "profile" in given else []))
+    if keys and "profile" in given:
+        raise _conflict("profile", *keys)
+    if scheme != "az" and keys and not {"access_key", "secret_key"} <= set(keys):
+        raise UsageError(
+            "access_key and secret_key go together",
+            value=", ".join(keys),
+            hint="pass both, or leave both to the environment",
+        )
+    if given.get("path_style") is False and _IPV4.search(str(endpoint or "")):
+        raise UsageError(
+            "path_style=false puts the bucket into the host name, and an address has no names",
+            value=endpoint,
+            hint="leave path_style out",
+        )
+    if scheme == "gs" and keys:
+        raise UsageError(
+            "gs takes no access keys",
+            hint="set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
+        )
+    others = {name: value for name, value in options.items() if name not in OPTION_NAMES}
+    return Settings(**given, others=others)  # type: ignore[arg-type]
+
+
+def checked_endpoint(endpoint: str, *, http: object = None) -> str:
+    """The URL of a server; UsageError where it is none, or `http` says otherwise."""
+    if "://" not in endpoint:
+        endpoint = f"{'http' if http else 'https'}://{endpoint}"
+    # Anywhere, because a secret may hold a slash, which would end the part with the host.
+    if "@" in endpoint:
+        raise UsageError(
+            "an endpoint must not hold credentials",
+            hint="pass them as access_key and secret_key, or in the environment",
+        )
+    parts = urlsplit(endpoint)
+    try:
+        good = parts.hostname and parts.port != 0 and not _BLANK.search(endpoint)
+    except ValueError:  # no port is a name, or so large
+        good = False
+    if parts.scheme not in ("http", "https") or not good:
+        raise UsageError(
+            "an endpoint is a URL", value=endpoint, hint="write https://host or https://host:port"
+        )
+    if parts.scheme == "http" and http is False:
+        raise _conflict("http=false", f"endpoint={endpoint}")
+    return endpoint.rstrip("/")
+
+
+def _conflict(*names: str) -> UsageError:
+    return UsageError(
+        "these storage options exclude each other",
+        value=", ".join(names),
+        hint="pass one of them",
+    )
+
+
+def _text(name: str, value: object) -> object:
+    if not isinstance(value, str):
+        raise UsageError(f"the storage option {name} is text", value=type(value).__name__)
+    return value
+
+
+def _flag(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = value.lower() if isinstance(value, str) else ""
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE
+    raise UsageError(f"the storage option {name} is true or false", value=value)
+
+
+def _seconds(name: str, value: object) -> float:
+    try:
+        seconds = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf or isinstance(value, bool):
+        raise UsageError(f"the storage option {name} is a number of seconds", value=value)
+    return seconds
+
+
+def _size(name: str, value: object, *, least: int) -> int:
+    size = -1
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
+        size = int(float(match[1]) * _UNITS.get(match[2].lower(), -1))
+    if size < least:
+        raise UsageError(
+            f"the storage option {name} is a whole number of at least {least}",
+            value=value,
+            hint="sizes may have a unit: 16MiB",
+        )
+    return size
+
+
+# All others are text.
+_VALUES: dict[str, Callable[[str, object], object]] = {
+    **dict.fromkeys(("anonymous", "path_style", "http"), _flag),
+    **dict.fromkeys(("timeout", "deadline"), _seconds),
+    "part_size": partial(_size, least=SMALLEST_PART),
+    **dict.fromkeys(("concurrency", "request_bytes"), partial(_size, least=1)),
+    "gap_bytes": partial(_size, least=0),
+}

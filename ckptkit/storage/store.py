@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias, runtime_checkable
 
+from ckptkit.errors import CorruptionError, FormatError, UsageError
 from ckptkit.storage.location import Location
 from ckptkit.storage.options import Address
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a store does well, so that its callers ask instead of trying."""
+    """How stores differ, so that callers ask instead of trying; the defaults are those of files."""
 
-    exclusive_create: bool
-    """`put(exclusive=True)` has exactly one winner among racing creators."""
-    alignment: int
-    """Writing is fastest from a buffer whose address equals the part's offset modulo this."""
     part_size: int
     """The number of bytes per part that the store likes best."""
-    modified_times: bool
-    """`Entry.modified` means something."""
-    is_file_system: bool = True
-    """A name is an object or a folder, `create` claims its name at once, and an open source
-    outlives the name it was opened by. Elsewhere none of that is so, and of two sinks of one name
-    the last to finish wins."""
+    exclusive_create: bool = True
+    """`put(exclusive=True)` has exactly one winner among racing creators."""
+    claims_names: bool = True
+    """`create` takes the name at once: of two sinks of one name the second is refused, and what is
+    seen may still be incomplete, or not durable. Elsewhere what is seen is whole and durable, what
+    is not finished shows in `leftovers` alone, and the last to finish wins."""
+    open_survives_delete: bool = True
+    """`open` finds out whether there is an object, and what it opened outlives the name. Elsewhere
+    each read asks for the name again, and nothing asks before."""
+    has_folders: bool = True
+    """A name is an object or a folder, and a folder may be empty."""
+    modified_times: bool = True
+    """`Stored.modified` means something."""
+    clock_of_its_own: bool = False
+    """`Stored.modified` is by the clock of a server, which may be wrong."""
+    waits_for_answers: bool = False
+    """A request is an answer waited for: few large ones are fast, many at a time, and what comes
+    takes memory of its own. Elsewhere a read is a copy, and as many are fast as there are cores."""
     request_bytes: int = 2 << 20
     """Reads of about this many bytes at a time are fast."""
     gap_bytes: int = 4 << 10
@@ -37,7 +47,7 @@ class Abilities:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Stored:
     """One stored object."""
 
     key: str
@@ -48,7 +58,7 @@ class Entry:
 
 # A method named `list` hides the builtin from annotations in the same class.
 Names: TypeAlias = list[str]
-Entries: TypeAlias = list[Entry]
+Entries: TypeAlias = list[Stored]
 
 
 class Source(Protocol):
@@ -105,8 +115,8 @@ class Store(Protocol):
 
     Keys are `/`-separated, without empty, `.` or `..` components; components that start with
     `.tmp-` are the store's own. A prefix is `""` (everything) or a key read as a folder, a
-    trailing `/` allowed. A name is an object or a folder, never both. All methods may be called
-    from any thread, and raise nothing but `CkptkitError`s.
+    trailing `/` allowed. All methods may be called from any thread, and raise nothing but
+    `CkptkitError`s.
     """
 
     @property
@@ -159,9 +169,9 @@ class Store(Protocol):
         """Begin a new object: the concatenation of parts of these lengths.
 
         Until `finish` the object is invisible, or (in a local folder) visible but incomplete.
-        What is there already is never touched: AlreadyExistsError. A sink keeps at most about
-        `memory` bytes of what it was given, if its parts come about in order: those filled in place
-        count, what it lends for parts longer than what is sent at a time, and for files, does not.
+        What is there already is never touched: AlreadyExistsError. `memory` roughly bounds what the
+        sink buffers, provided parts come about in order. Parts filled in place count. Parts larger
+        than what is sent at a time, and local files, do not.
 
         With `again` the name may be taken, then or later, by another writer of the same bytes: the
         object is invisible until `finish`, which replaces what is there as a whole.
@@ -204,3 +214,60 @@ class Store(Protocol):
 
         Folders left empty, those of missing keys included, go too where the store has folders.
         """
+
+
+class Closing(ABC):
+    """A `with` block gives the thing itself, and closes it however the block ends."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what it holds; closing twice is fine."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def checked_range(where: str, size: int, start: int, length: int | None) -> int:
+    """The number of bytes to read, once they are known to lie inside the object."""
+    if start < 0 or (length is not None and length < 0):
+        raise UsageError(
+            "a byte range must not be negative",
+            where=where,
+            value=(start, length),
+            hint="count from the start",
+        )
+    count = size - start if length is None else length
+    if count < 0 or start + count > size:
+        raise CorruptionError(
+            f"the object has {size} bytes, too few for bytes {start} to {start + max(count, 0)}",
+            where=where,
+            hint="it was cut short, or what points into it is wrong; restore it from a copy",
+        )
+    return count
+
+
+def checked_size(where: str, size: int, most: int) -> int:
+    """The size of an object that is read whole, once it is known to be bounded."""
+    if size > most:
+        raise FormatError(
+            f"the object has {size} bytes, at most {most} can be right",
+            where=where,
+            hint="it is not what its name says; restore it from a copy",
+        )
+    return size
+
+
+def as_bytes(where: str, data: object) -> memoryview:
+    """A flat view of the bytes of any contiguous buffer."""
+    try:
+        view = memoryview(data)  # type: ignore[arg-type]
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except TypeError as error:
+        raise UsageError(
+            "the data must be one contiguous run of bytes",
+            where=where,
+            hint="copy it first: bytes(data)",
+        ) from error

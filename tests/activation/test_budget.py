@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckptkit.activation import checkpoint_activations, peak_bytes
-from ckptkit.activation.budget import Search
-from ckptkit.activation.probe import Costs, measure
-from ckptkit.activation.solver import Around, BlockCost, choose, peak_of
+from ckptkit.activation.budget import BlockCost, Costs, Search, choose, measure, peak_of
 from ckptkit.errors import UsageError
 from ckptkit.live import rng_state
 from tests.activation.network import batch, gpt, loss_of
@@ -31,46 +29,46 @@ COSTS = st.builds(
     st.integers(1, 9).map(float),
     st.integers(1, 3),
 )
-AROUND = st.builds(Around, SIZES, SIZES)
+STEPS = st.builds(Costs, st.lists(COSTS, max_size=8).map(tuple), SIZES, SIZES)
 
 
-def brute_force(costs: list[BlockCost], budget: int, around: Around) -> float | None:
+def brute_force(costs: Costs, budget: int) -> float | None:
     """The least time of all choices that fit."""
-    numbers = range(len(costs))
-    every = chain.from_iterable(combinations(numbers, size) for size in range(len(costs) + 1))
+    numbers = range(len(costs.blocks))
+    every = chain.from_iterable(combinations(numbers, size) for size in range(len(numbers) + 1))
     return min(
         (
-            sum(costs[number].seconds for number in chosen)
+            sum(costs.blocks[number].seconds for number in chosen)
             for chosen in every
-            if peak_of(costs, chosen, around) <= budget
+            if peak_of(costs, chosen) <= budget
         ),
         default=None,
     )
 
 
 @settings(deadline=None)
-@given(st.lists(COSTS, max_size=8), st.integers(0, 500), AROUND)
-def test_the_choice_is_the_best_of_all(costs: list[BlockCost], budget: int, around: Around) -> None:
-    chosen = choose(costs, budget, around)
-    best = brute_force(costs, budget, around)
+@given(STEPS, st.integers(0, 500))
+def test_the_choice_is_the_best_of_all(costs: Costs, budget: int) -> None:
+    chosen = choose(costs, budget)
+    best = brute_force(costs, budget)
     if chosen is None:
         assert best is None
         return
-    assert peak_of(costs, chosen, around) <= budget
-    assert sum(costs[number].seconds for number in chosen) == best
+    assert peak_of(costs, chosen) <= budget
+    assert sum(costs.blocks[number].seconds for number in chosen) == best
 
 
 def test_many_blocks_of_odd_sizes_are_solved_soon_and_fit() -> None:
-    costs = [
+    blocks = (
         BlockCost(f"{n}", 10**9 + 7919 * n * n, 10**7 + n, 2 * 10**9, 0.01 + 1e-5 * (n * 37 % 101))
-        for n in range(200)
-    ]
-    budget = 60 * 10**9
+        for n in range(60)
+    )
+    costs, budget = Costs(tuple(blocks)), 18 * 10**9
     chosen = choose(costs, budget)
     assert chosen is not None
-    assert peak_of(costs, chosen, Around()) <= budget
+    assert peak_of(costs, chosen) <= budget
     # Not one more of those that are recomputed could be kept.
-    spare = budget - peak_of(costs, chosen, Around())
+    spare = budget - peak_of(costs, chosen)
     assert spare < 2 * 10**9
 
 
@@ -227,11 +225,11 @@ def test_a_step_that_fails_later_leaves_the_model_as_it_was(call: int) -> None:
 
 
 def test_of_eight_micro_batches_in_flight_one_block_is_recomputed() -> None:
-    costs = [BlockCost(name, 100, 10, 100, 1.0, at_once=8) for name in "ab"]
+    costs = Costs(tuple(BlockCost(name, 100, 10, 100, 1.0, at_once=8) for name in "ab"))
     chosen = choose(costs, 1000)
     assert chosen is not None
     assert len(chosen) == 1
-    assert peak_of(costs, {0}, Around()) == 880
+    assert peak_of(costs, {0}) == 880
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.45])
@@ -264,8 +262,8 @@ def searched(costs: Costs, budget: int, need: Callable[[int], int]) -> tuple[int
 
 
 def test_what_the_solver_gets_wrong_is_found_by_measuring() -> None:
-    costs = Costs(tuple(BlockCost(f"{n}", 100, 10, 100, 1.0) for n in range(10)), Around())
-    plain = [peak_of(costs.blocks, range(count), costs.around) for count in range(11)]
+    costs = Costs(tuple(BlockCost(f"{n}", 100, 10, 100, 1.0) for n in range(10)))
+    plain = [peak_of(costs, range(count)) for count in range(11)]
     assert searched(costs, 500, lambda count: plain[count]) == (6, [6])
     # It needs more: a choice too many is not jumped over.
     assert searched(costs, 500, lambda count: plain[count] + 150)[0] == 8
@@ -275,9 +273,10 @@ def test_what_the_solver_gets_wrong_is_found_by_measuring() -> None:
 
 
 def test_costly_blocks_are_kept_and_cheap_ones_recomputed() -> None:
-    costs = [BlockCost(name, 100, 10, 100, seconds) for name, seconds in (("a", 1), ("b", 5))]
+    cheap, costly = BlockCost("a", 100, 10, 100, 1), BlockCost("b", 100, 10, 100, 5)
+    costs = Costs((cheap, costly))
     assert choose(costs, 200) == frozenset()
     assert choose(costs, 150) == frozenset({0})
     # Recomputing the last one would need it beside the first one: 210.
-    assert choose(costs[::-1], 150) == frozenset({0})
+    assert choose(Costs((costly, cheap)), 150) == frozenset({0})
     assert choose(costs, 105) is None

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ckptkit.activation import DistributedActivationStore as Store
-from ckptkit.activation import GroupMemoryStats, MemoryStats, ThreadTransport, sockets, wire
+from ckptkit.activation import GroupMemoryStats, MemoryStats, ThreadTransport
+from ckptkit.activation.transport import _message, described
 from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError, UsageError
 from tests.activation import scenarios
 from tests.activation.scenarios import on_gloo, on_threads
@@ -134,7 +135,7 @@ def test_a_wait_that_is_no_time_and_a_layer_that_is_no_name_are_refused() -> Non
 
 def test_who_does_not_come_is_missed_in_time() -> None:
     alone = Store(transport=ThreadTransport.world(2, timeout=0.1)[0])
-    with pytest.raises(PeerError, match="in time"):
+    with pytest.raises(PeerError, match=r"did not come within 0\.1 s"):
         alone.memory_stats()
     alone.close()
 
@@ -182,10 +183,10 @@ def ends(*_: object) -> torch.Tensor:
     os._exit(3)
 
 
-def sends_half(sock: socket.socket, said: dict[str, Any], flat: torch.Tensor) -> None:
+def sends_half(sock: socket.socket, _: object) -> None:
     """A process that is killed while it answers."""
-    wire.send_document(sock, said)
-    sock.sendall(bytes(flat.numel() // 2))
+    sock.sendall(_message(described(torch.ones(1_000_000))))
+    sock.sendall(bytes(2_000_000))
     os._exit(3)
 
 
@@ -222,10 +223,10 @@ def stop(store: Store, way: str) -> None:
         dist.barrier()
         return
     if way == "dies while it answers":
-        sockets.send_tensor = sends_half  # type: ignore[attr-defined]
+        store._transport._responder._reply = sends_half  # type: ignore[attr-defined]
     else:
         answer = late if way == "hangs" else ends
-        store._transport._server._answer = answer  # type: ignore[attr-defined]
+        store._transport._responder._answer = answer  # type: ignore[attr-defined]
     dist.barrier()
     if way == "hangs":
         dist.barrier()
@@ -293,7 +294,7 @@ def failing_owner() -> list[str]:
             store.fetch("sparse", other)
         said.append(str(caught.value))
         store.memory_stats()
-        server = store._transport._server  # type: ignore[attr-defined]
+        server = store._transport._responder  # type: ignore[attr-defined]
         server._answer, before = runs_out, server._answer
         store.memory_stats()
         with pytest.raises(PeerError) as caught:
@@ -346,7 +347,7 @@ def strangers() -> bool:
     """Who does not know the token gets nothing, and harms nobody."""
     with Store() as store:
         store.register(store.rank, torch.ones(4))
-        address = store._transport._peers[1 - store.rank].address  # type: ignore[attr-defined]
+        address = store._transport._addresses[1 - store.rank]  # type: ignore[attr-defined]
         for said in (b"x" * 32, b"", b"GET / HTTP/1.1\r\n" * 10):
             with socket.create_connection(address, 5) as sock:
                 sock.sendall(said)

@@ -30,8 +30,8 @@ from ckptkit.activation import (
     partition,
     peak_bytes,
 )
+from ckptkit.activation.budget import traceless
 from ckptkit.activation.partition import cut
-from ckptkit.activation.probe import measured_peak
 from ckptkit.errors import LayoutError
 from tests.activation import network
 from tests.activation.network import WAYS, batch, gpt, gradients, same
@@ -66,7 +66,8 @@ def checkpointed(
     if policy != "budget":
         return checkpoint_activations(model, policy)
     # Gloo's threads let go of what they have sent a moment later.
-    needed = min(measured_peak(modules, step) for _ in range(3))
+    with traceless(modules):
+        needed = min(peak_bytes(step) for _ in range(3))
     heard: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(heard, needed)
     budget = int(0.8 * max(heard))

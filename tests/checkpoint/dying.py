@@ -15,9 +15,9 @@ from pathlib import Path
 
 import ckptkit
 from ckptkit import Run
-from ckptkit.storage import FailingStore, LocalStore, Store
-from ckptkit.storage.failing import EXIT_CODE
+from ckptkit.storage import LocalStore, Store
 from tests.checkpoint.saving import save, small_state
+from tests.storage.failing import EXIT_CODE, FailingStore
 
 NEW = small_state(2)
 

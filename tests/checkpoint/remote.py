@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ckptkit.storage import Abilities, CountingStore, MemoryStore, Sink, Store
-from ckptkit.storage.closing import Closing
-from ckptkit.storage.store import Entries
+from ckptkit.storage import Abilities, MemoryStore, Sink, Store
+from ckptkit.storage.store import Closing, Entries
+from tests.storage.counting import CountingStore
 
 MIB = 1 << 20
 # A method named `list` hides the builtin.
@@ -35,7 +35,11 @@ class RemoteStore(CountingStore):
         self._running = 0
         self._abilities = replace(
             self._store.abilities,
-            is_file_system=False,
+            claims_names=False,
+            open_survives_delete=False,
+            has_folders=False,
+            clock_of_its_own=True,
+            waits_for_answers=True,
             part_size=16 * MIB,
             request_bytes=16 * MIB,
             gap_bytes=256 << 10,

@@ -13,7 +13,7 @@ import pytest
 import ckptkit
 from ckptkit import Run, ThreadBarrier, Writer
 from ckptkit.errors import CkptkitError, PeerError, StepExistsError, StorageError, UsageError
-from ckptkit.storage import FailingStore, LocalStore, MemoryStore, Store
+from ckptkit.storage import LocalStore, MemoryStore, Store
 from tests.checkpoint.saving import (
     add,
     assert_holds,
@@ -25,6 +25,7 @@ from tests.checkpoint.saving import (
     small_state,
 )
 from tests.checkpoint.watching import MeetingStore, RecordingStore, operations_of
+from tests.storage.failing import FailingStore
 
 T = TypeVar("T")
 STATE, OTHER = small_state(1), small_state(2)

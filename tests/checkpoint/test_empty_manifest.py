@@ -21,8 +21,9 @@ from ckptkit.errors import (
     NotFoundError,
     StepExistsError,
 )
-from ckptkit.storage import FailingStore, LocalStore, MemoryStore
+from ckptkit.storage import LocalStore, MemoryStore
 from tests.checkpoint.saving import assert_holds, contents, files, memory_with, save, small_state
+from tests.storage.failing import FailingStore
 
 OLD, BEGUN, LAST = small_state(1), small_state(2), small_state(3)
 MANIFEST = "step-0000000002/manifest.msgpack"

@@ -16,7 +16,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Run
-from ckptkit.storage import FailingStore, LocalStore, MemoryStore, Store
+from ckptkit.storage import LocalStore, MemoryStore, Store
 from tests.checkpoint.dying import NEW
 from tests.checkpoint.saving import (
     State,
@@ -32,6 +32,7 @@ from tests.checkpoint.saving import (
 )
 from tests.checkpoint.saving import add as add_part
 from tests.checkpoint.watching import operations_of
+from tests.storage.failing import FailingStore
 
 ROOT = Path(__file__).resolve().parents[2]
 OLD, LAST = small_state(1), small_state(3)

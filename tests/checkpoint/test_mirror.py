@@ -20,7 +20,7 @@ from ckptkit.errors import (
     StorageError,
     UsageError,
 )
-from ckptkit.storage import Abilities, FailingStore, MemoryStore, Sink, Store
+from ckptkit.storage import MemoryStore, Sink, Store
 from tests.checkpoint.saving import (
     Tensor,
     assert_holds,
@@ -30,6 +30,7 @@ from tests.checkpoint.saving import (
     save,
 )
 from tests.checkpoint.watching import RecordingStore
+from tests.storage.failing import FailingStore
 
 T = TypeVar("T")
 
@@ -37,10 +38,7 @@ T = TypeVar("T")
 class Remote(MemoryStore):
     """As an object store: what can be seen is complete."""
 
-    @property
-    def abilities(self) -> Abilities:
-        """No file system."""
-        return replace(super().abilities, is_file_system=False)
+    abilities = replace(MemoryStore.abilities, claims_names=False)
 
 
 class Unreachable(FailingStore):

@@ -13,12 +13,13 @@ import ckptkit
 from ckptkit import Run
 from ckptkit.checkpoint.places import Place
 from ckptkit.errors import CkptkitError, NotFoundError, StepExistsError
-from ckptkit.storage import FailingStore, Store
+from ckptkit.storage import Store
 from tests.checkpoint.reshard.toy import assert_same_state, reshard, save_toy
 from tests.checkpoint.saving import Tensor, add, files, outcomes, random_values, same, save
 from tests.servers.moto import Moto
 from tests.servers.proxy import Proxy
 from tests.servers.s3_server import SECRET_KEY, Bucket
+from tests.storage.failing import FailingStore
 
 STATE = {"model/w": Tensor(random_values((64, 32)), {"fsdp": "shard(0)"})}
 ENGINES = ("obstore", "fsspec")

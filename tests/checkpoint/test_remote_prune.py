@@ -9,7 +9,7 @@ import pytest
 
 from ckptkit import Run
 from ckptkit.errors import NotFoundError
-from ckptkit.storage import Entry
+from ckptkit.storage import Stored
 from tests.checkpoint.remote import RemoteStore
 from tests.checkpoint.saving import Tensor, random_values, save
 
@@ -28,8 +28,8 @@ def run() -> RemoteStore:
     return store
 
 
-def upload(step: int, number: int, age: float) -> Entry:
-    return Entry(f"step-{step:010d}/data/x/{NAME}{number}", 7, time.time() - age)
+def upload(step: int, number: int, age: float) -> Stored:
+    return Stored(f"step-{step:010d}/data/x/{NAME}{number}", 7, time.time() - age)
 
 
 def test_uploads_are_asked_for_once_and_grouped_by_step(run: RemoteStore) -> None:
@@ -52,7 +52,7 @@ def test_all_uploads_go_with_one_deletion(run: RemoteStore) -> None:
 
 
 def test_what_is_no_part_of_a_step_is_left_alone(run: RemoteStore) -> None:
-    run.left = [Entry(f"{NAME}1", 7, 0.0), Entry(f"elsewhere/{NAME}2", 7, 0.0)]
+    run.left = [Stored(f"{NAME}1", 7, 0.0), Stored(f"elsewhere/{NAME}2", 7, 0.0)]
     assert Run(run).prune(grace=0) == []
     assert len(run.left) == 2
 

@@ -18,9 +18,10 @@ import ckptkit
 from ckptkit import Run, Writer
 from ckptkit.checkpoint.run.run import kept_steps
 from ckptkit.errors import NotFoundError, StorageError, UsageError
-from ckptkit.storage import Abilities, FailingStore, LocalStore, MemoryStore, Store
+from ckptkit.storage import Abilities, LocalStore, MemoryStore, Store
 from tests.checkpoint.saving import at_step, contents, memory_with
 from tests.checkpoint.watching import RecordingStore, operations_of
+from tests.storage.failing import FailingStore
 
 
 def save_steps(*steps: int) -> MemoryStore:

@@ -15,8 +15,9 @@ import ckptkit
 from ckptkit import Checkpoint
 from ckptkit.errors import LayoutError, NotFoundError
 from ckptkit.model import Box
-from ckptkit.storage import CountingStore, MemoryStore
+from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import Tensor, Values, bits, random_values, same, save
+from tests.storage.counting import CountingStore
 
 WHOLE = random_values((12, 10, 3), "float32")
 HALF = random_values((8,), "float16")

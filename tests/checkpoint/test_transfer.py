@@ -25,7 +25,7 @@ from ckptkit.checkpoint.run.copy import (
 )
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StepExistsError, StorageError
 from ckptkit.format.array_table import ArrayTables
-from ckptkit.storage import Abilities, CountingStore, FailingStore, LocalStore, MemoryStore, Store
+from ckptkit.storage import LocalStore, MemoryStore, Store
 from tests.checkpoint.saving import (
     Tensor,
     assert_holds,
@@ -38,6 +38,8 @@ from tests.checkpoint.saving import (
     small_state,
 )
 from tests.checkpoint.watching import RecordingStore
+from tests.storage.counting import CountingStore
+from tests.storage.failing import FailingStore
 
 T = TypeVar("T")
 
@@ -48,10 +50,7 @@ STATE, OTHER = small_state(1), small_state(2)
 class Remote(MemoryStore):
     """As an object store: what can be seen is complete."""
 
-    @property
-    def abilities(self) -> Abilities:
-        """No file system."""
-        return replace(super().abilities, is_file_system=False)
+    abilities = replace(MemoryStore.abilities, claims_names=False)
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ckptkit.storage import FailingStore, Store
+from ckptkit.storage import Store
+from tests.storage.failing import FailingStore
 
 T = TypeVar("T")
 

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import ckptkit
 from ckptkit.errors import CkptkitError, PeerError
-from ckptkit.live import PerRank, load, save
+from ckptkit.live import PerDataRank, PerRank, load, save
 from tests.live.pool import Pool
 
 Made = dict[str, Any]
@@ -266,3 +266,125 @@ def test_tensors_of_a_state_have_to_be_the_same_or_each_ranks_own(
     assert "PerRank(…)" in whole
     assert cut.startswith("tree/cut: the values of rank 2, 3 are not those")
     assert ckptkit.Run(tmp_path).steps() == [1, 2, 3, 4]
+
+
+class Told(nn.Module):
+    """Says something of its own beside its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+        self.said = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        """A plain value."""
+        return {"said": self.said}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Take it back."""
+        self.said = state["said"]
+
+
+PLAIN = {
+    "lr": "optimizer/param_groups/0/lr",
+    "tensor lr": "optimizer/param_groups/0/lr",
+    "plain state": "optimizer/layer.bias/seen",
+    "extra state": "model/_extra_state",
+}
+
+
+def save_what_differs_plainly(location: str, what: str, differing: list[str]) -> str:
+    rank, model = dist.get_rank(), Told()
+    lr: Any = torch.tensor(0.5 + rank) if what == "tensor lr" else 0.5
+    optimizer = SGD(model.parameters(), lr=lr)
+    if what == "lr":
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
+    if what == "plain state":
+        optimizer.state[model.layer.bias]["seen"] = rank
+    if what == "extra state":
+        model.said = rank
+    try:
+        save(location, step=1, model=model, optimizer=optimizer, differing=differing, timeout=30)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", PLAIN)
+def test_plain_values_that_differ_are_refused_by_name(
+    gloo: Pool, tmp_path: Path, what: str
+) -> None:
+    name = PLAIN[what]
+    found = gloo.run(2, save_what_differs_plainly, str(tmp_path), what, [])
+    assert found == [found[0]] * 2
+    assert found[0].startswith(f"{name}: the values of rank 1 are not those of the first")
+    assert gloo.run(2, save_what_differs_plainly, str(tmp_path), what, [name]) == ["", ""]
+
+
+def save_beside_fsdp1(location: str, strategy: str) -> str:
+    """Parameters that FSDP1 was told to leave alone, with values of each rank's own."""
+    left = nn.Linear(600, 2048)
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "left": left})
+    wrapped = FullyShardedDataParallel(
+        model,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+        sharding_strategy=ShardingStrategy[strategy],
+        ignored_modules=[left],
+    )
+    nn.init.constant_(left.weight, float(dist.get_rank()))
+    try:
+        save(location, step=1, model=wrapped, timeout=30, chunk_bytes=1 << 20)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
+def test_what_fsdp1_leaves_alone_is_never_a_mixture_of_ranks(
+    gloo: Pool, tmp_path: Path, strategy: str
+) -> None:
+    found = gloo.run(2, save_beside_fsdp1, str(tmp_path), strategy)
+    assert found == [found[0]] * 2
+    if strategy == "NO_SHARD":  # a plain copy of each rank: the first one's is saved
+        assert found[0] == ""
+        with ckptkit.open(tmp_path) as step:
+            assert set(step.read("model/left.weight").reshape(-1).tolist()) == {0.0}
+    else:
+        assert found[0].startswith("model/left.weight: the values of rank 1 are not those")
+
+
+def save_marks_of_two_kinds(location: str) -> list[str]:
+    said = []
+    mine = PerRank(1) if dist.get_rank() else PerDataRank(1)
+    layer = nn.Linear(2, 2)
+    nn.init.ones_(layer.weight)
+    both: list[dict[str, Any]] = [{"extra": {"x": mine}}, {"state": {"x": type(mine)({"y": 1})}}]
+    for given in both:
+        with pytest.raises(PeerError) as caught:
+            save(location, step=1, model=layer, timeout=30, **given)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_value_is_of_each_rank_or_of_each_share_of_the_data(gloo: Pool, tmp_path: Path) -> None:
+    for said in gloo.run(2, save_marks_of_two_kinds, str(tmp_path)):
+        assert all("rank 0 has a value of its share of the data, and rank 1" in it for it in said)
+
+
+def save_tied_on_one_rank(location: str) -> str:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    if dist.get_rank():
+        model["b"].weight = model["a"].weight
+    with pytest.raises(PeerError) as caught:
+        save(location, step=1, model=model, timeout=30)
+    return str(caught.value)
+
+
+def test_weights_that_only_some_ranks_tie_are_named(gloo: Pool, tmp_path: Path) -> None:
+    for said in gloo.run(2, save_tied_on_one_rank, str(tmp_path)):
+        assert "model/b.weight: on some ranks this is a second name of model/a.weight" in said

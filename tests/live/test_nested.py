@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ APP: dict[Any, Any] = {
     4: {"a/b": torch.zeros(1)},
     "empty": {},
     "kinds": {1, 2},
+    "milestones": Counter({4: 1, 9: 2}),
 }
 
 

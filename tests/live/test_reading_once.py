@@ -18,10 +18,11 @@ import ckptkit
 from ckptkit.checkpoint.places import MANIFEST
 from ckptkit.errors import CkptkitError
 from ckptkit.live import Checkpointer, load, reading_once, save
-from ckptkit.storage import CountingStore, open_store
+from ckptkit.storage import open_store
 from tests.live.gathering import Arrays, Comparison, gathered, scramble
 from tests.live.pool import Pool
 from tests.live.strategies import LAYOUTS, build
+from tests.storage.counting import CountingStore
 
 
 class Noting(CountingStore):

@@ -24,8 +24,9 @@ from ckptkit.checkpoint.run import mirror
 from ckptkit.checkpoint.run.copy import Copied, copy_step
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StorageError, UsageError
 from ckptkit.live import Checkpointer
-from ckptkit.storage import FailingStore, LocalStore, Location, open_store
+from ckptkit.storage import LocalStore, Location, open_store
 from tests.live.pool import Pool
+from tests.storage.failing import FailingStore
 
 
 def value(number: float) -> dict[str, Any]:

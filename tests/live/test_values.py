@@ -170,7 +170,7 @@ def test_of_what_is_refused_it_is_said_what_to_write(tmp_path: Path, kind: str) 
         save(tmp_path, step=1, extra={"odd": {"x": value}})
     assert words in caught.value.hint
     assert "extra/odd" in caught.value.where
-    for mark in ("ckptkit.set", "ckptkit.array"):
+    for mark in ("ckptkit.set", "ckptkit.array", "ckptkit.data_rank"):
         with pytest.raises(UnsupportedTypeError, match="ckptkit's own"):
             save(tmp_path, step=1, extra={"odd": {"x": {mark: 1}}})
 

@@ -143,7 +143,7 @@ class SinkContract:
         with pytest.raises(AlreadyExistsError):
             store.create("a", [3])
         sink = store.create("b", [3])
-        if store.abilities.is_file_system:
+        if store.abilities.claims_names:
             with pytest.raises(AlreadyExistsError):
                 store.create("b", [3])
         sink.write(0, memoryview(b"abc"))

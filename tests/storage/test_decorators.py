@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import NotFoundError, StorageError, UsageError
-from ckptkit.storage import CountingStore, FailingStore, LocalStore, MemoryStore, Store
+from ckptkit.storage import LocalStore, MemoryStore, Store
+from tests.storage.counting import CountingStore
+from tests.storage.failing import FailingStore
 
 
 def do_everything(store: Store) -> None:
@@ -92,7 +94,8 @@ def test_a_deletion_can_fail_half_way() -> None:
 
 EXIT = """
 import sys
-from ckptkit.storage import FailingStore, LocalStore
+from ckptkit.storage import LocalStore
+from tests.storage.failing import FailingStore
 store = FailingStore(LocalStore(sys.argv[1]), fail_at=2, how="exit", after=sys.argv[2] == "after")
 store.put("a", b"x")
 store.put("b", b"x")

@@ -15,8 +15,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ckptkit.checkpoint.threads import share_out
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, StorageError
 from ckptkit.storage import open_store
-from ckptkit.storage.objects.s3fs_client import S3fsClient
-from ckptkit.storage.objects.window import Window
+from ckptkit.storage.objects.fsspec import S3fsClient
+from ckptkit.storage.objects.upload import Window
 from tests.servers.faults import Hold, kind
 from tests.servers.proxy import Proxy
 from tests.servers.s3_server import Bucket

@@ -5,7 +5,11 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ckptkit.storage.objects.uploads import S3Uploads
+import pytest
+
+from ckptkit.storage import Location
+from ckptkit.storage.objects import amazon
+from ckptkit.storage.options import Settings
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -13,10 +17,10 @@ BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 class Answers:
     """A server with one upload, whose parts came one per minute and fill two pages."""
 
-    def call(self, method: str, key: str, **asked: Any) -> Any:
-        """One answer."""
-        if method == "list_multipart_uploads":
-            return {"Uploads": [{"Key": "run/pack", "UploadId": "u", "Initiated": BEGAN}]}
+    def list_multipart_uploads(self, **asked: Any) -> Any:
+        return {"Uploads": [{"Key": "run/pack", "UploadId": "u", "Initiated": BEGAN}]}
+
+    def list_parts(self, **asked: Any) -> Any:
         first = asked.get("PartNumberMarker", 0) + 1
         parts = [
             {"Size": 10, "LastModified": BEGAN + timedelta(minutes=number)}
@@ -26,7 +30,8 @@ class Answers:
         return {"Parts": parts, "IsTruncated": last < 200, "NextPartNumberMarker": last}
 
 
-def test_an_upload_is_as_old_as_its_newest_part() -> None:
-    (upload,) = S3Uploads(Answers()).under("run")
+def test_an_upload_is_as_old_as_its_newest_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amazon, "new_client", lambda *_: Answers())
+    (upload,) = amazon.BucketDetails(Location.parse("s3://bucket"), Settings()).uploads("run")
     assert upload.modified == (BEGAN + timedelta(minutes=200)).timestamp()
     assert upload.size == 2000

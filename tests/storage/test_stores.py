@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.storage import CountingStore, FailingStore, LocalStore, Location, MemoryStore, Store
+from ckptkit.storage import LocalStore, Location, MemoryStore, Store
 from tests.storage.contract import StoreContract
+from tests.storage.counting import CountingStore
+from tests.storage.failing import FailingStore
 
 
 class TestLocalStoreOnDisk(StoreContract):
@@ -30,7 +32,7 @@ class TestLocalStoreInSharedMemory(StoreContract):
 class TestLocalStoreWithoutDirectWrites(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-        monkeypatch.setattr("ckptkit.storage.direct._O_DIRECT", 0)
+        monkeypatch.setattr("ckptkit.storage.disk._O_DIRECT", 0)
         return LocalStore(tmp_path)
 
 

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from ckptkit.storage.buffers import default_pool
-from ckptkit.storage.objects import window as window_module
-from ckptkit.storage.objects.sink import piece_size
-from ckptkit.storage.objects.window import Stopped, Window, pieces_of
+from ckptkit.storage.objects import upload as window_module
+from ckptkit.storage.objects.upload import Stopped, Window, piece_size, pieces_of
 
 PIECE = 1000
 

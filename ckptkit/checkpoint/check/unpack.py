@@ -20,8 +20,7 @@ from ckptkit.checkpoint.threads import Progress, share_out
 from ckptkit.errors import AlreadyExistsError, UsageError
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Location
-from ckptkit.storage.folders import entered, make_folders, sync_folder
-from ckptkit.storage.refusals import refusals
+from ckptkit.storage.disk import entered, make_folders, refusals, sync_folder
 
 _WRITING = 4
 # More than there are cores: the file system then writes its journal once for several files.
@@ -144,7 +143,7 @@ def _threads(checkpoint: Checkpoint, memory: int) -> int:
         default=1,
     )
     can = checkpoint.store.abilities
-    most = _WRITING if can.is_file_system else max(_WRITING, at_once(can))
+    most = max(_WRITING, at_once(can)) if can.waits_for_answers else _WRITING
     return max(1, min(most, memory // (3 * max(1, largest))))
 
 

@@ -64,7 +64,7 @@ def verify(
     findings, wrong_size = _files(store, folder, manifest)
     there = [n for n, pack in enumerate(manifest.packs) if pack.name not in wrong_size]
     ranks = [number for number in there if manifest.packs[number].record is not None]
-    at_once = 1 if store.abilities.is_file_system else max(1, min(_PACKS, len(ranks)))
+    at_once = max(1, min(_PACKS, len(ranks))) if store.abilities.waits_for_answers else 1
     each = max(1, (threads or Pace.of(store).requests) // at_once)
     tables = ArrayTables()
     # Where rank 0 knew all arrays its table is the manifest's, and can be had without its record.

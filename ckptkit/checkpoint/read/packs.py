@@ -18,7 +18,7 @@ from ckptkit.format.manifest import Manifest, PackInfo, pack_name
 from ckptkit.format.pack import END_BYTES, Entry, find_record
 from ckptkit.format.record import Record
 from ckptkit.storage import Source, Store
-from ckptkit.storage.closing import Closing
+from ckptkit.storage.store import Closing
 
 # Processes may often open 1,024 files; what is beyond this is opened for each read.
 _KEPT_OPEN = 400
@@ -81,7 +81,7 @@ class OpenPacks:
         if source.size != written:
             source.close()
             raise self._of_size(pack, source.size)
-        return source if self._store.abilities.is_file_system else _Looked(self, pack, source)
+        return source if self._store.abilities.open_survives_delete else _Looked(self, pack, source)
 
     def explained(self, pack: int, error: CkptkitError) -> CkptkitError:
         """What a read said that found the pack missing or short, where opening it asks nothing."""
@@ -209,7 +209,7 @@ def read_record(
 def _tail_bytes(store: Store) -> int:
     """How much of the end is read at first: where requests are dear, what most records fit into."""
     abilities = store.abilities
-    return _TAIL if abilities.is_file_system else max(_TAIL, abilities.gap_bytes)
+    return max(_TAIL, abilities.gap_bytes) if abilities.waits_for_answers else _TAIL
 
 
 def _checked(entry: Entry, where: str, data: bytes) -> bytes:

@@ -87,7 +87,7 @@ class Limits:
         """
         if threads is not None and threads < 1:
             raise UsageError("at least one thread is needed", value=threads)
-        is_remote = any(not store.abilities.is_file_system for store in stores)
+        is_remote = any(store.abilities.waits_for_answers for store in stores)
         least = 2 * LEAST_MEMORY if is_remote else LEAST_MEMORY
         if memory < least:
             raise UsageError(

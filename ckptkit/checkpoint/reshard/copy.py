@@ -419,10 +419,10 @@ class Budget:
         what is in use besides. Unless it is here, each worker has a process and a pack of its own.
         """
         share, can = memory // _SHARE, destination.abilities
-        is_far = not source.abilities.is_file_system
+        is_far = source.abilities.waits_for_answers
         kept = memory // _SHARED if is_far and is_here else 0
         sink_bytes, packs = None, PACKS_AT_ONCE if is_here else workers
-        if not can.is_file_system:
+        if can.waits_for_answers:
             part = max(can.part_size, -(-pack_bytes // _MOST_PARTS))
             least, most = _LEAST_PARTS * part, (can.concurrency + 2) * part
             packs = max(1, min(packs, share // least))

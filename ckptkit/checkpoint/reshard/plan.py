@@ -337,7 +337,7 @@ def finished_packs(
             continue
         if not _is_finished(target, store, folder, rank, progress):
             # Elsewhere than in a file system nobody is still writing what can be seen.
-            waited = store.abilities.is_file_system
+            waited = store.abilities.claims_names
             if waited:
                 _wait_until_quiet(store, key)
             # Another run may have finished it meanwhile, or even have made the step.
@@ -346,7 +346,7 @@ def finished_packs(
                     raise _at_work(described(store, key))
                 store.delete([key])
                 continue
-        if store.abilities.is_file_system:
+        if store.abilities.claims_names:
             # Its writer may have died between the last byte and making it durable.
             store.sync([key])
         finished.add(rank)
@@ -473,7 +473,7 @@ def _seconds(
         parts = min(_PROBE_PARTS, cost.bytes_written // size)
         key = f"{data_prefix(prefix, f'probe-{secrets.token_hex(8)}')}/{pack_name(0)}"
         sink = store.create(key, [size] * parts, memory=budget.sink_bytes)
-        is_kept = not store.abilities.is_file_system
+        is_kept = store.abilities.waits_for_answers
 
         def write(part: int) -> None:
             with default_pool().take(size) as memory:

@@ -176,7 +176,7 @@ class _Copying:
         info = self._manifest.packs[pack]
         key = f"{self._folder}/{info.name}"
         # In a file system what was cut off can be seen, and have its full size already.
-        if not self._target.abilities.is_file_system and _size(self._target, key) == info.size:
+        if not self._target.abilities.claims_names and _size(self._target, key) == info.size:
             return 0
         where, progress = self._sources.where(pack), self._options.progress
         with self._reading(where):

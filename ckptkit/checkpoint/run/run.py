@@ -31,7 +31,7 @@ from ckptkit.checkpoint.places import (
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.format.manifest import Manifest
-from ckptkit.storage import Entry, Options, Store
+from ckptkit.storage import Options, Store, Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Run:
         }
         plan = plan_prune(self._store, **wanted)
         by_age = grace > 0 and any(removal.kind != "step" for removal in plan)
-        if by_age and not self._store.abilities.is_file_system:
+        if by_age and self._store.abilities.clock_of_its_own:
             # By a clock that is late, a save under way would look old.
             plan = plan_prune(self._store, **wanted, now=clock_of(self._store))
         remove(self._store, plan)
@@ -155,7 +155,7 @@ class Run:
             entries, keys = keys_of(self._store, prefix)
             if not entries and len(keys) == 1:
                 keys = []
-            if not self._store.abilities.is_file_system:
+            if not self._store.abilities.claims_names:
                 keys += [entry.key for entry in self._store.leftovers(prefix)]
             if not keys:
                 raise NotFoundError(
@@ -269,9 +269,9 @@ def plan_prune(
                 removals += _begun(store, step, folder, before)
             else:
                 removals += _orphans(store, step, folder, named, before)
-            if store.abilities.is_file_system:
+            if store.abilities.claims_names:
                 removals += _leftovers(store.leftovers(folder), before)
-    if can_tell and store.abilities.is_file_system:
+    if can_tell and store.abilities.claims_names:
         removals += _leftovers(store.leftovers(deep=False), before)
     elif can_tell:
         # Of uploads that nothing was visible of yet no listing knows the step. Those beside the
@@ -297,7 +297,7 @@ def remove(store: Store, removals: Sequence[Removal]) -> None:
         store.delete(left)
 
 
-def keys_of(store: Store, folder: str) -> tuple[list[Entry], list[str]]:
+def keys_of(store: Store, folder: str) -> tuple[list[Stored], list[str]]:
     """All in a step, and the keys to delete it by: its manifest first, links as the names that they
     are.
     """
@@ -353,7 +353,7 @@ def _begun(store: Store, step: int, folder: str, before: float) -> list[Removal]
     # Young data may be of a save that is about to replace it.
     if claim and _old(entries, before):
         found.insert(0, Removal("orphan", step, folder, "", 0, (manifest,)))
-    has_folders = store.abilities.is_file_system
+    has_folders = store.abilities.has_folders
     if has_folders and not claim and not store.children(under(folder, DATA)):
         # Deleting a key in folders that are empty removes them.
         found.append(Removal("orphan", step, folder, "", 0, (data_prefix(folder, _NOTHING),)))
@@ -379,7 +379,7 @@ def _orphans(
     return found
 
 
-def _leftovers(entries: Sequence[Entry], before: float) -> list[Removal]:
+def _leftovers(entries: Sequence[Stored], before: float) -> list[Removal]:
     found = []
     for entry in entries:
         folder, slash, _ = entry.key.partition("/")
@@ -389,7 +389,7 @@ def _leftovers(entries: Sequence[Entry], before: float) -> list[Removal]:
     return found
 
 
-def _old(entries: Sequence[Entry], before: float) -> bool:
+def _old(entries: Sequence[Stored], before: float) -> bool:
     return max((entry.modified for entry in entries), default=0.0) <= before
 
 
@@ -429,5 +429,5 @@ def _manifest(store: Store, folder: str) -> Manifest | None:
         return None
 
 
-def _total(entries: Sequence[Entry]) -> int:
+def _total(entries: Sequence[Stored]) -> int:
     return sum(entry.size for entry in entries)

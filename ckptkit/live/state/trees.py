@@ -17,7 +17,7 @@ import torch
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
 from ckptkit.format.leaves import canonical
-from ckptkit.format.names import OWN, REFERENCE, escape
+from ckptkit.format.names import DATA_RANK, OWN, REFERENCE, escape
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.live.state.parts import LiveTensor
 from ckptkit.live.state.tensors import as_bits, check_plain, dtype_of, local_of, torch_dtype
@@ -204,7 +204,7 @@ def _made(mark: str, given: Any, where: str) -> Any:
 
 
 def _check_keys(value: Mapping[Any, Any], where: str) -> None:
-    for mark in (REFERENCE, _TENSOR, *_MADE_BY):
+    for mark in (REFERENCE, DATA_RANK, _TENSOR, *_MADE_BY):
         if mark in value:
             raise UnsupportedTypeError("the key is ckptkit's own", where=where, value=mark)
 

@@ -107,7 +107,10 @@ def entries(module: nn.Module) -> list[ModelEntry]:
             name = canonical(key)
             is_parameter = name in parameters or isinstance(value, nn.Parameter)
             if not isinstance(value, ShardedTensor):
-                found[name] = ModelEntry(name, value, is_parameter, source=(key, None))
+                # FSDP keeps alike what it has flattened: with other parameters it does nothing.
+                kept = name in parameters
+                source = key, None
+                found[name] = ModelEntry(name, value, is_parameter, None, None, source, kept)
                 continue
             shards, shape = value.local_shards(), tuple(value.size())
             local = torch.empty((0, *shape[1:]), dtype=value.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,14 +39,11 @@ def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
     """All tensors of a batch."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(batch, note)
-    return found
+    if torch.is_tensor(batch):
+        return [batch]
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    is_nested = isinstance(batch, (Mapping, tuple, list))
+    return [tensor for value in values for tensor in tensors_of(value)] if is_nested else []
 
 
 def share(batch: Any, number: int, count: int) -> Any:
@@ -82,9 +79,3 @@ def _check_cut(batch: Any, sizes: Collection[int]) -> None:
     if isinstance(batch, (Mapping, tuple, list)):
         for value in batch.values() if isinstance(batch, Mapping) else batch:
             _check_cut(value, sizes)
-
-
-def microbatches(batch: Any, count: int) -> Iterator[Any]:
-    """The batch in equal pieces."""
-    for number in range(count):
-        yield share(batch, number, count)

@@ -2,37 +2,81 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ckptkit.errors import UsageError
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
+from ckptkit.checkpoint.read.checkpoint import open_checkpoint
+from ckptkit.errors import CkptkitError, LayoutError, UsageError
 from ckptkit.live import Restored, ShardedOptimizerState, distributed_model, load, save
+from ckptkit.live.ranks import current_world, next_name, ranks_of
+from ckptkit.live.state.tensors import local_of
+from ckptkit.live.wrappers.entries import canonical_names
 from ckptkit.model import Strategy
-from ckptkit.parallel.strategies.batches import mapped, microbatches, opened, share
-from ckptkit.parallel.strategies.clipping import clip
-from ckptkit.parallel.strategies.frozen import Frozen
-from ckptkit.parallel.strategies.grouping import Unit
-from ckptkit.parallel.strategies.local_state import load_local_state, local_state
-from ckptkit.parallel.strategies.memory import Memory, measured
-from ckptkit.parallel.strategies.pipeline import Pipeline
-from ckptkit.parallel.strategies.replicated import check_reduced
-from ckptkit.parallel.strategies.residuals import RESIDUALS, Residuals, has_residuals
-from ckptkit.parallel.strategies.sharded import end_passes, is_cut, let_go, zero_grad
-from ckptkit.parallel.strategies.spec import SHARDED
-
-LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]
+from ckptkit.parallel.strategies.batches import mapped, opened, share
+from ckptkit.parallel.strategies.data_parallel import (
+    Unit,
+    check_reduced,
+    end_passes,
+    let_go,
+    zero_grad,
+)
+from ckptkit.parallel.strategies.options import SHARDED, StrategyOptions
+from ckptkit.parallel.strategies.pipeline import LossFunction, StagePipeline
 
 _REPLICAS = ("ddp", "zero1", *SHARDED)
+_WIDE = (torch.float64, torch.complex128)
+_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+_RESIDUALS = "compression"
+"""The group of a checkpoint in which compression keeps what it has left unsent."""
+
+log = logging.getLogger("ckptkit.parallel")
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Of one kind of tensors.
+
+    >>> Bytes(here=10, whole=40).share
+    0.25
+    """
+
+    here: int
+    whole: int
+
+    @property
+    def share(self) -> float:
+        """What this rank has of the whole."""
+        return self.here / self.whole if self.whole else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What is held between two steps.
+
+    >>> dist = as_distributed(torch.nn.Linear(4, 2), "single", optimizer=torch.optim.SGD)
+    >>> dist.memory().parameters.here
+    40
+    """
+
+    parameters: Bytes
+    gradients: Bytes
+    optimizer: Bytes
 
 
 class Distributed:
@@ -40,6 +84,16 @@ class Distributed:
 
     Every rank makes the same calls. `step` runs under every strategy; without a pipeline, `model`
     is a module to call, and a loop of one's own is as good.
+
+    - `model`: what to call, and to pass to a Checkpointer: the wrapped module; the schedule of a
+      pipeline, which only `step` runs.
+    - `modules`: those of this rank: one, or its stages of a pipeline.
+    - `strategy`: with all sizes.
+    - `mesh`: that of its axes; None for one rank alone.
+    - `device`: where this rank computes.
+    - `compression`: what compresses gradients, if anything does; it counts the bytes sent.
+    - `units`: what `fully_shard` or `replicate` gathers together, each by one collective, the
+      names of its layers and its bytes; none under other engines.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> dist = as_distributed(model, "single", optimizer=torch.optim.SGD)  # or "fsdp", "tp:2", …
@@ -52,41 +106,43 @@ class Distributed:
     def __init__(  # noqa: PLR0913 — all that spreading has found out
         self,
         strategy: Strategy,
+        options: StrategyOptions,
         modules: Sequence[nn.Module],
         *,
         mesh: DeviceMesh | None,
         device: torch.device,
         optimizer: Optimizer | None = None,
-        pipeline: Pipeline | None = None,
-        accumulate: int = 1,
+        pipeline: StagePipeline | None = None,
         compression: Any = None,
         units: Sequence[Unit] = (),
     ) -> None:
-        self._strategy = strategy
-        self._modules = tuple(modules)
-        self._mesh = mesh
-        self._device = device
+        self.strategy = strategy
+        self.options = options
+        self.modules = tuple(modules)
+        self.mesh = mesh
+        self.device = device
+        self.compression = compression
+        self.units = tuple(units)
+        self.model: Any = self.modules[0] if pipeline is None else pipeline.schedule
         self._optimizer = optimizer
         self._pipeline = pipeline
-        self._accumulate = accumulate
-        self._compression = compression
-        self._units = tuple(units)
-        if optimizer is not None and any(map(is_cut, modules)):
+        if optimizer is not None and any(
+            isinstance(each, FSDPModule) for module in self.modules for each in module.modules()
+        ):
             # What is still gathered would keep the old values.
-            optimizer.register_step_pre_hook(partial(_end_passes, self._modules))
-        self._frozen = Frozen(modules, optimizer, is_spread=bool(strategy.mesh.axes))
-
-    @property
-    def model(self) -> Any:
-        """What to call, and to pass to a Checkpointer: the wrapped module; the schedule of a
-        pipeline, which only `step` runs.
-        """
-        return self._modules[0] if self._pipeline is None else self._pipeline.schedule
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The modules of this rank: one, or its stages of a pipeline."""
-        return self._modules
+            optimizer.register_step_pre_hook(partial(end_passes, self.modules))
+        # Neither engines nor optimizers would train from now on what is frozen now; but for what
+        # an optimizer of the caller's, for one rank alone, has nevertheless.
+        groups = optimizer.param_groups if optimizer is not None else ()
+        stepped = {parameter for group in groups for parameter in group["params"]}
+        is_spread, is_stepped = bool(strategy.mesh.axes), optimizer is not None
+        self._frozen = [
+            (canonical_names(module)(name), parameter)
+            for module in self.modules
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad
+            and (is_spread or (is_stepped and parameter not in stepped))
+        ]
 
     @property
     def optimizer(self) -> Any:
@@ -98,47 +154,16 @@ class Distributed:
         return self._optimizer
 
     @property
-    def strategy(self) -> Strategy:
-        """The strategy, with all sizes."""
-        return self._strategy
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The mesh of its axes; None for one rank alone."""
-        return self._mesh
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._device
-
-    @property
-    def compression(self) -> Any:
-        """What compresses gradients, if anything does; it counts the bytes sent."""
-        return self._compression
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """What `fully_shard` or `replicate` gathers together, each by one collective, the names of
-        its layers and its bytes; none under other engines.
-        """
-        return self._units
-
-    @property
     def replicas(self) -> int:
         """How many shares every batch is cut into; ranks of one share compute together."""
-        sizes = [axis.size for axis in self._strategy.mesh.axes if axis.kind in _REPLICAS]
-        found = 1
-        for size in sizes:
-            found *= size
-        return found
+        return math.prod(a.size for a in self.strategy.mesh.axes if a.kind in _REPLICAS)
 
     @property
     def replica(self) -> int:
         """Which of the shares is this rank's."""
-        mesh = self._strategy.mesh
-        number = 0
-        for axis, at in zip(mesh.axes, mesh.coords(self._rank), strict=True):
+        mesh, number = self.strategy.mesh, 0
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for axis, at in zip(mesh.axes, mesh.coords(rank), strict=True):
             if axis.kind in _REPLICAS:
                 number = number * axis.size + at
         return number
@@ -160,64 +185,107 @@ class Distributed:
         self.zero_grad()
         losses = self.backward(loss_fn, batch)
         optimizer.step()
-        return self._mean(losses)
+        total = torch.zeros(2, dtype=torch.float32, device=self.device)
+        for loss in losses:
+            total += torch.stack([loss.detach().float(), torch.ones_like(total[1])])
+        if self.strategy.world_size > 1:
+            dist.all_reduce(total)
+        return total[0] / total[1]
 
     def backward(self, loss_fn: LossFunction, batch: Any) -> list[torch.Tensor]:
         """Forward and backward only, for a loop that clips or inspects gradients; the losses of
         this rank's micro-batches (of the last stage, in a pipeline).
         """
-        self._frozen.check()
-        batch = self._placed(batch)
+        late = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if late:
+            raise UsageError(
+                "parameters are to be trained that were frozen when the model was spread",
+                value=late[:10],
+                hint="save, make the model anew, unfreeze them, spread it, and load",
+            )
+        batch = mapped(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
         if self._pipeline is not None:
             inputs, named, targets = opened(batch)
             if named:
                 raise UsageError("a pipeline takes positional inputs", value=list(named))
             return self._pipeline.run(loss_fn, inputs, targets)
-        losses = [
-            self._one(loss_fn, piece, is_last=number == self._accumulate - 1)
-            for number, piece in enumerate(microbatches(batch, self._accumulate))
-        ]
-        check_reduced(self._modules[0])
+        model, count, losses = self.modules[0], self.options.microbatches, []
+        for number in range(count):
+            inputs, named, targets = opened(share(batch, number, count))
+            # Gradients are added up without sending them where that costs no memory, as FSDP's do.
+            held: AbstractContextManager[Any] = nullcontext()
+            if number < count - 1 and isinstance(model, DistributedDataParallel):
+                held = model.no_sync()
+            with held:
+                loss = loss_fn(model(*inputs, **named), targets)
+                (loss / count if count > 1 else loss).backward()
+            losses.append(loss.detach())
+        check_reduced(model)
         return losses
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients of the whole model down to a norm of `max_norm`, where it is larger:
         between `backward` and `optimizer.step()`, on every rank. Returns the norm before.
         """
-        _end_passes(self._modules)
-        parameters = dict.fromkeys(p for module in self._modules for p in module.parameters())
-        return clip(parameters, max_norm, self._groups("pp"), self._device)
+        end_passes(self.modules)
+        trained = [p for p in self._parameters() if p.requires_grad]
+        for parameter in trained:
+            gradient = parameter.grad
+            # That of an embedding may be whole on each rank.
+            if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        norm = _norm_of_all(trained, self._groups("pp"), self.device)
+        scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+        for parameter in trained:
+            if parameter.grad is not None:
+                local_of(parameter.grad).mul_(scale.to(parameter.grad.device))
+        return norm
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters, trained or not."""
-        for module in self._modules:
+        for module in self.modules:
             zero_grad(module)
 
     def optimizer_state(self) -> ShardedOptimizerState:
         """What the optimizer keeps on this rank, parameter by parameter: the same interface for
         every strategy, and nothing is gathered.
         """
-        return ShardedOptimizerState(self.model, self.optimizer, mesh=self._mesh)
+        return ShardedOptimizerState(self.model, self.optimizer, mesh=self.mesh)
 
     def memory(self) -> Memory:
         """The bytes of parameters, gradients and optimizer state, of this rank and in all; ranks
         that have different ones are asked, so every rank calls it.
         """
-        for module in self._modules:
+        for module in self.modules:
             let_go(module)
-        return measured(
-            self._modules,
-            self._optimizer,
-            parts=self._groups("pp"),
-            owners=self._groups("zero1"),
-            device=self._device,
+        stages, owners = self._groups("pp"), self._groups("zero1")
+        parameters = self._parameters()
+        inner = getattr(self._optimizer, "optim", self._optimizer)  # of ZeRO-1, this rank's own
+        kept = inner.state.values() if inner is not None else ()
+
+        def counted(tensors: Iterable[object], groups: Sequence[dist.ProcessGroup]) -> Bytes:
+            found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+            here = sum(local_of(t).numel() * t.element_size() for t in found)
+            whole = torch.tensor(
+                sum(t.numel() * t.element_size() for t in found), device=self.device
+            )
+            for group in groups:
+                dist.all_reduce(whole, group=group)
+            return Bytes(here, int(whole))
+
+        return Memory(
+            counted(parameters, stages),
+            counted((p.grad for p in parameters), stages),
+            counted((value for each in kept for value in each.values()), [*stages, *owners]),
         )
 
     @property
     def state(self) -> dict[str, Any]:
         """All that a checkpoint has to hold, as a Checkpointer takes it: `save(step, **state)`."""
         found = {"model": self.model, "optimizer": self._optimizer}
-        return found if self._compression is None else found | {"state": self._unsent()}
+        if self.compression is None:
+            return found
+        return found | {"state": {_RESIDUALS: _Residuals(self.compression)}}
 
     def save(
         self,
@@ -228,8 +296,8 @@ class Distributed:
         **options: Any,
     ) -> None:
         """Save a step of the run at `location`, with the options of `ckptkit.live.save`."""
-        state = self._with_own(self.state, options)
-        save(location, step=step, extra=extra, mesh=self._mesh, **state, **options)
+        state = _with_own(self.state, options)
+        save(location, step=step, extra=extra, mesh=self.mesh, **state, **options)
 
     def load(self, location: str | os.PathLike[str], **options: Any) -> Restored:
         """Load a step, or the newest of a run, that any strategy saved, with the options of
@@ -237,10 +305,9 @@ class Distributed:
         was saved without any loads too, and then nothing is left unsent.
         """
         state = self.state
-        if self._compression is not None and not has_residuals(location, options):
+        if self.compression is not None and not has_residuals(location, options):
             del state["state"]
-        state = self._with_own(state, options)
-        return load(location, mesh=self._mesh, **state, **options)
+        return load(location, mesh=self.mesh, **_with_own(state, options), **options)
 
     def full_state_dict(self) -> dict[str, Any] | None:
         """The whole parameters and buffers, in host memory, on rank 0; None on the others. Every
@@ -249,57 +316,140 @@ class Distributed:
         return distributed_model(self).full_state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank holds of model and optimizer, in their own memory; nothing is gathered."""
-        return local_state(self.model, self._optimizer, self._mesh)
+        """What this rank holds of model and optimizer, in their own memory: no collective, no copy,
+        no file.
+        """
+        whole = distributed_model(self.model, mesh=self.mesh)
+        found: dict[str, Any] = {"model": whole.local_state_dict()}
+        if self._optimizer is not None:
+            kept = self.optimizer_state()
+            found["optimizer"] = {
+                name: {key: _local(value) for key, value in kept.get(name).items()}
+                for name in kept.names
+                if kept.has(name)
+            }
+            unsaid = ("params", "param_names")
+            found["groups"] = [
+                {key: value for key, value in group.items() if key not in unsaid}
+                for group in self._optimizer.param_groups
+            ]
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave on this rank of a job of the same strategy."""
-        load_local_state(state, self.model, self._optimizer, self._mesh)
+        distributed_model(self.model, mesh=self.mesh).load_local_state_dict(state["model"])
+        if self._optimizer is None or "optimizer" not in state:
+            return
+        kept = self.optimizer_state()
+        for name in set(kept.names) - state["optimizer"].keys():
+            kept.remove(name)
+        for name, values in state["optimizer"].items():
+            mine = kept.get(name) if kept.has(name) else kept.create(name)
+            if mine.keys() != values.keys():
+                raise LayoutError(
+                    "the optimizer keeps other things",
+                    where=name,
+                    value=(sorted(mine), sorted(values)),
+                )
+            for key, value in values.items():
+                if torch.is_tensor(value):
+                    _local(mine[key]).copy_(value)
+                else:
+                    mine[key] = value
+        for group, options in zip(self._optimizer.param_groups, state["groups"], strict=True):
+            group.update(options)
 
-    def _unsent(self) -> dict[str, Any]:
-        return {RESIDUALS: Residuals(self._compression)}
-
-    def _with_own(self, state: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-        """The state, and what the caller has of its own among the options."""
-        own = options.pop("state", None)
-        return state | {"state": {**state.get("state", {}), **own}} if own else state
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(dict.fromkeys(p for module in self.modules for p in module.parameters()))
 
     def _groups(self, kind: str) -> list[dist.ProcessGroup]:
         """Those of the axes of a kind on which this rank is not alone."""
-        axes = [axis for axis in self._strategy.mesh.axes if axis.kind == kind and axis.size > 1]
-        return [self._mesh.get_group(axis.name) for axis in axes if self._mesh is not None]
-
-    def _one(self, loss_fn: LossFunction, batch: Any, *, is_last: bool) -> torch.Tensor:
-        inputs, named, targets = opened(batch)
-        with nullcontext() if is_last else self._unsynchronised():
-            loss = loss_fn(self._modules[0](*inputs, **named), targets)
-            (loss / self._accumulate if self._accumulate > 1 else loss).backward()
-        return loss.detach()
-
-    def _unsynchronised(self) -> AbstractContextManager[Any]:
-        """Add gradients up without sending them, where that costs no memory."""
-        module = self._modules[0]
-        if isinstance(module, DistributedDataParallel):
-            return module.no_sync()
-        return nullcontext()
-
-    def _mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros(2, dtype=torch.float32, device=self._device)
-        for loss in losses:
-            total += torch.stack([loss.detach().float(), torch.ones_like(total[1])])
-        if self._strategy.world_size > 1:
-            dist.all_reduce(total)
-        return total[0] / total[1]
-
-    def _placed(self, batch: Any) -> Any:
-        """The tensors of a batch on this rank's device."""
-        return mapped(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
-
-    @property
-    def _rank(self) -> int:
-        return dist.get_rank() if dist.is_initialized() else 0
+        axes = [axis for axis in self.strategy.mesh.axes if axis.kind == kind and axis.size > 1]
+        return [self.mesh.get_group(axis.name) for axis in axes if self.mesh is not None]
 
 
-def _end_passes(modules: Sequence[nn.Module], *_: Any) -> None:
-    for module in modules:
-        end_passes(module)
+def _with_own(state: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The state, and what the caller has of its own among the options."""
+    own = options.pop("state", None)
+    return state | {"state": {**state.get("state", {}), **own}} if own else state
+
+
+def _local(value: Any) -> Any:
+    return local_of(value) if torch.is_tensor(value) else value
+
+
+def _norm_of_all(
+    trained: Sequence[nn.Parameter], stages: Sequence[dist.ProcessGroup], device: torch.device
+) -> torch.Tensor:
+    """The norm of the gradients of a whole model, of which ranks have parts; `stages` join ranks
+    that have different parameters.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    # By the groups whose ranks have different parts of a tensor, so that each sums once.
+    by_groups: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
+    for parameter in trained:
+        groups: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            cut = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+            groups = tuple(mesh.get_group(dim) for dim in cut)
+        square = by_groups.setdefault(groups, torch.zeros_like(total))
+        if parameter.grad is None:
+            continue
+        gradient = local_of(parameter.grad)
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient.resolve_conj())
+        # Of 16 bits in 32.
+        norm = torch.linalg.vector_norm(gradient, dtype=_widest([gradient]))
+        square += norm.double().square().to(device)
+    for groups, square in by_groups.items():
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        total += square
+    for group in stages:
+        dist.all_reduce(total, group=group)
+    return total.sqrt().to(_widest(trained))
+
+
+def _widest(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    is_wide = any(tensor.dtype in _WIDE for tensor in tensors)
+    return torch.float64 if is_wide else torch.float32
+
+
+class _Residuals:
+    """The state of a compression, which that of another one leaves as it is."""
+
+    def __init__(self, compression: Any) -> None:
+        self._compression = compression
+        self.state_dict: Callable[[], dict[str, Any]] = compression.state_dict
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it over, if it is of the same compression."""
+        if state.get("spec") != self._compression.spec:
+            log.info(
+                "residuals of %s are of no use to %s", state.get("spec"), self._compression.spec
+            )
+            return
+        self._compression.load_state_dict(state)
+
+
+def has_residuals(location: str | os.PathLike[str], options: Mapping[str, Any]) -> bool:
+    """Whether a step has what a compression left unsent, as rank 0 sees it."""
+
+    def look() -> bool:
+        try:
+            stored = options.get("storage_options")
+            with open_checkpoint(location, storage_options=stored) as checkpoint:
+                return any(item.name == _RESIDUALS for item in checkpoint.manifest.objects)
+        except CkptkitError:
+            return True  # the load itself says what is wrong
+
+    ranks = all_ranks("residuals", options.get("timeout", DEFAULT_TIMEOUT))
+    with leaving(ranks):
+        return bool(ranks.share(look))
+
+
+def all_ranks(what: str, timeout: float = DEFAULT_TIMEOUT) -> Ranks:
+    """The ranks of the job, to meet once without a collective."""
+    world = current_world()
+    return ranks_of(world, next_name(world, what), timeout, "the ranks do not go on")

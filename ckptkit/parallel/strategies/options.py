@@ -1,4 +1,4 @@
-"""What the caller of `as_distributed` decides, checked."""
+"""What a caller of `as_distributed` decides: a strategy with all sizes, and the other choices."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
 
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.errors import UsageError
+from ckptkit.errors import StrategyError, UsageError
 from ckptkit.model import Strategy
 from ckptkit.model.document import parse_size
-from ckptkit.parallel.strategies.spec import SHARDED, sharder_of, size_of
+from ckptkit.parallel.optimizers.compression import compression_of
 
-Split: TypeAlias = Callable[[nn.Module, tuple[str, ...]], nn.Module]
+MakeOptimizer: TypeAlias = Callable[..., Optimizer]
+"""A class of optimizer, or a function of parameters."""
+StageByHand: TypeAlias = Callable[[nn.Module, tuple[str, ...]], nn.Module]
 Precision: TypeAlias = torch.dtype | MixedPrecisionPolicy
+
+SHARDED = ("fsdp", "zero2", "zero3")
+"""The kinds whose parameters `fully_shard` cuts."""
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -25,121 +31,89 @@ _DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
-_SCHEDULES = ("gpipe", "1f1b", "interleaved")
-_BALANCES = ("parameters", "time")
-_OF_THE_CALLER = ("example", "split")
-"""What only makes stages, or is tried out: it cannot be compared, and need not be."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Options:
-    """The choices that are not the strategy's."""
+class StrategyOptions:
+    """The choices that are not the strategy's own, read and passed on as one."""
 
-    group_below: int
-    precision: Precision | None = None
-    offload: bool = False
-    compression: str | None = None
-    overlap: bool = False
+    optimizer: Optimizer | MakeOptimizer | None = None
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     rules: RulesLike = "auto"
     sizes: Mapping[str, Any] = field(default_factory=dict)
+    precision: Precision | None = None
+    offload: bool = False
+    group_below: int = 2**20
     microbatches: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     balance: str = "parameters"
     example: Any = None
-    split: Split | None = None
-
-    @classmethod
-    def of(  # noqa: PLR0913 — those of `as_distributed`
-        cls,
-        strategy: Strategy,
-        *,
-        rules: RulesLike | None = None,
-        sizes: Mapping[str, Any] | None = None,
-        mixed_precision: Precision | str | None = None,
-        offload: bool = False,
-        group_below: int | str = "1MiB",
-        microbatches: int | None = None,
-        schedule: str | None = None,
-        balance: str = "parameters",
-        example: Any = None,
-        split: Split | None = None,
-        compression: str | None = None,
-        overlap: bool = False,
-    ) -> Options:
-        """What the arguments of a call mean under a strategy."""
-        name, stages = schedule_of(schedule)
-        return cls(
-            group_size(group_below),
-            precision_of(mixed_precision),
-            offload=offload,
-            compression=compression,
-            overlap=overlap,
-            rules="auto" if rules is None else rules,
-            sizes=dict(sizes or {}),
-            microbatches=microbatches_of(microbatches, strategy, name),
-            schedule=name,
-            stages_per_rank=stages,
-            balance=balance_of(balance),
-            example=example,
-            split=split,
-        )
+    split: StageByHand | None = None
+    compression: str | None = None
+    overlap: bool = False
 
     def said(self) -> dict[str, str]:
-        """By name and as text, what all ranks have to choose alike."""
-        names = [each.name for each in fields(self) if each.name not in _OF_THE_CALLER]
-        return {name: str(getattr(self, name)) for name in names}
+        """By name and as text, what all ranks have to choose alike.
 
-    def differing(self, given: Options, unsaid: Options) -> list[str]:
-        """The names of what is given, as `unsaid` has it not, and is other than here."""
-        mine, theirs, nothing = self.said(), given.said(), unsaid.said()
-        return [name for name in mine if theirs[name] not in (mine[name], nothing[name])]
+        An example and a function cannot be compared; optimizers are, by what they are made of.
+        """
+        unsaid = ("example", "split", "optimizer", "optimizer_options")
+        return {f.name: str(getattr(self, f.name)) for f in fields(self) if f.name not in unsaid}
 
     def check(self, strategy: Strategy) -> None:
         """Refuse what the strategy has no use for, rather than do nothing."""
-        kinds = {axis.kind for axis in strategy.mesh.axes}
-        if self.offload and not sharder_of(strategy):
-            raise _needs("offload", ", ".join(SHARDED), strategy)
-        if self.overlap and "zero1" not in kinds:
-            raise _needs("overlap", "zero1", strategy)
-        if self.compression is not None:
-            if not kinds & {"ddp", "zero1", *SHARDED}:
-                # Ranks of tp and pp sum or hand on activations, which need all of their bits.
-                raise _needs("compression of gradients", "ddp, zero1, zero2 and fsdp", strategy)
-            self._check_compression(self.compression, strategy)
-        if isinstance(self.precision, MixedPrecisionPolicy) and not sharder_of(strategy):
-            raise _needs("a MixedPrecisionPolicy", ", ".join(SHARDED), strategy)
-
-    def _check_compression(self, compression: str, strategy: Strategy) -> None:
-        from ckptkit.parallel.optimizers.compression import compression_of  # noqa: PLC0415
-
-        remembers = compression_of(compression).remembers
-        if "ddp" in {axis.kind for axis in strategy.mesh.axes} and (
-            sharder_of(strategy) or size_of(strategy, "tp") > 1
+        kinds, sharder = {axis.kind for axis in strategy.mesh.axes}, sharder_of(strategy)
+        for is_chosen, what, fitting in (
+            (self.offload, "offload", SHARDED),
+            (self.overlap, "overlap", ("zero1",)),
+            (isinstance(self.precision, MixedPrecisionPolicy), "a MixedPrecisionPolicy", SHARDED),
         ):
+            if is_chosen and not kinds.intersection(fitting):
+                raise UsageError(
+                    f"{what} is for {', '.join(fitting)}",
+                    value=str(strategy),
+                    hint="leave it out here",
+                )
+        if self.balance not in ("parameters", "time"):
+            raise UsageError(
+                "no way to balance", where="balance", value=self.balance, hint="parameters or time"
+            )
+        if self.compression is None:
+            return
+        if not kinds & {"ddp", "zero1", *SHARDED}:
+            # Ranks of tp and pp sum or hand on activations, which need all of their bits.
+            raise UsageError(
+                "compression of gradients is for ddp, zero1, zero2 and fsdp",
+                value=str(strategy),
+                hint="leave it out here",
+            )
+        remembers = compression_of(self.compression).remembers
+        value = f"{self.compression}, {strategy}"
+        if "ddp" in kinds and (sharder or size_of(strategy, "tp") > 1):
             raise UsageError(
                 "replicas of what is cut take their mean by an all-reduce that torch lets nobody "
                 "replace",
-                value=f"{compression}, {strategy}",
+                value=value,
                 hint="cut over all ranks instead of ddp: fsdp, or tp and fsdp",
             )
-        if remembers and sharder_of(strategy):
+        if remembers and sharder:
             raise UsageError(
                 "what is left unsent is as large as all gradients, on every rank, and "
-                f"{sharder_of(strategy)} keeps a part of them only",
-                value=f"{compression}, {strategy}",
+                f"{sharder} keeps a part of them only",
+                value=value,
                 hint="fp16, bf16 and int8 leave nothing unsent; or use ddp or zero1",
             )
         if remembers and size_of(strategy, "pp") > 1:
             raise UsageError(
                 "what stages have left unsent cannot be saved together",
-                value=f"{compression}, {strategy}",
+                value=value,
                 hint="fp16, bf16 and int8 leave nothing unsent",
             )
         if self.stages_per_rank > 1:
             raise UsageError(
                 "compression is for one stage on each rank",
-                value=f"{compression}, {self.schedule}:{self.stages_per_rank}",
+                value=f"{self.compression}, {self.schedule}:{self.stages_per_rank}",
                 hint='schedule="1f1b"',
             )
 
@@ -165,7 +139,8 @@ def group_size(what: int | str) -> int:
 def schedule_of(what: str | None) -> tuple[str, int]:
     """The name of a schedule, and how many stages it gives to a rank."""
     name, colon, count = (what or "1f1b").lower().partition(":")
-    if name not in _SCHEDULES or (colon and (name != "interleaved" or not count.isdecimal())):
+    is_known = name in ("gpipe", "1f1b", "interleaved")
+    if not is_known or (colon and (name != "interleaved" or not count.isdecimal())):
         raise UsageError(
             "no schedule",
             where="schedule",
@@ -180,7 +155,7 @@ def schedule_of(what: str | None) -> tuple[str, int]:
     return name, stages
 
 
-def microbatches_of(given: int | None, strategy: Strategy, schedule: str) -> int:
+def microbatches_of(given: int | None, strategy: Strategy, schedule: str = "1f1b") -> int:
     """How many micro-batches a batch is cut into; by default twice as many as there are ranks in
     a pipeline, and one elsewhere.
     """
@@ -199,14 +174,73 @@ def microbatches_of(given: int | None, strategy: Strategy, schedule: str) -> int
     return count
 
 
-def balance_of(what: str) -> str:
-    """What stages are made to have alike."""
-    if what not in _BALANCES:
-        raise UsageError(
-            "no way to balance", where="balance", value=what, hint=" or ".join(_BALANCES)
+def resolved(spec: str | Strategy, world_size: int) -> Strategy:
+    """The strategy on this many ranks; one axis may leave its size out, and gets what is left."""
+    strategy = Strategy.of(_filled(spec, world_size) if isinstance(spec, str) else spec)
+    if strategy.world_size != world_size:
+        raise StrategyError(
+            f"the strategy is of {strategy.world_size} ranks, the job has {world_size}",
+            value=str(strategy),
+            hint="leave one size out to use all ranks, such as tp:2,fsdp",
         )
-    return what
+    kinds, sharder = [axis.kind for axis in strategy.mesh.axes], sharder_of(strategy)
+    repeated = next((kind for kind in kinds if kinds.count(kind) > 1), None)
+    # Products of axes that no engine of torch runs.
+    for is_refused, what, hint in (
+        (repeated is not None, f"more than one {repeated} axis", "give it one axis"),
+        (
+            "ep" in kinds,
+            "expert parallelism has no engine here",
+            "cut experts along tp or fsdp",
+        ),
+        (
+            "zero1" in kinds and "ddp" in kinds,
+            "zero1 repeats parameters itself",
+            "write zero1 with all of these ranks, or ddp with fsdp",
+        ),
+        (
+            "zero1" in kinds and size_of(strategy, "tp") > 1,
+            "DistributedDataParallel, which zero1 stands on, takes no DTensors",
+            "write fsdp or zero2 in its place",
+        ),
+        (
+            sharder and "ddp" in kinds[kinds.index(sharder) :],
+            "replicas lie outside of shards",
+            f"write ddp before {sharder}",
+        ),
+    ):
+        if is_refused:
+            raise StrategyError(what, value=str(strategy), hint=hint)
+    return strategy
 
 
-def _needs(what: str, kinds: str, strategy: Strategy) -> UsageError:
-    return UsageError(f"{what} is for {kinds}", value=str(strategy), hint="leave it out here")
+def size_of(strategy: Strategy, kind: str) -> int:
+    """How many ranks lie along the axis of a kind; 1 where there is none."""
+    return next((axis.size for axis in strategy.mesh.axes if axis.kind == kind), 1)
+
+
+def sharder_of(strategy: Strategy) -> str | None:
+    """The kind of the axis that `fully_shard` cuts along."""
+    return next((axis.kind for axis in strategy.mesh.axes if axis.kind in SHARDED), None)
+
+
+def _filled(spec: str, world_size: int) -> str:
+    items = [item.strip() for item in spec.split(",")]
+    sized = [":" in item or item in ("", "single", "hsdp") for item in items]
+    if all(sized):
+        return spec
+    if sized.count(False) > 1:
+        raise StrategyError(
+            "more than one axis leaves its size out",
+            value=spec,
+            hint="only one of them can get the ranks that are left",
+        )
+    at = sized.index(False)
+    known = Strategy.parse(",".join([*items[:at], f"{items[at]}:1", *items[at + 1 :]]))
+    left, over = divmod(world_size, known.world_size)
+    if over or not left:
+        raise StrategyError(
+            f"{world_size} ranks cannot be divided by the {known.world_size} of the other axes",
+            value=spec,
+        )
+    return ",".join([*items[:at], f"{items[at]}:{left}", *items[at + 1 :]])

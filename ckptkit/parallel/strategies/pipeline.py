@@ -1,4 +1,4 @@
-"""Stages of a pipeline and the schedule that runs them: torch's own."""
+"""The schedule that runs the stages of a pipeline: torch's own."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.errors import UsageError
 from ckptkit.parallel.strategies.batches import tensors_of
-from ckptkit.parallel.strategies.options import Options
-from ckptkit.parallel.strategies.parts import Buffers
+from ckptkit.parallel.strategies.options import StrategyOptions
+from ckptkit.parallel.strategies.stages import KeptBuffers, kept_buffers, put_back
 
-Schedule: TypeAlias = Any
 LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
 
-class _Stage(PipelineStage):
+class _KeepingStage(PipelineStage):
     """A stage whose buffers stay as they are when torch runs it once more to see its shapes."""
 
-    _before: Buffers | None = None
+    _before: KeptBuffers | None = None
 
     def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
-        self._before = Buffers.of(self.submod)
+        self._before = kept_buffers(self.submod)
         return super()._forward_metadata_inference(*args, **kwargs)
 
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
         if self._before is not None:
-            self._before.put_back()
+            put_back(self._before)
             self._before = None
 
 
@@ -65,7 +64,7 @@ class _Interleaved(_OnlySteps, ScheduleInterleaved1F1B):
     pass
 
 
-class Pipeline:
+class StagePipeline:
     """The stages of this rank, and the schedule that all ranks of the pipeline run together."""
 
     def __init__(
@@ -73,88 +72,74 @@ class Pipeline:
         modules: Sequence[nn.Module],
         numbers: Sequence[int],
         count: int,
-        options: Options,
+        options: StrategyOptions,
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
         self.stages = [
-            _Stage(module, number, count, device, group=group)
+            _KeepingStage(module, number, count, device, group=group)
             for module, number in zip(modules, numbers, strict=True)
         ]
-        self.microbatches = options.microbatches
+        self._count = options.microbatches
         self._loss_function: LossFunction | None = None
         self._losses: list[torch.Tensor] = []
-        self._shapes: list[torch.Size] = []
-        self.schedule = self._schedule(options)
+        self._shapes: list[tuple[int, ...]] = []
+        # It would divide the gradients of earlier passes, too, where these add up.
+        settings: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+        if options.schedule == "interleaved":
+            self.schedule: Any = _Interleaved([*self.stages], self._count, **settings)
+        else:
+            make = _GPipe if options.schedule == "gpipe" else _OneForwardOneBackward
+            self.schedule = make(self.stages[0], self._count, **settings)
 
     def run(
         self, loss_function: LossFunction, inputs: tuple[Any, ...], targets: Any
     ) -> list[torch.Tensor]:
         """Forward and backward of a batch; the losses of its micro-batches on the last stage."""
-        self._check_even(inputs, targets)
-        self._check_shapes(inputs, targets)
+        self._check(inputs, targets)
         self._loss_function = loss_function
         self._losses.clear()
         given = inputs if any(stage.is_first for stage in self.stages) else ()
         is_last = any(stage.is_last for stage in self.stages)
-        with self._unsynchronised():
+        with ExitStack() as stack:
+            # Only the last backward pass of a step sends gradients, as torch sees to, but for the
+            # first step, in which a stage runs once more to see its shapes.
+            for stage in self.stages:
+                if isinstance(stage.submod, DistributedDataParallel):
+                    stack.enter_context(stage.submod.no_sync())
             self.schedule.step(*given, target=targets if is_last else None, return_outputs=False)
         # The first step has one more, of the run in which a stage sees its shapes.
-        return self._losses[-self.microbatches :]
-
-    def _unsynchronised(self) -> ExitStack:
-        """Only the last backward pass of a step sends gradients, as torch sees to, but for the
-        first step, in which a stage runs once more to see its shapes.
-        """
-        stack = ExitStack()
-        for stage in self.stages:
-            if isinstance(stage.submod, DistributedDataParallel):
-                stack.enter_context(stage.submod.no_sync())
-        return stack
-
-    def _schedule(self, options: Options) -> Schedule:
-        count = self.microbatches
-        # It would divide the gradients of earlier passes, too, where these add up.
-        settings: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
-        if options.schedule == "interleaved":
-            return _Interleaved([*self.stages], count, **settings)
-        make = _GPipe if options.schedule == "gpipe" else _OneForwardOneBackward
-        return make(self.stages[0], count, **settings)
+        return self._losses[-self._count :]
 
     def _loss(self, outputs: Any, targets: Any) -> torch.Tensor:
         # A schedule is made before anybody has a loss.
         assert self._loss_function is not None  # noqa: S101 — set by `run`
         loss = self._loss_function(outputs, targets)
         self._losses.append(loss.detach())
-        return loss / self.microbatches
+        return loss / self._count
 
-    def _check_even(self, inputs: tuple[Any, ...], targets: Any) -> None:
-        """Refuse what torch would cut into micro-batches of different sizes, and then hang."""
+    def _check(self, inputs: tuple[Any, ...], targets: Any) -> None:
+        """Refuse what torch would cut into micro-batches of different sizes, and then hang; and
+        what neighbours do not expect, for which it would end the process.
+        """
         if not torch.is_tensor(targets):
             raise UsageError(
                 "the targets of a pipeline are one tensor",
                 value=type(targets).__name__,
                 hint="put them together, and let loss_fn take them apart",
             )
-        for tensor in tensors_of((inputs, targets)):
-            if not tensor.ndim or not tensor.shape[0] or tensor.shape[0] % self.microbatches:
+        shapes = [tuple(tensor.shape) for tensor in tensors_of((inputs, targets))]
+        for shape in shapes:
+            if not shape or not shape[0] or shape[0] % self._count:
                 raise UsageError(
-                    f"a batch that {self.microbatches} micro-batches cannot share evenly",
-                    value=tuple(tensor.shape),
+                    f"a batch that {self._count} micro-batches cannot share evenly",
+                    value=shape,
                     hint="choose microbatches= that divides the first dim",
                 )
-
-    def _check_shapes(self, inputs: tuple[Any, ...], targets: Any) -> None:
-        """Refuse what neighbours do not expect: torch would end the process."""
-        shapes = [tensor.shape for tensor in tensors_of((inputs, targets))]
         self._shapes = self._shapes or shapes
         if shapes != self._shapes:
             raise UsageError(
                 "batches of a pipeline have the same shape in every step",
-                value=f"{_told(shapes)}, before {_told(self._shapes)}",
+                value=f"{shapes}, before {self._shapes}",
                 hint="leave out the last batch of a pass over the data, or fill it up",
             )
-
-
-def _told(shapes: Sequence[torch.Size]) -> list[tuple[int, ...]]:
-    return [tuple(shape) for shape in shapes]

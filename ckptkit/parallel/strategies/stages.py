@@ -1,35 +1,249 @@
-"""A model cut into the stages of a pipeline, each of which runs the model's own `forward`."""
+"""A model cut into the stages of a pipeline, each of which runs the model's own `forward`: as
+evenly as it works, which is tried out on an example.
+"""
 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ckptkit.checkpoint.ranks import Ranks, leaving
+from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import LayoutError, UsageError
-from ckptkit.parallel.strategies.alike import check_alike, room
-from ckptkit.parallel.strategies.grouping import CONTAINERS
-from ckptkit.parallel.strategies.options import Options
-from ckptkit.parallel.strategies.parts import (
-    Part,
-    loose_parameters,
-    parts_as_run,
-    parts_of,
-    run,
-)
-from ckptkit.parallel.strategies.splitting import most_even
+from ckptkit.parallel.strategies.data_parallel import CONTAINERS, nbytes_of
+from ckptkit.parallel.strategies.options import StageByHand, StrategyOptions
+from ckptkit.plan.stages import balanced
 
 _HOW = "pass split=, a function of the model and the names of a stage's parts that returns the rest"
 
+# Each trial runs the model, and one that so many find no place in can hardly be cut at all.
+_TRIALS_FOR_A_STAGE = 4
+
+Found = TypeVar("Found")
+KeptBuffers = list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A module that lies on one stage as a whole."""
+
+    name: str
+    nbytes: int
+    seconds: float = 0.0
+    outputs: int = 0
+    """How many values it returns in a tuple; 0 for one that is not in a tuple."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageSplit:
+    """The layers of each stage, and how a stage goes without those of the others."""
+
+    model: nn.Module
+    stages: Sequence[Sequence[Layer]]
+    drops: bool = False
+    """Whether modules outside of lists are set to None rather than passed by."""
+    loose: int = 0
+    """The stage that has parameters which no layer has: the first or the last."""
+
+    def said(self) -> list[str]:
+        """By which ranks tell whether they split alike."""
+        return [*(str(_names(stage)) for stage in self.stages), f"{self.drops} {self.loose}"]
+
+    def made(self, numbers: Sequence[int], by_hand: StageByHand | None) -> list[nn.Module]:
+        """Stages by their numbers, with the names of the whole model, which is left with what they
+        have.
+        """
+        if by_hand is not None:
+            models = [self.model, *(copy.deepcopy(self.model) for _ in numbers[1:])]
+            names = [tuple(_names(self.stages[number])) for number in numbers]
+            return [by_hand(*each) for each in zip(models, names, strict=True)]
+        made = [self.stage(number) for number in numbers]
+        for number, layers in enumerate(self.stages):
+            for layer in layers if number not in numbers else ():
+                _replace(self.model, layer, drops=False)
+        return made
+
+    def stage(self, number: int) -> nn.Module:
+        """A copy of the model's frame around the very modules that the stage has."""
+        layers = [layer for stage in self.stages for layer in stage]
+        frame = _frame(self.model, "", set(_names(layers)))
+        for layer in layers:
+            if layer not in self.stages[number]:
+                _replace(frame, layer, drops=self.drops)
+        if self.loose != number:
+            for name in _loose_parameters(self.model, layers):
+                path, _, own = name.rpartition(".")
+                setattr(frame.get_submodule(path), own, None)
+        return frame
+
+    def places(self) -> Iterator[tuple[str, int]]:
+        """The parameters of the layers by all of their names, and their stages."""
+        for number, stage in enumerate(self.stages):
+            for layer in stage:
+                module = self.model.get_submodule(layer.name)
+                for name, _ in module.named_parameters(layer.name, remove_duplicate=False):
+                    yield name, number
+
+    def check_tied(self) -> None:
+        """Refuse weights that two stages would have: nobody would keep them alike."""
+        layers = [layer for stage in self.stages for layer in stage]
+        loose = [(name, self.loose) for name in _loose_parameters(self.model, layers)]
+        _check_tied(self.model, [*self.places(), *loose])
+
+
+def split_into_stages(
+    model: nn.Module, count: int, options: StrategyOptions, ranks: Ranks
+) -> StageSplit:
+    """The most even split into stages that works, of which nothing is made yet.
+
+    What is to be shared out evenly is bytes, or times of rank 0, as clocks differ.
+    """
+    layers, inputs, output = [*_layers_in("", model)], None, None
+    if options.example is not None:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        given = options.example
+        several = given if isinstance(given, (tuple, list)) else (given,)
+        inputs = tuple(each.to(device) if torch.is_tensor(each) else each for each in several)
+    if inputs is not None and options.split is None:
+        if options.balance == "time":
+            run(model, inputs)  # the first is slower than those to come
+        layers, output = _as_run(model, layers, inputs)
+
+    def trial(begins: Sequence[int]) -> StageSplit:
+        stages = [layers[a:b] for a, b in pairwise([*begins, len(layers)])]
+        split = StageSplit(model, stages)
+        if options.split is None:
+            if not isinstance(model, nn.Sequential):
+                split = _found_way(split, inputs, output)
+            split.check_tied()
+        return split
+
+    # Another stage may begin anywhere but between layers that share weights.
+    if len(layers) < count:
+        raise LayoutError(
+            f"the model has {len(layers)} parts, too few for {count} stages",
+            value=_names(layers)[:20],
+        )
+    firsts, refused = dict[int, int](), set[int]()
+    singles = StageSplit(model, [[layer] for layer in layers])
+    for name, number in singles.places():
+        first = firsts.setdefault(id(model.get_parameter(name)), number)
+        refused.update(range(first + 1, number + 1))
+    places = [at for at in range(1, len(layers)) if at not in refused]
+    if len(places) < count - 1:
+        _check_tied(model, singles.places())
+    weights = [layer.nbytes for layer in layers]
+    if options.balance == "time":
+        if inputs is None:
+            raise UsageError('balance="time" takes an example to measure', hint="pass example=")
+        times = [round(layer.seconds * 1e9) for layer in layers]
+        weights = ranks.share(lambda: times)
+    return most_even(weights, count, places, trial)
+
+
+def most_even(
+    weights: Sequence[int],
+    count: int,
+    places: Iterable[int],
+    trial: Callable[[Sequence[int]], Found],
+) -> Found:
+    """What a trial returns for the most even split that it takes.
+
+    Stages but the first begin at some of `places`, of which there are enough. The trial is given
+    such beginnings, [0, 3, 5] for three stages, and raises LayoutError where there cannot be
+    stages. The error raised is the one about the most even split of all.
+    """
+    begins = [0, *places]
+    left, fine = count * _TRIALS_FOR_A_STAGE, set[int]()
+    problem: LayoutError | None = None
+    try:
+        while len(begins) >= count and left > 0:
+            together = [sum(weights[a:b]) for a, b in pairwise([*begins, len(weights)])]
+            numbers = balanced(together, count)
+            split = [begins[numbers.index(stage)] for stage in range(count)]
+            try:
+                return trial(split)
+            except LayoutError as error:
+                problem = problem or error
+            left -= 1
+            refused = set(split[1:])
+            if count > 2:  # with two stages the split is its only place
+                unknown = refused - fine
+                left -= len(unknown)
+                refused = set()
+                for at in unknown:
+                    try:
+                        trial([0, at])
+                    except LayoutError:
+                        refused.add(at)
+                fine |= unknown - refused
+            if not refused:
+                break
+            begins = [at for at in begins if at not in refused]
+        assert problem is not None  # noqa: S101 — there are places enough for a first trial
+        raise problem
+    finally:
+        problem = None  # what it holds would live on, and with it the stages that were tried
+
+
+def _check_tied(model: nn.Module, places: Iterable[tuple[str, int]]) -> None:
+    first: dict[int, tuple[int, str]] = {}
+    for name, stage in places:
+        known, other = first.setdefault(id(model.get_parameter(name)), (stage, name))
+        if known != stage:
+            raise LayoutError(
+                "tied weights on two stages, which torch's pipelines do not keep alike",
+                value=(other, name),
+                hint="untie them, or use fsdp",
+            )
+
+
+def _found_way(split: StageSplit, inputs: tuple[Any, ...] | None, output: Any) -> StageSplit:
+    """The way in which the stages, one after another, give what the whole model gives."""
+    if inputs is None:
+        raise UsageError(
+            "a pipeline of a model that is no nn.Sequential is tried out before it is used",
+            hint=f"pass example=, the inputs of a small batch; or {_HOW}",
+        )
+    if not torch.is_tensor(output):
+        raise UsageError(
+            "the model of a pipeline returns one tensor",
+            value=type(output).__name__,
+            hint="wrap it in a module that returns, say, the logits",
+        )
+    last = len(split.stages) - 1
+    ways = [replace(split, drops=True, loose=last), replace(split, drops=True)]
+    if not _loose_parameters(split.model, [layer for stage in split.stages for layer in stage]):
+        ways = [split, ways[0]]
+    problem: Exception | None = None
+    try:
+        for way in ways:
+            try:
+                found: Any = inputs
+                for number in range(len(split.stages)):
+                    found = (run(way.stage(number), found),)
+                if found[0].shape == output.shape and torch.allclose(found[0], output, 1e-4):
+                    return way
+            except Exception as error:  # noqa: BLE001 — the model's own, of any kind
+                problem = error
+        raise LayoutError(
+            "the stages, one after another, do not give what the whole model gives",
+            value=[_names(stage) for stage in split.stages],
+            hint=f"the model may do more to its hidden state than run its parts; {_HOW}",
+        ) from problem
+    finally:
+        problem = None  # what it holds would live on, and with it the stages that were tried
+
 
 class PassedOn(nn.Module):
-    """Stands where another stage has the part: what comes in goes on."""
+    """Stands where another stage has the layer: what comes in goes on."""
 
     def __init__(self, outputs: int = 0) -> None:
         super().__init__()
@@ -43,223 +257,19 @@ class PassedOn(nn.Module):
         return (hidden, *[None] * (self._outputs - 1)) if self._outputs else hidden
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """How a stage goes without what others have."""
-
-    drops: bool
-    """Whether modules outside of lists are set to None rather than passed by."""
-    loose: int
-    """The stage that has parameters which no part has: the first or the last."""
+def _replace(frame: nn.Module, layer: Layer, *, drops: bool) -> None:
+    path, _, own = layer.name.rpartition(".")
+    parent = frame.get_submodule(path)
+    is_listed = isinstance(parent, CONTAINERS)
+    parent._modules[own] = None if drops and not is_listed else PassedOn(layer.outputs)
 
 
-def stages_of(
-    model: nn.Module, count: int, mine: Sequence[int], options: Options
-) -> list[nn.Module]:
-    """Stages of a model by their numbers, of `count` in all, with the names of the whole model.
+def _frame(module: nn.Module, path: str, layers: set[str]) -> nn.Module:
+    """A copy of a module down to its layers, which are shared with it.
 
-    The model given is left with what the stages have.
+    Also of modules without layers: what a stage does not have is taken from them.
     """
-    barrier = room("stages")
-    with leaving(barrier):
-        inputs, output = _example(model, options.example), list[Any]()
-        if inputs is not None and options.split is None:
-            if options.balance == "time":
-                run(model, inputs)  # the first is slower than those to come
-            parts = parts_as_run(model, inputs, output)
-        else:
-            parts = parts_of(model)
-
-        def way_of(begins: Sequence[int]) -> _Way:
-            """How a model goes that is cut where these stages begin."""
-            return _way_of(model, parts, _cut(parts, begins), options, inputs, output)
-
-        places = _places_to_cut(model, parts, count)
-        begins, way = most_even(_weights(parts, options, barrier), count, places, way_of)
-        split = _cut(parts, begins)
-        said = [*(str(_names(stage)) for stage in split), str(way)]
-        check_alike(barrier, {"split into stages": said})
-    if options.split is not None:
-        return _by_hand(model, split, mine, options.split)
-    made = [_stage(model, parts, split, number, way) for number in mine]
-    _forget(model, [part for n, stage in enumerate(split) if n not in mine for part in stage])
-    return made
-
-
-def _example(model: nn.Module, example: Any) -> tuple[Any, ...] | None:
-    if example is None:
-        return None
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    inputs = example if isinstance(example, (tuple, list)) else (example,)
-    return tuple(value.to(device) if torch.is_tensor(value) else value for value in inputs)
-
-
-def _places_to_cut(model: nn.Module, parts: Sequence[Part], count: int) -> list[int]:
-    """Where another stage may begin: not between parts that share weights."""
-    if len(parts) < count:
-        raise LayoutError(
-            f"the model has {len(parts)} parts, too few for {count} stages",
-            value=_names(parts)[:20],
-        )
-    each = [[part] for part in parts]
-    firsts = dict[int, int]()
-    refused = set[int]()
-    for name, number in _places(model, each):
-        first = firsts.setdefault(id(model.get_parameter(name)), number)
-        refused.update(range(first + 1, number + 1))
-    places = [at for at in range(1, len(parts)) if at not in refused]
-    if len(places) < count - 1:
-        _check_tied(model, _places(model, each))
-    return places
-
-
-def _weights(parts: Sequence[Part], options: Options, barrier: Ranks) -> list[int]:
-    """What is to be shared out evenly; of times those of rank 0, as clocks differ."""
-    if options.balance != "time":
-        return [part.nbytes for part in parts]
-    if options.example is None:
-        raise UsageError('balance="time" takes an example to measure', hint="pass example=")
-    times = [round(part.seconds * 1e9) for part in parts]
-    agreed: list[int] = barrier.share(lambda: times)
-    return agreed
-
-
-def _cut(parts: Sequence[Part], begins: Sequence[int]) -> list[Sequence[Part]]:
-    """The parts of each stage."""
-    return [parts[a:b] for a, b in pairwise([*begins, len(parts)])]
-
-
-def _names(stage: Sequence[Part]) -> list[str]:
-    return [part.name for part in stage]
-
-
-def _way_of(
-    model: nn.Module,
-    parts: Sequence[Part],
-    split: Sequence[Sequence[Part]],
-    options: Options,
-    inputs: tuple[Any, ...] | None,
-    output: Sequence[Any],
-) -> _Way:
-    """How stages go without what others have; raises where they cannot."""
-    way = _Way(drops=False, loose=0)
-    if options.split is not None:
-        return way
-    if not isinstance(model, nn.Sequential):
-        way = _found_way(model, parts, split, inputs, output)
-    _check_tied(model, _places(model, split, way.loose))
-    return way
-
-
-def _check_tied(model: nn.Module, places: Iterable[tuple[str, int]]) -> None:
-    """Refuse weights that two stages would have: nobody would keep them alike."""
-    first: dict[int, tuple[int, str]] = {}
-    for name, stage in places:
-        known, other = first.setdefault(id(model.get_parameter(name)), (stage, name))
-        if known != stage:
-            raise LayoutError(
-                "tied weights on two stages, which torch's pipelines do not keep alike",
-                value=(other, name),
-                hint="untie them, or use fsdp",
-            )
-
-
-def _places(
-    model: nn.Module, split: Sequence[Sequence[Part]], loose: int | None = None
-) -> Iterator[tuple[str, int]]:
-    """The parameters of the parts by all of their names, and their stages; and those that no part
-    has, where it is known on which stage these are.
-    """
-    for number, stage in enumerate(split):
-        for part in stage:
-            module = model.get_submodule(part.name)
-            for name, _ in module.named_parameters(part.name, remove_duplicate=False):
-                yield name, number
-    if loose is not None:
-        for name in loose_parameters(model, [part for stage in split for part in stage]):
-            yield name, loose
-
-
-def _found_way(
-    model: nn.Module,
-    parts: Sequence[Part],
-    split: Sequence[Sequence[Part]],
-    inputs: tuple[Any, ...] | None,
-    output: Sequence[Any],
-) -> _Way:
-    """The way in which the stages, one after another, give what the whole model gives."""
-    if inputs is None:
-        raise UsageError(
-            "a pipeline of a model that is no nn.Sequential is tried out before it is used",
-            hint=f"pass example=, the inputs of a small batch; or {_HOW}",
-        )
-    if not torch.is_tensor(output[0]):
-        raise UsageError(
-            "the model of a pipeline returns one tensor",
-            value=type(output[0]).__name__,
-            hint="wrap it in a module that returns, say, the logits",
-        )
-    ways = [_Way(drops=True, loose=len(split) - 1), _Way(drops=True, loose=0)]
-    if not loose_parameters(model, parts):
-        ways = [_Way(drops=False, loose=0), ways[0]]
-    problem: Exception | None = None
-    try:
-        for way in ways:
-            try:
-                given: Any = inputs
-                for number in range(len(split)):
-                    given = (run(_stage(model, parts, split, number, way), given),)
-                if given[0].shape == output[0].shape and torch.allclose(given[0], output[0], 1e-4):
-                    return way
-            except Exception as error:  # noqa: BLE001 — the model's own, of any kind
-                problem = error
-        raise LayoutError(
-            "the stages, one after another, do not give what the whole model gives",
-            value=[_names(stage) for stage in split],
-            hint=f"the model may do more to its hidden state than run its parts; {_HOW}",
-        ) from problem
-    finally:
-        problem = None  # what it holds would live on, and with it the stages that were tried
-
-
-def _by_hand(
-    model: nn.Module,
-    split: Sequence[Sequence[Part]],
-    mine: Sequence[int],
-    keep: Callable[[nn.Module, tuple[str, ...]], nn.Module],
-) -> list[nn.Module]:
-    models = [model, *(copy.deepcopy(model) for _ in mine[1:])]
-    return [
-        keep(each, tuple(_names(split[number]))) for each, number in zip(models, mine, strict=True)
-    ]
-
-
-def _stage(
-    model: nn.Module,
-    parts: Sequence[Part],
-    split: Sequence[Sequence[Part]],
-    number: int,
-    way: _Way,
-) -> nn.Module:
-    """A copy of the model's frame around the very modules that the stage has."""
-    kept = set(_names(split[number]))
-    frame = _frame(model, "", set(_names(parts)))
-    for part in parts:
-        if part.name not in kept:
-            _replace(frame, part, drops=way.drops)
-    if way.loose != number:
-        for name in loose_parameters(model, parts):
-            path, _, own = name.rpartition(".")
-            setattr(frame.get_submodule(path), own, None)
-    return frame
-
-
-def _frame(module: nn.Module, path: str, parts: set[str]) -> nn.Module:
-    """A copy of a module down to its parts, which are shared with it.
-
-    Also of modules without parts: what a stage does not have is taken from them.
-    """
-    if path in parts:
+    if path in layers:
         return module
     clone = copy.copy(module)
     # Its tensors, modules and hooks, of which the copy has others from now on.
@@ -267,18 +277,100 @@ def _frame(module: nn.Module, path: str, parts: set[str]) -> nn.Module:
     vars(clone).update(own)
     for name, child in module._modules.items():
         if child is not None:
-            clone._modules[name] = _frame(child, f"{path}.{name}" if path else name, parts)
+            clone._modules[name] = _frame(child, f"{path}.{name}" if path else name, layers)
     return clone
 
 
-def _replace(frame: nn.Module, part: Part, *, drops: bool) -> None:
-    path, _, own = part.name.rpartition(".")
-    parent = frame.get_submodule(path)
-    is_listed = isinstance(parent, CONTAINERS)
-    parent._modules[own] = None if drops and not is_listed else PassedOn(part.outputs)
+def _names(stage: Sequence[Layer]) -> list[str]:
+    return [layer.name for layer in stage]
 
 
-def _forget(model: nn.Module, parts: Sequence[Part]) -> None:
-    """Free what other stages have."""
-    for part in parts:
-        _replace(model, part, drops=False)
+def _loose_parameters(model: nn.Module, layers: Sequence[Layer]) -> list[str]:
+    """The parameters that no layer has, by all of their names."""
+    prefixes = tuple(f"{layer.name}." for layer in layers)
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return [name for name in names if not name.startswith(prefixes)]
+
+
+def _layers_in(prefix: str, module: nn.Module) -> Iterator[Layer]:
+    """What a pipeline can cut a model between, in the order in which it is defined."""
+    is_container = isinstance(module, CONTAINERS)
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        path = f"{prefix}{name}"
+        holds_layers = any(isinstance(each, CONTAINERS) for each in child.modules())
+        # Modules that compute positions and masks have no parameters, are not on the way of the
+        # data, and run on every stage.
+        changes_its_input = type(child).__module__.startswith("torch.nn.") or any(
+            True for _ in child.parameters()
+        )
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or (holds_layers and not is_container):
+            yield from _layers_in(f"{path}.", child)
+        elif is_container or changes_its_input:
+            yield Layer(path, nbytes_of(child.parameters()))
+
+
+def _as_run(
+    model: nn.Module, layers: Iterable[Layer], inputs: tuple[Any, ...]
+) -> tuple[list[Layer], Any]:
+    """The layers in the order in which the model runs them on an example, without those that never
+    ran, and what the model returns.
+    """
+    known, order = {layer.name: layer for layer in layers}, dict[str, Layer]()
+    started: dict[str, float] = {}
+
+    def now() -> float:
+        if any(p.is_cuda for p in model.parameters()):
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def before(name: str, *_: Any) -> None:
+        started[name] = now()
+
+    def after(name: str, _module: nn.Module, _inputs: Any, result: Any) -> None:
+        seconds = now() - started[name] + (order[name].seconds if name in order else 0.0)
+        outputs = len(result) if isinstance(result, tuple) else 0
+        order[name] = replace(known[name], seconds=seconds, outputs=outputs)
+
+    hooks = []
+    for name in known:
+        module = model.get_submodule(name)
+        hooks.append(module.register_forward_pre_hook(partial(before, name)))
+        hooks.append(module.register_forward_hook(partial(after, name)))
+    try:
+        output = run(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(order.values()), output
+
+
+def run(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """What a model returns in evaluation mode, without a trace in buffers or in random numbers."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = kept_buffers(model)
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return model(*inputs)
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+        put_back(buffers)
+
+
+def kept_buffers(model: nn.Module) -> KeptBuffers:
+    """The buffers of a model, and the values that they have now."""
+    return [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+
+
+def put_back(kept: KeptBuffers) -> None:
+    """Into the same memory, also where the model has put other tensors in their place."""
+    for module, name, buffer, value in kept:
+        buffer.copy_(value)
+        setattr(module, name, buffer)

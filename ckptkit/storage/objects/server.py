@@ -1,12 +1,22 @@
-"""A client whose questions are repeated until they are answered, and whose answers are checked."""
+"""A server as the stores need it: asked again until it answers, its answers checked, and what it
+can do found out once.
+
+A client (`obstore`, `fsspec`) asks once. `ObjectServer` decides what to make of the answer.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import random
+import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ckptkit.errors import (
     AlreadyExistsError,
@@ -16,43 +26,158 @@ from ckptkit.errors import (
     StorageError,
 )
 from ckptkit.storage.buffers import copy_bytes
-from ckptkit.storage.keys import temporary_beside
-from ckptkit.storage.location import Location
-from ckptkit.storage.objects.answers import below
-from ckptkit.storage.objects.client import Client, Stat, Transient, Upload, Uploads
-from ckptkit.storage.objects.digest import Digest
-from ckptkit.storage.objects.retrying import Retrying
-from ckptkit.storage.objects.settings import Settings
-from ckptkit.storage.ranges import checked_range
-from ckptkit.storage.store import Entries, Names
+from ckptkit.storage.location import Location, temporary_beside
+from ckptkit.storage.objects.errors import Transient, UnsupportedError, below, taken
+from ckptkit.storage.options import Settings
+from ckptkit.storage.store import Entries, Names, checked_range
 
 T = TypeVar("T")
 
+FIRST_PAUSE = 0.1
+LONGEST_PAUSE = 15.0
+# Racing creators put within moments of each other; the last one is the one that stays.
+SETTLE_SECONDS = 0.2
+# A server that looks, and then takes the name, lets both of two creators win most races, not all:
+# Swift's S3 interface four of five. All of so many it passes about once in 400,000 times.
+RACES = 8
 # For this much hashing it is worth asking whether the server does it.
 WORTH_ASKING = 128 << 20
 # What takes longer than an answer may take can never succeed.
 _MOST_AT_ONCE = 64 << 20
+_ETAG = re.compile(r'"?([0-9a-f]{32})(?:-([0-9]+))?"?')
 
 _log = logging.getLogger("ckptkit.storage")
 
 
-class Server:
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What a server says of one object."""
+
+    size: int
+    etag: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A multipart upload that was begun and neither completed nor aborted."""
+
+    key: str
+    identity: str
+    modified: float
+    """Unix seconds: when it was begun, or its newest part arrived."""
+    size: int
+
+
+class Client(Protocol):
+    """One bucket, or one file system of fsspec; keys are whole, below no prefix.
+
+    An implementation asks once: it never retries by itself what can be retried here, and raises
+    `Transient` for it. Everything else it cannot do is a `CkptkitError`, NotFoundError for an
+    object or a bucket that is not there. It shows no credentials. Any thread may call it.
+    """
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether `put(create=True)` says so to the server; servers that do not listen exist."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it may ask more than once after all: then a refusal may be its own doing."""
+
+    @property
+    def copies(self) -> bool:
+        """Whether it keeps a copy of each piece of an upload while that is sent."""
+
+    def get(self, key: str, start: int, length: int) -> bytes | memoryview:
+        """At most `length` (not 0) bytes from `start`; fewer where the object ends before."""
+
+    def get_whole(self, key: str, most: int) -> bytes:
+        """The whole object; FormatError, before its body is in memory, if larger than `most`."""
+
+    def head(self, key: str) -> Stat:
+        """Size and ETag."""
+
+    def put(self, key: str, data: memoryview, *, create: bool) -> str | None:
+        """Store an object whole and return its ETag, if it is known.
+
+        With `create` the server is asked to refuse a name that is taken: AlreadyExistsError.
+        """
+
+    def upload(
+        self,
+        key: str,
+        blocks: Iterator[memoryview],
+        piece_size: int,
+        concurrency: int,
+        *,
+        signs: bool,
+    ) -> str | None:
+        """Store the bytes of all blocks, of any lengths, as one object; its ETag.
+
+        They are sent in pieces of `piece_size` bytes, several at a time, and each block is let go
+        of once the server has it. An error of the iterator, or of a piece, leaves nothing on the
+        server as far as possible. Without `signs` a body needs no signature of its own.
+        """
+
+    def list(self, folder: str) -> Entries:
+        """Every object below `folder/` (everything for ""), in any order."""
+
+    def children(self, folder: str) -> Names:
+        """The names directly below `folder/`, in any order."""
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, in any order; missing ones are fine."""
+
+    def compares_bodies(self, scratch: str) -> bool | None:
+        """Whether the server refuses a body that is not the one that was signed; None where that
+        cannot be found out. Asks by an object of a name that nobody uses.
+        """
+
+    def uploads(self, folder: str) -> Sequence[Upload]:
+        """The multipart uploads below `folder/` that were begun; none where there is no asking."""
+
+    def abort(self, upload: Upload) -> None:
+        """Abort a multipart upload; a missing one is fine."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What a server can do, as far as it has been found out; None where nobody has asked."""
+
+    is_store: bool | None = None
+    """Web servers that answer anything with some page say of each folder that it is empty, too."""
+    listens: bool | None = None
+    """It refuses to replace an object, in a race too, where it is asked to."""
+    compares_bodies: bool | None = None
+    """It refuses a body other than the one that was signed."""
+    etags_tell: bool = True
+    """Its ETags are MD5s, and tell what it has stored."""
+
+
+class ObjectServer:
     """One bucket or file system; keys are whole, below no prefix."""
 
-    def __init__(self, client: Client, top: Location, settings: Settings) -> None:
+    def __init__(
+        self, client: Client, top: Location, settings: Settings, place: Location | None = None
+    ) -> None:
         self.client = client
         self.settings = settings
+        self.known = Known()
         self._top = top
-        self._retry = Retrying(settings.deadline)
-        # Over https nobody can change a body on its way.
-        self._checks_etags = settings.is_plain
-        self._is_one = False
-        self._asked_who_compares = False
+        self._place = place or top
+        self._retry = partial(retried, settings.deadline)
+        self._probing = threading.Lock()
         self._asking = threading.Lock()
+        self._asked = False
 
     def where(self, key: str) -> str:
         """A key as users know it."""
         return below(self._top, key)
+
+    def _ask(self, operation: str, key: str, do: Callable[[], T]) -> T:
+        return self._retry(operation, self.where(key), lambda _: do())
+
+    # Reading
 
     def head(self, key: str) -> Stat:
         """Size and ETag of an object."""
@@ -60,7 +185,15 @@ class Server:
 
     def read(self, key: str, start: int, length: int) -> memoryview:
         """Exactly these bytes (not none) of an object, in one request."""
-        return self._ask("reading", key, lambda: self._read_once(key, start, length))
+
+        def read_once() -> memoryview:
+            data = memoryview(self.client.get(key, start, length))
+            if data.nbytes != length:
+                checked_range(self.where(key), self.client.head(key).size, start, length)
+                raise Transient(f"{data.nbytes} of {length} bytes came")
+            return data
+
+        return self._ask("reading", key, read_once)
 
     def fetch(self, key: str, start: int, length: int) -> memoryview:
         """The same bytes, as they came; copied only where one request cannot bring them."""
@@ -80,11 +213,110 @@ class Server:
         """A small object, in one request."""
         return self._ask("reading", key, lambda: self.client.get_whole(key, most))
 
+    def list(self, folder: str) -> Entries:
+        """Every object below a folder."""
+        return self._believed(folder, partial(self.client.list, folder))
+
+    def children(self, folder: str) -> Names:
+        """The names directly below a folder."""
+        return self._believed(folder, partial(self.client.children, folder))
+
+    def _believed(self, folder: str, ask: Callable[[], T]) -> T:
+        found = self._ask("listing", folder, ask)
+        if not found and not self.known.is_store:
+            nothing = temporary_beside(f"{folder}/x" if folder else "x")
+            try:
+                self.head(nothing)
+            except CkptkitError:
+                pass
+            else:
+                raise StorageError(
+                    "what answers there is no object store: it has any object that it is asked for",
+                    where=self.where(nothing),
+                    hint="check the endpoint: another port or path of the server, a proxy, "
+                    "a login page",
+                )
+        self.known.is_store = True
+        return found
+
+    # Writing
+
     def put(self, key: str, data: memoryview) -> None:
         """Store an object whole, whatever is there."""
         self._ask("writing", key, lambda: self._put_once(key, data))
 
     def create(self, key: str, data: memoryview) -> None:
+        """Store an object; AlreadyExistsError where there is one.
+
+        Where `learn` found that racing creators are not told apart, two may both believe that they
+        won, if one of them is slower than `SETTLE_SECONDS` between looking and writing.
+        """
+        self.learn(key)
+        if self.known.listens:
+            self._create_asking(key, data)
+            return
+        try:
+            self.head(key)
+        except NotFoundError:
+            self.put(key, data)
+        else:
+            raise taken(self.where(key))
+        time.sleep(SETTLE_SECONDS)
+        if not self._ask("reading back", key, lambda: self._holds(key, data)):
+            raise taken(self.where(key))
+
+    def learn(self, key: str) -> None:
+        """Find out whether the server refuses to replace an object, by objects beside `key` that
+        nobody else uses.
+        """
+        with self._probing:
+            if self.known.listens is not None:
+                return
+            scratch = [temporary_beside(key) for _ in range(1 + RACES)]
+            self.known.listens = self.client.exclusive and self._listens(scratch)
+        if not self.known.listens:
+            _log.warning(
+                "%s does not refuse to replace objects in a race: two jobs that save one step at "
+                "once are told apart only by looking again",
+                self._place,
+            )
+
+    def _listens(self, scratch: Names) -> bool:
+        try:
+            self._create_asking(scratch[0], memoryview(b"1"))
+            self._create_asking(scratch[0], memoryview(b"2"))
+        except AlreadyExistsError:
+            # It refuses whoever comes later; now those that come at once.
+            with ThreadPoolExecutor(2) as creators:
+                return not any(self._both_win(key, creators) for key in scratch[1:])
+        except UnsupportedError:
+            pass  # some servers do not ignore what they do not know
+        finally:
+            self._discard(scratch)
+        return False
+
+    def _both_win(self, key: str, creators: ThreadPoolExecutor) -> bool:
+        start = threading.Barrier(2)
+
+        def wins(byte: int) -> bool:
+            start.wait()
+            try:
+                # Not asked again: servers tell the loser of a race so by 409, too.
+                self.client.put(key, memoryview(bytes([byte])), create=True)
+            except (AlreadyExistsError, Transient):
+                return False
+            return True
+
+        return all(list(creators.map(wins, b"12")))
+
+    def _discard(self, scratch: Names) -> None:
+        try:
+            self.delete(scratch)
+        except CkptkitError as error:
+            where = self.where(scratch[0])
+            _log.warning("the scratch object %s may stay: %s", where, error.what)
+
+    def _create_asking(self, key: str, data: memoryview) -> None:
         """Store an object whole where the server says that there is none: AlreadyExistsError."""
         ours = False
 
@@ -98,7 +330,7 @@ class Server:
             except AlreadyExistsError:
                 # An attempt whose answer was lost may have been the one that took the name.
                 again = number > 1 or self.client.repeats
-                if not again or not self._holds_once(key, data):
+                if not again or not self._holds(key, data):
                     raise
                 return None
             ours = True
@@ -106,97 +338,145 @@ class Server:
 
         self._retry("creating", self.where(key), attempt)
 
-    def holds(self, key: str, data: memoryview) -> bool:
-        """Whether an object is exactly these bytes."""
-        return self._ask("reading back", key, lambda: self._holds_once(key, data))
+    def _put_once(self, key: str, data: memoryview) -> None:
+        self._check(key, data, self.client.put(key, data, create=False))
 
-    def list(self, folder: str) -> Entries:
-        """Every object below a folder."""
-        found = self._ask("listing", folder, lambda: self.client.list(folder))
-        self._believe(folder, found)
-        return found
-
-    def children(self, folder: str) -> Names:
-        """The names directly below a folder."""
-        found = self._ask("listing", folder, lambda: self.client.children(folder))
-        self._believe(folder, found)
-        return found
+    def _holds(self, key: str, data: memoryview) -> bool:
+        try:
+            return self.client.get_whole(key, data.nbytes) == data
+        except (NotFoundError, FormatError):
+            return False
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, in any order."""
         self._ask("deleting", keys[0], lambda: self.client.delete(keys))
 
-    def uploads(self, folder: str) -> Uploads:
+    def upload(
+        self, key: str, blocks: Iterator[memoryview], piece_size: int, concurrency: int
+    ) -> str | None:
+        """Store the bytes of all blocks as one object, each let go of once it is there."""
+        signs = self.known.compares_bodies is not False
+        return self.client.upload(key, blocks, piece_size, concurrency, signs=signs)
+
+    def uploads(self, folder: str) -> Sequence[Upload]:
         """The multipart uploads that were begun below a folder."""
         return self._ask("listing uploads", folder, lambda: self.client.uploads(folder))
 
     def abort(self, uploads: Iterable[Upload]) -> None:
         """Abort multipart uploads."""
         for upload in uploads:
-            self._ask("aborting", upload.key, partial(self.client.abort, [upload]))
+            self._ask("aborting", upload.key, partial(self.client.abort, upload))
 
-    def new_digest(self, key: str, size: int, piece_size: int) -> Digest | None:
-        """What tells whether a server stored what it was sent; None where that needs no check."""
-        if self._checks_etags and size >= WORTH_ASKING:
-            self._ask_who_compares(key)
-        return Digest(piece_size) if self._checks_etags else None
+    # Whether what arrived is what was sent
+
+    def expected_etag(self, key: str, size: int, piece_size: int) -> ExpectedEtag | None:
+        """What tells whether the server stored what it was sent; None where nobody need ask: over
+        https nobody can change a body on its way, and some servers compare by themselves.
+        """
+        if not self.settings.is_plain or not self.known.etags_tell:
+            return None
+        if size >= WORTH_ASKING:
+            with self._asking:
+                if not self._asked:
+                    scratch = temporary_beside(key)
+                    self.known.compares_bodies = self.client.compares_bodies(scratch)
+                self._asked = True
+        return None if self.known.compares_bodies else ExpectedEtag(piece_size)
 
     def distrust_etags(self, key: str) -> None:
         """An object is as it was sent, but its ETag says otherwise: those of this server mean
         something else.
         """
-        self._checks_etags = False
+        self.known.etags_tell = False
         _log.info("the ETags of %s are no MD5s; they are not looked at any more", self.where(key))
 
-    def _believe(self, folder: str, found: Sequence[object]) -> None:
-        """That nothing is there: web servers that answer anything with some page say it, too."""
-        if not self._is_one and not found:
-            self._refuse_others(temporary_beside(f"{folder}/x" if folder else "x"))
-        self._is_one = True
-
-    def _refuse_others(self, nothing: str) -> None:
-        try:
-            self.head(nothing)
-        except CkptkitError:
-            return
-        raise StorageError(
-            "what answers there is no object store: it has any object that it is asked for",
-            where=self.where(nothing),
-            hint="check the endpoint: another port or path of the server, a proxy, a login page",
-        )
-
-    def _ask_who_compares(self, key: str) -> None:
-        with self._asking:
-            if not self._asked_who_compares:
-                if self.client.compares_bodies(temporary_beside(key)):
-                    self._checks_etags = False
-                self._asked_who_compares = True
-
-    def _ask(self, operation: str, key: str, do: Callable[[], T]) -> T:
-        return self._retry(operation, self.where(key), lambda _: do())
-
-    def _holds_once(self, key: str, data: memoryview) -> bool:
-        try:
-            return self.client.get_whole(key, data.nbytes) == data
-        except (NotFoundError, FormatError):
-            return False
-
-    def _read_once(self, key: str, start: int, length: int) -> memoryview:
-        data = memoryview(self.client.get(key, start, length))
-        if data.nbytes != length:
-            checked_range(self.where(key), self.client.head(key).size, start, length)
-            raise Transient(f"{data.nbytes} of {length} bytes came")
-        return data
-
-    def _put_once(self, key: str, data: memoryview) -> None:
-        self._check(key, data, self.client.put(key, data, create=False))
-
     def _check(self, key: str, data: memoryview, etag: str | None) -> None:
-        if (digest := self.new_digest(key, data.nbytes, max(1, data.nbytes))) is None:
+        expected = self.expected_etag(key, data.nbytes, max(1, data.nbytes))
+        if expected is None:
             return
-        digest.add(data)
-        digest.end()
-        if digest.differs(etag):
-            if not self._holds_once(key, data):
+        expected.add(data)
+        expected.end()
+        if expected.differs(etag):
+            if not self._holds(key, data):
                 raise Transient("the server stored other bytes than were sent")
             self.distrust_etags(key)
+
+
+def retried(deadline: float, operation: str, where: str, do: Callable[[int], T]) -> T:
+    """What `do` returns; it is told the number of its attempt, from 1.
+
+    Calls again after pauses that double, with jitter so that ranks do not come back together. No
+    attempt begins once `deadline` seconds have passed. Every repetition is logged.
+    """
+    began = time.monotonic()
+    attempt = 1
+    while True:
+        try:
+            return do(attempt)
+        except Transient as transient:
+            reason, longest = transient.reason, min(transient.within, deadline)
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(attempt, 30))
+        pause *= random.uniform(0.5, 1.0)  # noqa: S311 — no secret
+        spent = time.monotonic() - began
+        if spent + pause > longest:
+            times = "once" if attempt == 1 else f"{attempt} times in {spent:.1f} s"
+            raise StorageError(
+                f"{operation} failed: {reason} (tried {times})",
+                where=where,
+                hint="check the endpoint and the network (over a slow line less concurrency "
+                "helps); the option deadline says how long to try",
+            )
+        _log.warning(
+            "%s of %s failed (%s); attempt %d in %.1f s",
+            operation, where, reason, attempt + 1, pause,
+        )  # fmt: skip
+        time.sleep(pause)
+        attempt += 1
+
+
+class ExpectedEtag:
+    """The ETag that S3 gives an object: its MD5, or of several pieces that of their MD5s."""
+
+    def __init__(self, piece_size: int) -> None:
+        self._size = piece_size
+        self._pieces: list[bytes] = []
+        self._piece = _md5()
+        self._taken = 0
+
+    def add(self, data: memoryview) -> None:
+        """Take what comes next."""
+        while data.nbytes:
+            count = min(self._size - self._taken, data.nbytes)
+            self._piece.update(data[:count])
+            self._taken += count
+            data = data[count:]
+            if self._taken == self._size:
+                self._end_piece()
+
+    def end(self) -> None:
+        """That was all."""
+        if self._taken or not self._pieces:
+            self._end_piece()
+
+    def differs(self, etag: str | None) -> bool:
+        """Whether this is the ETag of other bytes; one of another form tells nothing."""
+        match = _ETAG.fullmatch(etag or "")
+        if match is None:
+            return False
+        if match[2] is None:
+            return len(self._pieces) == 1 and match[1] != self._pieces[0].hex()
+        whole = _md5(b"".join(self._pieces)).hexdigest()
+        return int(match[2]) == len(self._pieces) and match[1] != whole
+
+    def piece_differs(self, number: int, data: bytes | memoryview) -> bool:
+        """Whether piece number `number` is not these bytes."""
+        return _md5(data).digest() != self._pieces[number]
+
+    def _end_piece(self) -> None:
+        self._pieces.append(self._piece.digest())
+        self._piece = _md5()
+        self._taken = 0
+
+
+def _md5(data: bytes | memoryview = b"") -> hashlib._Hash:
+    return hashlib.md5(data, usedforsecurity=False)

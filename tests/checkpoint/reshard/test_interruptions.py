@@ -19,10 +19,11 @@ from ckptkit.errors import (
     StepExistsError,
     StorageError,
 )
-from ckptkit.storage import CountingStore, FailingStore, LocalStore, MemoryStore
-from ckptkit.storage.failing import EXIT_CODE
+from ckptkit.storage import LocalStore, MemoryStore
 from tests.checkpoint.reshard.toy import assert_same_state, reshard, save_toy, saved
 from tests.checkpoint.saving import contents, files, memory_with
+from tests.storage.counting import CountingStore
+from tests.storage.failing import EXIT_CODE, FailingStore
 
 STEP = "step-0000000007"
 
@@ -60,7 +61,8 @@ def test_whatever_fails_leaves_no_step_and_the_next_run_finishes(
 _KILLED = """
 import sys
 from ckptkit.checkpoint.reshard import plan
-from ckptkit.storage import FailingStore, LocalStore
+from ckptkit.storage import LocalStore
+from tests.storage.failing import FailingStore
 from tests.checkpoint.reshard.toy import reshard
 plan.QUIET_SECONDS = 0.0
 source, destination = map(LocalStore, sys.argv[1:3])

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit.storage import CountingStore, LocalStore, MemoryStore
+from ckptkit.storage import LocalStore, MemoryStore
 from tests.checkpoint.reshard.toy import RULES, STRATEGIES, reshard, save_toy, saved
+from tests.storage.counting import CountingStore
 
 
 @pytest.mark.parametrize("to", ["single", "tp:4", "fsdp:8", "ddp:2", "pp:2,tp:2", "zero1:3"])

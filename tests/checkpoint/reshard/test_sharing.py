@@ -13,9 +13,10 @@ from ckptkit.checkpoint.reshard.copy import PartsOfChunks, SharedChunks
 from ckptkit.errors import CkptkitError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box
-from ckptkit.storage import FailingStore, MemoryStore
+from ckptkit.storage import MemoryStore
 from tests.checkpoint.remote import MIB, RemoteStore
 from tests.checkpoint.saving import Tensor, contents, random_values, save
+from tests.storage.failing import FailingStore
 
 CUTS = {"rules": [{"match": "*", "tp": "shard(1)"}]}
 STATE = {f"model/w{n}": Tensor(random_values((512, 1024), seed=n)) for n in range(8)}

@@ -17,7 +17,7 @@ from ckptkit.errors import UsageError
 from ckptkit.live import Checkpointer
 from ckptkit.model import Strategy
 from ckptkit.parallel.optimizers.compression import compression_of
-from ckptkit.parallel.strategies.options import Options
+from ckptkit.parallel.strategies.options import StrategyOptions
 from tests.live.pool import Pool
 from tests.parallel.optimizers.problem import flat, loss_of, loss_unseen, many_buckets, network
 
@@ -226,7 +226,7 @@ def test_what_is_no_compression_is_refused_with_those_there_are(spec: str) -> No
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_pipeline_refuses_what_it_could_not_save(spec: str) -> None:
     strategy = Strategy.parse("pp:2,ddp:2")
-    options = Options.of(strategy, compression=spec)
+    options = StrategyOptions(compression=spec)
     if spec in WITH_RESIDUALS:
         with pytest.raises(UsageError, match="cannot be saved together"):
             options.check(strategy)

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ckptkit.errors import UsageError
 from ckptkit.parallel import as_distributed, compression_of
-from ckptkit.parallel.strategies import residuals
+from ckptkit.parallel.strategies import distributed
 from tests.live.network import batch, loss_of, network
 from tests.live.pool import JobError, Pool
 from tests.parallel.strategies.test_losses import ranks_of
@@ -119,8 +119,8 @@ def test_a_frozen_stage_compresses_nothing(gloo: Pool, tmp_path: Path) -> None:
 def unreadable(location: str) -> None:
     """Ask rank 0 for a step that it cannot read, for a reason that nobody foresaw."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(residuals, "open_checkpoint", _raises)
-        residuals.has_residuals(location, {})
+        patch.setattr(distributed, "open_checkpoint", _raises)
+        distributed.has_residuals(location, {})
 
 
 def _raises(*_: object, **__: object) -> None:

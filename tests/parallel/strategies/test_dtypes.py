@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from ckptkit.errors import UsageError
 from ckptkit.model import Strategy
 from ckptkit.parallel import as_distributed
-from ckptkit.parallel.strategies.dtypes import check_dtypes
+from ckptkit.parallel.strategies.data_parallel import check_parameters
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +81,8 @@ def test_what_is_not_trained_may_have_another_dtype(spec: str) -> None:
 
 def test_units_may_differ_in_dtype() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
-    check_dtypes(model, Strategy.parse("fsdp:2"), 1)
+    check_parameters(model, Strategy.parse("fsdp:2"), 1)
     with pytest.raises(UsageError, match=r"1\.weight: parameters of several dtypes"):
-        check_dtypes(model, Strategy.parse("fsdp:2"), 2**20)
+        check_parameters(model, Strategy.parse("fsdp:2"), 2**20)
     with pytest.raises(UsageError, match=r"1\.weight: parameters of several dtypes"):
-        check_dtypes(model, Strategy.parse("ddp:2,tp:2"), 2**20)
+        check_parameters(model, Strategy.parse("ddp:2,tp:2"), 2**20)

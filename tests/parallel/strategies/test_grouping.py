@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckptkit.parallel import as_distributed
-from ckptkit.parallel.strategies.grouping import Unit, units_of
+from ckptkit.parallel.strategies.data_parallel import Unit, units_of
 from tests.live.pool import Pool
 from tests.parallel.strategies.training import Layered, spread
 

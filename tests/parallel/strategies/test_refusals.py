@@ -17,9 +17,8 @@ from ckptkit.errors import LayoutError, RulesError, StrategyError, UsageError
 from ckptkit.model import Strategy
 from ckptkit.parallel import Distributed, as_distributed
 from ckptkit.parallel.strategies.batches import share
-from ckptkit.parallel.strategies.options import Options, schedule_of
-from ckptkit.parallel.strategies.spec import resolved
-from ckptkit.parallel.strategies.spreading import device_of
+from ckptkit.parallel.strategies.options import StrategyOptions, resolved, schedule_of
+from ckptkit.parallel.strategies.spread import device_of
 from tests.live.network import batch, loss_of, network
 from tests.live.pool import Pool
 from tests.parallel.strategies.training import RULES, Layered, spread
@@ -105,16 +104,12 @@ def test_an_option_that_means_nothing_is_refused(options: dict[str, Any], reason
 def test_compression_is_refused_where_torch_or_memory_does_not_allow_it(
     spec: str, compression: str, reason: str
 ) -> None:
-    strategy = Strategy.parse(spec)
-    options = Options.of(strategy, compression=compression, microbatches=4)
     with pytest.raises(UsageError, match=reason):
-        options.check(strategy)
+        StrategyOptions(compression=compression).check(Strategy.parse(spec))
 
 
 def test_compression_is_for_one_stage_on_each_rank() -> None:
-    options = Options.of(
-        Strategy.parse("pp:2,ddp:2"), compression="int8", schedule="interleaved", microbatches=4
-    )
+    options = StrategyOptions(compression="int8", schedule="interleaved", stages_per_rank=2)
     with pytest.raises(UsageError, match="one stage on each rank"):
         options.check(Strategy.parse("pp:2,ddp:2"))
 

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ckptkit.storage.closing import Closing
 from ckptkit.storage.location import Location
 from ckptkit.storage.options import Address
-from ckptkit.storage.store import Abilities, Entries, Names, Sink, Source, Store
+from ckptkit.storage.store import Abilities, Closing, Entries, Names, Sink, Source, Store
 
 
 class CountingStore:

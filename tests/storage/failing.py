@@ -9,10 +9,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Literal, TypeVar
 
 from ckptkit.errors import StorageError, UsageError
-from ckptkit.storage.closing import Closing
 from ckptkit.storage.location import Location
 from ckptkit.storage.options import Address
-from ckptkit.storage.store import Abilities, Entries, Names, Sink, Source, Store
+from ckptkit.storage.store import Abilities, Closing, Entries, Names, Sink, Source, Store
 
 T = TypeVar("T")
 

@@ -1,9 +1,11 @@
-"""ZeRO-1 whose updated parameters travel while the training goes on."""
+"""ZeRO-1: an optimizer whose state ranks share out; its updated parameters may travel while the
+training goes on.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,10 +13,46 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ckptkit.live.wrappers.modules import settled_by
-from ckptkit.parallel.strategies.grouping import units_of
+from ckptkit.parallel.strategies.batches import tensors_of
+from ckptkit.parallel.strategies.data_parallel import units_of
+from ckptkit.parallel.strategies.options import StrategyOptions
+
+
+def shared_out(
+    modules: Sequence[nn.Module],
+    trained: Sequence[nn.Parameter],
+    options: StrategyOptions,
+    group: dist.ProcessGroup,
+    every: Optimizer | None,
+) -> Optimizer:
+    """The optimizer of this rank's share of the parameters; `every` is one of all of them, which a
+    function has made.
+    """
+    kind: Any = options.optimizer
+    settings, groups = dict(options.optimizer_options), cast("Sequence[Any]", trained)
+    if every is not None:
+
+        def narrowed(groups: list[dict[str, Any]]) -> Optimizer:
+            every.param_groups = groups
+            kept = {parameter for each in groups for parameter in each["params"]}
+            for other in every.state.keys() - kept:
+                del every.state[other]
+            return every
+
+        # The function wants parameters, and torch calls it with groups: those of what it made.
+        groups, settings, kind = [*every.param_groups], {}, narrowed
+    shared: ZeroRedundancyOptimizer
+    if options.overlap:
+        shared = OverlappingZero1(modules, groups, kind, group, **settings)
+    else:
+        shared = ZeroRedundancyOptimizer(groups, kind, process_group=group, **settings)
+    # Schedulers look there for what they may change.
+    shared.defaults = {**shared.optim.defaults, **shared.defaults}
+    return shared
 
 
 class OverlappingZero1(ZeroRedundancyOptimizer):
@@ -29,7 +67,7 @@ class OverlappingZero1(ZeroRedundancyOptimizer):
         self,
         modules: Iterable[nn.Module],
         parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
-        make: Callable[..., torch.optim.Optimizer],
+        make: Callable[..., Optimizer],
         group: dist.ProcessGroup,
         **options: Any,
     ) -> None:
@@ -37,7 +75,7 @@ class OverlappingZero1(ZeroRedundancyOptimizer):
         super().__init__(parameters, cast("Any", make), process_group=group, **options)
         self.register_step_pre_hook(lambda *_: self.wait())
         for module in modules:
-            self._watch(module)
+            self._watch(module.module if isinstance(module, DistributedDataParallel) else module)
 
     @property
     def on_their_way(self) -> frozenset[torch.Tensor]:
@@ -60,32 +98,41 @@ class OverlappingZero1(ZeroRedundancyOptimizer):
             self._coming[parameter] = work
 
     def _watch(self, module: nn.Module) -> None:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
+        """Wait where parameters are used: in layers, by operations on what layers have that are not
+        called, and by those who save or fill the module.
+        """
+        # The hooks live as long as the model, which may outlive the optimizer.
+        optimizer = weakref.ref(self)
+
+        def waiting_for(parameters: Iterable[torch.Tensor] | None) -> Callable[..., None]:
+            wanted = None if parameters is None else list(parameters)
+
+            def wait(*_: object) -> None:
+                if (alive := optimizer()) is not None:
+                    alive.wait(wanted)
+
+            return wait
+
         for unit in units_of(module, 1):
             for layer in unit.modules:
-                layer.register_forward_pre_hook(self._waiting_for(layer.parameters()))
-        self._watch_pass(module)
-        everything = self._waiting_for(None)
-        module.register_state_dict_pre_hook(everything)
-        module.register_load_state_dict_pre_hook(everything)
-        settled_by(module, everything)
-
-    def _watch_pass(self, module: nn.Module) -> None:
-        """Wait for what no layer's hook does: parameters that are used without a call of theirs."""
-        optimizer = weakref.ref(self)
-        at_its_end = self._waiting_for(module.parameters())
+                layer.register_forward_pre_hook(waiting_for(layer.parameters()))
         passes: list[Any] = []
 
         def begin(*_: object) -> None:
             alive = optimizer()
             if alive is None or not alive.on_their_way:
                 return
-            if _is_compiled(module):
+            # What is compiled would be so anew, with the mode and without it.
+            if torch.compiler.is_compiling() or any(
+                each._compiled_call_impl is not None or hasattr(each, "_orig_mod")
+                for each in module.modules()
+            ):
                 alive.wait()
             else:
-                passes.append(_Waiting(alive))
+                passes.append(_WaitingMode(alive))
                 passes[-1].__enter__()
+
+        at_its_end = waiting_for(module.parameters())
 
         def end(*_: object) -> None:
             if passes:
@@ -94,20 +141,13 @@ class OverlappingZero1(ZeroRedundancyOptimizer):
 
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end, always_call=True)
-
-    def _waiting_for(self, parameters: Iterable[torch.Tensor] | None) -> Callable[..., None]:
-        # The hooks live as long as the model, which may outlive the optimizer.
-        optimizer = weakref.ref(self)
-        wanted = None if parameters is None else list(parameters)
-
-        def wait(*_: object) -> None:
-            if (alive := optimizer()) is not None:
-                alive.wait(wanted)
-
-        return wait
+        everything = waiting_for(None)
+        module.register_state_dict_pre_hook(everything)
+        module.register_load_state_dict_pre_hook(everything)
+        settled_by(module, everything)
 
 
-class _Waiting(TorchFunctionMode):
+class _WaitingMode(TorchFunctionMode):
     """Has each of torch's operations wait for the parameters that it takes."""
 
     def __init__(self, optimizer: OverlappingZero1) -> None:
@@ -119,25 +159,9 @@ class _Waiting(TorchFunctionMode):
         func: Callable[..., Any],
         _types: Sequence[type],
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Wait, and go on."""
         named = kwargs or {}
-        self._optimizer.wait(_tensors_in((*args, *named.values())))
+        self._optimizer.wait(tensors_of((*args, *named.values())))
         return func(*args, **named)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether parts of it are compiled: they would be anew, with the mode and without it."""
-    return torch.compiler.is_compiling() or any(
-        each._compiled_call_impl is not None or hasattr(each, "_orig_mod")
-        for each in module.modules()
-    )
-
-
-def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if torch.is_tensor(value):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_in(value)

@@ -1,0 +1,309 @@
+"""Torch's engines of data parallelism, and the units in which they gather parameters: many tiny
+modules in one go, large ones alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptkit.errors import UsageError
+from ckptkit.live.state.tensors import local_of
+from ckptkit.live.wrappers.modules import own_param_groups
+from ckptkit.model import Strategy
+from ckptkit.parallel.strategies.options import StrategyOptions, sharder_of, size_of
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""Their `forward` need not exist, or need not be called by whoever iterates over them."""
+
+# Not all of them run in each step, so that they can only be gathered with what contains them.
+_EXPERTS = re.compile(r"experts?")
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """Modules whose parameters are gathered by one collective."""
+
+    names: tuple[str, ...]
+    """Of the layers in it, in the model or in a stage of it."""
+    modules: tuple[nn.Module, ...]
+    nbytes: int
+    """Of their parameters on this rank, before they were cut."""
+
+
+def check_parameters(model: nn.Module, strategy: Strategy, group_below: int) -> None:
+    """Refuse dtypes and shapes that torch refuses in the first step, or by no name."""
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    kinds = {axis.kind for axis in strategy.mesh.axes}
+    together = [list(name_of)] if "zero1" in kinds else []
+    # Beside tp and pp, `ddp` is torch's `replicate`, which stands on FSDP.
+    stands_on_fsdp = "ddp" in kinds and max(size_of(strategy, kind) for kind in ("tp", "pp")) > 1
+    if sharder_of(strategy) or stands_on_fsdp:
+        point = next((parameter for parameter in name_of if not parameter.ndim), None)
+        if point is not None:
+            raise UsageError(
+                "a parameter without dims cannot be cut",
+                where=name_of[point],
+                value=str(strategy),
+                hint="make it of shape (1,); or use ddp, which takes any",
+            )
+        found = [
+            [parameter for module in unit.modules for parameter in module.parameters()]
+            for unit in units_of(model, group_below)
+        ]
+        inside = {parameter for parameters in found for parameter in parameters}
+        together += [*found, [parameter for parameter in name_of if parameter not in inside]]
+    for parameters in together:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        other = next((p for p in trained if p.dtype != trained[0].dtype), None)
+        if other is not None:
+            raise UsageError(
+                "parameters of several dtypes",
+                where=name_of[other],
+                value=f"{other.dtype} beside {trained[0].dtype}, {strategy}",
+                hint="give them one dtype; or use ddp, which takes any",
+            )
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh, options: StrategyOptions, sharder: str | None
+) -> list[Unit]:
+    """Cut the parameters of a model over the last axis of a mesh, repeated over the one before, by
+    `fully_shard`; without a sharder keep what tensor parallelism has cut alike over the mesh by
+    `replicate`, as DDP cannot. Returns what is gathered together.
+    """
+    units = units_of(model, options.group_below)
+    inside = {id(p) for unit in units for m in unit.modules for p in m.parameters()}
+    rest = {name: p for name, p in model.named_parameters() if id(p) not in inside}
+    layers = dict.fromkeys(name.rpartition(".")[0] for name in rest)
+    own = [Unit(tuple(layers), (model,), nbytes_of(rest.values()))] if rest else []
+    if sharder is None:
+        for unit in units:
+            replicate(list(unit.modules), mesh=mesh)
+        replicate(model, mesh=mesh)
+    else:
+        precision = options.precision
+        if isinstance(precision, torch.dtype):
+            # Sums over many ranks lose too much in 16 bits.
+            precision = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+        settings: dict[str, Any] = {"mesh": mesh, "mp_policy": precision or MixedPrecisionPolicy()}
+        if options.offload:
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        # ZeRO-2 keeps all parameters whole from the forward pass to the backward pass. Elsewhere
+        # only the outermost unit stays so, by None, and the last as defined, which a backward pass
+        # mostly begins with.
+        again = False if sharder == "zero2" else None
+        for unit in units:
+            kept = False if len(units) > 1 and unit is units[-1] else again
+            fully_shard(list(unit.modules), reshard_after_forward=kept, **settings)
+        fully_shard(model, reshard_after_forward=again, **settings)
+    model.register_forward_hook(_after_forward)
+    return [*units, *own]
+
+
+def _after_forward(model: nn.Module, *_: Any) -> None:
+    if not torch.is_grad_enabled():
+        let_go(model)
+
+
+def let_go(model: nn.Module) -> None:
+    """Let go of what a forward pass has gathered for a backward pass that did not come: whoever
+    looks at parameters and gradients would find those instead of the optimizer's.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def end_passes(modules: Iterable[nn.Module], *_: Any) -> None:
+    """The same where no backward pass can come any more, of forward passes that did not end, too:
+    one raised, or of several modules that are gathered together one was called by itself.
+    """
+    for module in (m for model in modules for m in model.modules() if isinstance(m, FSDPModule)):
+        state: Any = module._get_fsdp_state()
+        state._modules_to_run_forward.clear()
+        state._state_ctx.iter_forward_root = None
+        for each in (state, *own_param_groups(module)):
+            if each._training_state.name == "FORWARD":
+                each._training_state = type(each._training_state).IDLE
+        module.reshard()
+
+
+def zero_grad(model: nn.Module) -> None:
+    """Forget all gradients, the optimizer's also where parameters are gathered."""
+    let_go(model)
+    model.zero_grad()
+    for module in model.modules():
+        for group in own_param_groups(module) if isinstance(module, FSDPModule) else ():
+            for each in group.fsdp_params:
+                each.sharded_param.grad = None
+
+
+def replicated(
+    model: nn.Module, group: dist.ProcessGroup, device: torch.device, *, is_stage: bool
+) -> nn.Module:
+    """The model in `DistributedDataParallel`; as it is where nothing is trained."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        return model
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=None if device.type == "cpu" else [device],
+        process_group=group,
+        # About eight buckets, so that sending overlaps with computing, each of them large enough
+        # to be worth a collective.
+        bucket_cap_mb=min(64.0, max(1.0, nbytes_of(trained) / _MIB / 8)),
+        # Otherwise gradients would lie in memory twice.
+        gradient_as_bucket_view=True,
+        # A pipeline's first step runs a stage once more to see its shapes, which buckets that are
+        # made anew after the first backward pass do not survive; with this they stay as they are.
+        find_unused_parameters=is_stage,
+    )
+    # Sparse gradients come in another form.
+    if not is_stage and not any(getattr(module, "sparse", False) for module in model.modules()):
+        # Let DDP make its buckets anew now rather than after the first step: sums over several
+        # ranks round otherwise in other buckets, and a resumed job would not go on to the bit as
+        # it was.
+        wrapped.module = _Sum(model)
+        try:
+            wrapped(None).backward()
+        finally:
+            wrapped.module = model
+        wrapped.zero_grad()
+    return wrapped
+
+
+class _Sum(nn.Module):
+    """Stands for a model, and uses each of its parameters without running it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, _: None) -> torch.Tensor:
+        """One number, whose gradients all parameters get."""
+        trained = (p for p in self.parameters() if p.requires_grad)
+        return torch.stack([p.sum().real.float() for p in trained]).sum()
+
+
+def check_reduced(model: nn.Module) -> None:
+    """Refuse to go on after a backward pass in which DDP has not got all gradients, and has not
+    sent the others: it would say so in the next step only, after this one was made of what each
+    rank has by itself.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+    try:
+        # What DDP begins its next step with, and which does nothing but look after the first.
+        model.reducer._rebuild_buckets()
+    except RuntimeError as error:
+        if "finished reduction" not in str(error):
+            raise
+        trained = ((n, p) for n, p in model.module.named_parameters() if p.requires_grad)
+        missing = [name for name, parameter in trained if parameter.grad is None]
+        raise UsageError(
+            "some parameters got no gradient, so that replicas could not take the mean of any",
+            value=missing[:10] or "frozen since the model was spread",
+            hint="freeze what never runs before as_distributed; or use fsdp, where parameters may "
+            "be left out of a step",
+        ) from error
+
+
+def units_of(model: nn.Module, below: int) -> list[Unit]:
+    """The units of a model in the order of its modules; what is in none belongs to the model's own.
+
+    Elements of containers are gathered whole, and so are modules without containers, unless they
+    hold more than half of the model. Those smaller than `below` bytes make up units of about that
+    size, and if only those just before the last one are left they go with it, where they are
+    trained in the same dtype; modules that share parameters with others stay out.
+    """
+    whole = nbytes_of(model.parameters())
+    if whole <= below:
+        return []
+    is_apart = partial(_is_taken_apart, whole=whole, below=below)
+    singles = list(_gathered_whole("", model, is_apart))
+    inside = {id(m) for single in singles for m in single.modules[0].modules()}
+    others = (m for m in model.modules() if id(m) not in inside)
+    users = Counter(id(p) for m in others for p in m.parameters(recurse=False))
+    for single in singles:
+        users.update({id(p) for p in single.modules[0].parameters()})
+    # One that stands at two places shares them with itself, and runs more than once in a step.
+    alone = [s for s in singles if all(users[id(p)] == 1 for p in s.modules[0].parameters())]
+    return list(_packed(alone, below))
+
+
+def nbytes_of(parameters: Iterable[torch.Tensor]) -> int:
+    """What distinct tensors occupy on this rank."""
+    distinct = {id(p): p for p in parameters}
+    return sum(local_of(p).numel() * p.element_size() for p in distinct.values())
+
+
+def _gathered_whole(prefix: str, module: nn.Module, is_apart: Any) -> Iterator[Unit]:
+    """The modules to gather as they are, one by one."""
+    is_container = isinstance(module, CONTAINERS)
+    # Not by named_children, which names a module once that stands at two places.
+    for name, child in module._modules.items():
+        nbytes = nbytes_of(child.parameters()) if child is not None else 0
+        if child is None or not nbytes:
+            continue
+        if is_apart(child, nbytes, is_element=is_container):
+            yield from _gathered_whole(f"{prefix}{name}.", child, is_apart)
+        else:
+            yield Unit((f"{prefix}{name}",), (child,), nbytes)
+
+
+def _is_taken_apart(
+    module: nn.Module, nbytes: int, *, is_element: bool, whole: int, below: int
+) -> bool:
+    """Whether to gather what is inside of a module rather than all of it."""
+    if isinstance(module, CONTAINERS):
+        return True
+    names = (node for name, _ in module.named_modules() for node in name.split("."))
+    if nbytes < below or any(_EXPERTS.fullmatch(node) for node in names):
+        return False
+    has_containers = any(isinstance(child, CONTAINERS) for child in module.modules())
+    if type(module).__module__.startswith("torch.nn.") and not has_containers:
+        return False  # such as MultiheadAttention, which uses parameters of what it does not call
+    is_most = 2 * nbytes > whole
+    return (is_most or (has_containers and not is_element)) and any(
+        True for child in module.children() for _ in child.parameters()
+    )
+
+
+def _packed(singles: Sequence[Unit], below: int) -> Iterator[Unit]:
+    run: list[Unit] = []
+    is_parted = False
+    for single in singles:
+        # What is left before the last one goes with it, as a norm with the head after it.
+        rest = [*run, single] if single is singles[-1] and not is_parted else []
+        trained = {p.dtype for r in rest for p in r.modules[0].parameters() if p.requires_grad}
+        is_last = bool(rest) and len(trained) < 2
+        if single.nbytes >= below and not is_last:
+            yield single
+            is_parted = bool(run)
+            continue
+        run.append(single)
+        nbytes = sum(each.nbytes for each in run)
+        if nbytes >= below:
+            names = tuple(each.names[0] for each in run)
+            yield Unit(names, tuple(each.modules[0] for each in run), nbytes)
+            run, is_parted = [], False
+    # What is left is less than that, and comes with the model's own unit.

@@ -1,0 +1,420 @@
+"""`as_distributed`: from a model and a text to a model spread over the job."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import _broadcast_coalesced
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ckptkit.checkpoint.ranks import OneRank, Ranks, leaving
+from ckptkit.checkpoint.rules_file import RulesLike
+from ckptkit.errors import PeerError, StrategyError, UsageError
+from ckptkit.model import Strategy
+from ckptkit.parallel.communication.starting import init
+from ckptkit.parallel.optimizers.compression import compression_of
+from ckptkit.parallel.strategies.data_parallel import Unit, check_parameters, replicated, shard
+from ckptkit.parallel.strategies.distributed import Distributed, all_ranks
+from ckptkit.parallel.strategies.optimizer import check_optimizer, optimizer_for
+from ckptkit.parallel.strategies.options import (
+    SHARDED,
+    MakeOptimizer,
+    Precision,
+    StageByHand,
+    StrategyOptions,
+    group_size,
+    microbatches_of,
+    precision_of,
+    resolved,
+    schedule_of,
+    sharder_of,
+    size_of,
+)
+from ckptkit.parallel.strategies.pipeline import StagePipeline
+from ckptkit.parallel.strategies.stages import split_into_stages
+from ckptkit.parallel.strategies.tensor_parallel import parallelize, plan_of, try_out
+
+_SYNC_BYTES = 250 * 2**20
+
+log = logging.getLogger("ckptkit.parallel")
+
+# Not in the models themselves, whose copies and pickles would have it too.
+_made_of: WeakKeyDictionary[object, weakref.ref[Distributed]] = WeakKeyDictionary()
+
+
+def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, all with defaults
+    model: nn.Module | Distributed | Any,
+    spec: str | Strategy,
+    *,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    optimizer_options: Mapping[str, Any] | None = None,
+    rules: RulesLike | None = None,
+    sizes: Mapping[str, Any] | None = None,
+    mixed_precision: Precision | str | None = None,
+    offload: bool = False,
+    group_below: int | str = "1MiB",
+    microbatches: int | None = None,
+    schedule: str | None = None,
+    balance: str = "parameters",
+    example: Any = None,
+    split: StageByHand | None = None,
+    compression: str | None = None,
+    overlap: bool = False,
+    device: torch.device | str | None = None,
+) -> Distributed:
+    """Spread a model over the ranks of the job as a text such as `fsdp` or `pp:2,tp:2,fsdp:2` says.
+
+    Every rank calls it alike, with the whole model; values are those of rank 0. The model given is
+    taken over. Called again with what it made (the Distributed, or its model while that is in use)
+    and the same strategy it returns the same, and refuses other choices.
+    """
+    # Look at the model, and decide: a refusal changes nothing, and is one on all ranks.
+    if spec != "single":
+        _join()
+    plain = _known_as(model)
+    ranks = OneRank() if isinstance(plain, Distributed) else all_ranks("spread")
+    with leaving(ranks):
+        strategy = resolved(spec, dist.get_world_size() if dist.is_initialized() else 1)
+        order, stages_per_rank = schedule_of(schedule)
+        options = StrategyOptions(
+            optimizer=optimizer,
+            optimizer_options=dict(optimizer_options or {}),
+            rules="auto" if rules is None else rules,
+            sizes=dict(sizes or {}),
+            precision=precision_of(mixed_precision),
+            offload=offload,
+            group_below=group_size(group_below),
+            microbatches=microbatches_of(microbatches, strategy, order),
+            schedule=order,
+            stages_per_rank=stages_per_rank,
+            balance=balance,
+            example=example,
+            split=split,
+            compression=compression,
+            overlap=overlap,
+        )
+        if isinstance(plain, Distributed):
+            _check_same(plain, strategy, options)
+            return plain
+        options.check(strategy)
+        _check_plain(plain)
+        check_parameters(plain, strategy, options.group_below)
+        check_optimizer(plain, options, strategy)
+        check_alike(ranks, _said(plain, strategy, options))
+    here, mesh = device_of(plain, device), None
+    if strategy.mesh.axes:
+        sizes_ = tuple(axis.size for axis in strategy.mesh.axes)
+        mesh = init_device_mesh(here.type, sizes_, mesh_dim_names=tuple(_dims(strategy).values()))
+    tp, pp = size_of(strategy, "tp"), size_of(strategy, "pp")
+
+    # Begin alike: with the same numbers where ranks compute the same, with the values of rank 0.
+    plan = plan_of(plain, tp, options) if tp > 1 else {}
+    if tp > 1:
+        _give_random_numbers(_submesh(mesh, strategy, "tp").get_group(), here)
+    if strategy.world_size > 1 and not set(_dims(strategy)) <= {"ddp", "zero1"}:
+        _give_values(plain, here)  # elsewhere the wrapper does
+    if plan and options.example is not None:
+        try_out(plain, _submesh(mesh, strategy, "tp"), plan, options.example, here)
+
+    # Cut the model into stages, keep those of this rank, cut these by the plan and wrap them.
+    modules, numbers, count = [plain], [0], pp * options.stages_per_rank
+    if pp > 1:
+        first = _submesh(mesh, strategy, "pp").get_local_rank()
+        numbers = [first + pp * turn for turn in range(options.stages_per_rank)]
+        ranks = all_ranks("stages")
+        with leaving(ranks):
+            stages = split_into_stages(plain, count, options, ranks)
+            check_alike(ranks, {"split into stages": stages.said()})
+        modules = stages.made(numbers, options.split)
+    units: list[Unit] = []
+    modules = [_wrapped(m, strategy, options, mesh, here, plan, units) for m in modules]
+
+    # What steps, what compresses, and what runs the stages.
+    compressor = None if options.compression is None else compression_of(options.compression)
+    for module in modules:
+        # A stage of which nothing is trained is in no wrapper.
+        if compressor and isinstance(module, (DistributedDataParallel, FSDPModule)):
+            compressor.attach(module)
+    pipeline = None
+    if pp > 1:
+        group = _submesh(mesh, strategy, "pp").get_group()
+        pipeline = StagePipeline(modules, numbers, count, options, here, group)
+    made = Distributed(
+        strategy,
+        options,
+        modules,
+        mesh=mesh,
+        device=here,
+        optimizer=_stepping(modules, strategy, options, mesh),
+        pipeline=pipeline,
+        compression=compressor,
+        units=units,
+    )
+    if units and dist.get_rank() == 0:
+        layers, s = sum(len(unit.names) for unit in units), "s" if len(units) > 1 else ""
+        log.info("%s layers in %s unit%s", f"{layers:,}", f"{len(units):,}", s)
+    for known in (model, made.model, *made.modules):
+        _made_of[known] = weakref.ref(made)
+    return made
+
+
+def _join() -> None:
+    """Make this process a rank of the job that its environment tells of, or one alone."""
+    if dist.is_initialized():
+        return
+    ranks = init().world_size
+    if not dist.is_initialized():
+        raise UsageError(
+            "these ranks have no process group of torch's, which its engines need",
+            value=f"{ranks} ranks in memory",
+            hint="use gloo, nccl or mpi: ckptkit.parallel.init()",
+        )
+
+
+def _known_as(model: object) -> nn.Module | Distributed:
+    """What a model was spread as, as long as that is in use; the module itself where it was not."""
+    if isinstance(model, Distributed):
+        return model
+    known = _made_of.get(model) if isinstance(model, (nn.Module, _PipelineSchedule)) else None
+    made = None if known is None else known()
+    if made is not None:
+        return made
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            "no module",
+            value=type(model).__name__,
+            hint="pass the plain model, or what as_distributed has made of it",
+        )
+    return model
+
+
+def _check_same(known: Distributed, strategy: Strategy, given: StrategyOptions) -> None:
+    """Refuse what is chosen otherwise than before; what is left out stays as it is."""
+    if known.strategy != strategy:
+        raise StrategyError(
+            f"the model is spread as {known.strategy} already",
+            value=str(strategy),
+            hint="make the model anew, spread that, and load a checkpoint of this one",
+        )
+    before = known.options
+    left_out = StrategyOptions(microbatches=microbatches_of(None, strategy)).said()
+    mine, theirs = before.said(), given.said()
+    differing = [name for name in mine if theirs[name] not in (mine[name], left_out[name])]
+    if given.optimizer_options and given.optimizer_options != before.optimizer_options:
+        differing.append("optimizer_options")
+    if differing:
+        raise UsageError(
+            f"the model is spread with another {differing[0]} already",
+            value=differing,
+            hint="leave these out, or spread the model anew",
+        )
+    if given.optimizer is None or given.optimizer is before.optimizer:
+        return
+    if before.optimizer is None:
+        raise UsageError(
+            "the model was spread without an optimizer",
+            hint="pass optimizer= in the first call",
+        )
+    if given.optimizer is not known.optimizer:
+        raise UsageError(
+            "the model has another optimizer already",
+            value=type(known.optimizer).__name__,
+            hint="leave it out",
+        )
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Refuse a model that something else has spread or wrapped, or that has no values."""
+    wrapped = next(
+        (m for m in model.modules() if isinstance(m, (DistributedDataParallel, FSDPModule))), None
+    )
+    tensor = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+    if wrapped is not None or tensor is not None:
+        raise UsageError(
+            "the model is spread already",
+            value=type(model if wrapped is None else wrapped).__name__,
+            hint="pass the plain model",
+        )
+    empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if empty is not None:
+        raise UsageError(
+            "the model is on the meta device: it has no values to begin with",
+            where=empty,
+            hint="make it on the host; or model.to_empty(device=…), and load a checkpoint",
+        )
+
+
+def device_of(model: nn.Module, given: torch.device | str | None) -> torch.device:
+    """Where to compute: on this rank's GPU where ranks communicate from there, else where the
+    model is.
+    """
+    if given is not None:
+        return torch.device(given)
+    if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config():
+        return torch.device("cuda", torch.cuda.current_device())
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _dims(strategy: Strategy) -> dict[str, str]:
+    """By kind, what a DeviceMesh calls the axes: stages of ZeRO that are FSDP are called that, as
+    checkpoints know them.
+    """
+    return {
+        axis.kind: "fsdp" if axis.name == axis.kind and axis.kind in SHARDED else axis.name
+        for axis in strategy.mesh.axes
+    }
+
+
+def _submesh(mesh: DeviceMesh | None, strategy: Strategy, *kinds: str) -> DeviceMesh:
+    """The part of the mesh along the axes of these kinds that there are."""
+    assert mesh is not None  # noqa: S101 — there is one where there are axes
+    names = _dims(strategy)
+    found = tuple(names[kind] for kind in kinds if kind in names)
+    return mesh[found[0] if len(found) == 1 else found]
+
+
+def _wrapped(
+    module: nn.Module,
+    strategy: Strategy,
+    options: StrategyOptions,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    plan: Mapping[str, Any],
+    units: list[Unit],
+) -> nn.Module:
+    """A model or a stage, cut by the plan, and then spread by an engine of data parallelism."""
+    sharder, kinds = sharder_of(strategy), _dims(strategy).keys()
+    is_stage = size_of(strategy, "pp") > 1
+    if not sharder and isinstance(options.precision, torch.dtype):
+        cast_ = torch.autocast(device.type, options.precision)
+        vars(module)["forward"] = cast_(module.forward)
+    if plan:
+        parallelize(module, _submesh(mesh, strategy, "tp"), plan)
+    if sharder:  # which moves the model to the device unit by unit
+        units += shard(module, _submesh(mesh, strategy, "ddp", sharder), options, sharder)
+        return module
+    module = module.to(device)
+    if "ddp" in kinds and (plan or (is_stage and options.compression is None)):
+        units += shard(module, _submesh(mesh, strategy, "ddp"), options, None)
+    elif "ddp" in kinds or "zero1" in kinds:
+        group = _submesh(mesh, strategy, "ddp", "zero1").get_group()
+        module = replicated(module, group, device, is_stage=is_stage)
+    return module
+
+
+def _stepping(
+    modules: list[nn.Module],
+    strategy: Strategy,
+    options: StrategyOptions,
+    mesh: DeviceMesh | None,
+) -> Optimizer | None:
+    if options.optimizer is None:
+        return None
+    kinds = _dims(strategy).keys()
+    group = _submesh(mesh, strategy, "zero1").get_group() if "zero1" in kinds else None
+    # Each stage may have groups of its own.
+    ranks = OneRank() if "pp" in kinds else all_ranks("optimizer")
+    with leaving(ranks):
+        made = optimizer_for(modules, options, group)
+        check_alike(ranks, {"optimizer_options": _described(made.param_groups)})
+    return made
+
+
+def _said(model: nn.Module, strategy: Strategy, options: StrategyOptions) -> dict[str, Any]:
+    """What all ranks have to pass alike: also the tensors of the model, but for their values."""
+    optimizer = options.optimizer
+    is_made = isinstance(optimizer, Optimizer)
+    return {
+        "strategy": str(strategy),
+        **options.said(),
+        "example": "none" if options.example is None else "given",
+        "optimizer": getattr(type(optimizer) if is_made else optimizer, "__qualname__", ""),
+        "optimizer_options": _described([options.optimizer_options]),
+        "model": [
+            f"{name}: {tuple(t.shape)} {t.dtype}{' trained' if t.requires_grad else ''}"
+            for name, t in (*model.named_parameters(), *model.named_buffers())
+        ],
+    }
+
+
+def _described(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The options in groups of parameters: by their types, where they are no plain values."""
+
+    def plain(value: object) -> str:
+        if isinstance(value, (list, tuple)):
+            return f"({', '.join(map(plain, value))})"
+        is_plain = isinstance(value, (bool, int, float, complex, str, torch.dtype))
+        return repr(value) if is_plain or value is None else type(value).__name__
+
+    return [
+        f"{name}={plain(value)}"
+        for group in groups
+        for name, value in sorted(group.items())
+        if name != "params"
+    ]
+
+
+def check_alike(ranks: Ranks, said: Mapping[str, Any]) -> None:
+    """Raise on all ranks when one says something else than rank 0: they would wait for ever."""
+    wanted = ranks.share(lambda: said)
+    what = next((what for what, value in said.items() if value != wanted[what]), None)
+    difference = ""
+    if what is not None:
+        told = str(said[what])
+        if isinstance(said[what], list):
+            pairs = zip_longest(wanted[what], said[what], fillvalue="nothing")
+            told = "; ".join([f"{b} (on rank 0 {a})" for a, b in pairs if a != b][:3])
+        difference = f"rank {ranks.rank} has another {what} than rank 0: {told}"
+    problem = ranks.agree(difference, lambda heard: next(filter(None, heard), ""))
+    if problem:
+        raise PeerError(problem, hint="call as_distributed alike on every rank")
+
+
+def _give_values(model: nn.Module, device: torch.device) -> None:
+    """Give all ranks the values of rank 0, by way of the device they communicate on; there is
+    never more than a few tensors, as the whole model may be too large for it.
+    """
+    group = cast("dist.ProcessGroup", dist.group.WORLD)
+    for few in _packed(dict.fromkeys((*model.parameters(), *model.buffers()))):
+        there = [tensor.detach().to(device) for tensor in few]
+        _broadcast_coalesced(group, there, _SYNC_BYTES, 0)
+        for tensor, values in zip(few, there, strict=True):
+            if tensor.device != values.device:
+                tensor.detach().copy_(values)
+
+
+def _packed(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    few: list[torch.Tensor] = []
+    held = 0
+    for tensor in tensors:
+        if few and held + tensor.nbytes > _SYNC_BYTES:
+            yield few
+            few, held = [], 0
+        few.append(tensor)
+        held += tensor.nbytes
+    if few:
+        yield few
+
+
+def _give_random_numbers(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let the ranks of a group draw the random numbers that its first rank draws."""
+    state = torch.get_rng_state().to(device)
+    dist.broadcast(state, group=group, group_src=0)
+    torch.set_rng_state(state.cpu())
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state(device).to(device)
+        dist.broadcast(state, group=group, group_src=0)
+        torch.cuda.set_rng_state(state.cpu(), device)

@@ -1,0 +1,272 @@
+"""Amazon's own, which botocore knows: profiles, credentials, uploads that were begun, and whether a
+server compares what it is sent with what was signed. Both engines go by the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.errors import CkptkitError, NotFoundError, UsageError
+from ckptkit.storage.location import Location
+from ckptkit.storage.objects.errors import Transient, answer_of, below, translated, trouble
+from ckptkit.storage.objects.server import Upload
+from ckptkit.storage.options import Settings, checked_endpoint
+
+if TYPE_CHECKING:
+    from obstore.store import S3Credential
+
+# The environment says where to get them: object_store does so itself, and renews them.
+_NATIVE = (
+    *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+)
+_LOOK_AGAIN = timedelta(minutes=10)
+_FILES = {
+    "AWS_CONFIG_FILE": "~/.aws/config",
+    "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
+}
+_SIGNED, _SENT = b"signed", b"sent  "
+_MISMATCH = {"XAmzContentSHA256Mismatch", "BadDigest", "InvalidDigest"}
+
+_log = logging.getLogger("ckptkit.storage")
+
+
+def new_session(settings: Settings, where: str) -> Any:
+    """A session of botocore, which reads `~/.aws`."""
+    import botocore.session  # noqa: PLC0415 — costs time, and may not be there
+    from botocore.exceptions import ProfileNotFound  # noqa: PLC0415
+
+    session = botocore.session.Session(profile=None if settings.access_key else settings.profile)
+    try:
+        session.get_scoped_config()
+    except ProfileNotFound:
+        raise UsageError(
+            "there is no such profile",
+            where=where,
+            value=settings.profile,
+            hint="`aws configure list-profiles` lists them; see AWS_PROFILE and ~/.aws",
+        ) from None
+    return session
+
+
+def config_options(settings: Settings) -> dict[str, Any]:
+    """The arguments of botocore's `Config`: one attempt, for it is repeated elsewhere."""
+    from botocore.config import Config  # noqa: PLC0415
+
+    style = "path" if settings.endpoint else "auto"
+    if settings.path_style is not None:
+        style = "path" if settings.path_style else "virtual"
+    found: dict[str, Any] = {
+        "retries": {"total_max_attempts": 1},
+        "connect_timeout": settings.connect_timeout,
+        "read_timeout": settings.stall_seconds,
+        "max_pool_connections": max(10, settings.concurrency),
+        "s3": {"addressing_style": style},
+    }
+    # Servers other than Amazon's do not understand these checksums; ETags and CRCs are checked.
+    for name in ("request_checksum_calculation", "response_checksum_validation"):
+        if name in Config.OPTION_DEFAULTS:
+            found[name] = "when_required"
+    return found
+
+
+def new_client(settings: Settings, where: str) -> Any:
+    """A client of botocore."""
+    from botocore import UNSIGNED  # noqa: PLC0415
+    from botocore.config import Config  # noqa: PLC0415
+
+    signed = {"signature_version": UNSIGNED} if settings.anonymous else {}
+    return new_session(settings, where).create_client(
+        "s3",
+        aws_access_key_id=settings.access_key,
+        aws_secret_access_key=settings.secret_key,
+        aws_session_token=settings.session_token,
+        endpoint_url=settings.endpoint,
+        region_name=settings.region,
+        use_ssl=not settings.is_plain,
+        config=Config(**config_options(settings), **signed),
+    )
+
+
+def aws_files() -> list[Path]:
+    """The files with profiles, and with their credentials."""
+    return [
+        Path(os.path.expanduser(os.environ.get(variable) or file))  # noqa: PTH111 — `~` may have no home
+        for variable, file in _FILES.items()
+    ]
+
+
+def profile_endpoint(settings: Settings, where: str) -> str | None:
+    """The endpoint of the profile: botocore would go there, and obstore does not look."""
+
+    def may_name_one(file: Path) -> bool:
+        # Without botocore, which takes a while.
+        try:
+            return b"endpoint_url" in file.read_bytes()
+        except OSError:
+            return False
+
+    if find_spec("botocore") is None or not any(map(may_name_one, aws_files())):
+        return None
+    session = new_session(settings, where)
+    if session.get_config_variable("ignore_configured_endpoint_urls"):
+        return None
+    profile = session.get_scoped_config()
+    services = session.full_config.get("services", {}).get(profile.get("services"), {})
+    of_s3 = services.get("s3")
+    found = of_s3.get("endpoint_url") if isinstance(of_s3, dict) else None
+    endpoint = found or profile.get("endpoint_url")
+    return checked_endpoint(endpoint) if endpoint else None
+
+
+def s3_credentials(
+    settings: Settings, where: str
+) -> tuple[Callable[[], S3Credential] | None, str | None]:
+    """What gives obstore credentials (None: it finds them), and the region of the profile.
+
+    AccessError where there are none: object_store would look for a server that gives them, for
+    seconds, and again for each request.
+    """
+    if settings.anonymous:
+        return None, None
+    if settings.access_key and settings.secret_key:
+        # By itself it would take a session token of the environment for one of these keys.
+        passed: S3Credential = {
+            "access_key_id": settings.access_key,
+            "secret_access_key": settings.secret_key,
+            "token": settings.session_token,
+            "expires_at": None,
+        }
+        return lambda: passed, None
+    if settings.profile is None and any(os.environ.get(name) for name in _NATIVE):
+        return None, None
+    if find_spec("botocore") is None:
+        if settings.profile is None and not os.environ.get("AWS_PROFILE"):
+            return None, None
+        raise UsageError("a profile needs the package botocore", hint="pip install 'ckptkit[s3]'")
+    session = new_session(settings, where)
+    credentials = session.get_credentials()
+    if credentials is None:
+        raise trouble("no credentials", where)
+
+    def renewed() -> S3Credential:
+        # botocore renews them before they expire.
+        now = credentials.get_frozen_credentials()
+        return {
+            "access_key_id": now.access_key,
+            "secret_access_key": now.secret_key,
+            "token": now.token,
+            "expires_at": datetime.now(UTC) + _LOOK_AGAIN,
+        }
+
+    region: str | None = session.get_config_variable("region")
+    return renewed, region
+
+
+class BucketDetails:
+    """What neither engine asks of an S3 bucket: obstore cannot, and s3fs has no public way to."""
+
+    def __init__(self, top: Location, settings: Settings) -> None:
+        self._top = top
+        self._settings = settings
+        self._making = threading.Lock()
+        self._clients: dict[int, Any] = {}
+        self._has_warned = False
+
+    def uploads(self, folder: str) -> list[Upload]:
+        """The uploads below `folder/` that were begun, with the bytes that were uploaded already.
+
+        Without botocore nobody sees any, which is said once.
+        """
+        if find_spec("botocore") is None:
+            if not self._has_warned:
+                _log.warning(
+                    "multipart uploads that were cut off cannot be seen without the package "
+                    "botocore (pip install 'ckptkit[s3]')"
+                )
+            self._has_warned = True
+            return []
+        found = []
+        for it in self._pages("list_multipart_uploads", folder, "Uploads"):
+            key, identity = it["Key"], it["UploadId"]
+            parts: list[dict[str, Any]] = []
+            with suppress(NotFoundError):
+                parts += self._pages("list_parts", key, "Parts", Key=key, UploadId=identity)
+            # One that goes on for hours is not left over while parts of it still arrive.
+            times = [it["Initiated"], *(part["LastModified"] for part in parts)]
+            size = sum(part["Size"] for part in parts)
+            found.append(Upload(key, identity, max(times).timestamp(), size))
+        return found
+
+    def abort(self, upload: Upload) -> None:
+        """Abort one; missing is fine."""
+        with suppress(NotFoundError):
+            self._ask(
+                "abort_multipart_upload", upload.key, Key=upload.key, UploadId=upload.identity
+            )
+
+    def compares_bodies(self, scratch: str) -> bool | None:
+        """Whether the server compares a body with the hash that its signature holds: only sending
+        another one than was signed tells. None where there is no telling.
+        """
+        if self._settings.anonymous or find_spec("botocore") is None:
+            return None
+        where = below(self._top, scratch)
+        try:
+            with translated(where, self._settings.secrets):
+                client = new_client(self._settings, where)
+                client.meta.events.register("before-send.s3.PutObject", _exchange_body)
+                return _refuses(client, self._top.path, scratch)
+        except (CkptkitError, Transient) as error:
+            _log.debug("%s: whether bodies are compared cannot be found out: %s", where, error)
+            return None
+
+    def _pages(self, method: str, at: str, field: str, **asked: Any) -> Iterator[dict[str, Any]]:
+        if "Key" not in asked:
+            asked["Prefix"] = f"{at}/" if at else ""
+        while True:
+            page = self._ask(method, at, **asked)
+            yield from page.get(field, ())
+            if not page.get("IsTruncated"):
+                return
+            for name in ("KeyMarker", "UploadIdMarker", "PartNumberMarker"):
+                if f"Next{name}" in page:
+                    asked[name] = page[f"Next{name}"]
+
+    def _ask(self, method: str, at: str, **asked: Any) -> Any:
+        where = below(self._top, at)
+        with translated(where, self._settings.secrets):
+            return getattr(self._client(where), method)(Bucket=self._top.path, **asked)
+
+    def _client(self, where: str) -> Any:
+        # Connections are not shared with a fork.
+        process = os.getpid()
+        with self._making:
+            if process not in self._clients:
+                self._clients = {process: new_client(self._settings, where)}
+            return self._clients[process]
+
+
+def _exchange_body(request: Any, **_: object) -> None:
+    request.body = _SENT
+
+
+def _refuses(client: Any, bucket: str, key: str) -> bool:
+    try:
+        client.put_object(Bucket=bucket, Key=key, Body=_SIGNED)
+    except Exception as error:
+        answer = answer_of(error)
+        if answer is None or answer.code not in _MISMATCH:
+            raise
+        return True
+    with suppress(Exception):
+        client.delete_object(Bucket=bucket, Key=key)
+    return False

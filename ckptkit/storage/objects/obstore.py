@@ -1,0 +1,271 @@
+"""Amazon S3 and what speaks like it, Google Cloud Storage and Azure by way of obstore."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal, TypeAlias
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import AlreadyExistsError as ObstoreAlreadyExists
+from obstore.exceptions import BaseError, InvalidPathError
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from ckptkit.errors import InvalidNameError, NotFoundError, StorageError, UsageError
+from ckptkit.storage.location import Location
+from ckptkit.storage.objects.amazon import BucketDetails, s3_credentials
+from ckptkit.storage.objects.errors import (
+    Transient,
+    below,
+    obstore_answer,
+    obstore_translation,
+    taken,
+)
+from ckptkit.storage.objects.server import FIRST_PAUSE, LONGEST_PAUSE, Stat, Upload
+from ckptkit.storage.options import Settings
+from ckptkit.storage.store import Entries, Names, Stored, checked_size
+
+if TYPE_CHECKING:
+    from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
+
+AnyStore: TypeAlias = S3Store | GCSStore | AzureStore
+
+# The first one that tells an answer that stalls from one that is long.
+_OLDEST = (0, 11)
+_SMALL = 1 << 20
+
+
+class _Threads:
+    """Those of obstore, which run in the process that used it first."""
+
+    process: int | None = None
+
+
+class ObstoreClient:
+    """One bucket; its connections are made when they are first needed."""
+
+    exclusive = True
+    repeats = False
+    copies = False
+
+    def __init__(self, top: Location, settings: Settings) -> None:
+        version = obstore.__version__
+        if tuple(map(int, re.findall(r"[0-9]+", version)[:2])) < _OLDEST:
+            raise UsageError(
+                "this obstore is too old",
+                value=version,
+                hint=f"pip install 'obstore>={_OLDEST[0]}.{_OLDEST[1]}', or pass engine=fsspec",
+            )
+        self._top = top
+        self._settings = settings
+        self._stores: dict[tuple[int, bool, bool], AnyStore] = {}
+        self._building = threading.Lock()
+        # Google and Azure forget what was begun after a week, and do not list it.
+        self._details = BucketDetails(top, settings) if top.scheme == "s3" else None
+
+    def get(self, key: str, start: int, length: int) -> bytes | memoryview:
+        with self._answers(key):
+            try:
+                return memoryview(obstore.get_range(self._store(), key, start=start, length=length))
+            except BaseError as error:
+                if obstore_answer(error).status != 416:
+                    raise
+                return b""
+
+    def get_whole(self, key: str, most: int) -> bytes:
+        with self._answers(key):
+            result = obstore.get(self._store(), key)
+            size = checked_size(below(self._top, key), result.meta["size"], most)
+            data = bytes(result.bytes())
+        if len(data) != size:
+            raise Transient(f"{len(data)} of {size} bytes came")
+        return data
+
+    def head(self, key: str) -> Stat:
+        with self._answers(key):
+            found = obstore.head(self._store(), key)
+        return Stat(found["size"], found["e_tag"])
+
+    def put(self, key: str, data: memoryview, *, create: bool) -> str | None:
+        mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
+        with self._answers(key):
+            # Copied, because obstore keeps what it is given, also beyond a time-out.
+            store = self._store(in_flight=data.nbytes)
+            put = obstore.put(store, key, bytes(data), mode=mode, use_multipart=False)
+        return put["e_tag"]
+
+    def upload(
+        self,
+        key: str,
+        blocks: Iterator[memoryview],
+        piece_size: int,
+        concurrency: int,
+        *,
+        signs: bool,
+    ) -> str | None:
+        """Stream a multipart upload, whose parts obstore cuts, and sends again, by itself."""
+        with self._answers(key):
+            store = self._store(in_flight=piece_size * concurrency, retries=True, signs=signs)
+            put = obstore.put(
+                store, key, blocks, chunk_size=piece_size, max_concurrency=concurrency
+            )
+        return put["e_tag"]
+
+    def list(self, folder: str) -> Entries:
+        with self._answers(folder):
+            found = obstore.list(self._store(), folder or None).collect()
+        return [Stored(it["path"], it["size"], it["last_modified"].timestamp()) for it in found]
+
+    def children(self, folder: str) -> Names:
+        with self._answers(folder):
+            found = obstore.list_with_delimiter(self._store(), folder or None)
+        paths = [*found["common_prefixes"], *(it["path"] for it in found["objects"])]
+        start = len(folder) + 1 if folder else 0
+        return [path[start:] for path in paths]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """One request for a thousand keys on S3."""
+        try:
+            with self._answers(keys[0]):
+                obstore.delete(self._store(), list(keys))
+        except NotFoundError:
+            # Google and Azure give up at a missing one.
+            for key in keys if len(keys) > 1 else ():
+                self.delete([key])
+
+    def compares_bodies(self, scratch: str) -> bool | None:
+        return self._details.compares_bodies(scratch) if self._details else None
+
+    def uploads(self, folder: str) -> Sequence[Upload]:
+        return self._details.uploads(folder) if self._details else ()
+
+    def abort(self, upload: Upload) -> None:
+        if self._details:
+            self._details.abort(upload)
+
+    def _store(self, *, in_flight: int = 0, retries: bool = False, signs: bool = True) -> AnyStore:
+        """The store for requests that send about so many bytes at a time, or none.
+
+        Several, because a time-out is that of a store, and a retry of a single request is ours and
+        that of a part cannot be.
+        """
+        if _Threads.process is None:
+            _Threads.process = os.getpid()
+        elif _Threads.process != os.getpid():
+            # Without its threads, which no fork takes along, obstore waits without end.
+            raise StorageError(
+                "obstore cannot be used in a process that was forked after it had been used",
+                where=str(self._top),
+                hint="start processes with spawn or forkserver, or pass the option engine=fsspec",
+            )
+        in_flight = 1 << in_flight.bit_length() if in_flight > _SMALL else 0
+        kind = (in_flight, retries, signs)
+        with self._building:
+            if kind not in self._stores:
+                self._stores[kind] = _built(self._top, self._settings, *kind)
+            return self._stores[kind]
+
+    @contextmanager
+    def _answers(self, key: str) -> Iterator[None]:
+        # From None: their texts hold whole documents of the server, and dumps of its request.
+        where = below(self._top, key)
+        try:
+            yield
+        except ObstoreAlreadyExists as error:
+            again = obstore_answer(error).code == "ConditionalRequestConflict"
+            raise (Transient("two creators at once") if again else taken(where)) from None
+        except (InvalidPathError, ValueError) as error:
+            if not isinstance(error, InvalidPathError) and "Could not parse path" not in str(error):
+                raise
+            raise InvalidNameError("no key of this server", where=ascii(where)) from None
+        except (BaseError, FileNotFoundError) as error:
+            raise obstore_translation(error, where, self._settings.secrets) from None
+
+
+def _built(
+    top: Location,
+    settings: Settings,
+    in_flight: int,
+    retries: bool,  # noqa: FBT001 — as it is kept
+    signs: bool,  # noqa: FBT001
+) -> AnyStore:
+    """The store of one bucket, for requests that send about so many bytes at a time, or none and
+    are answered with many; with `retries` it repeats what fails, by itself and in silence.
+    """
+    extra = settings.extra_seconds(in_flight)
+    client: ClientConfig = {
+        "allow_http": settings.is_plain,
+        "connect_timeout": timedelta(seconds=settings.connect_timeout),
+    }
+    if in_flight:
+        # While one is sent nothing comes.
+        client["timeout"] = timedelta(seconds=settings.stall_seconds + extra)
+    else:
+        client["read_timeout"] = timedelta(seconds=settings.stall_seconds)
+        client["timeout"] = timedelta(seconds=settings.answer_seconds)
+    retry: RetryConfig = {
+        "max_retries": 1000 if retries else 0,
+        "retry_timeout": timedelta(seconds=settings.deadline + extra),
+        "backoff": {
+            "init_backoff": timedelta(seconds=FIRST_PAUSE),
+            "max_backoff": timedelta(seconds=LONGEST_PAUSE),
+            "base": 2,
+        },
+    }
+    if top.scheme == "s3":
+        return _s3(top.path, settings, client, retry, signs=signs)
+    if top.scheme == "gs":
+        google: GCSConfig = {"skip_signature": settings.anonymous}
+        if settings.endpoint:
+            google["base_url"] = settings.endpoint
+        return GCSStore(top.path, config=google, client_options=client, retry_config=retry)
+    # Here a key is the name of the account and its key, and a session token is a SAS.
+    azure: AzureConfig = {"skip_signature": settings.anonymous}
+    if settings.endpoint:
+        azure["endpoint"] = settings.endpoint
+    if settings.access_key:
+        azure["account_name"] = settings.access_key
+    if settings.secret_key:
+        azure["account_key"] = settings.secret_key
+    if settings.session_token:
+        azure["sas_key"] = settings.session_token
+    try:
+        return AzureStore(top.path, config=azure, client_options=client, retry_config=retry)
+    except Exception as error:
+        raise UsageError(
+            "the Azure account is not named, or its key is no key",
+            where=str(top),
+            hint="set AZURE_STORAGE_ACCOUNT_NAME and its key, or access_key and secret_key",
+        ) from error
+
+
+def _s3(
+    bucket: str, settings: Settings, client: ClientConfig, retry: RetryConfig, *, signs: bool
+) -> S3Store:
+    provider, region = s3_credentials(settings, f"s3://{bucket}")
+    virtual = settings.path_style is False or (
+        settings.path_style is None and settings.endpoint is None and "." not in bucket
+    )
+    config: S3Config = {
+        "region": settings.region or region or "us-east-1",
+        "virtual_hosted_style_request": virtual,
+        # Bodies are signed at most over plain http: that costs a hash, and https protects them.
+        "unsigned_payload": not (signs and settings.is_plain),
+        "skip_signature": settings.anonymous,
+    }
+    if settings.endpoint:
+        parts = urlsplit(settings.endpoint)
+        host = f"{bucket}.{parts.netloc}" if virtual else parts.netloc
+        config["endpoint"] = parts._replace(netloc=host).geturl()
+    return S3Store(
+        bucket,
+        config=config,
+        client_options=client,
+        retry_config=retry,
+        credential_provider=provider,
+    )

@@ -1,0 +1,491 @@
+"""An object being written: sent to the server in pieces while its parts come in."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from itertools import accumulate, chain
+
+import numpy as np
+
+from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError, StorageError
+from ckptkit.storage.buffers import AlignedBuffer, copy_bytes, default_pool
+from ckptkit.storage.objects.errors import Transient
+from ckptkit.storage.objects.server import ExpectedEtag, ObjectServer
+from ckptkit.storage.sink import Parts
+
+# S3 takes 10,000 parts.
+_MOST_PIECES = 9_000
+_PIECE_STEP = 1 << 20
+_LEAST_PIECES = 2
+# An engine that sends a piece again may say nothing, for as long as its deadline is.
+_PATIENCE = 30.0
+
+_log = logging.getLogger("ckptkit.storage")
+
+
+class WholeSink:
+    """A new object of a single piece, in memory until it is finished, and then sent at once."""
+
+    def __init__(self, server: ObjectServer, key: str, parts: Parts) -> None:
+        self._server = server
+        self._key = key
+        self._parts = parts
+        self._buffer = default_pool().take(parts.total)
+
+    def write(self, part: int, data: memoryview) -> None:
+        with self._parts.writing(part, data) as (offset, view):
+            copy_bytes(view, self._buffer.view[offset : offset + view.nbytes])
+
+    @contextmanager
+    def filling(self, part: int) -> Iterator[memoryview]:
+        size = self._parts.size(part)
+        with (
+            self._parts.claiming(part, size) as offset,
+            self._buffer.view[offset : offset + size] as memory,
+        ):
+            yield memory
+
+    def finish(self) -> None:
+        self._parts.complete()
+        self._server.put(self._key, self._buffer.view)
+        self._buffer.give_back()
+
+    def abort(self) -> None:
+        self._parts.close()
+        self._buffer.give_back()
+
+
+def piece_size(total: int, preferred: int) -> int:
+    """The bytes per part of an upload: as preferred, or as many as few enough parts need."""
+    needed = -(-total // _MOST_PIECES)
+    return max(preferred, -(-needed // _PIECE_STEP) * _PIECE_STEP)
+
+
+class ObjectSink:
+    """A new object of several pieces, invisible until it is finished.
+
+    Whoever writes fills blocks of a `Window`; a thread hands them to the client, in order, which
+    sends several at a time. The first error, of either side, ends the other.
+    """
+
+    def __init__(self, server: ObjectServer, key: str, parts: Parts, memory: int | None) -> None:
+        self._server = server
+        self._key = key
+        self._where = server.where(key)
+        self._parts = parts
+        preferred, many = server.settings.part_size, server.settings.concurrency
+        self._size = piece_size(self._parts.total, preferred)
+        # What the engine copies needs the same memory twice.
+        each = self._size * (2 if server.client.copies else 1)
+        most = max(2, many + 2 if memory is None else memory // each)
+        self._concurrency = min(many, most, -(-self._parts.total // self._size))
+        self._expected = server.expected_etag(key, self._parts.total, self._size)
+        seen = self._expected.add if self._expected else None
+        self._window = Window(parts.sizes, self._size, most * self._size, seen)
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._etag: str | None = None
+        self._error: BaseException | None = None
+        self._ended = False
+
+    def write(self, part: int, data: memoryview) -> None:
+        """Copy one part; what is whole is on its way."""
+        with self._parts.writing(part, data) as (_, view), self._under_way():
+            self._window.write(part, view)
+
+    @contextmanager
+    def filling(self, part: int) -> Iterator[memoryview]:
+        """Memory that is sent from, unless the part is longer than what is sent at a time."""
+        size = self._parts.size(part)
+        with self._parts.claiming(part, size), self._under_way():
+            if self._window.is_one_block(part):
+                with self._window.filling(part) as memory:
+                    yield memory
+                return
+            with self._parts.loan(part) as memory:
+                with self._window.coming():
+                    yield memory
+                self._window.write(part, memory)
+
+    def finish(self) -> None:
+        """Make the object visible, once the server has every piece of it."""
+        self._parts.complete()
+        self._window.seal()
+        self._start()
+        self._join()
+        if self._error is not None and not self._is_there():
+            raise self._refusal() from self._error
+        if self._expected is not None:
+            self._expected.end()
+            if self._expected.differs(self._etag):
+                self._read_back(self._expected)
+        self._ended = True
+        self._window.close()
+
+    def abort(self) -> None:
+        """Abort the upload on the server, too."""
+        # First, or those that wait for memory would be waited for.
+        self._window.stop()
+        self._parts.close()
+        if self._ended:
+            return
+        self._ended = True
+        self._join()
+        self._window.close()
+        # Its traceback knows this sink.
+        self._error = None
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """While something is sent. Where that fails nobody waits for anything any more."""
+        try:
+            # Before, because whoever waits for memory waits for what is sent.
+            self._start()
+            yield
+        except Stopped:
+            raise self._refusal() from self._error
+        except BaseException as error:
+            self._stop(error)
+            raise
+
+    def _stop(self, error: BaseException) -> None:
+        """All else fails, too, by the first error."""
+        if self._error is None:
+            self._error = error
+        self._window.stop()
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                # A daemon: a program that forgot to end a sink must be able to end.
+                thread = threading.Thread(target=self._run, name="upload", daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def _run(self) -> None:
+        try:
+            blocks = self._window.blocks()
+            with _watched(self._window, self._where):
+                self._etag = self._server.upload(self._key, blocks, self._size, self._concurrency)
+        except BaseException as error:  # noqa: BLE001 — whoever writes or finishes raises it
+            self._stop(error)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _is_there(self) -> bool:
+        """Whether the upload was completed, though the answer was lost.
+
+        Then asking again finds no such upload. `create` found no object of this name, or one of
+        the same bytes, and packs are never written twice: one of this size is this one.
+        """
+        if not self._window.is_empty:
+            return False
+        try:
+            found = self._server.head(self._key)
+        except NotFoundError:
+            return False
+        self._etag = found.etag
+        return found.size == self._parts.total
+
+    def _read_back(self, expected: ExpectedEtag) -> None:
+        """An ETag is wrong: either it is of another kind, or a piece was damaged on its way."""
+        for number, start in enumerate(range(0, self._parts.total, self._size)):
+            length = min(self._size, self._parts.total - start)
+            if expected.piece_differs(number, self._server.read(self._key, start, length)):
+                self._server.delete([self._key])
+                raise CorruptionError(
+                    f"the server stored other bytes than were sent, from byte {start} on",
+                    where=self._where,
+                    hint="something between here and the server damages data; use https",
+                )
+        self._server.distrust_etags(self._key)
+
+    def _refusal(self) -> CkptkitError:
+        if isinstance(self._error, CkptkitError):
+            return copy(self._error)
+        if not isinstance(self._error, Transient | Stopped | None):
+            what = f"the upload was given up: {self._error!r}"
+            return StorageError(what, where=self._where, hint="mend that, and start over")
+        reason = self._error.reason if isinstance(self._error, Transient) else "it broke off"
+        return StorageError(
+            f"the upload failed: {reason}",
+            where=self._where,
+            hint="check the endpoint and the network, then save again; "
+            "a slow one needs fewer bytes at a time (concurrency) or a longer timeout",
+        )
+
+
+@contextmanager
+def _watched(window: Window, where: str) -> Iterator[None]:
+    """Say so while a server takes nothing of what it is sent."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        last, waited = window.under_way, 0.0
+        while not ended.wait(_PATIENCE):
+            now = window.under_way
+            waits_for_us = not now[1] and not window.is_empty
+            waited = 0.0 if now != last or waits_for_us else waited + _PATIENCE
+            last = now
+            if waited:
+                _log.warning(
+                    "writing of %s: the server has taken nothing for %.0f s, still trying",
+                    where, waited,
+                )  # fmt: skip
+
+    threading.Thread(target=watch, name="upload watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+class Stopped(Exception):  # noqa: N818 — tells an engine to stop, and is never seen elsewhere
+    """The upload was aborted."""
+
+
+class Window:
+    """The blocks of an object, which take about `most` bytes of memory at a time: filled in any
+    order, handed over in order.
+
+    A block is a part, or a piece of one that is longer than the `piece_size` bytes which a server
+    is sent at a time. Engines read a block from this very memory while they send it, and may keep
+    it to send it again: it is used for another one only once nothing refers to it any more. The
+    last block waits for `seal`, for with it the object is complete. `seen` looks at each one that
+    leaves.
+    """
+
+    def __init__(
+        self,
+        extents: Sequence[int],
+        piece_size: int,
+        most: int,
+        seen: Callable[[memoryview], None] | None = None,
+    ) -> None:
+        self._piece_size = piece_size
+        self._most = max(_LEAST_PIECES * piece_size, most)
+        self._seen = seen
+        counts = [-(-extent // piece_size) for extent in extents]
+        # The blocks of part n are those from first n to first n + 1.
+        self._firsts = list(accumulate(counts, initial=0))
+        self._sizes = [
+            min(piece_size, extent - begin)
+            for extent in extents
+            for begin in range(0, extent, piece_size)
+        ]
+        self._ends = list(accumulate(self._sizes, initial=0))
+        self._largest = max(self._sizes, default=0)
+        # Who has something in hand, and does not wait.
+        self._busy = 0
+        self._whole: dict[int, AlignedBuffer] = {}
+        # Where those end that the engine has not let go of.
+        self._lent: dict[int, int] = {}
+        self._waiting: set[int] = set()
+        self._used = 0
+        # By length: what is freed is used again.
+        self._free: dict[int, list[AlignedBuffer]] = {}
+        self._free_bytes = 0
+        self._next = 0
+        self._sealed = False
+        self._stopped = False
+        # Reentrant: a block may be let go of by whoever holds the lock.
+        self._changed = threading.Condition()
+
+    # Filling
+
+    def is_one_block(self, part: int) -> bool:
+        """Whether a part can be filled in place."""
+        return self._firsts[part + 1] - self._firsts[part] == 1
+
+    @contextmanager
+    def filling(self, part: int) -> Iterator[memoryview]:
+        """The memory of a part that is one block. Waits while memory is used up."""
+        with self._block(self._firsts[part]) as memory:
+            yield memory
+
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """While a part that will be written is put together elsewhere: others may wait for it."""
+        with self._changed:
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy -= 1
+                self._changed.notify_all()
+
+    def write(self, part: int, data: memoryview) -> None:
+        """Copy a part to its blocks. Waits while memory is used up."""
+        first, last = self._firsts[part], self._firsts[part + 1]
+        for block in range(first, last):
+            with self._block(block) as memory:
+                copy_bytes(data[: memory.nbytes], memory)
+                data = data[memory.nbytes :]
+
+    @contextmanager
+    def _block(self, number: int) -> Iterator[memoryview]:
+        buffer = self._taken(number)
+        is_whole = False
+        try:
+            with buffer.view[: self._sizes[number]] as memory:
+                yield memory
+            is_whole = True
+        finally:
+            with self._changed:
+                self._busy -= 1
+                if is_whole:
+                    self._whole[number] = buffer
+                else:
+                    self._put_back(number, buffer)
+                self._changed.notify_all()
+
+    def _taken(self, number: int) -> AlignedBuffer:
+        length = self._length(number)
+        with self._changed:
+            self._waiting.add(number)
+            try:
+                self._wait_for(lambda: self._may_take(number))
+            finally:
+                self._waiting.remove(number)
+                # Others may go beyond the limit as soon as nobody waits for the next block.
+                self._changed.notify_all()
+            if free := self._free.get(length):
+                self._free_bytes -= length
+                buffer = free.pop()
+            else:
+                if self._used + self._free_bytes + length > self._most:
+                    # Of other lengths.
+                    self._free.clear()
+                    self._free_bytes = 0
+                buffer = default_pool().take(length)
+            self._used += length
+            self._busy += 1
+            return buffer
+
+    def _may_take(self, number: int) -> bool:
+        if self._used + self._length(number) <= self._most:
+            return True
+        # Beyond, so that waiting ends; for the block that all the others wait for, if there is
+        # somebody who has it. Not while memory will come free without another block.
+        is_next = number == self._next or self._next not in self._waiting
+        return is_next and not (self._sendable() or self._may_leave(self._next) or self._busy)
+
+    def _length(self, number: int) -> int:
+        """Of the memory for a block: most are about as long, and use it by turns."""
+        size = self._sizes[number]
+        return self._largest if 2 * size > self._largest else size
+
+    def _put_back(self, number: int, buffer: AlignedBuffer) -> None:
+        length = self._length(number)
+        self._used -= length
+        self._free.setdefault(length, []).append(buffer)
+        self._free_bytes += length
+
+    # Handing over
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every block was handed over."""
+        return self._next == len(self._sizes)
+
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """How many blocks were handed over, and how many of them the engine could let go of, but
+        has not yet.
+        """
+        with self._changed:
+            return self._next, self._sendable()
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Each block in turn, once it is whole; `Stopped` after `stop`."""
+        for number in range(len(self._sizes)):
+            # No name may hold the block: it could not be let go of while the next one is awaited.
+            yield self._handed_over(number)
+
+    def _handed_over(self, number: int) -> memoryview:
+        with self._changed:
+            self._wait_for(lambda: self._may_leave(number))
+            buffer = self._whole.pop(number)
+            self._next = number + 1
+            self._lent[number] = self._ends[number + 1]
+            # An array, because a memoryview cannot tell when the last of its users is gone.
+            array = np.frombuffer(buffer.view[: self._sizes[number]], np.uint8)
+            weakref.finalize(array, self._take_back, number, buffer).atexit = False
+            self._changed.notify_all()
+        if self._seen is not None:
+            self._seen(array.data)
+        return array.data
+
+    def _take_back(self, number: int, buffer: AlignedBuffer) -> None:
+        with self._changed:
+            del self._lent[number]
+            self._put_back(number, buffer)
+            self._changed.notify_all()
+
+    def _may_leave(self, number: int) -> bool:
+        is_last = number == len(self._sizes) - 1
+        return number in self._whole and (self._sealed or not is_last)
+
+    def _sendable(self) -> int:
+        """How many blocks were handed over whose pieces are complete: an engine may wait for the
+        rest of the others.
+        """
+        complete = self._ends[self._next] // self._piece_size * self._piece_size
+        return sum(end <= complete or self.is_empty for end in list(self._lent.values()))
+
+    # Ending
+
+    def seal(self) -> None:
+        """Let the last block go, too."""
+        with self._changed:
+            self._sealed = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Whoever fills, waits for or takes blocks gets `Stopped`."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give the memory back; nobody may use the window any more."""
+        with self._changed:
+            buffers = [*chain.from_iterable(self._free.values()), *self._whole.values()]
+            self._free.clear()
+            self._whole.clear()
+        for buffer in buffers:
+            buffer.give_back()
+
+    def _wait_for(self, ready: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self._stopped or ready())
+        if self._stopped:
+            raise Stopped
+
+
+def pieces_of(blocks: Iterator[memoryview], size: int) -> Iterator[bytes]:
+    """Copies of all bytes, in pieces of `size`."""
+    held: list[memoryview] = []
+    missing = size
+    # Nothing may be held of what the next block is waited for.
+    while (block := next(blocks, None)) is not None:
+        while block is not None:
+            count = min(missing, block.nbytes)
+            held.append(block[:count])
+            block = block[count:] if count < block.nbytes else None
+            missing -= count
+            if not missing:
+                piece = b"".join(held)
+                held.clear()
+                missing = size
+                yield piece
+                del piece
+    if held:
+        yield b"".join(held)
