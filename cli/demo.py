@@ -46,7 +46,7 @@ def demo(ctx: click.Context, folder: Path | None, *, as_json: bool) -> int:
     printed before it runs. All of it is removed at the end, unless DIR says where to leave it.
     """
     with _place(folder) as place:
-        stage = Stage(ctx.find_root().command, quiet=as_json)
+        stage = Performance(ctx.find_root().command, quiet=as_json)
         _play(stage, place)
     ok = all(check["ok"] for check in stage.checks)
     where = str(folder.absolute()) if folder else None
@@ -55,7 +55,7 @@ def demo(ctx: click.Context, folder: Path | None, *, as_json: bool) -> int:
     return OK if ok else CORRUPT
 
 
-def _play(stage: Stage, place: Path) -> None:
+def _play(stage: Performance, place: Path) -> None:
     """All acts, in order."""
     run, plain, resharded = (str(place / name) for name in ("run", "plain", "resharded"))
     ckpt, check = stage.ckpt, stage.check
@@ -102,7 +102,7 @@ def _play(stage: Stage, place: Path) -> None:
     ckpt("prune", run, "--keep-last", "1", "--dry-run")
 
 
-class Stage:
+class Performance:
     """Where the acts are played: what is said, and what came of the commands and checks."""
 
     def __init__(self, program: click.Command, *, quiet: bool) -> None:

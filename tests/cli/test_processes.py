@@ -24,8 +24,6 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
         (["verify", "{run}"], 0),
         (["verify", "{run}", "--bogus"], 2),
         (["verify", "{run}/step-0000000010"], 3),
-        (["verify", "{run}/step-0000000030"], 4),
-        (["unpack", "{run}", "/dev/null/plain"], 5),
     ],
 )
 def test_the_exit_code_reaches_the_shell(run: Path, arguments: list[str], code: int) -> None:

@@ -132,7 +132,7 @@ def check_huge_chunks(target: ReshardTarget, source: Checkpoint, budget: Budget)
     starts, rows = source.manifest.starts, list[int]()
     for array in target.arrays:
         if budget.is_huge(array.source):
-            rows += range(*starts[array.chosen.number :][:2].tolist())
+            rows += range(*starts[array.number :][:2].tolist())
     share_out(rows, partial(check_chunk, source), min(budget.workers, len(rows)))
 
 
@@ -219,10 +219,10 @@ class CopiedContent(PackContent):
                 array = self._origins[place]
                 box, stored = self.arrays[place].opened(chunk, memory)
                 source, values = array.source, stored
-                if array.chosen.is_cast:
+                if array.is_cast:
                     values = np.empty(box.shape, source.dtype.bits)
                     casts.append((array, values, stored))
-                request = Request(array.chosen.number, box, values)
+                request = Request(array.number, box, values)
                 if self._budget.is_huge(source):
                     # Some at a time whose bytes lie close: the chunk is not in memory whole.
                     some = pieces_within(source.grid, box, source.dtype.itemsize, limit)
