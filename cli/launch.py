@@ -79,10 +79,10 @@ def launch(  # noqa: PLR0913 - one for each option
     """
     if importlib.util.find_spec("torch") is None:
         raise UsageError("launching needs torch", hint="pip install 'ckptkit[torch]'")
-    from ckptkit.parallel.launch import Job  # noqa: PLC0415 - torch takes seconds to import
+    from ckptkit.parallel.launch import LaunchJob  # noqa: PLC0415 - torch takes seconds to import
     from ckptkit.parallel.launch import launch as run  # noqa: PLC0415
 
-    job = Job(
+    job = LaunchJob(
         ("-m", *program) if is_module else program,
         nproc_per_node=nproc_per_node,
         nodes=nodes,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from ckptkit.parallel.communication.communicator import Communicator
-from ckptkit.parallel.communication.current import current_communicator
-from ckptkit.parallel.communication.running import run_in_memory
-from ckptkit.parallel.communication.starting import init
 from ckptkit.parallel.optimizers.asynchronous import AsynchronousSGD
 from ckptkit.parallel.optimizers.compression import Compression, compression_of
 from ckptkit.parallel.optimizers.elastic import ElasticTraining, GlobalSampler
+from ckptkit.parallel.ranks.communicator import Communicator
+from ckptkit.parallel.ranks.job import current_communicator, init
+from ckptkit.parallel.ranks.memory import run_in_memory
 from ckptkit.parallel.strategies import Bytes, Distributed, Memory, as_distributed
 
 __all__ = [

@@ -10,13 +10,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 from ckptkit.cli.launch import _Printer
 from jsonschema import Draft202012Validator
 
 from tests.cli.programs import COMMAND, ckpt, environment
+from tests.parallel.optimizers import warm
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 150
@@ -50,16 +53,6 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"
     sys.exit(4)
 print("well", os.environ["RANK"])
 """
-AGAIN_TOGETHER = """
-import os
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
-    os._exit(4)
-dist.barrier()
-print("met", os.environ["RANK"])
-"""
 WAIT = """
 import os, subprocess, sys, time
 child = subprocess.Popen(["sleep", "100"])
@@ -77,21 +70,44 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
-def launch(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, "launch", *arguments],
-        env=environment(PYTHONPATH=str(ROOT)),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        cwd=cwd,
-        check=False,
-    )
+class Launcher:
+    """`ckpt`, whose processes are forked from one that has torch imported."""
+
+    command = (sys.executable, warm.__file__)
+
+    def __init__(self, place: dict[str, str]) -> None:
+        self.environment = environment(PYTHONPATH=str(ROOT), **place)
+
+    def __call__(
+        self,
+        *arguments: str,
+        stdout: int | IO[str] = subprocess.PIPE,
+        cwd: Path | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self.command, "launch", *arguments],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT,
+            cwd=cwd,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    folder = tmp_path_factory.mktemp("launcher")
+    with warm.warm("tests.cli.launcher", folder, {}) as place:
+        yield Launcher(place)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_line_has_its_rank_and_its_stream(backend: str, tmp_path: Path) -> None:
+def test_every_line_has_its_rank_and_its_stream(
+    launch: Launcher, backend: str, tmp_path: Path
+) -> None:
     program = script(tmp_path, HELLO)
     options = ("--nproc-per-node", "2", "--backend", backend, "--")
     done = launch(*options, program, "--lr", "3", "--json")
@@ -110,7 +126,7 @@ print("end", repr(sys.stdin.read()))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_lines_may_be_long_and_drawn_over(backend: str, tmp_path: Path) -> None:
+def test_lines_may_be_long_and_drawn_over(launch: Launcher, backend: str, tmp_path: Path) -> None:
     options = ("--nproc-per-node", "2", "--backend", backend, "--")
     done = launch(*options, script(tmp_path, LONG))
     assert done.returncode == 0, done.stderr
@@ -121,14 +137,16 @@ def test_lines_may_be_long_and_drawn_over(backend: str, tmp_path: Path) -> None:
         assert "".join(mine[1:-1]) == "x" * 3_000_000
 
 
-def test_a_module_runs_as_python_m_runs_it(tmp_path: Path) -> None:
+def test_a_module_runs_as_python_m_runs_it(launch: Launcher, tmp_path: Path) -> None:
     script(tmp_path, HELLO)
     done = launch("--backend", "gloo", "-m", "train", "x", cwd=tmp_path)
     assert done.stdout == "[rank 0] out 0 1 0 gloo ['x']\n", done.stderr
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_first_failure_is_shown_first_and_ends_the_others(backend: str, tmp_path: Path) -> None:
+def test_the_first_failure_is_shown_first_and_ends_the_others(
+    launch: Launcher, backend: str, tmp_path: Path
+) -> None:
     program, meeting = script(tmp_path, FAIL), tmp_path / "meeting"
     meeting.mkdir()
     started = time.monotonic()
@@ -146,7 +164,9 @@ def test_the_first_failure_is_shown_first_and_ends_the_others(backend: str, tmp_
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_ranks_start_again_as_often_as_they_may(backend: str, tmp_path: Path) -> None:
+def test_all_ranks_start_again_as_often_as_they_may(
+    launch: Launcher, backend: str, tmp_path: Path
+) -> None:
     options = ("--nproc-per-node", "2", "--backend", backend, "--max-restarts", "1", "--json")
     done = launch(*options, script(tmp_path, AGAIN))
     assert done.returncode == 0, done.stderr
@@ -159,14 +179,14 @@ def test_all_ranks_start_again_as_often_as_they_may(backend: str, tmp_path: Path
     assert {"[rank 0] well 0", "[rank 1] well 1"} <= set(lines)
 
 
-def test_ranks_that_start_again_meet_again(tmp_path: Path) -> None:
+def test_ranks_that_start_again_meet_again(launch: Launcher) -> None:
     options = ("--nproc-per-node", "2", "--backend", "gloo", "--max-restarts", "1")
-    done = launch(*options, script(tmp_path, AGAIN_TOGETHER))
+    done = launch(*options, warm.__file__, "meet")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 0] met 0", "[rank 1] met 1"]
 
 
-def test_a_script_that_is_not_there_is_missed_once() -> None:
+def test_a_script_that_is_not_there_is_missed_once(launch: Launcher) -> None:
     done = launch("--nproc-per-node", "2", "nowhere.py")
     assert done.returncode == 4
     assert done.stderr.splitlines() == [
@@ -175,7 +195,7 @@ def test_a_script_that_is_not_there_is_missed_once() -> None:
     ]
 
 
-def test_a_failure_is_a_document_too(tmp_path: Path) -> None:
+def test_a_failure_is_a_document_too(launch: Launcher, tmp_path: Path) -> None:
     program = script(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     done = launch("--json", program)
     outcome = {"ok": False, "restarts": 0, "failed_rank": 0, "exit_code": -9}
@@ -195,16 +215,17 @@ IGNORING = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
     ],
 )
 def test_ctrl_c_ends_all_ranks_and_their_children(
-    backend: str, before: tuple[str, ...], tmp_path: Path
+    launch: Launcher, backend: str, before: tuple[str, ...], tmp_path: Path
 ) -> None:
-    command = [*before, *COMMAND, "launch", "--nproc-per-node", "2", "--backend", backend]
+    command = (*before, *COMMAND) if before else launch.command  # one as users start it
+    options = ("--nproc-per-node", "2", "--backend", backend)
     process = subprocess.Popen(
-        [*command, script(tmp_path, WAIT)],
-        env=environment(PYTHONPATH=str(ROOT)),
+        [*command, "launch", *options, script(tmp_path, WAIT)],
+        env=launch.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
+        process_group=0,
     )
     assert process.stdout is not None
     pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()[3:]]
@@ -225,26 +246,20 @@ while True:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_full_disk_ends_the_job_and_is_named(backend: str, tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_job_and_is_named(
+    launch: Launcher, backend: str, tmp_path: Path
+) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [*COMMAND, "launch", "--backend", backend, script(tmp_path, TALK)],
-            env=environment(PYTHONPATH=str(ROOT)),
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=LIMIT,
-            check=False,
-        )
+        done = launch("--backend", backend, script(tmp_path, TALK), stdout=full)
     assert done.returncode == 5
     told = "error: stdout: the output cannot be written: No space left on device\n"
     assert done.stderr == told
 
 
-def test_a_reader_that_goes_away_ends_the_job(tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_ends_the_job(launch: Launcher, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "launch", script(tmp_path, TALK)],
-        env=environment(PYTHONPATH=str(ROOT)),
+        [*launch.command, "launch", script(tmp_path, TALK)],
+        env=launch.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -285,10 +300,12 @@ def _has_ended(pid: int) -> bool:
         (("--nproc-per-node", "0", "x.py"), "0 is not in the range"),
     ],
 )
-def test_what_cannot_be_launched_is_wrong_usage(arguments: tuple[str, ...], problem: str) -> None:
-    result = ckpt("launch", *arguments)
-    assert result.exit_code == 2
-    assert problem in result.stderr
+def test_what_cannot_be_launched_is_wrong_usage(
+    launch: Launcher, arguments: tuple[str, ...], problem: str
+) -> None:
+    done = launch(*arguments)
+    assert done.returncode == 2
+    assert problem in done.stderr
 
 
 def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

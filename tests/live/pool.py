@@ -37,6 +37,7 @@ _PRELOADED = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "ckptkit.live",
+    "ckptkit.parallel",
 ]
 
 
@@ -79,9 +80,9 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
+        self.context = multiprocessing.get_context("forkserver")
         # Torch is imported once, by the process that all workers are forked from.
-        self._context.set_forkserver_preload(_PRELOADED)
+        self.context.set_forkserver_preload(_PRELOADED)
         self._workers: dict[int, _Worker] = {}
         # Not TCP: that looks up the names of hosts, which takes seconds where nobody knows them.
         self._stores = tempfile.TemporaryDirectory(prefix="stores-")
@@ -144,8 +145,8 @@ class Pool:
             self._end([rank])
             worker = None
         if worker is None or not worker.process.is_alive():
-            mine, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            mine, theirs = self.context.Pipe()
+            process = self.context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             worker = self._workers[rank] = _Worker(process, mine)

@@ -24,8 +24,8 @@ from ckptkit.checkpoint.ranks import OneRank, Ranks, leaving
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import PeerError, StrategyError, UsageError
 from ckptkit.model import Strategy
-from ckptkit.parallel.communication.starting import init
 from ckptkit.parallel.optimizers.compression import compression_of
+from ckptkit.parallel.ranks.job import init
 from ckptkit.parallel.strategies.data_parallel import Unit, check_parameters, replicated, shard
 from ckptkit.parallel.strategies.distributed import Distributed, all_ranks
 from ckptkit.parallel.strategies.optimizer import check_optimizer, optimizer_for

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import UsageError
-from ckptkit.parallel.launch import Job, Outcome
+from ckptkit.parallel.launch import LaunchJob, Outcome
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,12 @@ from ckptkit.parallel.launch import Job, Outcome
 )
 def test_what_cannot_be_launched_is_refused(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        Job(**{"program": ("train.py",), **given})
+        LaunchJob(**{"program": ("train.py",), **given})
 
 
 def test_machines_are_a_number_or_a_range() -> None:
-    assert Job(("train.py",)).node_range == (1, 1)
-    assert Job(("train.py",), nodes="1:4", endpoint="a:1").node_range == (1, 4)
+    assert LaunchJob(("train.py",)).node_range == (1, 1)
+    assert LaunchJob(("train.py",), nodes="1:4", endpoint="a:1").node_range == (1, 4)
 
 
 @pytest.mark.parametrize(

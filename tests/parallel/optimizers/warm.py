@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -45,10 +45,13 @@ def warm(module: str, folder: Path, environment: dict[str, str]) -> Iterator[dic
 
 def run(arguments: list[str]) -> int:
     """Run `main` of the module with these arguments, with this process' streams and environment."""
-    asked = json.dumps({"arguments": arguments, "environment": dict(os.environ)}).encode()
+    place = {"environment": dict(os.environ), "folder": str(Path.cwd()), "group": os.getpgrp()}
+    asked = json.dumps({"arguments": arguments, **place}).encode()
+    if os.getpgrp() != os.getsid(0):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program gets it too, and ends as it does
     with socket.socket(socket.AF_UNIX) as pipe:
         pipe.connect(os.environ[PLACE])
-        socket.send_fds(pipe, [asked[:1]], [1, 2])
+        socket.send_fds(pipe, [asked[:1]], [0, 1, 2])
         pipe.sendall(asked[1:] + b"\n")
         code = pipe.recv(1)
     return code[0] if code else 1
@@ -72,21 +75,32 @@ def serve(module: str, place: str) -> None:
 
 def _answer(pipe: socket.socket, main: Callable[..., object]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    asked, fds, *_ = socket.recv_fds(pipe, _LONGEST, 2)
+    asked, fds, *_ = socket.recv_fds(pipe, _LONGEST, 3)
     while not asked.endswith(b"\n"):
         asked += pipe.recv(_LONGEST)
-    for number, fd in enumerate(fds, 1):
+    for number, (name, fd) in enumerate(zip(("stdin", "stdout", "stderr"), fds, strict=True)):
         os.dup2(fd, number)
+        os.close(fd)
+        # Those of the server know whether what they were made for can be sought in.
+        setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
     document = json.loads(asked)
     os.environ.clear()
     os.environ.update(document["environment"])
+    os.chdir(document["folder"])
+    with suppress(PermissionError):  # of another session: what is sent to its group is not for this
+        os.setpgid(0, document["group"])
     threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
     code = 0
     try:
         main(*document["arguments"])
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:  # noqa: BLE001 - told as Python tells it
         traceback.print_exc()
         code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     pipe.sendall(bytes([code]))
     os._exit(code)
 

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from ckptkit.errors import PeerError, UsageError
-from ckptkit.parallel.communication.communicator import Communicator
-from ckptkit.parallel.communication.current import current_communicator
-from ckptkit.parallel.communication.memory import MemoryTransport
-from ckptkit.parallel.communication.running import run_in_memory
-from ckptkit.parallel.communication.starting import init
-from tests.parallel.communication.contract import CONTRACT
+from ckptkit.parallel.ranks.communicator import Communicator
+from ckptkit.parallel.ranks.job import current_communicator, init
+from ckptkit.parallel.ranks.memory import MemoryCarrier, run_in_memory
+from tests.parallel.ranks.contract import CONTRACT
 
 
 @pytest.mark.parametrize("check", CONTRACT)
@@ -75,7 +73,7 @@ def test_a_late_rank_is_named_and_the_communicator_ends() -> None:
     transport_timeout = 0.1
 
     def quick(comm: Communicator) -> str:
-        comm._transport.timeout = transport_timeout
+        comm._carrier.timeout = transport_timeout
         return late(comm)
 
     assert run_in_memory(quick, world_size=2) == ["alone", "late"]
@@ -103,7 +101,7 @@ def test_a_sum_is_the_same_every_time() -> None:
     assert {tuple(run_in_memory(add, world_size=4)) for _ in range(20)} == {(3.0,) * 4}
 
 
-class Untagged(MemoryTransport):
+class Untagged(MemoryCarrier):
     """Knows no tags, as nccl."""
 
     def send(self, data: torch.Tensor, dst: int, tag: int) -> None:
@@ -117,9 +115,9 @@ class Untagged(MemoryTransport):
 
 def test_a_message_of_another_tag_is_never_taken_for_one_of_this() -> None:
     def talk(comm: Communicator) -> None:
-        found = comm._transport
-        assert isinstance(found, MemoryTransport)
-        untagged = Communicator(Untagged(found._group.hub, comm.rank, 2, timeout=10))
+        found = comm._carrier
+        assert isinstance(found, MemoryCarrier)
+        untagged = Communicator(Untagged(found._hub, comm.rank, 2, timeout=10))
         if comm.rank == 0:
             for tag in (3, 7):
                 untagged.send(torch.tensor(tag), 1, tag)

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from ckptkit.errors import PeerError
 from ckptkit.live import load, save
 from ckptkit.parallel import as_distributed
-from ckptkit.parallel.communication.communicator import Communicator
-from ckptkit.parallel.communication.mpi import moving
-from ckptkit.parallel.communication.starting import init
-from tests.parallel.communication.contract import CONTRACT
-from tests.parallel.communication.training import all_trainings, model
+from ckptkit.parallel.ranks import mpi_group
+from ckptkit.parallel.ranks.communicator import Communicator
+from ckptkit.parallel.ranks.job import init
+from tests.parallel.ranks.contract import CONTRACT
+from tests.parallel.ranks.training import all_trainings, model
 
 IN_PIECES = (
     "messages_arrive_in_their_order_by_sender_and_tag",
@@ -32,11 +32,19 @@ IN_PIECES = (
 )
 
 
-def main(folder: str) -> None:
-    """Run it all; leave what was found in the folder."""
+def main(folder: str, more: str = "") -> None:
+    """Run it all, or more trainings; leave what was found in the folder."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     comm = init("mpi", timeout=60)
+    found: dict[str, Any] = all_trainings(more=True) if more else everything(comm, folder)
+    comm.close()
+    found["left"] = not dist.is_initialized()
+    Path(folder, f"{comm.rank}.json").write_text(json.dumps(found))
+
+
+def everything(comm: Communicator, folder: str) -> dict[str, Any]:
+    """What a session of tests asks about."""
     found: dict[str, Any] = {"backend": comm.backend, "torch": dist.get_backend()}
     for name, check in CONTRACT.items():
         found[name] = problem_of(lambda check=check: check(comm))  # type: ignore[misc]
@@ -47,9 +55,7 @@ def main(folder: str) -> None:
     found["pipeline"] = problem_of(cross)
     found["anyone"] = problem_of(lambda: from_anyone(comm))
     found["late"] = problem_of(lambda: late(comm))
-    comm.close()
-    found["left"] = not dist.is_initialized()
-    Path(folder, f"{comm.rank}.json").write_text(json.dumps(found))
+    return found
 
 
 def problem_of(check: Callable[[], object]) -> str:
@@ -90,7 +96,7 @@ def whole_parameters() -> None:
 def in_pieces(comm: Communicator) -> None:
     """What moves or adds up, as if MPI could count to 60 only."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moving, "LIMIT", 60)
+        patch.setattr(mpi_group, "LIMIT", 60)
         for name in IN_PIECES:
             CONTRACT[name](comm)
         mine = torch.arange(50) + comm.rank
@@ -134,7 +140,7 @@ def from_anyone(comm: Communicator) -> None:
 
 def late(comm: Communicator) -> None:
     """The last rank does not come to a collective of a group, which ends in time."""
-    comm._transport.timeout = 0.3
+    comm._carrier.timeout = 0.3
     group = comm.subgroup(range(comm.world_size))
     assert group is not None
     if comm.rank == comm.world_size - 1:
@@ -145,4 +151,4 @@ def late(comm: Communicator) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.errors import UsageError
-from ckptkit.parallel.communication.environment import Place, place_from
+from ckptkit.parallel.ranks.environment import RankPlace, place_from
 
 MEETING = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **MEETING}
@@ -30,50 +30,56 @@ SLURM = {
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
-        pytest.param({}, Place("nothing"), id="no launcher is a job of one rank"),
+        pytest.param({}, RankPlace("nothing"), id="no launcher is a job of one rank"),
         pytest.param(
-            TORCHRUN, Place("torchrun", 5, 8, 1, 4, "node0", 29500), id="torchrun says it all"
+            TORCHRUN, RankPlace("torchrun", 5, 8, 1, 4, "node0", 29500), id="torchrun says it all"
         ),
         pytest.param(
-            {"RANK": "0", "WORLD_SIZE": "1"}, Place("torchrun"), id="one rank meets nobody"
+            {"RANK": "0", "WORLD_SIZE": "1"}, RankPlace("torchrun"), id="one rank meets nobody"
         ),
-        pytest.param(OPEN_MPI, Place("Open MPI", 2, 4, 0, 2), id="Open MPI says no address"),
+        pytest.param(OPEN_MPI, RankPlace("Open MPI", 2, 4, 0, 2), id="Open MPI says no address"),
         pytest.param(
-            OPEN_MPI | MEETING, Place("Open MPI", 2, 4, 0, 2, "node0", 29500), id="unless it is set"
+            OPEN_MPI | MEETING,
+            RankPlace("Open MPI", 2, 4, 0, 2, "node0", 29500),
+            id="unless it is set",
         ),
-        pytest.param(PMI, Place("MPI (PMI)", 3, 4, 1, 2), id="MPICH speaks PMI"),
+        pytest.param(PMI, RankPlace("MPI (PMI)", 3, 4, 1, 2), id="MPICH speaks PMI"),
         pytest.param(
-            {"PMI_RANK": "3", "PMI_SIZE": "4"}, Place("MPI (PMI)", 3, 4, 3, 4), id="or just that"
+            {"PMI_RANK": "3", "PMI_SIZE": "4"},
+            RankPlace("MPI (PMI)", 3, 4, 3, 4),
+            id="or just that",
         ),
         pytest.param(
-            SLURM, Place("Slurm", 6, 10, 2, 4, "gpu003", 24567), id="Slurm says it in its own way"
+            SLURM,
+            RankPlace("Slurm", 6, 10, 2, 4, "gpu003", 24567),
+            id="Slurm says it in its own way",
         ),
         pytest.param(
-            SLURM | MEETING, Place("Slurm", 6, 10, 2, 4, "node0", 29500), id="or as it is told"
+            SLURM | MEETING, RankPlace("Slurm", 6, 10, 2, 4, "node0", 29500), id="or as it is told"
         ),
         pytest.param(
             {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"},
-            Place("nothing"),
+            RankPlace("nothing"),
             id="a batch script is no rank",
         ),
         pytest.param(
             SLURM | {"PMI_RANK": "6", "PMI_SIZE": "10"},
-            Place("MPI (PMI)", 6, 10, 6, 10, "gpu003", 24567),
+            RankPlace("MPI (PMI)", 6, 10, 6, 10, "gpu003", 24567),
             id="srun speaks PMI as well, and knows where to meet",
         ),
         pytest.param(
             TORCHRUN | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
-            Place("torchrun", 5, 8, 1, 4, "node0", 29500),
+            RankPlace("torchrun", 5, 8, 1, 4, "node0", 29500),
             id="mpirun may start a torchrun on each machine",
         ),
         pytest.param(
             TORCHRUN | SLURM,
-            Place("torchrun", 5, 8, 1, 4, "node0", 29500),
+            RankPlace("torchrun", 5, 8, 1, 4, "node0", 29500),
             id="so may srun, whose variables say nothing then",
         ),
     ],
 )
-def test_a_launcher_is_understood(environment: dict[str, str], place: Place) -> None:
+def test_a_launcher_is_understood(environment: dict[str, str], place: RankPlace) -> None:
     assert place_from(environment) == place
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ckptkit.errors import PeerError, UsageError
-from ckptkit.parallel.communication import starting
-from ckptkit.parallel.communication.current import current_communicator
-from ckptkit.parallel.communication.environment import Place
-from ckptkit.parallel.communication.starting import init
-from tests.parallel.communication.contract import CONTRACT
+from ckptkit.parallel.ranks import job
+from ckptkit.parallel.ranks.environment import RankPlace
+from ckptkit.parallel.ranks.job import current_communicator, init
+from tests.live.pool import Pool
+from tests.parallel.ranks.contract import CONTRACT
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "OMPI_COMM", "PMI_", "SLURM_", "CKPTKIT_BACKEND")
 
@@ -30,7 +28,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-    starting._forget()
+    job._forget()
 
 
 def test_without_a_launcher_it_is_a_job_of_one_rank_that_engines_can_use() -> None:
@@ -87,47 +85,42 @@ def test_nccl_takes_the_device_of_the_local_rank(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(starting, "_joined", lambda *given, **more: joined.append((*given, more)))
-    assert starting._chosen("auto") == "nccl"
-    place = Place("torchrun", 5, 8, 1, 2, "node0", 1)
-    starting._nccl(place, 5.0)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda name, **given: joined.append((name, given["device_id"]))
+    )
+    assert job._chosen("auto") == "nccl"
+    job._join("nccl", RankPlace("torchrun", 5, 8, 1, 2, "node0", 1), 5.0)
     assert chosen == [torch.device("cuda", 1)]
-    assert joined == [("nccl", place, 5.0, {"device_id": torch.device("cuda", 1)})]
+    assert joined == [("nccl", torch.device("cuda", 1))]
     with pytest.raises(UsageError, match="rank 2 of this machine has no GPU of its own"):
-        starting._nccl(Place("torchrun", 2, 8, 2, 4, "node0", 1), 5.0)
+        job._join("nccl", RankPlace("torchrun", 2, 8, 2, 4, "node0", 1), 5.0)
 
 
 def test_ranks_that_never_come_are_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = Place("Slurm", 0, 2, 0, 2, "127.0.0.1", port)
+    place = RankPlace("Slurm", 0, 2, 0, 2, "127.0.0.1", port)
     with pytest.raises(PeerError, match=r"the 2 ranks did not all meet within 1 s"):
-        starting._joined("gloo", place, 1.0)
+        job._join("gloo", place, 1.0)
 
 
-def test_ranks_of_slurm_meet_at_its_first_host() -> None:
+def join_a_job(environment: dict[str, str]) -> list[tuple[int, str]]:
+    os.environ.update(environment)
+    with init(timeout=60) as comm:
+        return comm.all_gather_object((comm.rank, comm.backend))
+
+
+def test_ranks_of_slurm_meet_at_its_first_host(gloo: Pool) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    code = (
-        "import ckptkit.parallel.communication.starting as s; c = s.init(timeout=60)\n"
-        "print(c.all_gather_object((c.rank, c.backend))); c.close()"
-    )
     slurm = {
         "SLURM_NTASKS": "2",
         "SLURM_STEP_NODELIST": "127.0.0.1",
         "SLURM_JOB_ID": "7",
         "MASTER_PORT": port,
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, **slurm, "SLURM_PROCID": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert told == ["[(0, 'gloo'), (1, 'gloo')]\n"] * 2
+    with gloo.context.Pool(2) as pool:
+        told = pool.starmap(join_a_job, [(slurm | {"SLURM_PROCID": f"{n}"},) for n in range(2)], 1)
+    assert told == [[(0, "gloo"), (1, "gloo")]] * 2

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from ckptkit.errors import FormatError, PeerError
-
-Shape = tuple[int, ...]
+from ckptkit.errors import FormatError, PeerError, UnsupportedTypeError
+from ckptkit.format import leaves
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorForm:
     """The dtype and the shape of a tensor."""
 
     dtype: str
-    shape: Shape
+    shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
+    def of(cls, tensor: torch.Tensor) -> TensorForm:
         """The form of a tensor."""
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
@@ -48,7 +49,7 @@ class Call:
 
     name: str
     options: str = ""
-    forms: tuple[Form, ...] = ()
+    forms: tuple[TensorForm, ...] = ()
     problem: str = ""
     """Why this rank cannot make the call; the others are waiting to hear of it."""
 
@@ -61,7 +62,7 @@ class Call:
     def decode(cls, data: bytes) -> Call:
         """The call that `encode` has written."""
         name, options, forms, problem = json.loads(data)
-        found = tuple(Form(dtype, tuple(shape)) for dtype, shape in forms)
+        found = tuple(TensorForm(dtype, tuple(shape)) for dtype, shape in forms)
         return cls(name, options, found, problem)
 
     def __str__(self) -> str:
@@ -70,17 +71,19 @@ class Call:
 
 def check_same_call(calls: Sequence[Call]) -> None:
     """Raise, on all ranks alike, unless all make the same call and can make it."""
-    unable = [(rank, call.problem) for rank, call in enumerate(calls) if call.problem]
-    if unable:
-        rank, problem = unable[0]
-        raise PeerError(f"rank {rank} cannot make this call: {problem}", where=calls[rank].name)
+    for rank, call in enumerate(calls):
+        if call.problem:
+            what = f"rank {rank} cannot make this call: {call.problem}"
+            raise PeerError(what, where=call.name)
     _check_alike([f"{call}" for call in calls], "the ranks make different calls", "")
 
 
 def check_same_forms(calls: Sequence[Call]) -> None:
     """Raise, on all ranks alike, unless their tensors have the same dtypes and shapes."""
-    _each(calls, lambda form: form.dtype, "the dtypes of the ranks differ")
-    _each(calls, str, "the shapes of the ranks differ")
+    told: Callable[[TensorForm], str]
+    for told, what in ((lambda form: form.dtype, "dtypes"), (str, "shapes")):
+        of_ranks = [", ".join(map(told, call.forms)) for call in calls]
+        _check_alike(of_ranks, f"the {what} of the ranks differ", calls[0].name)
 
 
 def check_same_dtypes(calls: Sequence[Call]) -> None:
@@ -91,10 +94,6 @@ def check_same_dtypes(calls: Sequence[Call]) -> None:
         raise PeerError(f"the dtypes of the ranks differ: {shown}", where=calls[0].name)
 
 
-def _each(calls: Sequence[Call], told: Callable[[Form], str], what: str) -> None:
-    _check_alike([", ".join(map(told, call.forms)) for call in calls], what, calls[0].name)
-
-
 def _check_alike(told: Sequence[str], what: str, where: str) -> None:
     if len(set(told)) > 1:
         ranks: dict[str, list[str]] = {}
@@ -102,3 +101,40 @@ def _check_alike(told: Sequence[str], what: str, where: str) -> None:
             ranks.setdefault(text, []).append(str(rank))
         shown = "; ".join(f"rank {', '.join(who[:8])}: {text}" for text, who in ranks.items())
         raise PeerError(f"{what}: {shown}", where=where)
+
+
+def dense_tensor(value: object, where: str) -> torch.Tensor:
+    """A value if it is a tensor that lies here as a whole; raises what it is otherwise."""
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedTypeError(
+            "is no tensor", where=where, value=value, hint="objects have calls of their own"
+        )
+    if isinstance(value, DTensor):
+        raise UnsupportedTypeError(
+            "a DTensor is spread over ranks already",
+            where=where,
+            hint="pass what this rank holds of it: .to_local()",
+        )
+    if value.layout != torch.strided or value.is_quantized:
+        raise UnsupportedTypeError(
+            "only dense tensors can be sent", where=where, value=str(value.layout)
+        )
+    return value.detach()
+
+
+def plain_value(value: object, where: str) -> torch.Tensor:
+    """The bytes of a plain value; never a pickle, which runs what it is made of."""
+    if isinstance(value, torch.Tensor):
+        hint = "tensors have calls of their own, without _object in their names"
+        raise UnsupportedTypeError("a tensor is no plain value", where=where, hint=hint)
+    try:
+        data = leaves.dumps(value, where)
+    except UnsupportedTypeError as error:
+        error.what = f"only plain values travel between ranks: {error.what}"
+        raise
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def loaded(data: torch.Tensor) -> Any:
+    """The value that `plain_value` took apart."""
+    return leaves.unpack(data.cpu().numpy().tobytes(), "a message of another rank")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 
+import numpy as np
 import pytest
 import torch
 
 from ckptkit.errors import LayoutError, PeerError, UnsupportedTypeError, UsageError
-from ckptkit.parallel.communication.communicator import Communicator
+from ckptkit.parallel.ranks.communicator import Communicator
 
 DTYPES = (
     torch.bool,
@@ -216,6 +218,22 @@ def objects_travel_as_copies(comm: Communicator) -> None:
     assert comm.scatter_object(letters, last) == chr(97 + comm.rank)
 
 
+def only_plain_values_travel(comm: Communicator) -> None:
+    when = datetime(2026, 1, 2, tzinfo=UTC)
+    values = [None, True, 2**70, 0.5, "é", b"\0", (1, [2]), {3: {"x": when}}]
+    assert comm.broadcast_object(values if comm.rank == 0 else None) == values
+    array = comm.broadcast_object(np.arange(6, dtype=np.int16).reshape(2, 3))
+    assert (array.dtype, array.tolist()) == (np.int16, [[0, 1, 2], [3, 4, 5]])
+    last = comm.world_size - 1
+    kind: type[Exception] = UnsupportedTypeError if comm.rank == last else PeerError
+    for refused, name in (({"a": {1}}, "builtins.set"), ([int], "builtins.type")):
+        with pytest.raises(kind, match=f"only plain values travel between ranks: a {name} cannot"):
+            comm.all_gather_object(refused if comm.rank == last else 1)
+    with pytest.raises(kind, match="a tensor is no plain value"):
+        comm.gather_object(torch.ones(1) if comm.rank == last else 1)
+    comm.barrier()
+
+
 def a_barrier_lets_all_ranks_go_on(comm: Communicator) -> None:
     for _ in range(3):
         comm.barrier()
@@ -333,6 +351,7 @@ CONTRACT = {
         plain_numbers_are_reduced_exactly,
         messages_arrive_in_their_order_by_sender_and_tag,
         objects_travel_as_copies,
+        only_plain_values_travel,
         a_barrier_lets_all_ranks_go_on,
         a_subgroup_is_a_communicator_of_its_own,
         ranks_of_different_groups_can_still_form_one,

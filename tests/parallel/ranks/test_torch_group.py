@@ -12,22 +12,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ckptkit.errors import PeerError, UsageError
-from ckptkit.parallel.communication.communicator import Communicator
-from ckptkit.parallel.communication.current import current_communicator
-from ckptkit.parallel.communication.starting import init
-from ckptkit.parallel.communication.torch_group import TorchTransport
+from ckptkit.parallel.ranks.communicator import Communicator
+from ckptkit.parallel.ranks.job import current_communicator, init
+from ckptkit.parallel.ranks.torch_group import TorchCarrier
 from tests.live.pool import Died, Pool
-from tests.parallel.communication.contract import CONTRACT
+from tests.parallel.ranks.contract import CONTRACT
 
 
 def keep(checks: list[str]) -> None:
-    comm = Communicator(TorchTransport(timeout=30))
+    comm = Communicator(TorchCarrier(timeout=30))
     for check in checks:
         CONTRACT[check](comm)
 
 
 def keep_in_a_subgroup() -> None:
-    group = Communicator(TorchTransport(timeout=30)).subgroup([1, 2])
+    group = Communicator(TorchCarrier(timeout=30)).subgroup([1, 2])
     if group is not None:
         for check in CONTRACT.values():
             check(group)
@@ -75,7 +74,7 @@ def test_a_communicator_is_made_of_a_group_or_of_an_axis_of_a_mesh(gloo: Pool) -
 
 
 def wait_in_vain() -> str:
-    comm = Communicator(TorchTransport(timeout=0.5))
+    comm = Communicator(TorchCarrier(timeout=0.5))
     if comm.rank == 1:
         time.sleep(1.5)
         return "late"
@@ -91,7 +90,7 @@ def test_a_late_rank_is_a_clear_error_and_ends_the_communicator(gloo: Pool) -> N
 
 
 def lose_rank_1() -> str:
-    comm = Communicator(TorchTransport(timeout=20))
+    comm = Communicator(TorchCarrier(timeout=20))
     comm.barrier()
     if comm.rank == 1:
         os._exit(3)

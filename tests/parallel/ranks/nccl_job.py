@@ -7,8 +7,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from ckptkit.parallel.communication.starting import init
-from tests.parallel.communication.contract import CONTRACT
+from ckptkit.parallel.ranks.job import init
+from tests.parallel.ranks.contract import CONTRACT
 
 
 def main(folder: str) -> None:

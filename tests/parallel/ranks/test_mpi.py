@@ -7,14 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.live.pool import Pool
-from tests.parallel.communication.contract import CONTRACT
-from tests.parallel.communication.training import TRAININGS, Numbers, all_trainings
+from tests.parallel.ranks.contract import CONTRACT
+from tests.parallel.ranks.training import MORE, TRAININGS, Numbers, all_trainings
 
 pytest.importorskip("mpi4py", reason="ckptkit[mpi] is not installed")
 
@@ -41,13 +42,16 @@ def mpirun(*arguments: str, ranks: int = RANKS) -> subprocess.CompletedProcess[s
     )
 
 
+def found_by_ranks(folder: Path, *more: str) -> list[dict[str, Any]]:
+    done = mpirun("-m", "tests.parallel.ranks.mpi_job", str(folder), *more)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
 @pytest.fixture(scope="session")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of one job found."""
-    folder = tmp_path_factory.mktemp("mpi")
-    done = mpirun("-m", "tests.parallel.communication.mpi_job", str(folder))
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return found_by_ranks(tmp_path_factory.mktemp("mpi"))
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,14 @@ def test_torchs_engines_train_over_mpi_as_over_gloo(
         assert mine["trainings"][name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.long
+def test_every_strategy_trains_over_mpi_as_over_gloo(gloo: Pool, tmp_path: Path) -> None:
+    over_gloo = gloo.run(RANKS, partial(all_trainings, more=True))
+    for mine, expected in zip(found_by_ranks(tmp_path, "more"), over_gloo, strict=True):
+        for name in MORE:
+            assert mine[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+
+
 @pytest.mark.parametrize(
     "what",
     [
@@ -90,21 +102,15 @@ def test_the_backend_is_ours_and_leaves_nothing(told: list[dict[str, Any]]) -> N
     assert found == [("mpi", "ckptkit_mpi", True)] * RANKS
 
 
-def test_a_rank_with_an_exception_ends_all_of_them() -> None:
+def test_gloo_finds_its_ranks_by_mpi_and_an_exception_over_mpi_ends_all_of_them() -> None:
     code = (
-        "import ckptkit.parallel.communication.starting as s; c = s.init('mpi', timeout=60)\n"
+        "from ckptkit.parallel import init\n"
+        "with init('gloo', timeout=60) as c: print(c.backend, c.all_gather_object(c.rank))\n"
+        "c = init('mpi', timeout=60)\n"
         "if c.rank == 1: raise ValueError('no luck')\n"
         "c.barrier()"
     )
-    done = mpirun("-c", code, ranks=2)
+    done = mpirun("-u", "-c", code, ranks=2)
+    assert done.stdout.splitlines()[:2] == ["gloo [0, 1]"] * 2, done.stderr
     assert done.returncode != 0
     assert "ValueError: no luck" in done.stderr
-
-
-def test_gloo_finds_its_ranks_by_mpi() -> None:
-    code = (
-        "import ckptkit.parallel.communication.starting as s; c = s.init('gloo', timeout=60)\n"
-        "print(c.backend, c.all_gather_object(c.rank)); c.close()"
-    )
-    done = mpirun("-c", code, ranks=2)
-    assert done.stdout.splitlines() == ["gloo [0, 1]"] * 2, done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel.communication.contract import CONTRACT
+from tests.parallel.ranks.contract import CONTRACT
 
 GPUS = min(4, torch.cuda.device_count())
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ def told(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", f"{request.param}"]
     done = subprocess.run(
-        [*command, "-m", "tests.parallel.communication.nccl_job", str(folder)],
+        [*command, "-m", "tests.parallel.ranks.nccl_job", str(folder)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -1,0 +1,434 @@
+"""The ranks of a job as one short list of calls, whatever carries the messages.
+
+A call goes down in three steps: `_agree` tells all ranks what is wanted and refuses it on all of
+them alike, the carrier moves flat bytes or numbers, and the result gets its dtype and shape back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckptkit.errors import CkptkitError, LayoutError, PeerError, UsageError
+from ckptkit.parallel.ranks.calls import (
+    Call,
+    TensorForm,
+    check_same_call,
+    check_same_dtypes,
+    check_same_forms,
+    dense_tensor,
+    loaded,
+    plain_value,
+)
+from ckptkit.parallel.ranks.carrier import (
+    DEFAULT_TIMEOUT,
+    Carrier,
+    as_bytes,
+    carried_op,
+    check_reduction,
+    combine,
+    from_bytes,
+    narrowed,
+    widened,
+)
+from ckptkit.parallel.ranks.torch_group import TorchCarrier
+
+Tensors = Sequence[torch.Tensor]
+_Check = Callable[[Tensors], None]
+_HEADER = 512  # bytes; the form of a tensor of 64 dims, torch's most, fits
+
+
+class Communicator:
+    """The ranks of a group, and what they can do together.
+
+    All ranks of the group make the same calls in the same order. Tensors may be of any dtype and
+    shape, also empty or not contiguous; arguments are never changed, results are new tensors, on
+    the device of the argument where there is one. Where ranks disagree (another call, other
+    shapes or dtypes), all of them raise and can go on; a rank that is late or gone ends the
+    communicator: every further call raises. The price is a small exchange before each
+    collective, so this is for what happens now and then: training engines have faster ways.
+
+    >>> with init() as comm:  # one rank, where no launcher says otherwise
+    ...     print(comm.rank, comm.all_reduce(torch.ones(2), "mean"), comm.all_reduce(3))
+    0 tensor([1., 1.]) 3
+    """
+
+    def __init__(self, carrier: Carrier) -> None:
+        given: object = carrier
+        if isinstance(given, (dist.ProcessGroup, DeviceMesh)):
+            raise UsageError(
+                "a communicator is not made of this directly",
+                value=type(given).__name__,
+                hint="Communicator.of(group), or Communicator.of(mesh, 'fsdp') for one of its axes",
+            )
+        self._carrier = carrier
+        self._ended: CkptkitError | None = None
+
+    @classmethod
+    def of(
+        cls,
+        ranks: dist.ProcessGroup | DeviceMesh | None = None,
+        axis: str | int | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> Communicator:
+        """The ranks of a process group (None: all), or those along an axis of a device mesh, which
+        may be left out where the mesh has just one. Closing it leaves the group as it is.
+        """
+        if not dist.is_initialized():
+            raise UsageError(
+                "there is no process group yet", hint="call ckptkit.parallel.init() first"
+            )
+        group = ranks.get_group(axis) if isinstance(ranks, DeviceMesh) else ranks
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise UsageError(
+                "neither a process group nor a device mesh that this rank is in", value=group
+            )
+        return cls(TorchCarrier(group, timeout=timeout))
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the group."""
+        return self._carrier.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+        return self._carrier.size
+
+    @property
+    def backend(self) -> str:
+        """What carries the messages: gloo, nccl, mpi or memory."""
+        return self._carrier.name
+
+    @property
+    def device(self) -> torch.device:
+        """Where the backend wants tensors to be, and where received ones are."""
+        return self._carrier.device
+
+    def barrier(self) -> None:
+        """Return when all ranks are here."""
+        self._agree("barrier")
+
+    def broadcast(self, tensor: torch.Tensor | None = None, src: int = 0) -> torch.Tensor:
+        """The tensor of rank `src`, on every rank; what the others pass is ignored."""
+        return self._broadcast("broadcast", tensor, src)
+
+    @overload
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor: ...
+
+    @overload
+    def all_reduce(self, tensor: float, op: str = "sum") -> float: ...
+
+    def all_reduce(self, tensor: torch.Tensor | float, op: str = "sum") -> torch.Tensor | float:
+        """The sum, mean, max or min of the tensors of all ranks, which are of one form, or of plain
+        numbers: sums of whole numbers are exact, and all ranks get the same float to the last bit.
+        """
+        if isinstance(tensor, (bool, int, float)):
+            return self._reduced_number(tensor, op)
+        calls, (mine,) = self._agree(
+            "all_reduce", [tensor], op, check=lambda mine: check_reduction(op, mine)
+        )
+        check_same_forms(calls)
+        wide = widened(mine, op, self.device)
+        if wide.numel():
+            with self._carrying("all_reduce") as carrier:
+                carrier.all_reduce(wide, carried_op(op, mine.dtype))
+        return narrowed(wide, op, self.world_size, mine)
+
+    def reduce(self, tensor: torch.Tensor, dst: int = 0, op: str = "sum") -> torch.Tensor | None:
+        """The reduction of the tensors of all ranks, on rank `dst`; elsewhere None."""
+        found = self._exchange("reduce", [tensor], dst=dst, reduction=op)
+        return found[0] if found else None
+
+    def reduce_scatter(self, tensors: Tensors, op: str = "sum") -> torch.Tensor:
+        """The reduction of what all ranks have for this one; they have one tensor for each."""
+        return self._exchange("reduce_scatter", tensors, is_cut=True, reduction=op)[0]
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, of one dtype and any shapes."""
+        return self._exchange("all_gather", [tensor])
+
+    def gather(self, tensor: torch.Tensor, dst: int = 0) -> list[torch.Tensor] | None:
+        """The tensors of all ranks, of one dtype and any shapes, on rank `dst`; elsewhere None."""
+        return self._exchange("gather", [tensor], dst=dst) or None
+
+    def scatter(self, tensors: Tensors | None = None, src: int = 0) -> torch.Tensor:
+        """The tensor that rank `src` has for this one; what the others pass is ignored."""
+        return self._exchange("scatter", tensors or (), src=src, is_cut=True)[0]
+
+    def all_to_all(self, tensors: Tensors) -> list[torch.Tensor]:
+        """What each rank has for this one; they have one tensor for each, of any shape."""
+        return self._exchange("all_to_all", tensors, is_cut=True)
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
+        """Send a tensor to a rank, which may have to be receiving before this returns."""
+        self._send("send", tensor, dst, tag)
+
+    def recv(self, src: int, tag: int = 0) -> torch.Tensor:
+        """The next tensor that a rank sends with this tag; nccl knows no tags, and there the next
+        one of all has to have it.
+        """
+        return self._recv("recv", src, tag)
+
+    def broadcast_object(self, value: object = None, src: int = 0) -> Any:
+        """The value of rank `src`, on every rank, as a copy. Values are plain, as in a checkpoint:
+        None, bool, int, float, str, bytes, numpy, datetime, and lists, tuples and dicts of these.
+        """
+        return loaded(self._broadcast("broadcast_object", value, src))
+
+    def all_gather_object(self, value: object) -> list[Any]:
+        """The values of all ranks."""
+        return [loaded(data) for data in self._exchange("all_gather_object", [value])]
+
+    def gather_object(self, value: object, dst: int = 0) -> list[Any] | None:
+        """The values of all ranks on rank `dst`; elsewhere None."""
+        return [loaded(data) for data in self._exchange("gather_object", [value], dst=dst)] or None
+
+    def scatter_object(self, values: Sequence[object] | None = None, src: int = 0) -> Any:
+        """The value that rank `src` has for this one; what the others pass is ignored."""
+        return loaded(self._exchange("scatter_object", values or (), src=src, is_cut=True)[0])
+
+    def send_object(self, value: object, dst: int, tag: int = 0) -> None:
+        """Send a value to a rank, which may have to be receiving before this returns."""
+        self._send("send_object", value, dst, tag)
+
+    def recv_object(self, src: int, tag: int = 0) -> Any:
+        """The next value that a rank sends with this tag."""
+        return loaded(self._recv("recv_object", src, tag))
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator between some ranks, in the order they have here; None on the others."""
+        chosen = tuple(sorted(ranks))
+        self._agree("subgroup", options=f"{chosen}", ranks=chosen)
+        with self._carrying("subgroup") as carrier:
+            found = carrier.split(chosen)
+        return None if found is None else Communicator(found)
+
+    def close(self) -> None:
+        """Let go of what this communicator has made; calls after this raise."""
+        closed = UsageError("the communicator is closed", hint="make a new one: init() does")
+        self._ended = closed
+        self._carrier.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Communicator of {self.backend}: rank {self.rank} of {self.world_size}>"
+
+    def _broadcast(self, name: str, given: object, src: int) -> torch.Tensor:
+        is_here = self.rank == src
+        calls, mine = self._agree(name, [given] if is_here else [], f"src={src}", ranks=[src])
+        (form,) = calls[src].forms
+        if is_here:
+            data = as_bytes(mine[0], self.device).clone()
+        else:
+            data = torch.empty(form.nbytes, dtype=torch.uint8, device=self.device)
+        if form.nbytes:
+            with self._carrying(name) as carrier:
+                carrier.broadcast(data, src)
+        found = from_bytes(data, form.torch_dtype, form.shape)
+        return found.to(mine[0].device) if is_here else found
+
+    def _reduced_number(self, number: float, op: str) -> float:
+        kind = {bool: torch.bool, int: torch.int64}.get(type(number), torch.float64)
+        fits = kind != torch.int64 or -(2**63) <= number < 2**63
+        given = torch.tensor(number, dtype=kind) if fits else number
+        # Gathered and not reduced: whole numbers would wrap, and floats depend on the backend.
+        found = self._exchange(
+            "all_reduce", [given], f"{op} of numbers", check=lambda _: check_reduction(op, ())
+        )
+        values = [each.item() for each in found]
+        if op in ("max", "min"):
+            return max(values) if op == "max" else min(values)
+        return sum(values) / len(values) if op == "mean" else sum(values)
+
+    def _exchange(
+        self,
+        name: str,
+        given: Sequence[object],
+        options: str = "",
+        *,
+        is_cut: bool = False,
+        src: int | None = None,
+        dst: int | None = None,
+        reduction: str = "",
+        check: _Check | None = None,
+    ) -> list[torch.Tensor]:
+        """What this rank gets of each rank, or the reduction of that; nothing unless it is `dst`.
+
+        Each rank gives the same to all, or if `is_cut` something to each; only `src` gives
+        anything, if there is one.
+        """
+        me, size = self.rank, self.world_size
+        is_giving = src in (None, me)
+        roots = {"src": src, "dst": dst}
+        told = [options or reduction, *(f"{n}={r}" for n, r in roots.items() if r is not None)]
+        calls, mine = self._agree(
+            name,
+            given if is_giving else (),
+            ", ".join(filter(None, told)),
+            ranks=[rank for rank in roots.values() if rank is not None] or None,
+            count=size if is_cut and is_giving else 0,
+            check=(lambda mine: check_reduction(reduction, mine)) if reduction else check,
+        )
+        own = me if is_cut else 0
+        forms = [call.forms[own] if call.forms else None for call in calls]
+        parts = mine
+        if reduction:
+            check_same_forms(calls)
+            parts = [widened(part, reduction, self.device) for part in mine]
+            forms = [TensorForm.of(parts[own])] * size
+        elif src is None:
+            check_same_dtypes(calls)
+        found = self._all_to_all(
+            calls,
+            [
+                (parts[rank] if is_cut else parts[0]) if is_giving and dst in (None, rank) else None
+                for rank in range(size)
+            ],
+            forms if dst in (None, me) else [None] * size,
+        )
+        if reduction and found:
+            # In the order of the ranks: the same sum whatever the timing.
+            for other in found[1:]:
+                combine(found[0], other, carried_op(reduction, mine[own].dtype))
+            found = [narrowed(found[0], reduction, size, mine[own])]
+        return [part.to(mine[0].device) for part in found] if mine else found
+
+    def _all_to_all(
+        self,
+        calls: Sequence[Call],
+        parts: Sequence[torch.Tensor | None],
+        forms: Sequence[TensorForm | None],
+    ) -> list[torch.Tensor]:
+        """Give each rank its part and get from each one of the given form; None is nothing."""
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        found = [nothing] * len(forms)
+        if any(form.nbytes for call in calls for form in call.forms):  # else nobody has anything
+            out = [nothing if part is None else as_bytes(part, self.device) for part in parts]
+            with self._carrying(calls[0].name) as carrier:
+                found = carrier.all_to_all(out, [form.nbytes if form else 0 for form in forms])
+        return [
+            from_bytes(data, form.torch_dtype, form.shape)
+            for data, form in zip(found, forms, strict=True)
+            if form is not None
+        ]
+
+    def _send(self, name: str, given: object, dst: int, tag: int) -> None:
+        """Send a tensor, and before it what it is."""
+        self._check_rank(dst, name, is_other=True)
+        tensor = _as_tensor(name, given, name)
+        header = Call(name, f"tag={tag}", (TensorForm.of(tensor),)).encode()
+        data = torch.frombuffer(bytearray(header.ljust(_HEADER, b"\0")), dtype=torch.uint8)
+        with self._carrying(name) as carrier:
+            carrier.send(data.to(self.device), dst, tag)
+            if tensor.numel():
+                carrier.send(as_bytes(tensor, self.device), dst, tag)
+
+    def _recv(self, name: str, src: int, tag: int) -> torch.Tensor:
+        self._check_rank(src, name, is_other=True)
+        header = torch.empty(_HEADER, dtype=torch.uint8, device=self.device)
+        with self._carrying(name) as carrier:
+            carrier.recv(header, src, tag)
+            call = Call.decode(bytes(header.cpu().tolist()).rstrip(b"\0"))
+            (form,) = call.forms
+            data = torch.empty(form.nbytes, dtype=torch.uint8, device=self.device)
+            if form.nbytes:
+                carrier.recv(data, src, tag)
+        if call.options != f"tag={tag}":
+            raise PeerError(
+                f"the next message of rank {src} has {call.options}",
+                where=name,
+                value=f"tag={tag}",
+                hint="nccl knows no tags: over it, receive messages in the order they are sent in",
+            )
+        if (wanted := call.name.replace("send", "recv")) != name:
+            what = f"rank {src} called {call.name}: receive that with {wanted}"
+            raise PeerError(what, where=name)
+        return from_bytes(data, form.torch_dtype, form.shape)
+
+    # What all of them stand on.
+
+    @contextmanager
+    def _carrying(self, name: str) -> Iterator[Carrier]:
+        """The carrier; what goes wrong with it ends the communicator, and says in which call."""
+        if self._ended is not None:
+            raise type(self._ended)(self._ended.what, where=name, hint=self._ended.hint)
+        try:
+            yield self._carrier
+        except PeerError as error:
+            error.where = name
+            self._ended = PeerError(
+                f"this communicator ended in an earlier call: {error.what}", hint=error.hint
+            )
+            raise
+
+    def _agree(
+        self,
+        name: str,
+        given: Sequence[object] = (),
+        options: str = "",
+        *,
+        ranks: Sequence[int] | None = None,
+        count: int = 0,
+        check: _Check | None = None,
+    ) -> tuple[list[Call], list[torch.Tensor]]:
+        """Tell all ranks of a call; raise on all of them if one cannot make it, or makes another.
+
+        A rank that finds its own call to be wrong must not raise at once: the others are on their
+        way to this exchange, and would wait in it. So it tells them its problem first.
+        """
+        mine: list[torch.Tensor] = []
+        problem: CkptkitError | None = None
+        try:
+            mine = [_as_tensor(name, value, f"{name}[{n}]") for n, value in enumerate(given)]
+            for rank in ranks or ():
+                self._check_rank(rank)
+            if ranks is not None and len(set(ranks)) < max(1, len(ranks)):
+                raise UsageError("a group is one or more different ranks", value=ranks)
+            if count and len(mine) != count:
+                raise LayoutError(f"{len(mine)} tensors are not one for each of the {count} ranks")
+            if check is not None:
+                check(mine)
+        except CkptkitError as error:
+            error.where = error.where or name
+            problem = error
+        if problem is None:
+            call = Call(name, options, tuple(map(TensorForm.of, mine)))
+        else:
+            call = Call(name, options, problem=f"{problem}")
+        with self._carrying(name) as carrier:
+            heard = carrier.exchange(call.encode())
+        if problem is not None:
+            raise problem
+        calls = [Call.decode(data) for data in heard]
+        check_same_call(calls)
+        return calls, mine
+
+    def _check_rank(self, number: int, where: str = "", *, is_other: bool = False) -> None:
+        if not 0 <= number < self.world_size:
+            what = f"no such rank: there are 0 to {self.world_size - 1}"
+            raise UsageError(what, where=where, value=number)
+        if is_other and number == self.rank:
+            raise UsageError("a rank has nothing to say to itself", where=where, value=number)
+
+
+def _as_tensor(name: str, value: object, where: str) -> torch.Tensor:
+    """What travels: a call for objects takes plain values, and moves their bytes."""
+    return plain_value(value, where) if name.endswith("_object") else dense_tensor(value, where)
