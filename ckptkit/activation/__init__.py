@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ckptkit.activation.applied import Checkpointed, Undo
 from ckptkit.activation.budget import BlockCost
-from ckptkit.activation.checkpointing import checkpoint_activations
 from ckptkit.activation.memory import (
     ActivationMeter,
     GroupMemoryStats,
@@ -14,7 +12,8 @@ from ckptkit.activation.memory import (
 )
 from ckptkit.activation.partition import PartitionedActivations, TensorParallelPolicy
 from ckptkit.activation.pipeline import PipelineActivations
-from ckptkit.activation.policy import Policy
+from ckptkit.activation.policy import Checkpointed, Policy, checkpoint_activations
+from ckptkit.activation.recompute import Undo
 from ckptkit.activation.store import ActivationStore, DistributedActivationStore
 from ckptkit.activation.transport import ThreadTransport, Transport
 

@@ -17,16 +17,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptkit.activation.applied import Undo
-from ckptkit.activation.buffers import buffers_of, put_buffers
-from ckptkit.activation.copies import version_of
 from ckptkit.activation.memory import ActivationMeter, peak_bytes
-from ckptkit.activation.recompute import Recomputed
-from ckptkit.activation.state import versions_of
+from ckptkit.activation.recompute import (
+    Recomputed,
+    Undo,
+    buffers_of,
+    put_buffers,
+    version_of,
+    versions_of,
+)
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, leaving
 from ckptkit.errors import UsageError
+from ckptkit.live.extra import rng_state, set_rng_state
 from ckptkit.live.ranks import current_world, next_name, ranks_of
-from ckptkit.live.rng import rng_state, set_rng_state
 
 _LOG = logging.getLogger("ckptkit.activation")
 _ROUNDS = 8
@@ -251,7 +254,7 @@ def measure(modules: Sequence[nn.Module], blocks: Mapping[str, nn.Module], step:
     """Run the step with every block recomputed, and each once more to see what it would keep:
     so there is never more than one block's activations at a time.
     """
-    metered, timed = _Probe(ActivationMeter()), _Probe(None)
+    metered, timed = _BlockProbe(ActivationMeter()), _BlockProbe(None)
     for probe in (metered, timed):  # apart, as metering takes time
         undo = Undo()
         undo.put(blocks, probe.forward_of)
@@ -336,7 +339,7 @@ class _Graph:
     """Lives as long as the graph of a forward."""
 
 
-class _Probe:
+class _BlockProbe:
     """What the blocks of one step tell, to a meter or to a clock."""
 
     def __init__(self, meter: ActivationMeter | None) -> None:

@@ -15,11 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from ckptkit.activation.held import Held
 from ckptkit.activation.memory import LayerId, bytes_of, metered
+from ckptkit.activation.offload import SavedTensor
 from ckptkit.activation.store import ActivationStore, DistributedActivationStore
 from ckptkit.activation.transport import meeting_of
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from ckptkit.errors import LayoutError, NotFoundError, UsageError
 from ckptkit.live.ranks import ranks_of
 
@@ -29,14 +29,15 @@ _LEAST = 1024  # elements: what is smaller stays whole
 class Partition:
     """Hooks that keep pieces of what checkpointed blocks save: their inputs."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: Ranks | None = None) -> None:
         self._group = group
-        self._ranks = ranks_of(*meeting_of(group), DEFAULT_TIMEOUT)
+        self._ranks = ranks or ranks_of(*meeting_of(group), DEFAULT_TIMEOUT)
         self._seen: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
-        # A copy of the model is cut by the same ranks: groups themselves cannot be copied.
-        return Partition(self._group)
+        # A copy of the model is cut by the same ranks: groups themselves cannot be copied. Its
+        # ranks meet where those of the model do, as one of them alone may have made a copy.
+        return Partition(self._group, self._ranks)
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
@@ -48,15 +49,15 @@ class Partition:
         """Hooks for one forward of a block."""
         place = 0
 
-        def pack(tensor: torch.Tensor) -> Held | _CutTensor:
+        def pack(tensor: torch.Tensor) -> SavedTensor | _CutTensor:
             nonlocal place
             if not _can_be_cut(tensor):
-                return Held.of(tensor)
+                return SavedTensor.of(tensor)
             self._check(f"input {place} of {name}", tensor)
             place += 1
             return cut(tensor, self._group)
 
-        def unpack(packed: Held | _CutTensor) -> torch.Tensor:
+        def unpack(packed: SavedTensor | _CutTensor) -> torch.Tensor:
             return gather(packed) if isinstance(packed, _CutTensor) else packed.get()
 
         return saved_tensors_hooks(pack, unpack)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self, overload
 
 import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from ckptkit.activation.memory import MemoryStats
-from ckptkit.activation.saving import Saving
+from ckptkit.activation.memory import MemoryStats, storages_in
+from ckptkit.activation.offload import OffloadedForward, OwnedMemory, SavedTensor
 from ckptkit.activation.store import ActivationStore, DistributedActivationStore
 from ckptkit.errors import UsageError
 from ckptkit.live.wrappers.training import Model
-
-_FOLLOWED = (
-    "clear_runtime_states",
-    "forward_one_chunk",
-    "backward_one_chunk",
-    "backward_weight_one_chunk",
-)
 
 
 class PipelineActivations:
@@ -40,7 +35,7 @@ class PipelineActivations:
         local = store.local if isinstance(store, DistributedActivationStore) else store
         self._store = ActivationStore() if local is None else local
         self._names: dict[tuple[int, int], dict[str, bool]] = {}  # is it a boundary?
-        self._saved: dict[tuple[int, int], Saving] = {}
+        self._saved: dict[tuple[int, int], _SavedTensors] = {}
         self._peaks: defaultdict[int, int] = defaultdict(int)
         self._attached = ExitStack()
 
@@ -54,10 +49,10 @@ class PipelineActivations:
         is_boundary: bool = False,
     ) -> None:
         """Keep an activation of a micro-batch; a boundary is what the next stage gets."""
-        _check_number("stage", stage)
-        _check_number("microbatch", microbatch)
-        key = f"{stage}/{microbatch}/{name}"
-        self._store.register(key, tensor)
+        for what, number in (("stage", stage), ("microbatch", microbatch)):
+            if type(number) is not int or number < 0:
+                raise UsageError("is no number from 0", where=what, value=number)
+        self._store.register(f"{stage}/{microbatch}/{name}", tensor)
         self._begin(stage, microbatch)
         self._names[stage, microbatch][name] = is_boundary
 
@@ -79,15 +74,15 @@ class PipelineActivations:
 
     def boundaries(self, stage: int) -> dict[int, tuple[torch.Tensor, ...]]:
         """What the stage after this one gets, by micro-batch in flight."""
-        found = {}
-        for microbatch in self.in_flight(stage):
-            marks = self._names[stage, microbatch]
-            names = [name for name, is_boundary in marks.items() if is_boundary]
-            if names:
-                found[microbatch] = tuple(
-                    self._store.retrieve(f"{stage}/{microbatch}/{name}") for name in names
-                )
-        return found
+        found = {
+            microbatch: tuple(
+                self._store.retrieve(f"{stage}/{microbatch}/{name}")
+                for name, is_boundary in self._names[stage, microbatch].items()
+                if is_boundary
+            )
+            for microbatch in self.in_flight(stage)
+        }
+        return {microbatch: tensors for microbatch, tensors in found.items() if tensors}
 
     def in_flight(self, stage: int) -> list[int]:
         """The micro-batches whose backward has not ended."""
@@ -139,7 +134,12 @@ class PipelineActivations:
         undo = ExitStack()
         for stage in found:
             follower = _Follower(self, stage, keep_saved=keep_saved)
-            for name in _FOLLOWED:
+            for name in (
+                "clear_runtime_states",
+                "forward_one_chunk",
+                "backward_one_chunk",
+                "backward_weight_one_chunk",
+            ):
                 setattr(stage, name, getattr(follower, name))
                 undo.callback(vars(stage).pop, name, None)
         self._attached.callback(undo.close)
@@ -151,7 +151,7 @@ class PipelineActivations:
 
 
 class _Follower:
-    """Stands before the methods of a stage that schedules call."""
+    """Stands before the methods of a stage that schedules call, under their names."""
 
     def __init__(self, kept: PipelineActivations, stage: Any, *, keep_saved: bool) -> None:
         self._kept = kept
@@ -174,10 +174,17 @@ class _Follower:
             return self._forward(fwd_chunk_id, *args, **kwargs)
         with self._clean():
             self._kept._begin(self._number, fwd_chunk_id)
-            with self._saving(fwd_chunk_id, (args, kwargs)):
+            saving: AbstractContextManager[Any] = nullcontext()
+            if self._keep_saved:
+                saved = _SavedTensors(self._kept._store, f"{self._number}/{fwd_chunk_id}")
+                self._kept._saved[self._number, fwd_chunk_id] = saved
+                saving = saved.hooks(self._stage.submod, (args, kwargs))
+            with saving:
                 output = self._forward(fwd_chunk_id, *args, **kwargs)
             if not self._stage.is_last:
-                for place, tensor in enumerate(_tensors(output)):
+                given = output if isinstance(output, (tuple, list)) else (output,)
+                tensors = [each for each in given if isinstance(each, torch.Tensor)]
+                for place, tensor in enumerate(tensors):
                     self._kept.register(
                         self._number, fwd_chunk_id, tensor, name=f"output.{place}", is_boundary=True
                     )
@@ -189,8 +196,7 @@ class _Follower:
             saved.prefetch()
         with self._clean():
             result = self._backward(bwd_chunk_id, *args, **kwargs)
-        is_full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
-        if is_full:
+        if kwargs.get("full_backward", args[1] if len(args) > 1 else True):
             self._kept.clear(bwd_chunk_id, stage=self._number)
         return result
 
@@ -209,19 +215,61 @@ class _Follower:
             self._kept.clear(stage=self._number)
             raise
 
-    def _saving(self, microbatch: int, given: Any) -> AbstractContextManager[Any]:
-        if not self._keep_saved:
-            return nullcontext()
-        saving = Saving(self._kept._store, f"{self._number}/{microbatch}")
-        self._kept._saved[self._number, microbatch] = saving
-        return saving.hooks(self._stage.submod, given)
 
+class _SavedTensors:
+    """What autograd saves in the forward of a micro-batch, in places of a store until cleared."""
 
-def _check_number(what: str, number: object) -> None:
-    if type(number) is not int or number < 0:
-        raise UsageError("is no number from 0", where=what, value=number)
+    def __init__(self, store: ActivationStore, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._keys: list[str] = []
 
+    def hooks(self, module: nn.Module, given: Any) -> saved_tensors_hooks:
+        """For the forward of a module, on what it is given."""
+        # Whoever gives the inputs holds them anyway, all micro-batches in one memory.
+        stays = {storage._cdata for storage in storages_in(given)}
+        owned, store = OwnedMemory(module), self._store
+        moving = None
+        if store._buffers is not None:
+            store._lane.next_forward()
+            moving = OffloadedForward(
+                module,
+                store._buffers,
+                store._lane,
+                keep=lambda moved, size: store.register_moved(self._next_key(), moved, size),
+            )
 
-def _tensors(output: Any) -> Sequence[torch.Tensor]:
-    each = output if isinstance(output, (tuple, list)) else (output,)
-    return [tensor for tensor in each if isinstance(tensor, torch.Tensor)]
+        def pack(tensor: torch.Tensor) -> Any:
+            memories = {storage._cdata for storage in storages_in(tensor)}
+            if memories & stays:
+                return SavedTensor.of(tensor)
+            if moving is not None:
+                return moving.pack(tensor)
+            if isinstance(tensor._base, nn.Parameter) or memories & owned.storages():
+                return SavedTensor.of(tensor)
+            key = self._next_key()
+            store.register(key, tensor)
+            return key, tensor._version
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, tuple):
+                key, version = packed
+                packed = SavedTensor(store.retrieve(key), version)
+            return moving.unpack(packed) if moving is not None else packed.get()
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def _next_key(self) -> str:
+        key = f"saved {self._name}/{len(self._keys)}"
+        self._keys.append(key)
+        return key
+
+    def prefetch(self) -> None:
+        """Begin to bring back what was moved, in the order of backward."""
+        for key in reversed(self._keys):
+            self._store.prefetch(key)
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        for key in self._keys:
+            self._store.clear(key)

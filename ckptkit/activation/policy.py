@@ -1,17 +1,107 @@
-"""What is done with the activations of a model's blocks, as people write it."""
+"""The one-liner: what is done with the activations of a model's blocks, as people write it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ckptkit.activation.budget import fit
+from ckptkit.activation.offload import Offload, Offloaded
+from ckptkit.activation.partition import Partition, group_for
+from ckptkit.activation.recompute import BufferCopies, Recomputed, Undo, selective
 from ckptkit.errors import UsageError
+from ckptkit.live.wrappers.entries import canonical_names
+from ckptkit.live.wrappers.training import Model
 from ckptkit.model.document import parse_size
 
 _PLAIN = ("full", "selective", "offload", "partition")
 _HINT = f"there are {', '.join(_PLAIN)}, every:2 and budget:2GiB"
 _MOST_EVERY = 999_999
 _EVERY = re.compile(r"every:([1-9]\d{0,5})", re.ASCII)
+_OPTIONS = {
+    "step": ("budget", "what a budget measures"),
+    "group": ("partition", "who shares a partition"),
+    "pin_memory": ("offload", "about the host memory of offload"),
+}
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+Wanted = type[nn.Module] | Sequence[type[nn.Module] | str]
+
+
+def checkpoint_activations(
+    model: Any,
+    policy: str | Policy = "full",
+    *,
+    blocks: Wanted | None = None,
+    step: Callable[[], object] | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    pin_memory: bool | None = None,
+) -> Checkpointed:
+    """Hold fewer activations between forward and backward; gives the model, and `undo`.
+
+    "full" recomputes every block, "every:n" the first of n, "selective" what is cheap in each,
+    "budget:2GiB" those that save enough at the least time, as measured in some runs of `step` (a
+    forward and a backward, which leaves no trace), "offload" moves activations to host memory, and
+    "partition" recomputes every block from an input of which each tensor-parallel rank of `group`
+    keeps a piece. Where there are ranks, a budget is for each of them, and all call this together.
+    The model is a module, what a pipeline has on this rank, or what `as_distributed` gives.
+    """
+    parsed = Policy.parse(policy)
+    for name, value in (("step", step), ("group", group), ("pin_memory", pin_memory)):
+        kind, what = _OPTIONS[name]
+        if value is not None and parsed.kind != kind:
+            raise UsageError(f"{name}= is {what}", value=str(parsed))
+    whole = Model(model)
+    found: dict[str, nn.Module] = {}
+    for number, module in enumerate(whole.modules):
+        for name, block in _blocks_of(module, blocks).items():
+            if not any(block is each for each in found.values()):
+                # Stages of one rank may have blocks of equal names.
+                found[f"stage {number}: {name}" if name in found else name] = block
+    if not found and not whole.is_staged:  # a stage may have none
+        raise UsageError(
+            "the model has no such blocks",
+            where=type(whole.modules[0]).__name__,
+            value=blocks,
+            hint="blocks= takes their class, or patterns of names such as ['layers.*']",
+        )
+    undo = Undo()
+    if parsed.kind == "budget":
+        if not callable(step):
+            raise UsageError(
+                "a budget needs a step to measure",
+                value=step,
+                hint="pass step=lambda: loss_of(model(inputs), targets).backward()",
+            )
+        fit(whole.modules, found, parsed.budget, step, undo)
+    elif parsed.kind == "offload":
+        offload = Offload(pin_memory=pin_memory)
+        undo.put(found, lambda _, block, plain: Offloaded(block, plain, offload))
+    elif parsed.kind == "partition":
+        partition = Partition(group_for(whole.modules[0], group))
+
+        def partitioned(name: str, block: nn.Module, plain: Callable[..., Any]) -> Recomputed:
+            return Recomputed(block, plain, around=partial(partition.around, name))
+
+        undo.put(found, partitioned)
+    else:
+        contexts, copies = selective if parsed.kind == "selective" else None, BufferCopies()
+        chosen = dict(list(found.items())[:: parsed.every])
+
+        def recomputed(_: str, block: nn.Module, plain: Callable[..., Any]) -> Recomputed:
+            return Recomputed(block, plain, contexts=contexts, copies=copies)
+
+        undo.put(chosen, recomputed)
+    return Checkpointed(model, undo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +145,79 @@ class Policy:
         if self.kind == "every":
             return f"every:{self.every}"
         return f"budget:{self.budget}" if self.kind == "budget" else self.kind
+
+
+class Checkpointed(NamedTuple):
+    """`model, undo = checkpoint_activations(...)`.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> model, undo = checkpoint_activations(model, "full", blocks=nn.Linear)
+    >>> undo()
+    """
+
+    model: Any
+    undo: Undo
+
+
+def _blocks_of(model: nn.Module, wanted: Wanted | None) -> dict[str, nn.Module]:
+    """The blocks of a model by name, in their order.
+
+    They are what lies in its outermost lists; or the outermost modules of a class, or whose names
+    match a pattern. One of several names has its first.
+    """
+    canonical = canonical_names(model)
+    found = _listed(model, "") if wanted is None else _matching(model, wanted, canonical)
+    blocks: dict[str, nn.Module] = {}
+    for name, outer in found:
+        block = outer
+        # What is recomputed lies within FSDP1, whose own hooks are to run once.
+        while isinstance(block, FullyShardedDataParallel):
+            block = block.module
+        parts = name.split(".")
+        around = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts))]
+        is_checkpointed = hasattr(vars(block).get("forward"), "plain_forward")
+        if is_checkpointed or any(isinstance(each, CheckpointWrapper) for each in (*around, block)):
+            raise UsageError(
+                "a block is checkpointed already",
+                where=canonical(name),
+                hint="undo that, or leave it so",
+            )
+        if not any(block is each for each in blocks.values()):
+            blocks[canonical(name)] = block
+    return blocks
+
+
+def _listed(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    is_list = isinstance(module, _CONTAINERS)
+    for name, child in module.named_children():
+        where = f"{prefix}{name}"
+        if is_list and not isinstance(child, _CONTAINERS):
+            if next(child.children(), None) is not None:
+                yield where, child
+        else:
+            yield from _listed(child, f"{where}.")
+
+
+def _matching(
+    model: nn.Module, wanted: Wanted, canonical: Callable[[str], str]
+) -> Iterator[tuple[str, nn.Module]]:
+    given: Any = (wanted,) if isinstance(wanted, (type, str)) else wanted
+    each = tuple(given) if isinstance(given, Iterable) else ()
+    if not each or not all(isinstance(one, (type, str)) for one in each):
+        raise UsageError(
+            "blocks= takes a class, or a list of classes and of patterns of names", value=wanted
+        )
+    kinds = tuple(kind for kind in each if isinstance(kind, type))
+    patterns = [pattern.split(".") for pattern in each if isinstance(pattern, str)]
+    taken: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in taken) or not name:
+            continue
+        parts = canonical(name).split(".")
+        # A star stands within one part of a name.
+        if isinstance(module, kinds) or any(
+            len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern))
+            for pattern in patterns
+        ):
+            taken.append(name)
+            yield name, module

@@ -1,31 +1,193 @@
-"""Forwards that drop their activations, all or some, and compute them again in backward."""
+"""Forwards that drop their activations, all or some, and compute them again in backward.
+
+`torch.utils.checkpoint` does the dropping and the computing. What is added here are the promises
+that it does not make: a block that runs again finds its buffers, its mode and its own arguments as
+its forward found them, changes nothing twice, and says so where it cannot.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from ckptkit.activation.copies import Copies
-from ckptkit.activation.products import CopyOnWrite, Explained
-from ckptkit.activation.state import StateGuard
+from ckptkit.activation.memory import bytes_of, is_plain, storages_in, storages_of, unmetered
 from ckptkit.errors import UsageError
 
 Context = AbstractContextManager[Any]
 Contexts = Callable[[], tuple[Context, Context]]
+Buffers = dict[str, torch.Tensor | None]
 
-# What costs much to compute, per byte of its result.
+_SMALL = 4096  # bytes: counters and the like, which may change seldom
+_TRIES = 3  # how often a copy is made for all forwards, before the buffer counts as changing
+
+
+class Recomputed:
+    """The forward of a block that keeps its inputs only.
+
+    It stands in the place of the method, on the instance: no module is added, so no name changes,
+    and hooks on the block (FSDP2's, tensor parallelism's) run once, around it.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        plain: Callable[..., Any],
+        *,
+        contexts: Contexts | None = None,
+        around: Callable[[], Context] = nullcontext,
+        copies: BufferCopies | None = None,
+    ) -> None:
+        self.plain_forward = plain
+        self._block = block
+        self._contexts = contexts
+        self._around = around
+        self._copies = BufferCopies() if copies is None else copies
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.plain_forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if self._around is not nullcontext:
+                raise UsageError(
+                    "hooks on what is kept of a block cannot be compiled",
+                    hint="compile the blocks themselves, and partition them then",
+                )
+            # Contexts that are not dispatch modes cannot be compiled: here torch's promises hold.
+            own: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
+            return checkpoint(self.plain_forward, *args, use_reentrant=False, **own, **kwargs)
+        # All arguments in one line, as `checkpoint` looks for tensors nowhere else.
+        leaves, spec = tree_flatten((args, kwargs))
+        given = [(args, kwargs)]
+
+        def run(*same: Any) -> Any:
+            # First the caller's own lists, to which the block may add; later what was in them.
+            positional, named = given.pop() if given else tree_unflatten(same, spec)
+            return self.plain_forward(*positional, **named)
+
+        with self._around():
+            return checkpoint(run, *leaves, use_reentrant=False, context_fn=self._own_contexts)
+
+    def _own_contexts(self) -> tuple[Context, Context]:
+        """What one forward runs in, and what each of its recomputations runs in."""
+        state = _ForwardState(self._block, self._copies)
+        plain = nullcontext(), nullcontext()
+        keeping, using = plain if self._contexts is None else self._contexts()
+
+        @contextmanager
+        def forward() -> Iterator[None]:
+            with keeping, nullcontext() if self._contexts is None else CopyOnWrite(keeping):
+                yield
+            state.learn()
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            try:
+                with state.restored(), using:
+                    yield
+            except RuntimeError as error:
+                if "has been mutated" not in str(error):
+                    raise
+                raise UsageError(
+                    "a product that 'selective' keeps of a block was changed in place after its "
+                    "forward",
+                    hint="compute out of place there, or use 'full'",
+                ) from error
+
+        return forward(), _EachTime(again)
+
+
+class _EachTime(AbstractContextManager[None]):
+    """A context that is made anew whenever it is entered: there may be several backwards."""
+
+    def __init__(self, make: Callable[[], Context]) -> None:
+        self._make = make
+        self._entered: Context = nullcontext()
+
+    def __enter__(self) -> None:
+        self._entered = self._make()
+        self._entered.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._entered.__exit__(kind, error, trace)
+
+
+class Undo:
+    """Gives the blocks their own forwards back, when it is called.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> _, undo = checkpoint_activations(model, "full", blocks=nn.Linear)
+    >>> undo.blocks
+    ('0', '1')
+    >>> undo()
+    >>> undo.blocks
+    ()
+    """
+
+    def __init__(self) -> None:
+        # The block, the forward that was its own (None: that of its class), and ours.
+        self._blocks: dict[str, tuple[nn.Module, Any, Any]] = {}
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the blocks whose forward is another now."""
+        return tuple(self._blocks)
+
+    def put(
+        self,
+        blocks: Mapping[str, nn.Module],
+        other: Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any]],
+    ) -> None:
+        """Let blocks have other forwards, made of a block's name, the block and its own forward."""
+        for name, block in blocks.items():
+            ours = other(name, block, block.forward)
+            self._blocks[name] = block, vars(block).get("forward"), ours
+            # Not setattr: a compiled module passes that on to what it compiles.
+            vars(block)["forward"] = ours
+
+    def __call__(self) -> None:
+        """Safe to call twice."""
+        foreign = {}
+        for name, (block, own, ours) in reversed(self._blocks.items()):
+            if vars(block).get("forward") is not ours:
+                foreign[name] = block, own, ours
+            elif own is None:
+                del vars(block)["forward"]
+            else:
+                vars(block)["forward"] = own
+        self._blocks = foreign
+        if foreign:
+            raise UsageError(
+                "the forward of a block was changed again after it was checkpointed",
+                where=", ".join(reversed(foreign)),
+                hint="take that back first, and call undo again; the other blocks are undone",
+            )
+
+
+# What "selective" keeps: what costs much to compute, per byte of its result.
 _KEPT = {
     f"aten::{name}"
     for name in (
@@ -49,116 +211,257 @@ _KEPT = {
 } | {f"_c10d_functional::{name}" for name in ("all_reduce", "reduce_scatter_tensor")}
 
 
-class Recomputed:
-    """The forward of a block that keeps its inputs only.
-
-    It stands in the place of the method, on the instance: no module is added, so no name changes,
-    and hooks on the block (FSDP2's, tensor parallelism's) run once, around it.
-    """
-
-    def __init__(
-        self,
-        block: nn.Module,
-        plain: Callable[..., Any],
-        *,
-        contexts: Contexts | None = None,
-        around: Callable[[], Context] = nullcontext,
-        copies: Copies | None = None,
-    ) -> None:
-        self.plain_forward = plain
-        self._block = block
-        self._contexts = contexts
-        self._around = around
-        self._copies = Copies() if copies is None else copies
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.plain_forward(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return self._compiled(*args, **kwargs)
-        leaves, run = _flat(self.plain_forward, args, kwargs)
-        with self._around():
-            return checkpoint(run, *leaves, use_reentrant=False, context_fn=self._own)
-
-    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
-        if self._around is not nullcontext:
-            raise UsageError(
-                "hooks on what is kept of a block cannot be compiled",
-                hint="compile the blocks themselves, and partition them then",
-            )
-        # Contexts that are not dispatch modes cannot be compiled.
-        own: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
-        return checkpoint(self.plain_forward, *args, use_reentrant=False, **own, **kwargs)
-
-    def _own(self) -> tuple[Context, Context]:
-        guard = StateGuard(self._block, self._copies)
-        if self._contexts is None:
-            return guard.watching(), guard
-        forward, again = self._contexts()
-        return (
-            _All(guard.watching(), forward, CopyOnWrite(forward)),
-            _All(guard, Explained(), again),
-        )
-
-
-def _flat(
-    plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], Callable[..., Any]]:
-    """All that a forward is called with in one line, as `checkpoint` looks for tensors nowhere
-    else, and the forward that takes it so.
-    """
-    leaves, spec = tree_flatten((args, kwargs))
-    given = [(args, kwargs)]
-
-    def run(*same: Any) -> Any:
-        # First the caller's own lists, to which the block may add; later what was in them.
-        positional, named = given.pop() if given else tree_unflatten(same, spec)
-        return plain(*positional, **named)
-
-    return leaves, run
-
-
 def selective() -> tuple[Context, Context]:
     """Contexts in which results of matrix products, attention and collectives are kept."""
-    forward, again = create_selective_checkpoint_contexts(_keep_costly)
-    return forward, again
+    keeping, using = create_selective_checkpoint_contexts(_keep_costly)
+    return keeping, using
 
 
 def _keep_costly(
     _: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     name = getattr(op, "name", lambda: "")().partition(".")[0]
-    if name in _KEPT and not _draws(op, args, kwargs):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    if name not in _KEPT:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    given = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
+    # What draws random numbers runs again: what comes after it would get its numbers otherwise.
+    if float(given.get("dropout_p", 0.0)) > 0:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
 
 
-def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws random numbers: what comes after it would get its numbers when it
-    does not run again.
+class CopyOnWrite(TorchDispatchMode):
+    """Within the context in which torch keeps results: what an operation is about to change in
+    place is kept as a copy.
+
+    Versions do not tell: pieces of a result, and its `data`, count their changes for themselves.
     """
-    names = [argument.name for argument in op._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return float(given.get("dropout_p", 0.0)) > 0
+
+    supports_higher_order_operators = True
+
+    def __init__(self, keeping: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeping = keeping
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            names = (each.name for each in schema.arguments)
+            given = dict(zip(names, args, strict=False)) | kwargs
+            written = [
+                given.get(each.name)
+                for each in schema.arguments
+                if each.alias_info is not None and each.alias_info.is_write
+            ]
+            changing = {each._cdata for each in storages_in(written)}
+            for kept in self._kept():
+                if any(each._cdata in changing for each in storages_of(kept.val)):
+                    kept.val = kept.val.clone()
+                    kept.version = kept.val._version
+        return func(*args, **kwargs)
+
+    def _kept(self) -> list[Any]:
+        found = self._keeping.storage.values()
+        entries = tree_leaves([list(each.values()) for each in found])
+        return [each for each in entries if isinstance(getattr(each, "val", None), torch.Tensor)]
 
 
-class _All(AbstractContextManager[None]):
-    """Contexts one within another, entered again for each backward."""
+class _ForwardState:
+    """What a block has beside its inputs when a forward begins: parameters, buffers, a mode.
 
-    def __init__(self, *contexts: Context) -> None:
-        self._contexts = contexts
-        self._entered = ExitStack()
+    Of parameters there are no copies: that they have changed is an error.
+    """
 
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for each in self._contexts:
-                stack.enter_context(each)
-            self._entered = stack.pop_all()
+    def __init__(self, block: nn.Module, copies: BufferCopies) -> None:
+        modules = list(block.modules())
+        self._block = block
+        self._weights = versions_of(modules)
+        self._modes = [(module, module.training) for module in modules]
+        self._buffers = buffers_of(modules)
+        self._copies = copies
+        self._is_lesson = bool(self._buffers) and copies.is_lesson(
+            block, tuple(module.training for module, _ in self._buffers)
+        )
+        self._copied = [
+            (module, name, buffer, copies.of(module, name, buffer, is_lesson=self._is_lesson))
+            for module, buffers in self._buffers
+            for name, buffer in buffers.items()
+            if buffer is not None and not is_lazy(buffer)
+        ]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._entered.__exit__(kind, error, trace)
+    def learn(self) -> None:
+        """Look, after some forwards, whether they change buffers that seem not to change."""
+        if self._is_lesson:
+            for copied in self._copied:
+                self._copies.learn(*copied)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """The block as the forward found it; afterwards it has its own mode and buffers again."""
+        for weight, version in self._weights:
+            if version_of(weight) != version:
+                names = [name for name, each in self._block.named_parameters() if each is weight]
+                raise UsageError(
+                    "a parameter of a block was changed in place after its forward began, and "
+                    "before its backward, which computes the block again",
+                    where=", ".join(names),
+                    hint="change parameters only after the backward; what the forward itself "
+                    "changes belongs in a buffer",
+                )
+        needed = {
+            id(each): (each, copy) for _, _, each, copy in self._copied if copy.is_needed(each)
+        }
+        versions = [(buffer, version_of(buffer)) for buffer, _ in needed.values()]
+        changed = [each for each, copy in needed.values() if version_of(each) != copy.version]
+        memories = [storage._cdata for storage in storages_in(changed)]
+        _check_apart(are_apart=len(memories) == len(set(memories)))
+        # What stands in the place of a buffer may be changed.
+        fresh = {
+            key: copy.tensor.to(each.device, copy=True) for key, (each, copy) in needed.items()
+        }
+        modes = [(module, module.training) for module, _ in self._modes]
+        buffers = [(module, dict(module._buffers)) for module, _ in self._buffers]
+        _put_modes(self._modes)
+        put_buffers(
+            [
+                (module, {name: fresh.get(id(each), each) for name, each in named.items()})
+                for module, named in self._buffers
+            ]
+        )
+        try:
+            yield
+        finally:
+            _put_modes(modes)
+            put_buffers(buffers)
+            # The forward knows the buffer by another name too, if it has changed it all the same.
+            _check_apart(are_apart=all(version_of(each) == version for each, version in versions))
+
+
+def _check_apart(*, are_apart: bool) -> None:
+    if not are_apart:
+        raise UsageError(
+            "a block changes a buffer that is known to it by something else than its name",
+            hint="let no other buffer or attribute view its memory, or leave the block out",
+        )
+
+
+def _put_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        if module.training != training:
+            module.training = training
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Buffers]]:
+    """The buffers that each of the modules itself has."""
+    return [(module, dict(module._buffers)) for module in modules if module._buffers]
+
+
+def put_buffers(held: Sequence[tuple[nn.Module, Buffers]]) -> None:
+    """Let modules have these buffers, and no others."""
+    for module, buffers in held:
+        own = module._buffers
+        for name in own.keys() - buffers.keys():
+            del own[name]
+        for name, buffer in buffers.items():
+            if own.get(name) is not buffer:
+                own[name] = buffer
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, int]]:
+    """The parameters of modules, and how often each was changed in place."""
+    # Not those of DTensors: FSDP2 exchanges them meanwhile.
+    return [
+        (weight, version_of(weight))
+        for module in modules
+        for weight in module._parameters.values()
+        if weight is not None and type(weight) in (torch.Tensor, nn.Parameter)
+    ]
+
+
+@dataclass(slots=True)
+class _BufferCopy:
+    """What a buffer held."""
+
+    tensor: torch.Tensor
+    version: int
+    is_shared: bool
+    """Whether it is for all forwards until the buffer changes; so it is in host memory."""
+    is_stale: bool = False
+    """Whether the buffer has changed without saying so in its version."""
+
+    def is_needed(self, buffer: torch.Tensor) -> bool:
+        """Whether the buffer may hold something else now."""
+        if not self.is_shared or self.is_stale or version_of(buffer) != self.version:
+            return True
+        return _is_small(buffer) and self.differs(buffer)
+
+    def differs(self, buffer: torch.Tensor) -> bool:
+        """Whether it does; where the buffer is on an accelerator, that is waited for."""
+        return not torch.equal(bytes_of(self.tensor.to("cpu")), bytes_of(buffer.to("cpu")))
+
+
+class BufferCopies:
+    """Copies of the buffers of blocks from before a forward, made as rarely as can be.
+
+    A buffer that does not change has one copy in host memory, which costs forwards nothing. One
+    that changes is copied where it is, for each forward. Versions tell of changes; of those that
+    they do not tell of, a look at what is small, and at the rest in some forwards.
+    """
+
+    def __init__(self) -> None:
+        self._shared: MutableMapping[torch.Tensor, _BufferCopy] = WeakTensorKeyDictionary()
+        self._made: WeakKeyDictionary[nn.Module, Counter[str]] = WeakKeyDictionary()
+        self._forwards: WeakKeyDictionary[nn.Module, Counter[tuple[bool, ...]]] = (
+            WeakKeyDictionary()
+        )
+
+    def __reduce__(self) -> tuple[type[BufferCopies], tuple[()]]:
+        # A copy of a model, or a pickle of it, has buffers of its own.
+        return BufferCopies, ()
+
+    def is_lesson(self, block: nn.Module, modes: tuple[bool, ...]) -> bool:
+        """Whether to look at all buffers in this forward: in the first, the second, the fourth ...
+        of those in which the same modules are in training.
+        """
+        counts = self._forwards.setdefault(block, Counter())
+        counts[modes] += 1
+        return counts[modes].bit_count() == 1
+
+    def of(
+        self, module: nn.Module, name: str, buffer: torch.Tensor, *, is_lesson: bool
+    ) -> _BufferCopy:
+        """A copy of a buffer, as it is now."""
+        version, is_small = version_of(buffer), _is_small(buffer)
+        shared = self._shared.get(buffer)
+        if shared is not None and shared.version == version:
+            looks = is_lesson or is_small
+            shared.is_stale = shared.is_stale or (looks and shared.differs(buffer))
+            if not shared.is_stale:
+                return shared
+        made = self._made.setdefault(module, Counter())
+        made[name] += 1
+        # On an accelerator, to look at a small buffer takes longer than to copy it.
+        is_copied_sooner = is_small and buffer.device.type != "cpu"
+        can_be_looked_at = is_plain(buffer) and not is_functorch_wrapped_tensor(buffer)
+        if made[name] > _TRIES or is_copied_sooner or not can_be_looked_at:
+            return _BufferCopy(buffer.detach().clone(), version, is_shared=False)
+        with nullcontext() if is_small else unmetered():
+            copied = buffer.detach().to("cpu", copy=True)
+        self._shared[buffer] = _BufferCopy(copied, version, is_shared=True)
+        return self._shared[buffer]
+
+    def learn(self, module: nn.Module, name: str, buffer: torch.Tensor, copy: _BufferCopy) -> None:
+        """Look whether a forward has changed a buffer and said nothing."""
+        if copy.is_shared and version_of(buffer) == copy.version and copy.differs(buffer):
+            copy.is_stale = True
+            self._made[module][name] = _TRIES
+
+
+def _is_small(buffer: torch.Tensor) -> bool:
+    return buffer.numel() * buffer.itemsize <= _SMALL

@@ -17,7 +17,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from ckptkit.activation.host import HostBuffers
 from ckptkit.activation.memory import (
     GroupMemoryStats,
     LayerId,
@@ -27,7 +26,7 @@ from ckptkit.activation.memory import (
     plain_layer,
     storages_of,
 )
-from ckptkit.activation.moved import Lane, Moved
+from ckptkit.activation.offload import HostBuffers, Lane, Moved
 from ckptkit.activation.transport import (
     SocketTransport,
     ThreadTransport,

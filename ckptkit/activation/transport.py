@@ -90,14 +90,12 @@ class ThreadTransport:
         ranks = ThreadBarrier.group(size, timeout) if size > 1 else [OneRank()]
         return [cls(each, room) for each in ranks]
 
-    def serve(self, answer: Answer | None) -> None:
-        """Let the others ask this one; None: no longer."""
+    def serve(self, answer: Answer | None) -> None:  # None: no longer
         with self._room.opened:
             self._room.answers[self.rank] = answer
             self._room.opened.notify_all()
 
     def fetch(self, source: int, layer_id: LayerId, *, wait: float) -> torch.Tensor:
-        """A copy of what the other thread keeps."""
         room = self._room
         with room.opened:
             came = room.opened.wait_for(lambda: source in room.answers, room.timeout)
@@ -112,12 +110,10 @@ class ThreadTransport:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     def gather(self, value: Any) -> list[Any]:
-        """The plain values of all threads."""
         heard: list[Any] = self._ranks.agree(value, list)
         return heard
 
     def broadcast(self, source: int, tensor: torch.Tensor) -> None:
-        """Copy the tensor of one thread into those of the others."""
         if self.rank == source:
             self._room.tensor = tensor.detach()
         self._ranks.wait()
@@ -126,7 +122,6 @@ class ThreadTransport:
         self._ranks.wait()
 
     def close(self) -> None:
-        """Let nobody ask any more."""
         self.serve(None)
 
 
@@ -174,7 +169,6 @@ class SocketTransport:
         self._lock = threading.Lock()
 
     def serve(self, answer: Answer) -> None:
-        """Begin to answer; all ranks do so together."""
         heard = self.gather((socket.gethostname(), secrets.token_hex(_TOKEN // 2)))
         self._token = heard[0][1].encode()
         is_one_machine = len({host for host, _ in heard}) == 1
@@ -183,7 +177,6 @@ class SocketTransport:
         self._addresses = self.gather((host, self._responder.port))
 
     def fetch(self, source: int, layer_id: LayerId, *, wait: float) -> torch.Tensor:
-        """Ask a rank; the answer comes from a thread of its."""
         seconds, where = self._timeout + wait, f"activation {layer_id!r}"
         deadline = time.monotonic() + seconds
         try:
@@ -207,7 +200,6 @@ class SocketTransport:
         raise _missing(source, layer_id, str(said.get("missing")))
 
     def gather(self, value: Any) -> list[Any]:
-        """The plain values of all ranks."""
         ranks = ranks_of(self._world, f"{self._name}/{next(self._numbers)}", self._timeout)
         with self._in_time():
             heard: list[Any] = ranks.agree(value, list)
@@ -291,7 +283,6 @@ class _Responder:
         self._thread.start()
 
     def close(self) -> None:
-        """End all threads."""
         with self._lock:
             self._is_closed = True
             threads = list(self._open.values())

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from ckptkit.live import oldest_torch as oldest_torch  # isort: skip - before what it may lack
-from ckptkit.live.checkpointer import Checkpointer
-from ckptkit.live.distributed_model import DistributedModel, distributed_model
-from ckptkit.live.extra import Extra, WorldSizeError
-from ckptkit.live.functions import load, load_state, save
-from ckptkit.live.loading import Restored
-from ckptkit.live.report import Report
-from ckptkit.live.rng import rng_state, set_rng_state
+import re
+
+import torch
+
+from ckptkit.errors import UsageError
+
+_OLDEST_TORCH = (2, 13)
+if tuple(map(int, re.findall(r"\d+", str(torch.__version__))[:2])) < _OLDEST_TORCH:
+    # In one sentence, before anything asks it for what it lacks.
+    raise UsageError(
+        f"ckptkit.live needs torch {_OLDEST_TORCH[0]}.{_OLDEST_TORCH[1]} or newer",
+        value=str(torch.__version__),
+        hint="pip install -U torch; what needs no torch, such as `ckpt` and ckptkit.open, works",
+    )
+
+from ckptkit.live.checkpointer import Checkpointer, save
+from ckptkit.live.comparison import Report
+from ckptkit.live.extra import Extra, WorldSizeError, rng_state, set_rng_state
+from ckptkit.live.restore import Restored, load
 from ckptkit.live.sharded_optimizer import ShardedOptimizerState
 from ckptkit.live.shards import (
     CheckpointHelper,
+    DistributedModel,
     LocalShard,
     ShardingMetadata,
     TensorSharding,
+    distributed_model,
     helper_for,
     save_distributed,
 )
+from ckptkit.live.state_dict import load_state
 from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.model import PerDataRank, PerRank, Replicated, Split, Sum
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.errors import CkptkitError, FormatError
+import numpy as np
+import torch
+
+from ckptkit.errors import CkptkitError, FormatError, UsageError
 from ckptkit.format.leaves import dumps
 from ckptkit.format.names import DATA_RANK
 from ckptkit.format.objects import ObjectInfo, share_of_items, share_of_total, total
-from ckptkit.live.state.topology import data_rank, is_spread_alike
 from ckptkit.model import PerRank, Strategy
+
+# Ranks that differ along these read data of their own, and so do those that experts are spread
+# over; ranks along `tp` and `pp` work on the same.
+_DATA = ("ddp", "fsdp", "zero1", "zero2", "zero3", "ep")
 
 
 class WorldSizeError(CkptkitError, KeyError):
@@ -173,3 +180,53 @@ class Extra(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._objects)
+
+
+def data_rank(strategy: Strategy, rank: int) -> tuple[int, int]:
+    """Which share of a job's data a rank reads, and how many shares there are."""
+    at, of = 0, 1
+    axes = strategy.mesh.axes
+    for axis, coord in zip(axes, strategy.mesh.coords(rank), strict=True):
+        if axis.kind in _DATA:
+            at, of = at * axis.size + coord, of * axis.size
+    return at, of
+
+
+def is_spread_alike(one: Strategy, other: Strategy) -> bool:
+    """Whether ranks of one number do the same in two jobs, however they share out parameters."""
+    kinds = (
+        [("data" if a.kind in _DATA else a.kind, a.size) for a in each.mesh.axes if a.size > 1]
+        for each in (one, other)
+    )
+    return next(kinds) == next(kinds)
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of the generators of Python, numpy and torch (CPU and CUDA); save it as
+    `PerDataRank(rng_state())`: ranks that work on the same data, as those of `tp` do, have to draw
+    the same numbers. `PerRank` is for jobs that only ever go on as they were spread.
+    """
+    kind, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 — what most programs still use
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (kind, np.asarray(keys), int(place), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state().numpy(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = [each.numpy() for each in torch.cuda.get_rng_state_all()]
+    return state
+
+
+def set_rng_state(state: dict[str, Any] | None) -> None:
+    """Set the generators to a state; None, the fallback of another world size, changes nothing."""
+    if state is None:
+        return
+    unknown = sorted(set(state) - {"python", "numpy", "torch", "cuda"})
+    if unknown or not {"python", "numpy", "torch"} <= set(state):
+        raise UsageError("not a state of rng_state()", value=sorted(state))
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(torch.from_numpy(state["torch"].copy()))
+    devices = state.get("cuda", [])
+    if devices and torch.cuda.is_available() and len(devices) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([torch.from_numpy(each.copy()) for each in devices])

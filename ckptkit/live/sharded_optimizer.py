@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,18 +15,18 @@ from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import CkptkitError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import join
 from ckptkit.live.exchange import Exchange
 from ckptkit.live.ranks import World, current_world
 from ckptkit.live.snapshot import Collector, rules_of, topology_of
-from ckptkit.live.state.parts import HandCuts, LiveTensor, RulesLike
+from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.tensors import local_of, parts_of_tensor
 from ckptkit.live.wrappers.entries import ModelEntry, StateEntry, canonical_names, parameter_names
 from ckptkit.live.wrappers.fsdp1_optimizer import FlatPart, FSDP1Optimizer
 from ckptkit.live.wrappers.optimizers import Zero1Optimizer, fresh_state
 from ckptkit.live.wrappers.training import TrainingState
-from ckptkit.model import Owner, Strategy
 
 State = dict[str, Any]
 
@@ -62,12 +61,20 @@ class ShardedOptimizerState:
         sources = TrainingState.of(model if given is None else given, optimizer)
         assert sources.model is not None  # noqa: S101 — just passed
         self._adapter = sources.optimizers[0]
+        self.kind = self._adapter.kind
+        """The class of the optimizer, of the one inside where it is wrapped."""
         is_wrapped = isinstance(self._adapter, Zero1Optimizer)
         self._stepping: Optimizer = cast("Any", optimizer).optim if is_wrapped else optimizer
         self._states: MutableMapping[nn.Parameter, State] = self._adapter.state
         world = current_world() if group is None else _world_of(group)
-        self._rank = world.rank
+        self.rank = world.rank
+        """The number of this rank."""
         self._topology = topology_of(world, sources, mesh)
+        self.strategy = self._topology.strategy
+        """How the job spreads it: the kind of each axis, and its size."""
+        axes = self.strategy.mesh.axes
+        self.shards = math.prod(axis.size for axis in axes if axis.kind != "ddp")
+        """Over how many ranks it is cut or shared out; replicas are not counted."""
         self._exchange = Exchange(world, self._topology, group)
         self._rules = rules_of(sources, HandCuts.of(rules))
         self._is_staged = sources.model.is_staged
@@ -84,27 +91,7 @@ class ShardedOptimizerState:
         elif unknown := [e.name for e in entries if e.value not in stepped]:
             raise UsageError("the optimizer does not step this parameter", where=unknown[0])
         self._entries: dict[str, ModelEntry] = {e.name: e for e in entries if e.value in stepped}
-
-    @property
-    def kind(self) -> str:
-        """The class of the optimizer, of the one inside where it is wrapped."""
-        return self._adapter.kind
-
-    @property
-    def strategy(self) -> Strategy:
-        """How the job spreads it: the kind of each axis, and its size."""
-        return self._topology.strategy
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return self._rank
-
-    @property
-    def shards(self) -> int:
-        """Over how many ranks it is cut or shared out; replicas are not counted."""
-        sizes = [axis.size for axis in self.strategy.mesh.axes if axis.kind != "ddp"]
-        return math.prod(sizes)
+        self._known = self._flat.keys() | self._entries.keys()
 
     @property
     def names(self) -> list[str]:
@@ -129,7 +116,10 @@ class ShardedOptimizerState:
         found = {k: local_of(v) if torch.is_tensor(v) else v for k, v in state.items()}
         if part is None:
             return found
-        return {k: part.of(v) if torch.is_tensor(v) else v for k, v in found.items()}
+        return {
+            k: part.piece.within(v) if torch.is_tensor(v) and v.ndim else v
+            for k, v in found.items()
+        }
 
     def create(self, name: str) -> State:
         """Make what the optimizer keeps for a parameter, as a first step without gradient would;
@@ -183,10 +173,9 @@ class ShardedOptimizerState:
         It is empty where no rank keeps any.
         """
         held, values, _ = self._held(name)
-        knows = self._knows(name)
-        plan = self._exchange.agree(
-            self._exchange.speak(held, values=values, is_involved=knows), name
-        )
+        is_involved = name in self._known
+        spoken = self._exchange.speak(held, values=values, is_involved=is_involved)
+        plan = self._exchange.agree(spoken, name)
         tensors = self._exchange.gather(plan, held)
         return None if tensors is None else tensors | plan.values
 
@@ -198,21 +187,22 @@ class ShardedOptimizerState:
         every rank raises and nothing has changed. What is no tensor, and steps that are counted
         in one, a flat parameter of FSDP1 has once: the last that it was given counts.
         """
-        offered = self._exchange.from_first(_offer(full))
-        if isinstance(offered, str):
-            raise UsageError(offered, where=name)
-        keeps, knows = self._keeps(name), self._knows(name)
+        problem, wholes, others = self._exchange.from_first(_offer(full))
+        if problem:
+            raise UsageError(problem, where=name)
+        offered: State = wholes | others
+        keeps, knows = self._keeps(name), name in self._known
         made = bool(offered) and keeps and not self.has(name)
         if made:
             self.create(name)
         held, values, entries = self._held(name) if offered else ({}, {}, [])
-        problem = self._objection(offered, held, values) if offered and keeps else ""
+        if offered and keeps:
+            problem = self._objection(offered, wholes, held, values)
         if not offered and not self._is_alone(name):
             problem = _NOT_ALONE
         try:
-            plan = self._exchange.agree(
-                self._exchange.speak(held, problem=problem, is_involved=knows), name
-            )
+            spoken = self._exchange.speak(held, problem=problem, is_involved=knows)
+            plan = self._exchange.agree(spoken, name)
         except CkptkitError:
             if made:
                 self._states.pop(self._parameter(name), None)
@@ -227,22 +217,19 @@ class ShardedOptimizerState:
         elif values:
             self._states[self._parameter(name)] |= values
 
-    def _knows(self, name: str) -> bool:
-        return name in self._entries or name in self._flat
-
     def _is_alone(self, name: str) -> bool:
         return name not in self._flat or self._flat[name].is_alone
 
     def _parameter(self, name: str) -> nn.Parameter:
         """What the optimizer steps: with FSDP1 a view of it, or the flat one that it is in."""
-        if not self._knows(name):
+        if name not in self._known:
             raise UsageError(
                 "the optimizer steps no parameter of this name on this rank",
                 value=name,
                 hint=f"such as {', '.join(self.names[:3])}; a stage has only its own parameters",
             )
         if name in self._flat:
-            return self._flat[name].holder
+            return self._flat[name].piece.holder
         parameter: nn.Parameter = self._entries[name].value
         return parameter
 
@@ -250,25 +237,13 @@ class ShardedOptimizerState:
         """Whether the state of a parameter, or a shard of it, is this rank's to keep."""
         if name in self._flat:
             return self._flat[name].is_here
-        if name not in self._entries:
-            return False
-        parameter = self._parameter(name)
-        entry = self._adapter.entry(name, "", parameter, parameter)
-        if entry.shared is None:
-            return True
-        placements = self._topology.of_shared(name, entry.shared, tuple(parameter.shape))
-        mesh = self._topology.strategy.mesh
-        return all(
-            placement.coord == self._topology.coordinate(mesh.index(axis))
-            for axis, placement in placements.items()
-            if isinstance(placement, Owner)
-        )
+        return name in self._entries and self._adapter.keeps(self._parameter(name))
 
     def _held(self, name: str) -> tuple[dict[str, LiveTensor], State, list[StateEntry]]:
         """The tensors that this rank keeps for a parameter as the job holds them, and the rest;
         and what they were read from. A collective where FSDP1 has cut it.
         """
-        if not self._knows(name):
+        if name not in self._known:
             return {}, {}, []
         reading = Collector(self._topology, self._rules, staged=self._is_staged)
         if name in self._flat:
@@ -295,49 +270,40 @@ class ShardedOptimizerState:
         }
         return tensors, {e.key: e.value for e in found if e.key not in tensors}, found
 
-    def _objection(self, offered: State, held: Mapping[str, LiveTensor], values: State) -> str:
+    def _objection(
+        self,
+        offered: State,
+        wholes: Mapping[str, str],
+        held: Mapping[str, LiveTensor],
+        values: State,
+    ) -> str:
         """Why what rank 0 has is no state of this parameter here; nothing where it is one."""
         mine = sorted({*held, *values})
         if sorted(offered) != mine:
             keeps = ", ".join(mine) or "nothing for this parameter"
-            return f"no state of {self._adapter.kind}, which keeps {keeps}: {_listed(offered)}"
-        for key, value in offered.items():
-            here = _Whole.of(held[key]) if key in held else None
-            there = value if isinstance(value, _Whole) else None
-            if here != there:
-                return f"{key} is {here or 'no tensor'} here, rank 0 has {there or 'no tensor'}"
+            there = ", ".join(sorted(offered))
+            return f"no state of {self.kind}, which keeps {keeps}: rank 0 has {there}"
+        for key in offered:
+            here = _whole(held[key].shape, held[key].local.dtype) if key in held else ""
+            given = wholes.get(key, "")
+            if here != given:
+                return f"{key} is {here or 'no tensor'} here, rank 0 has {given or 'no tensor'}"
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """What rank 0 says of a tensor before it hands it out."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, held: LiveTensor) -> _Whole:
-        return cls(held.shape, held.local.dtype)
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {self.shape}"
-
-
-def _offer(full: Mapping[str, Any] | None) -> State | str:
-    """What rank 0 tells of the state that it has, or what is wrong with that."""
+def _offer(full: Mapping[str, Any] | None) -> tuple[str, dict[str, str], State]:
+    """What rank 0 tells of its state: what is wrong with it, the tensors, the rest."""
     if full is None:
-        return "rank 0 has to pass the whole state; an empty one removes what there is"
+        return "rank 0 has to pass the whole state; an empty one removes what there is", {}, {}
     if any(isinstance(value, DTensor) for value in full.values()):
-        return "the state has DTensors; pass whole tensors: value.full_tensor()"
-    return {
-        key: _Whole(tuple(value.shape), value.dtype) if torch.is_tensor(value) else value
-        for key, value in full.items()
-    }
+        return "the state has DTensors; pass whole tensors: value.full_tensor()", {}, {}
+    wholes = {k: _whole(v.shape, v.dtype) for k, v in full.items() if torch.is_tensor(v)}
+    return "", wholes, {key: value for key, value in full.items() if key not in wholes}
 
 
-def _listed(offered: State) -> str:
-    return f"rank 0 has {', '.join(sorted(offered))}"
+def _whole(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """What rank 0 says of a tensor before it hands it out."""
+    return f"{dtype} {tuple(shape)}"
 
 
 class _Parameters(nn.Module):
@@ -372,7 +338,7 @@ def _given(model: object) -> _Parameters | None:
 
 def _outside(modules: Sequence[nn.Module], flat: Mapping[str, FlatPart]) -> list[ModelEntry]:
     """The parameters of FSDP1 models that lie in no flat one."""
-    inside = {part.holder for part in flat.values()}
+    inside = {part.piece.holder for part in flat.values()}
     return [
         ModelEntry(canonical(name), parameter, is_parameter=True)
         for module in modules

@@ -1,32 +1,36 @@
-"""What one rank holds of a model and its optimizers, with what it is a part of; and saving without
-knowing how a model is spread.
+"""A model and its optimizers as ranks have them: what this rank holds with what that is a part of,
+for any strategy, and the whole on rank 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel
 
+from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.names import WRAPPED, join, split
-from ckptkit.live.agree import Documents
+from ckptkit.live.agreement import Documents
 from ckptkit.live.checkpointer import Checkpointer
-from ckptkit.live.exchange import Exchange, Spoken
-from ckptkit.live.handover import hand_over
+from ckptkit.live.comparison import Report
+from ckptkit.live.exchange import Exchange, Plan, Spoken, Spread
 from ckptkit.live.ranks import current_world
-from ckptkit.live.resuming import nested
+from ckptkit.live.resume import hand_over, with_containers
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
-from ckptkit.live.state.parts import LiveTensor
+from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
-from ckptkit.live.state.topology import Topology
-from ckptkit.live.wrappers.entries import Saved, SavedState, parameter_names
-from ckptkit.live.wrappers.training import TrainingState
+from ckptkit.live.wrappers.entries import Saved, SavedState, StateMismatchError, parameter_names
+from ckptkit.live.wrappers.training import Model, TrainingState
 from ckptkit.model import DTYPES, Box, Strategy
+
+StateDict: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,18 @@ class ShardingMetadata:
     def of(cls, snapshot: Snapshot) -> ShardingMetadata:
         """What the snapshot of a rank is a part of."""
         topology = snapshot.topology
+        tensors: dict[str, TensorSharding] = {}
+        for held in snapshot.tensors:
+            dtype = dtype_of(held.name, held.local).name
+            placements = {axis: str(placement) for axis, placement in held.placements.items()}
+            boxes = held.part(topology).boxes
+            tensors[held.name] = TensorSharding(held.shape, dtype, placements, boxes)
         return cls(
             str(topology.strategy),
             topology.rank,
             topology.strategy.world_size,
             snapshot.details,
-            {held.name: _sharding(topology, held) for held in snapshot.tensors},
+            tensors,
             {tied.name: tied.of for tied in snapshot.tied},
         )
 
@@ -86,7 +96,6 @@ class LocalShard:
     @classmethod
     def of(cls, snapshot: Snapshot) -> LocalShard:
         """What the snapshot of a rank has."""
-        values: Any = snapshot.objects.get("model", {})
         for name in snapshot.objects:
             if name.startswith(f"{WRAPPED}/"):
                 raise UnsupportedTypeError(
@@ -95,7 +104,7 @@ class LocalShard:
                     hint="save it with a Checkpointer",
                 )
         tensors = {held.name: held.local for held in snapshot.tensors}
-        return cls(ShardingMetadata.of(snapshot), tensors, values, snapshot.optimizers)
+        return cls(ShardingMetadata.of(snapshot), tensors, snapshot.values, snapshot.optimizers)
 
     def saved_state(self) -> SavedState:
         """What it has of optimizers, by parameter and key."""
@@ -111,7 +120,7 @@ class LocalShard:
                 found.setdefault(parameter, {})[key] = item
         for document in self.optimizers:
             for name, values in document["values"].items():
-                found[name] = nested(found.get(name, {}), values, name)
+                found[name] = with_containers(found.get(name, {}), values, name)
         return found
 
     def objection(self, here: ShardingMetadata, group: str) -> str:
@@ -129,13 +138,6 @@ class LocalShard:
                     f"it is {there.get(name, 'unknown')}"
                 )
         return ""
-
-
-def _sharding(topology: Topology, held: LiveTensor) -> TensorSharding:
-    dtype = dtype_of(held.name, held.local).name
-    placements = {axis: str(placement) for axis, placement in held.placements.items()}
-    part = held.part(topology)
-    return TensorSharding(held.shape, dtype, placements, part.boxes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,11 @@ class CheckpointHelper:
         exchange = Exchange(world, topology_of(world, sources))
         before = take_snapshot(world, TrainingState.of(model))
         problem = shard.objection(ShardingMetadata.of(before), "model")
-        exchange.agree(Spoken(problem=problem or _other_kinds(sources, shard)))
+        mine = ", ".join(each.kind for each in sources.optimizers)
+        there = ", ".join(document["kind"] for document in shard.optimizers)
+        if not problem and mine and mine != there:
+            problem = f"the optimizer here is {mine}, the shard has the state of {there or 'none'}"
+        exchange.agree(Spoken(problem=problem))
         names, saved = parameter_names(before.entries), shard.saved_state()
         for each in sources.optimizers:
             each.prepare(names, saved)
@@ -274,9 +280,130 @@ def _refuse_unknown(sources: TrainingState) -> None:
             )
 
 
-def _other_kinds(sources: TrainingState, shard: LocalShard) -> str:
-    mine = ", ".join(each.kind for each in sources.optimizers)
-    there = ", ".join(document["kind"] for document in shard.optimizers)
-    if not mine or mine == there:
-        return ""
-    return f"the optimizer here is {mine}, the shard has the state of {there or 'none'}"
+class DistributedModel:
+    """A model that ranks have together, by the names that it has without wrappers.
+
+    Every rank has one, and all make the same calls; an error of one is raised on all. State is a
+    dictionary of tensors, and of what `get_extra_state` gives. How the model is spread is read off
+    it at each call.
+    """
+
+    def __init__(
+        self, model: object, *, mesh: DeviceMesh | None = None, rules: RulesLike | None = None
+    ) -> None:
+        known, said = Model(model), HandCuts.of(rules)
+        self.model: Any = model
+        """What was passed."""
+        self.mesh = known.mesh if mesh is None else mesh
+        self.rules = said if said.said else known.rules
+        self._world = current_world()
+        self._sources = TrainingState(known)
+        topology = topology_of(self._world, self._sources, self.mesh)
+        self._exchange = Exchange(self._world, topology)
+        self.strategy = topology.strategy
+        """How it is spread."""
+        self.world_size = self._world.size
+        self.rank = self._world.rank
+
+    def local_state_dict(self) -> StateDict:
+        """What this rank holds, in the model's own memory where it has it as it is."""
+        _, held, tied, values = self._look()
+        tensors = {name: each.local for name, each in held.items()}
+        return tensors | {name: tensors[of] for name, of in tied.items()} | values
+
+    def full_state_dict(self) -> StateDict | None:
+        """All of it, in host memory, on rank 0; None on the others."""
+        _, held, tied, values = self._look()
+        plan = self._exchange.agree(self._exchange.speak(held, values=values, tied=tied))
+        tensors = self._exchange.gather(plan, held)
+        if tensors is None:
+            return None
+        return tensors | {name: tensors[of] for name, of in plan.tied.items()} | plan.values
+
+    def load_local_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `local_state_dict` gave on this rank of a job of the same layout."""
+        snapshot, held, tied, values = self._look()
+        known = {n: Spread(tuple(h.local.shape), h.local.dtype, ()) for n, h in held.items()}
+        problem = _objection(known, tied, values, state)
+        self._exchange.agree(self._exchange.speak({}, problem=problem))
+        with torch.no_grad():
+            for name, each in held.items():
+                each.local.copy_(_tensor(state, name, tied))
+        hand_over(self._sources, snapshot, {name: state[name] for name in values}, [])
+
+    def load_full_state_dict(self, state: Mapping[str, Any] | None = None) -> None:
+        """Take over what rank 0 has of `full_state_dict`; what others pass is ignored."""
+        snapshot, held, tied, values = self._look()
+        plan = self._exchange.agree(self._exchange.speak(held, values=values, tied=tied))
+        problem, given = self._exchange.from_first(_offer(plan, state))
+        if problem:
+            raise StateMismatchError(problem)
+        wholes = {}
+        if self._world.rank == 0 and state is not None:
+            wholes = {name: _tensor(state, name, plan.tied) for name in plan.tensors}
+        self._exchange.hand_out(plan, held, wholes)
+        hand_over(self._sources, snapshot, given, [])
+
+    def _look(self) -> tuple[Snapshot, dict[str, LiveTensor], dict[str, str], StateDict]:
+        """What this rank has, by the names that the model's author gave: tensors, second names of
+        such, and other values.
+        """
+        snapshot = take_snapshot(self._world, self._sources, mesh=self.mesh, rules=self.rules)
+        names = {join("model", entry.name): entry.name for entry in snapshot.entries}
+        held = {names[each.name]: each for each in snapshot.tensors}
+        tied = {names[each.name]: names[each.of] for each in snapshot.tied}
+        tensors = held.keys() | tied.keys()
+        return (
+            snapshot,
+            held,
+            tied,
+            {e.name: e.value for e in snapshot.entries if e.name not in tensors},
+        )
+
+
+def distributed_model(
+    model: object, *, mesh: DeviceMesh | None = None, rules: RulesLike | None = None
+) -> DistributedModel:
+    """A model as its ranks have it, wrapped in whatever way a Checkpointer saves; also what
+    `as_distributed` returned.
+
+    Whatever takes a model takes what this returns, and then knows its mesh and rules too.
+    """
+    return DistributedModel(model, mesh=mesh, rules=rules)
+
+
+def _offer(plan: Plan, state: Mapping[str, Any] | None) -> tuple[str, StateDict]:
+    """What is wrong with the state that rank 0 has, and what of it is no tensor."""
+    if state is None:
+        return "rank 0 has to pass the whole state", {}
+    known = {name: spreads[0] for name, spreads in plan.tensors.items()}
+    problem = _objection(known, plan.tied, plan.values, state)
+    return problem, {} if problem else {name: state[name] for name in plan.values}
+
+
+def _objection(
+    known: Mapping[str, Spread],
+    tied: Mapping[str, str],
+    values: Mapping[str, Any],
+    state: Mapping[str, Any],
+) -> str:
+    """How a state differs from what is known here; nothing where it does not."""
+    report = Report(unexpected=sorted(state.keys() - known.keys() - tied.keys() - values.keys()))
+    report.missing += sorted(values.keys() - state.keys())
+    for name, spread in known.items():
+        tensor = _tensor(state, name, tied)
+        if tensor is None:
+            report.missing.append(name)
+        elif not torch.is_tensor(tensor) or isinstance(tensor, DTensor):
+            report.unexpected.append(f"{name}, which is a {type(tensor).__name__}")
+        elif tuple(tensor.shape) != spread.shape:
+            report.reshaped.append(f"{name}: {tuple(tensor.shape)}, here {spread.shape}")
+        elif tensor.dtype != spread.dtype:
+            report.cast.append(f"{name}: {tensor.dtype}, here {spread.dtype}")
+    return "" if report.is_exact else f"the state does not fit\n{report}"
+
+
+def _tensor(state: Mapping[str, Any], name: str, tied: Mapping[str, str]) -> Any:
+    """A tensor under any of its names; None where the state has it under none."""
+    names = [name, *(other for other, of in tied.items() if of == name)]
+    return next((state[each] for each in names if each in state), None)

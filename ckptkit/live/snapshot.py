@@ -46,6 +46,8 @@ from ckptkit.model import (
 
 Trees: TypeAlias = Mapping[str, tuple[Any, dict[str, torch.Tensor]]]
 """Of each nested dictionary what it has besides tensors, and these by name."""
+Lies: TypeAlias = tuple[tuple[int, ...], Mapping[str, Placement]]
+"""The global shape of a tensor, and how the axes cut it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,7 +254,6 @@ class Collector:
                 name,
                 as_spread(entry.value, entry.value),
                 "param" if entry.is_parameter else "buffer",
-                shape=entry.shape,
                 said=self._said(name, entry),
                 alike=self._alike_of[name],
                 of_first=replicas if entry.is_broadcast else frozenset(),
@@ -266,10 +267,7 @@ class Collector:
                 of = join("model", entry.parameter)
                 alike = self._alike_of.get(of, self._topology.replicas)
                 said = self._said(name, entry)
-                shape = entry.shape
-                self._add(
-                    name, entry.value, "optimizer", shape=shape, said=said, alike=alike, of=of
-                )
+                self._add(name, entry.value, "optimizer", said=said, alike=alike, of=of)
 
     def add_tree(self, tensors: Mapping[str, torch.Tensor], *, alike: bool) -> None:
         """The tensors of a nested dictionary, `alike` on all ranks if the caller says so."""
@@ -277,10 +275,9 @@ class Collector:
         for name, tensor in tensors.items():
             self._add(name, tensor, "other", alike=axes if alike else frozenset())
 
-    def _said(self, name: str, entry: ModelEntry | StateEntry) -> Mapping[str, Placement] | None:
-        if entry.shared is None or entry.shape is None:
-            return None
-        return self._topology.of_shared(name, entry.shared, entry.shape)
+    def _said(self, name: str, entry: ModelEntry | StateEntry) -> Lies | None:
+        shared = entry.shared
+        return None if shared is None else (shared.shape, self._topology.of_shared(name, shared))
 
     def _add(
         self,
@@ -289,12 +286,11 @@ class Collector:
         role: str,
         *,
         alike: frozenset[str],
-        shape: tuple[int, ...] | None = None,
-        said: Mapping[str, Placement] | None = None,
+        said: Lies | None = None,
         of: str | None = None,
         of_first: frozenset[str] = frozenset(),
     ) -> None:
-        """`said` and `shape`: how the axes cut it, where the tensor does not know that itself."""
+        """`said` is how it lies, where the tensor does not know that itself."""
         if name in self._names:
             raise InvalidNameError(
                 "two objects have a tensor of this name",
@@ -312,10 +308,10 @@ class Collector:
         if isinstance(tensor, DTensor):
             of_mesh, own = topology.of_dtensor(name, tensor)
             placements |= of_mesh
-        placements |= said or {}
-        shape = tuple(tensor.shape) if shape is None else shape
+            alike |= topology.mesh_axes(tensor)
+        shape, cuts = said or (tuple(tensor.shape), {})
+        placements |= cuts
         local = local_of(tensor)
-        alike |= topology.mesh_axes(tensor)
         # What an optimizer keeps in another shape than the parameter's is cut as it says itself.
         is_like = self._locals.setdefault(of or name, local.shape) == local.shape
         ruled: Mapping[str, HowCut] = {}
@@ -349,13 +345,9 @@ class Collector:
         self.made[whole.name] = whole, [part_name(whole.name, key) for key in parts]
         for key, part in parts.items():
             name = part_name(whole.name, key)
-            shape: tuple[int, ...] | None = None
-            cuts: Mapping[str, Placement] | None = None
-            if not self._rules.find(name, tuple(part.shape)):
-                shape, cuts = layout_of_part(name, key, part, whole)
-            self._add(
-                name, part, whole.role, shape=shape, said=cuts, alike=whole.alike, of=whole.of
-            )
+            is_ruled = self._rules.find(name, tuple(part.shape))
+            said = None if is_ruled else layout_of_part(name, key, part, whole)
+            self._add(name, part, whole.role, said=said, alike=whole.alike, of=whole.of)
             if self._is_cut[whole.name] and not self._is_cut[name]:
                 # Each rank may have made it of its own rows: the commit compares.
                 self.alike[f"{ALIKE}/{name}"] = checksum(name, part)

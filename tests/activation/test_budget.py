@@ -72,7 +72,7 @@ def test_many_blocks_of_odd_sizes_are_solved_soon_and_fit() -> None:
     assert spare < 2 * 10**9
 
 
-@pytest.mark.parametrize("share", [0.85, 0.7, 0.5, 0.4, 0.3])
+@pytest.mark.parametrize("share", [0.85, 0.5, 0.3])
 def test_a_step_stays_within_the_budget_and_uses_it(share: float) -> None:
     model = gpt(8)
     inputs, targets = batch(16, 32)
@@ -88,17 +88,17 @@ def test_a_step_stays_within_the_budget_and_uses_it(share: float) -> None:
 
 
 def test_no_more_is_recomputed_than_by_the_best_every_n_that_fits() -> None:
-    model = gpt(8)
-    inputs, targets = batch(16, 32)
+    model = gpt(6)
+    inputs, targets = batch(8, 32)
 
     def step() -> None:
         loss_of(model(inputs), targets).backward()
 
     whole = peak_bytes(step)
-    for share in (0.8, 0.6, 0.45):
+    for share in (0.7, 0.5):
         budget = int(share * whole)
         fitting = []
-        for every in range(1, 9):
+        for every in range(1, 7):
             _, undo = checkpoint_activations(model, f"every:{every}")
             if peak_bytes(step) <= budget:
                 fitting.append(len(undo.blocks))
@@ -232,7 +232,7 @@ def test_of_eight_micro_batches_in_flight_one_block_is_recomputed() -> None:
     assert peak_of(costs, {0}) == 880
 
 
-@pytest.mark.parametrize("share", [0.8, 0.6, 0.45])
+@pytest.mark.parametrize("share", [0.8, 0.45])
 def test_micro_batches_in_flight_are_all_counted(share: float) -> None:
     model = gpt(8)
     inputs, targets = batch(16, 32)

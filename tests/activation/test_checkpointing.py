@@ -364,12 +364,12 @@ def test_stages_with_blocks_of_equal_names_are_all_checkpointed() -> None:
     assert len(forwards_of(nn.ModuleList(stages))) == 4
 
 
-def test_memory_returns_to_the_start_after_fifty_steps() -> None:
+def test_memory_returns_to_the_start_after_many_steps() -> None:
     for policy in ("full", "selective", "offload"):
         model, _ = checkpoint_activations(gpt(2), policy)
         step = step_of(model)
         step()
         first = peak_bytes(step)
-        for _ in range(50):
+        for _ in range(15):
             step()
         assert peak_bytes(step) == first

@@ -174,7 +174,7 @@ def test_the_time_out_is_that_of_the_store_not_of_the_job(gloo: Pool) -> None:
 
 def late(*_: object) -> torch.Tensor:
     """An answer after the time-out."""
-    time.sleep(4.0)
+    time.sleep(2.5)
     return torch.ones(1)
 
 

@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -15,9 +14,7 @@ import torch
 from torch import nn
 
 from ckptkit.activation import ActivationMeter, checkpoint_activations, kept_bytes
-from ckptkit.activation.host import HostBuffers
-from ckptkit.activation.moved import Lane, _Leaving
-from ckptkit.activation.offload import Offload, Offloaded
+from ckptkit.activation.offload import HostBuffers, Lane, Offload, Offloaded, _Departure
 from ckptkit.errors import UsageError
 from tests.activation.network import WIDTH, batch, gpt, loss_of
 
@@ -48,21 +45,19 @@ class SlowEvent(Event):
 
 def test_the_last_forward_may_be_on_its_way_and_changes_meanwhile_are_told() -> None:
     lane = Lane()
-    told: list[int] = []
     tensors = [torch.zeros(2) for _ in range(3)]
-    events = []
-    for number, tensor in enumerate(tensors):
+    sent: list[_Departure] = []
+    for tensor in tensors:
         lane.next_forward()
         assert len(lane._pending) <= 1
         event: Any = Event()
-        events.append(event)
-        lane._pending.append(
-            _Leaving(tensor, tensor._version, event, partial(told.append, number), lane._forward)
-        )
+        sent.append(_Departure(tensor, tensor._version, event, lane._forward))
+        lane._pending.append(sent[-1])
+    events: list[Any] = [each.event for each in sent]
     assert [event.has_come for event in events] == [True, False, False]
     tensors[1].add_(1)
     lane.next_forward()
-    assert told == [1]
+    assert [each.was_changed for each in sent] == [False, True, False]
     events[2].has_come = True
     lane.drain()
     assert not lane._pending
@@ -103,17 +98,18 @@ def test_a_longer_buffer_serves_what_is_shorter() -> None:
 
 def test_threads_may_let_go_at_once() -> None:
     lane = Lane()
-    gone: list[int] = []
-    for number in range(200):
+    for _ in range(200):
         tensor, event = torch.zeros(()), cast("Any", SlowEvent())
         tensor.add_(1)
-        lane._pending.append(_Leaving(tensor, 0, event, partial(gone.append, number), 0))
+        lane._pending.append(_Departure(tensor, 0, event, 0))
+    sent = list(lane._pending)
     threads = [threading.Thread(target=lane.drain) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert gone == list(range(200))
+    assert not lane._pending
+    assert all(each.was_changed for each in sent)
 
 
 class Shared(nn.Module):

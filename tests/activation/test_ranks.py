@@ -65,9 +65,11 @@ def checkpointed(
     """Under a policy; "budget" is less than what the rank needs that needs most."""
     if policy != "budget":
         return checkpoint_activations(model, policy)
-    # Gloo's threads let go of what they have sent a moment later.
-    with traceless(modules):
-        needed = min(peak_bytes(step) for _ in range(3))
+    peaks = []
+    for _ in range(3):  # gloo's threads let go of what they have sent a moment later
+        with traceless(modules):
+            peaks.append(peak_bytes(step))
+    needed = min(peaks)
     heard: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(heard, needed)
     budget = int(0.8 * max(heard))
@@ -76,8 +78,10 @@ def checkpointed(
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("way", ["ddp", "fsdp2", "tp", "pp", "pp 1f1b"])
+# Four for stages that are neither the first nor the last; nothing else differs with more than two.
+@pytest.mark.parametrize(
+    ("way", "ranks"), [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("pp", 4), ("pp 1f1b", 4)]
+)
 def test_gradients_are_equal_to_the_bit_on_all_ranks(gloo: Pool, way: str, ranks: int) -> None:
     policies = [*POLICIES, "budget"] + ["partition"] * (way == "tp")
     assert gloo.run(ranks, differing, way, policies) == [[]] * ranks
@@ -112,7 +116,27 @@ def unlike(layout: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("layout", strategies.LAYOUTS)
+# What others have alike with these, or with what `as_distributed` gives below, takes minutes.
+_CORE = {
+    "fsdp1:2",
+    "fsdp2:3",
+    "hsdp:2x2",
+    "zero2:2",
+    "tp:3",
+    "fsdp:4, experts on ep:2",
+    "ddp:2 around tp:2",
+    "pp:2, two stages each",
+    "pp:2,fsdp:1,tp:2",
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=() if layout in _CORE else pytest.mark.long)
+        for layout in strategies.LAYOUTS
+    ],
+)
 def test_every_strategy_trains_as_without(gloo: Pool, layout: str) -> None:
     ranks = strategies.LAYOUTS[layout].ranks
     assert gloo.run(ranks, unlike, layout) == [[]] * ranks
@@ -127,7 +151,7 @@ def partitioned() -> dict[str, int]:
         head, model.head = model.head, nn.Identity()
         inputs, _ = batch()
         # Gloo's threads let go of what they have sent a moment later.
-        found[policy] = min(kept_bytes(partial(model, inputs)) for _ in range(5))
+        found[policy] = min(kept_bytes(partial(model, inputs)) for _ in range(3))
         model.head = head
     result = network.BATCH * network.LENGTH * 256 * 4
     return {policy: kept - result for policy, kept in found.items()}
@@ -141,13 +165,13 @@ def test_a_partition_keeps_its_share(gloo: Pool, ranks: int, share: float) -> No
 
 def partitioned_step() -> bool:
     """Whether memory is the same after many steps."""
-    model, _, step = network.tp()
+    model, _, step = network.tp(layers=2)
     checkpoint_activations(model, "partition", group=dist.group.WORLD)
     step()
-    first = min(peak_bytes(step) for _ in range(5))
-    for _ in range(20):
+    first = min(peak_bytes(step) for _ in range(3))
+    for _ in range(8):
         step()
-    return min(peak_bytes(step) for _ in range(5)) == first
+    return min(peak_bytes(step) for _ in range(3)) == first
 
 
 def test_a_partition_leaves_nothing_behind(gloo: Pool) -> None:
@@ -211,7 +235,7 @@ def test_a_partition_leaves_alone_what_is_cut_already(gloo: Pool) -> None:
 def budgets() -> list[tuple[int, int, tuple[str, ...]]]:
     """The most that a step needs, the budget, and the blocks that were chosen."""
     found = []
-    for share in (0.9, 0.7, 0.5):
+    for share in (0.9, 0.6):
         model, _, step = WAYS["fsdp2"]()
         step()  # the first one also makes what is made once
         whole = peak_bytes(step)

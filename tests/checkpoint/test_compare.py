@@ -8,7 +8,7 @@ import pytest
 
 import ckptkit
 from ckptkit import ArrayDifference, PerRank, Split, Sum, Writer
-from ckptkit.checkpoint.check.compare import Form, ValueDifference
+from ckptkit.checkpoint.check.compare import ArrayForm, ValueDifference
 from ckptkit.errors import CorruptionError, UsageError
 from ckptkit.model import DType
 from tests.checkpoint.saving import Tensor, Values, flipped, random_values
@@ -65,7 +65,7 @@ def test_differences_are_counted_and_measured_over_all_bands() -> None:
     other[5, 7], other[4000, 0], other[4095, 2047] = 0.5, -3.0, 1.0
     a = saved(state_with(values, fsdp="shard(0)"), "fsdp:8")
     b = saved(state_with(other, tp="shard(1)"), "tp:4")
-    form = Form((1 << 12, 1 << 11), "float32")
+    form = ArrayForm((1 << 12, 1 << 11), "float32")
     expected = ValueDifference(3, values.size, 3.0, (5, 7))
     for memory in ("16MiB", "1GiB"):
         found = ckptkit.diff(a, b, memory=memory)
@@ -87,13 +87,13 @@ def test_names_shapes_and_dtypes_are_differences() -> None:
             "model/dtype": Tensor(values.astype(DType.of("bfloat16").numpy)),
         }
     )
-    form = Form((4, 6), "float32")
+    form = ArrayForm((4, 6), "float32")
     found = ckptkit.diff(a, b)
     assert found.arrays == (
-        ArrayDifference("model/dtype", "dtype", form, Form((4, 6), "bfloat16")),
+        ArrayDifference("model/dtype", "dtype", form, ArrayForm((4, 6), "bfloat16")),
         ArrayDifference("model/new", "only_b", None, form),
         ArrayDifference("model/old", "only_a", form, None),
-        ArrayDifference("model/shape", "shape", form, Form((6, 4), "float32")),
+        ArrayDifference("model/shape", "shape", form, ArrayForm((6, 4), "float32")),
     )
     assert (found.array_count, found.nbytes) == (5, 96)
 

@@ -10,7 +10,7 @@ import pytest
 
 import ckptkit
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
-from ckptkit.checkpoint.read.reader import Job, plan_job
+from ckptkit.checkpoint.read.reader import ReadPlan, plan_read
 from ckptkit.errors import CorruptionError
 from ckptkit.model import Box
 from ckptkit.storage import MemoryStore, Store
@@ -50,11 +50,11 @@ def step(made: RemoteStore) -> Iterator[Checkpoint]:
         yield checkpoint
 
 
-def planned(step: Checkpoint, name: str, box: Box) -> Job:
+def planned(step: Checkpoint, name: str, box: Box) -> ReadPlan:
     """How a box is read."""
     target = np.empty(box.shape, STATE[name].whole.dtype)
     request = step._request(name, box, target)
-    return plan_job(step.manifest, [request], step.packs.pace, verify=True)
+    return plan_read(step.manifest, [request], step.packs.pace, verify=True)
 
 
 @pytest.mark.parametrize("verify", [True, False])

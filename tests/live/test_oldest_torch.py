@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("module", ["ckptkit.live", "ckptkit.live.functions"])
+@pytest.mark.parametrize("module", ["ckptkit.live", "ckptkit.live.restore"])
 def test_an_older_torch_is_refused_in_one_sentence(module: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("__version__ = '2.9.1+cpu'")
     code = f"try: import {module}\nexcept ValueError as error: print(type(error).__name__, error)"
@@ -30,9 +30,9 @@ def test_an_older_torch_is_refused_in_one_sentence(module: str, tmp_path: Path) 
 
 
 def test_the_bound_is_that_of_the_package() -> None:
-    from ckptkit.live.oldest_torch import OLDEST  # noqa: PLC0415 - torch takes long to import
+    from ckptkit.live import _OLDEST_TORCH  # noqa: PLC0415 - torch takes long to import
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    assert extras["torch"] == ["torch>=" + ".".join(map(str, OLDEST))]
+    assert extras["torch"] == ["torch>=" + ".".join(map(str, _OLDEST_TORCH))]

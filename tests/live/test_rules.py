@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckptkit
+from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import CkptkitError, LayoutError, PeerError, RulesError
 from ckptkit.live import Checkpointer
-from ckptkit.live.state.parts import HandCuts, RulesLike
+from ckptkit.live.state.parts import HandCuts
 from ckptkit.model import Rules
 from ckptkit.model import Shard as Cut
 from tests.live.pool import Pool
@@ -166,6 +167,23 @@ def test_rules_of_a_file_match_names_inside_of_their_group() -> None:
 def test_rules_that_cannot_be_meant_are_refused(rules: RulesLike, message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
         tp(rules, "model/a.w", (2, 3))
+
+
+def test_rules_may_be_a_preset_or_a_file(tmp_path: Path) -> None:
+    name = "model/layers.0.self_attn.o_proj.weight"
+    assert tp("llama", name, (8, 4)) == (Cut(1), (8, 8))
+    (tmp_path / "mine.yaml").write_text("rules: [{match: '*.o_proj.weight', tp: shard(0)}]")
+    assert tp(tmp_path / "mine.yaml", name, (8, 4)) == (Cut(0), (16, 4))
+    assert tp(str(tmp_path / "mine.yaml"), name, (8, 4)) == (Cut(0), (16, 4))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [("lama", "did you mean llama"), ("auto", "not guessed"), ("no.yaml", "cannot be read")],
+)
+def test_rules_that_are_nowhere_are_refused(rules: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RulesError, match=message):
+        Checkpointer(tmp_path, rules=rules)
 
 
 def test_experts_that_are_tensors_of_their_own_are_refused() -> None:

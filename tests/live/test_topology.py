@@ -102,11 +102,11 @@ def test_one_rank_of_a_line_owns_along_each_axis_of_it() -> None:
     lines = [line("zero1", 0, 1, 8), line("ep", 0, 1, 2)]
     topology = Topology.of(0, 8, lines)
     ranks = tuple(range(8))
-    one_of_them = topology.of_shared("x", SharedOut(ranks, owner=5), (3,))
+    one_of_them = topology.of_shared("x", SharedOut(ranks, (3,), owner=5))
     assert one_of_them == {"zero1": Owner(2), "ep": Owner(1)}
-    assert topology.of_shared("x", SharedOut(ranks), (16,)) == {"zero1": Shard(0), "ep": Shard(0)}
+    assert topology.of_shared("x", SharedOut(ranks, (16,))) == {"zero1": Shard(0), "ep": Shard(0)}
     with pytest.raises(LayoutError, match="17 rows over 8 ranks"):
-        topology.of_shared("x", SharedOut(ranks), (17,))
+        topology.of_shared("x", SharedOut(ranks, (17,)))
 
 
 def factors(draw: st.DrawFn, size: int) -> list[int]:

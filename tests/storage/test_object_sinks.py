@@ -12,7 +12,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckptkit.checkpoint.threads import share_out
+from ckptkit.checkpoint.workers import share_out
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, StorageError
 from ckptkit.storage import open_store
 from ckptkit.storage.objects.fsspec import S3fsClient

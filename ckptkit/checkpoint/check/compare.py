@@ -25,7 +25,7 @@ from ckptkit.checkpoint.read.stream import (
     stored_arrays,
     stream,
 )
-from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import UsageError
 from ckptkit.format.names import check_used, inner_name, matches, pattern_list
 from ckptkit.format.objects import ObjectInfo, whole
@@ -38,7 +38,7 @@ _SPARE = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ArrayForm:
     """What an array is, but for its values."""
 
     shape: tuple[int, ...]
@@ -64,8 +64,8 @@ class ArrayDifference:
     name: str
     kind: str
     """only_a, only_b, shape, dtype or values."""
-    a: Form | None
-    b: Form | None
+    a: ArrayForm | None
+    b: ArrayForm | None
     values: ValueDifference | None = None
 
 
@@ -216,8 +216,8 @@ def _array_difference(
     return ArrayDifference(name, kind, _form(a), _form(b), values)
 
 
-def _form(array: Readable | None) -> Form | None:
-    return None if array is None else Form(array.shape, array.dtype.name)
+def _form(array: Readable | None) -> ArrayForm | None:
+    return None if array is None else ArrayForm(array.shape, array.dtype.name)
 
 
 class _Objects:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from isal import isal_zlib
 
-from ckptkit.checkpoint.commit import groups_image
-from ckptkit.checkpoint.pace import Pace
+from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.read.packs import PackRecord
-from ckptkit.checkpoint.threads import Progress, share_out
+from ckptkit.checkpoint.workers import Progress, share_out
+from ckptkit.checkpoint.write.pack import groups_pack
 from ckptkit.errors import CorruptionError
 from ckptkit.format.arrays import DOCUMENT, array_document, chunk_key, group_document, key_of
 from ckptkit.format.manifest import Manifest
@@ -52,7 +52,7 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Window:
+class PackWindow:
     """Some of a pack that is read at a time: whole entries, or some of what follows them."""
 
     start: int
@@ -97,13 +97,10 @@ class PackBytes:
         """
         written = {document.name for record in records for document in record.documents}
         groups = {group for array in manifest.arrays for group in ancestors(array.name)}
-        image, closing = groups_image(sorted(g for g in groups if key_of(g) not in written))
-        expected = bytearray(image.end)
-        for segment in image.segments(1 << 30):
-            image.fill(segment, memoryview(expected)[segment.start : segment.stop])
-        return cls(None, 0, bytes(expected + closing))
+        missing = sorted(group for group in groups if key_of(group) not in written)
+        return cls(None, 0, groups_pack(missing))
 
-    def windows(self, nbytes: int) -> Iterator[Window]:
+    def windows(self, nbytes: int) -> Iterator[PackWindow]:
         """All of the pack in order, about so much at a time, and no entry in two of them.
 
         The entries are made anew each time: a pack may have millions of them.
@@ -112,9 +109,9 @@ class PackBytes:
             yield from _windows(_expected(self.found), nbytes)
         stop = self.end + len(self.closing)
         for start in range(self.end, stop, nbytes):
-            yield Window(start, min(nbytes, stop - start))
+            yield PackWindow(start, min(nbytes, stop - start))
 
-    def faults(self, window: Window, memory: memoryview) -> Iterator[Fault]:
+    def faults(self, window: PackWindow, memory: memoryview) -> Iterator[Fault]:
         """What is wrong in the memory that a window was read into."""
         for item in window.entries:
             yield from _entry_faults(item, memory, window.start)
@@ -148,7 +145,7 @@ class PackFile:
         rows = np.flatnonzero(manifest.pack == pack)
         rows = rows[np.argsort(manifest.offset[rows])]
 
-        def windows(nbytes: int) -> Iterator[Window]:
+        def windows(nbytes: int) -> Iterator[PackWindow]:
             return _windows(map(entry, rows.tolist()), nbytes)
 
         def entry(row: int) -> Expected:
@@ -156,7 +153,7 @@ class PackFile:
             crc = int(manifest.crc32[row])
             return Expected(Entry(manifest.chunk_key(row), offset, length, crc))
 
-        def faults(window: Window, memory: memoryview) -> Iterator[Fault]:
+        def faults(window: PackWindow, memory: memoryview) -> Iterator[Fault]:
             for item in window.entries:
                 yield from _entry_faults(item, memory, window.start)
 
@@ -164,15 +161,15 @@ class PackFile:
 
     def _scan(
         self,
-        windows: Callable[[int], Iterator[Window]],
-        faults: Callable[[Window, memoryview], Iterable[Fault]],
+        windows: Callable[[int], Iterator[PackWindow]],
+        faults: Callable[[PackWindow, memoryview], Iterable[Fault]],
     ) -> list[Fault]:
         pace = Pace.of(self.store)
         found: list[Fault] = []
 
         with self.store.open(self.key, self.size) as source:
 
-            def scan(window: Window) -> None:
+            def scan(window: PackWindow) -> None:
                 if pace.by_rows:  # reading is copying: memory that was used before is faster
                     with default_pool().take(window.size) as memory:
                         source.read_into(window.start, memory)
@@ -187,15 +184,15 @@ class PackFile:
         return sorted(found)
 
 
-def _windows(expected: Iterable[Expected], nbytes: int) -> Iterator[Window]:
+def _windows(expected: Iterable[Expected], nbytes: int) -> Iterator[PackWindow]:
     items: list[Expected] = []
     for item in expected:
         if items and item.stop - items[0].start > nbytes:
-            yield Window(items[0].start, items[-1].stop - items[0].start, items)
+            yield PackWindow(items[0].start, items[-1].stop - items[0].start, items)
             items = []
         items.append(item)
     if items:
-        yield Window(items[0].start, items[-1].stop - items[0].start, items)
+        yield PackWindow(items[0].start, items[-1].stop - items[0].start, items)
 
 
 def _expected(found: PackRecord) -> Iterator[Expected]:

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from ckptkit.checkpoint.pace import Pace
+from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.read.packs import OpenPacks
-from ckptkit.checkpoint.threads import Progress, cores, run_threads
+from ckptkit.checkpoint.workers import Progress, cores, run_threads
 from ckptkit.format.arrays import chunk_key
 from ckptkit.format.manifest import Manifest
 from ckptkit.model import Box
@@ -57,17 +57,11 @@ class Reader:
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Fill the targets of all requests."""
-        job = plan_job(self._manifest, requests, self._pace, verify=verify)
-        self.run(job, verify=verify, threads=threads, progress=progress)
-
-    def run(
-        self, job: Job, *, verify: bool, threads: int | None, progress: Progress | None = None
-    ) -> None:
         """Fill the targets of all requests; CorruptionError names the first chunk that is not as
         it was written.
         """
-        pending = iter(job.runs)
+        plan = plan_read(self._manifest, requests, self._pace, verify=verify)
+        pending = iter(plan.runs)
         lock = threading.Lock()
         stopped = threading.Event()
 
@@ -79,31 +73,33 @@ class Reader:
                         run = next(pending, None)
                     if run is None:
                         return
-                    self._read(job, run, scratch, verify=verify)
+                    self._read(plan, run, scratch, verify=verify)
                     if progress:
-                        progress(int(job.stop[run[1] - 1] - job.start[run[0]]))
+                        progress(int(plan.stop[run[1] - 1] - plan.start[run[0]]))
 
-        run_threads(work, min(threads or self._pace.requests, len(job.runs)), stopped)
+        run_threads(work, min(threads or self._pace.requests, len(plan.runs)), stopped)
 
-    def _read(self, job: Job, run: tuple[int, int], scratch: memoryview, *, verify: bool) -> None:
+    def _read(
+        self, plan: ReadPlan, run: tuple[int, int], scratch: memoryview, *, verify: bool
+    ) -> None:
         first, last = run
-        start = int(job.start[first])
-        size = int(job.stop[first:last].max()) - start
+        start = int(plan.start[first])
+        size = int(plan.stop[first:last].max()) - start
         with ExitStack() as stack:
-            source = stack.enter_context(self._packs.use(int(job.pack[first])))
-            if self._pace.by_rows and first in job.bands:
-                self._read_band(job, run, source, scratch, verify=verify)
+            source = stack.enter_context(self._packs.use(int(plan.pack[first])))
+            if self._pace.by_rows and first in plan.bands:
+                self._read_band(plan, run, source, scratch, verify=verify)
             elif not self._pace.by_rows and size <= self._pace.request_bytes:
-                self._scatter(job, run, source.fetch(start, size), verify=verify)
-            elif last == first + 1 and (direct := job.direct(first)) is not None:
+                self._scatter(plan, run, source.fetch(start, size), verify=verify)
+            elif last == first + 1 and (direct := plan.direct(first)) is not None:
                 crc = self._fill(source, start, direct, verify=verify)
                 if verify:
-                    self._compare(job, first, crc)
+                    self._compare(plan, first, crc)
             else:
                 if size > len(scratch):
                     scratch = stack.enter_context(default_pool().take(size))
                 self._fill(source, start, scratch[:size], verify=False)
-                self._scatter(job, run, scratch[:size], verify=verify)
+                self._scatter(plan, run, scratch[:size], verify=verify)
 
     def _fill(self, source: Source, start: int, memory: memoryview, *, verify: bool) -> int:
         """Fill memory, by requests that are not too large where each is in memory besides; its
@@ -118,56 +114,64 @@ class Reader:
             crc = _copied(source.fetch(start + begin, len(target)), target, crc, verify=verify)
         return crc
 
-    def _scatter(self, job: Job, run: tuple[int, int], memory: memoryview, *, verify: bool) -> None:
+    def _scatter(
+        self, plan: ReadPlan, run: tuple[int, int], memory: memoryview, *, verify: bool
+    ) -> None:
         """Check what was read, and bring it where it belongs."""
         row, last = run
-        base = int(job.start[row])
+        base = int(plan.start[row])
         while row < last:
-            end = job.bands.get(row, row + 1)
-            data = memory[int(job.start[row]) - base : int(job.stop[end - 1]) - base]
+            end = plan.bands.get(row, row + 1)
+            data = memory[int(plan.start[row]) - base : int(plan.stop[end - 1]) - base]
             if end > row + 1:
-                self._scatter_band(job, (row, end), data, verify=verify)
-            elif (direct := job.direct(row)) is not None:
+                self._scatter_band(plan, (row, end), data, verify=verify)
+            elif (direct := plan.direct(row)) is not None:
                 crc = _copied(data, direct, 0, verify=verify)
                 if verify:
-                    self._compare(job, row, crc)
+                    self._compare(plan, row, crc)
             else:
                 if verify:
-                    self._compare(job, row, int(isal_zlib.crc32(data)))
-                request, piece = job.piece(row)
+                    self._compare(plan, row, int(isal_zlib.crc32(data)))
+                request, piece = plan.piece(row)
                 _place(piece, data, _view(request.target, piece.target), partial=not verify)
             row = end
 
     def _scatter_band(
-        self, job: Job, band: tuple[int, int], data: memoryview, *, verify: bool
+        self, plan: ReadPlan, band: tuple[int, int], data: memoryview, *, verify: bool
     ) -> None:
         """Chunks side by side at once, so that the target's rows are written whole."""
         first, last = band
-        size = int(job.stop[first] - job.start[first])
-        step = int(job.start[first + 1] - job.start[first])
+        size = int(plan.stop[first] - plan.start[first])
+        step = int(plan.start[first + 1] - plan.start[first])
         if verify:
             for row in range(first, last):
                 here = data[(row - first) * step :][:size]
-                self._compare(job, row, int(isal_zlib.crc32(here)))
-        target, shape = _across(job, band)
+                self._compare(plan, row, int(isal_zlib.crc32(here)))
+        target, shape = _across(plan, band)
         bits = target.dtype
         *rows, column = _steps(shape, bits.itemsize)
         copy_elements(np.ndarray(target.shape, bits, data, 0, (*rows, step, column)), target)
 
     def _read_band(
-        self, job: Job, run: tuple[int, int], source: Source, scratch: memoryview, *, verify: bool
+        self,
+        plan: ReadPlan,
+        run: tuple[int, int],
+        source: Source,
+        scratch: memoryview,
+        *,
+        verify: bool,
     ) -> None:
         """Some rows of all chunks at a time, so that the target's rows are written whole: more than
         twice as fast as the short rows of one chunk, with gaps between them.
         """
         first, last = run
         count = last - first
-        target, shape = _across(job, run)
+        target, shape = _across(plan, run)
         bits = target.dtype
         row_bytes = math.prod(shape[1:]) * bits.itemsize
         rows = max(1, min(shape[0], (len(scratch) - PAGE) // (count * row_bytes)))
         slot = rows * row_bytes
-        starts, crcs = job.start[first:last].tolist(), [0] * count
+        starts, crcs = plan.start[first:last].tolist(), [0] * count
         ahead = (target.__array_interface__["data"][0] + _AHEAD) % PAGE
         with ExitStack() as stack:
             if count * slot + PAGE > len(scratch):
@@ -185,26 +189,26 @@ class Reader:
                 target[begin : begin + here] = stored[:here]
         if verify:
             for number, crc in enumerate(crcs):
-                self._compare(job, first + number, int(crc))
+                self._compare(plan, first + number, int(crc))
 
-    def _compare(self, job: Job, row: int, actual: int) -> None:
-        if actual == int(job.crc32[row]):
+    def _compare(self, plan: ReadPlan, row: int, actual: int) -> None:
+        if actual == int(plan.crc32[row]):
             return
-        request, piece = job.piece(row)
+        request, piece = plan.piece(row)
         array = self._manifest.arrays[request.array]
         key = chunk_key(array.name, array.grid.index(piece.chunk))
-        pack, start = int(job.pack[row]), int(job.start[row])
-        raise self._packs.corrupt(key, actual, int(job.crc32[row]), pack, start)
+        pack, start = int(plan.pack[row]), int(plan.start[row])
+        raise self._packs.corrupt(key, actual, int(plan.crc32[row]), pack, start)
 
 
-def _across(job: Job, band: tuple[int, int]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
+def _across(plan: ReadPlan, band: tuple[int, int]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
     """Where chunks side by side belong, with a dim for them before the last one; and the shape
     of each.
     """
     first, last = band
-    request, piece = job.piece(first)
+    request, piece = plan.piece(first)
     shape = piece.stored_shape
-    along = slice(piece.target[-1].start, job.piece(last - 1)[1].target[-1].stop)
+    along = slice(piece.target[-1].start, plan.piece(last - 1)[1].target[-1].stop)
     target = _view(request.target, (*piece.target[:-1], along))
     return target.reshape(*shape[:-1], last - first, shape[-1]), shape
 
@@ -269,7 +273,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Job:
+class ReadPlan:
     """All pieces of some requests, sorted by where they lie; columns with one row a piece."""
 
     requests: Sequence[Request]
@@ -307,7 +311,9 @@ class Job:
         return flat[begin : begin + int(self.stop[row] - self.start[row])]
 
 
-def plan_job(manifest: Manifest, requests: Sequence[Request], pace: Pace, *, verify: bool) -> Job:
+def plan_read(
+    manifest: Manifest, requests: Sequence[Request], pace: Pace, *, verify: bool
+) -> ReadPlan:
     """Which bytes to read for the requests. With `verify` always whole chunks, so that each can be
     checked.
     """
@@ -345,7 +351,7 @@ def plan_job(manifest: Manifest, requests: Sequence[Request], pace: Pace, *, ver
         bands = side_by_side(pieces, request, place, pack, apart)
         steps = np.diff(start)
         bands = [(i, j) for i, j in bands if len(set(steps[i : j - 1].tolist())) == 1]
-    return Job(
+    return ReadPlan(
         requests,
         pieces,
         request,

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from ckptkit.checkpoint.pace import Pace
+from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.reader import BAND_BYTES, default_threads
-from ckptkit.checkpoint.threads import Progress, cores, run_threads
+from ckptkit.checkpoint.workers import Progress, cores, run_threads
 from ckptkit.errors import UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType, Grid
@@ -147,7 +147,7 @@ def stream(
     stopped, turns = threading.Event(), _Turns(len(items))
 
     def work() -> None:
-        memory = _Memory(max(map(len, items), default=0))
+        memory = _BandMemory(max(map(len, items), default=0))
         try:
             while not stopped.is_set():
                 with lock:
@@ -249,7 +249,7 @@ def _last_border(grid: Grid, dim: int, at: int) -> int:
     return edges[place - 1] if place else 0
 
 
-class _Memory:
+class _BandMemory:
     """The memory of one thread, used for one band after the other."""
 
     def __init__(self, sides: int) -> None:

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from ckptkit.checkpoint.commit import commit, committed_save_id, gather
 from ckptkit.checkpoint.locate import committed_steps, read_manifest, step_folders
 from ckptkit.checkpoint.places import DATA, Place, data_prefix, described, store_at, under
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.reshard.copy import Budget, copy_packs
 from ckptkit.checkpoint.reshard.target import ReshardOptions, ReshardTarget, target_of
+from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     CkptkitError,
     FormatError,

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from ckptkit.checkpoint.check.digest import digest_of
 from ckptkit.checkpoint.check.pack import PackBytes, PackFile
-from ckptkit.checkpoint.commit import commit, committed_save_id, gather
 from ckptkit.checkpoint.locate import refuse_links
 from ckptkit.checkpoint.places import (
     DATA,
@@ -48,7 +47,8 @@ from ckptkit.checkpoint.reshard.target import (
     target_of,
 )
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.checkpoint.threads import Progress, cores, share_out
+from ckptkit.checkpoint.workers import Progress, cores, share_out
+from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     FormatError,
     NoSpaceError,

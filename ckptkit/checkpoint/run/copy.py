@@ -14,15 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ckptkit.checkpoint.assemble import assemble
-from ckptkit.checkpoint.check.pack import PackBytes, Window
-from ckptkit.checkpoint.commit import commit, committed_save_id, discard
+from ckptkit.checkpoint.check.pack import PackBytes, PackWindow
 from ckptkit.checkpoint.locate import read_manifest
-from ckptkit.checkpoint.pace import ask_all
 from ckptkit.checkpoint.places import data_prefix, described, step_name
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
-from ckptkit.checkpoint.threads import Progress, share_out
+from ckptkit.checkpoint.workers import Progress, ask_all, share_out
+from ckptkit.checkpoint.write.assemble import assemble
+from ckptkit.checkpoint.write.commit import commit, committed_save_id, discard
 from ckptkit.errors import (
     CorruptionError,
     FormatError,
@@ -59,7 +58,7 @@ class Copied:
 
 class UnsoundStepError(CorruptionError):
     """What was to be copied is not as it was written, or no longer there: all ranks raise this in
-    the same place, and their barrier goes on to serve.
+    the same place, and their ranks goes on to serve.
     """
 
     def __init__(self, what: str, *, where: str, save_id: str) -> None:
@@ -69,7 +68,7 @@ class UnsoundStepError(CorruptionError):
 
 
 def copy_step(
-    source: Store, target: Store, step: int, barrier: Ranks, options: CopyOptions | None = None
+    source: Store, target: Store, step: int, ranks: Ranks, options: CopyOptions | None = None
 ) -> Copied:
     """Copy a committed step, each rank some of its packs.
 
@@ -78,11 +77,11 @@ def copy_step(
     """
     try:
         copying = _Copying(source, target, step, options or CopyOptions())
-        return Copied(copying.save_id, copying.run(barrier))
+        return Copied(copying.save_id, copying.run(ranks))
     except UnsoundStepError:
         raise
     except BaseException as error:
-        barrier.leave(in_one_line(error))
+        ranks.leave(in_one_line(error))
         raise
 
 
@@ -102,22 +101,22 @@ class _Copying:
         self._where = described(source, self._prefix)
         self._options = options
 
-    def run(self, barrier: Ranks) -> int:
-        save_id, is_there = barrier.share(lambda: (self.save_id, self._is_there()))
+    def run(self, ranks: Ranks) -> int:
+        save_id, is_there = ranks.share(lambda: (self.save_id, self._is_there()))
         if save_id != self.save_id:
             raise PeerError(
                 "rank 0 copies another save of this step", where=self._where, hint="try again"
             )
         if is_there:
             return 0
-        sent, problem = self._send(barrier)
-        self._agree(barrier, problem)
-        if barrier.rank == 0:
+        sent, problem = self._send(ranks)
+        self._agree(ranks, problem)
+        if ranks.rank == 0:
             self._commit()
-            barrier.share(lambda: "committed")
+            ranks.share(lambda: "committed")
             return sent
         try:
-            barrier.share(lambda: "")
+            ranks.share(lambda: "")
         except PeerError:
             # Rank 0 may have committed before it was lost, as in `Attempt.end`.
             if committed_save_id(self._target, self._prefix) != self.save_id:
@@ -134,17 +133,17 @@ class _Copying:
             hint="delete one of the two steps, or pass overwrite=True",
         )
 
-    def _send(self, barrier: Ranks) -> tuple[int, UnsoundStepError | None]:
+    def _send(self, ranks: Ranks) -> tuple[int, UnsoundStepError | None]:
         """Send this rank's packs; how many bytes that were, and what ended it early."""
         sent = 0
         try:
-            if barrier.rank == 0:
+            if ranks.rank == 0:
                 with self._reading(self._where):
                     self._check_manifest()
             for pack, info in enumerate(self._manifest.packs):
                 # What the one without a record holds follows from all others: rank 0 has them.
-                owner = 0 if info.record is None else pack % barrier.world_size
-                if owner == barrier.rank:
+                owner = 0 if info.record is None else pack % ranks.world_size
+                if owner == ranks.rank:
                     sent += self._copy(pack)
         except UnsoundStepError as problem:
             return sent, problem
@@ -152,10 +151,10 @@ class _Copying:
             self._sources.close()
         return sent, None
 
-    def _agree(self, barrier: Ranks, problem: UnsoundStepError | None) -> None:
+    def _agree(self, ranks: Ranks, problem: UnsoundStepError | None) -> None:
         """When all packs are complete, go on; where one is damaged, raise on all ranks."""
         mine = None if problem is None else (problem.what, problem.where)
-        told = barrier.agree(mine, lambda heard: next(filter(None, heard), None))
+        told = ranks.agree(mine, lambda heard: next(filter(None, heard), None))
         if told is not None:
             what, where = told
             raise problem or UnsoundStepError(what, where=where, save_id=self.save_id)
@@ -184,7 +183,7 @@ class _Copying:
         extents = [window.size for window in known.windows(_SEGMENT)]
         sink = self._target.create(key, extents, memory=self._options.memory, again=True)
 
-        def send(numbered: tuple[int, Window]) -> None:
+        def send(numbered: tuple[int, PackWindow]) -> None:
             number, window = numbered
             with sink.filling(number) as memory, self._reading(where):
                 with self._sources.use(pack) as source:

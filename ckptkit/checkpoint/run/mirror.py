@@ -74,24 +74,24 @@ class Mirror:
         self.local, self.remote = local, remote
         self._retention = retention
         self._options = options or CopyOptions()
-        self._memory = _Memory()
+        self._known = _Known()
 
-    def look(self, barrier: Ranks) -> None:
+    def look(self, ranks: Ranks) -> None:
         """Make sure that all ranks see one local folder, and that it is this run's; every rank
         calls it before the first save or load.
         """
-        if barrier.rank == 0:
+        if ranks.rank == 0:
             self._claim()
-        mark = barrier.share(lambda: f"seen-by-all-{secrets.token_hex(8)}.txt")
+        mark = ranks.share(lambda: f"seen-by-all-{secrets.token_hex(8)}.txt")
         try:
-            if barrier.rank == 0 and barrier.world_size > 1:
+            if ranks.rank == 0 and ranks.world_size > 1:
                 self.local.put(mark, b"for a moment")
-            barrier.share(lambda: "written")
-            if barrier.rank > 0:
-                self._check_seen(mark, barrier.rank)
-            barrier.wait()
+            ranks.share(lambda: "written")
+            if ranks.rank > 0:
+                self._check_seen(mark, ranks.rank)
+            ranks.wait()
         finally:
-            if barrier.rank == 0:
+            if ranks.rank == 0:
                 with suppress(CkptkitError):
                     self.local.delete([mark])
 
@@ -115,27 +115,27 @@ class Mirror:
                 break
         return found
 
-    def upload(self, barrier: Ranks, up_to: int | None = None) -> None:
+    def upload(self, ranks: Ranks, up_to: int | None = None) -> None:
         """Copy all local steps that are not in the other place, and that retention keeps, oldest
         first; then delete what retention does not keep, in both places, of the steps up to the one
         that was saved just now. A call of all ranks.
 
         A local step that is damaged is said in the log, once, and stays: no later save mends it.
         """
-        with _leaving(barrier):
-            steps = barrier.share(lambda: self._pending(up_to))
+        with _leaving(ranks):
+            steps = ranks.share(lambda: self._pending(up_to))
         try:
-            with _leaving(barrier):
+            with _leaving(ranks):
                 for step in steps:
-                    self._copy(step, barrier)
-                barrier.wait()
+                    self._copy(step, ranks)
+                ranks.wait()
         except CkptkitError:
             # One that cannot be copied must not keep all others for ever.
             with suppress(CkptkitError):
-                self._prune(barrier, up_to)
+                self._prune(ranks, up_to)
             raise
         try:
-            self._prune(barrier, up_to)
+            self._prune(ranks, up_to)
         except CkptkitError as error:
             error.what = f"steps were copied, but older ones not deleted: {error.what}"
             raise
@@ -184,7 +184,7 @@ class Mirror:
         if here is None or there is None:
             return [LOCAL, REMOTE]
         if here.save_id == there.save_id:
-            self._memory.arrived.add((step, here.save_id))
+            self._known.arrived.add((step, here.save_id))
             return [LOCAL, REMOTE]
         newer = LOCAL if here.time >= there.time else REMOTE
         log.warning("step %d was saved twice: that in the %s place is newer", step, newer)
@@ -211,9 +211,9 @@ class Mirror:
 
     def _report(self, step: int, save_id: str, error: FormatError) -> None:
         """Say once that a local step will not be copied."""
-        if (step, save_id) in self._memory.damaged:
+        if (step, save_id) in self._known.damaged:
             return
-        self._memory.damaged.add((step, save_id))
+        self._known.damaged.add((step, save_id))
         log.error(
             "%s cannot be copied and stays where it is, other steps are copied: %s: %s; %s",
             described(self.local, step_name(step)),
@@ -223,19 +223,19 @@ class Mirror:
         )
 
     def _pending(self, up_to: int | None) -> list[int]:
-        memory = self._memory
-        here = {s: i for s, i in self._saved_here().items() if (s, i) not in memory.damaged}
-        if memory.arrived.issuperset(here.items()):
+        known = self._known
+        here = {s: i for s, i in self._saved_here().items() if (s, i) not in known.damaged}
+        if known.arrived.issuperset(here.items()):
             return []
         run = Run(self.remote)
         there = set(run.steps())
         kept = self._retention.kept(sorted({*here, *(there - run.links().keys())}), up_to)
         for step in there.intersection(here):
             if self._is_settled(step, here[step]):
-                memory.arrived.add((step, here[step]))
-        waiting = [s for s, i in here.items() if s in kept and (s, i) not in memory.arrived]
+                known.arrived.add((step, here[step]))
+        waiting = [s for s, i in here.items() if s in kept and (s, i) not in known.arrived]
         # What has failed must not keep others from being copied.
-        return sorted(waiting, key=lambda step: (step in memory.failed, step))
+        return sorted(waiting, key=lambda step: (step in known.failed, step))
 
     def _is_settled(self, step: int, save_id: str) -> bool:
         """Whether a local step that is in the other place too must not be copied there."""
@@ -245,18 +245,18 @@ class Mirror:
         # Overwriting is for what was saved since: a later save there is not to be lost.
         return self._options.overwrite and self._in_order(step)[0] == REMOTE
 
-    def _copy(self, step: int, barrier: Ranks) -> None:
+    def _copy(self, step: int, ranks: Ranks) -> None:
         started = time.perf_counter()
-        self._memory.failed.add(step)
+        self._known.failed.add(step)
         try:
-            copied = copy_step(self.local, self.remote, step, barrier, self._options)
+            copied = copy_step(self.local, self.remote, step, ranks, self._options)
         except UnsoundStepError as error:
-            self._leave_out(step, error, barrier)
+            self._leave_out(step, error, ranks)
             return
-        self._memory.failed.discard(step)
-        if barrier.rank == 0:
+        self._known.failed.discard(step)
+        if ranks.rank == 0:
             # By now the local folder may have another save of the step, which has not arrived.
-            self._memory.arrived.add((step, copied.save_id))
+            self._known.arrived.add((step, copied.save_id))
             log.info(
                 "copied step %d to %s: %.3f GB by rank 0 in %.2f s",
                 step,
@@ -265,17 +265,17 @@ class Mirror:
                 time.perf_counter() - started,
             )
 
-    def _leave_out(self, step: int, error: UnsoundStepError, barrier: Ranks) -> None:
+    def _leave_out(self, step: int, error: UnsoundStepError, ranks: Ranks) -> None:
         """Go on without a damaged step, which no attempt to copy it again will mend."""
-        self._memory.failed.discard(step)
-        there = _save_of(self.local, step) if barrier.rank == 0 else None
+        self._known.failed.discard(step)
+        there = _save_of(self.local, step) if ranks.rank == 0 else None
         # What was deleted meanwhile, or saved anew, is no damage: the latter is copied next time.
         if there is not None and there.save_id == error.save_id:
             self._report(step, error.save_id, error)
 
-    def _prune(self, barrier: Ranks, up_to: int | None) -> None:
+    def _prune(self, ranks: Ranks, up_to: int | None) -> None:
         rules = self._retention
-        if up_to is None or barrier.rank > 0:
+        if up_to is None or ranks.rank > 0:
             return
         if not rules.is_all:
             Run(self.remote).prune(
@@ -291,7 +291,7 @@ class Mirror:
         )
         here = self._saved_here()
         kept = rules.kept(sorted(here), up_to)
-        arrived = self._memory.arrived
+        arrived = self._known.arrived
         safe = all((s, i) in arrived for s, i in here.items() if s in kept and s <= up_to)
 
         def may_go(removal: Removal) -> bool:
@@ -303,7 +303,7 @@ class Mirror:
 
 
 @dataclass(slots=True)
-class _Memory:
+class _Known:
     """What rank 0 knows without asking again."""
 
     arrived: set[tuple[int, str]] = field(default_factory=set)
@@ -315,12 +315,12 @@ class _Memory:
 
 
 @contextmanager
-def _leaving(barrier: Ranks) -> Iterator[None]:
+def _leaving(ranks: Ranks) -> Iterator[None]:
     """Tell the other ranks what goes wrong inside."""
     try:
         yield
     except BaseException as error:
-        barrier.leave(in_one_line(error))
+        ranks.leave(in_one_line(error))
         raise
 
 

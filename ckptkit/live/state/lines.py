@@ -85,11 +85,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class SharedOut:
-    """How ranks of one line have a plain tensor together: each some of its rows, or one of them the
-    whole of it.
+    """How ranks of one line have a plain tensor of a shape together: each some of its rows, or one
+    of them the whole of it.
     """
 
     ranks: tuple[int, ...]
+    shape: tuple[int, ...]
     owner: int | None = None
     """The place in the line of the one that has it."""
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptkit.checkpoint.rules_file import RulesLike, load_rules
 from ckptkit.errors import LayoutError, RulesError, UnsupportedTypeError
 from ckptkit.format.names import OPTIMIZER, inner_name, join, split
 from ckptkit.live.state.tensors import dtype_name, same_bits
@@ -34,8 +36,6 @@ from ckptkit.model import (
     parse_placement,
 )
 
-# Either placements such as `{"*.wqkv.weight": {"tp": "shard(0)"}}`, or rules as a file has them.
-RulesLike: TypeAlias = Mapping[str, Any] | Rules
 HowCut: TypeAlias = Placement | Cut | Experts
 
 
@@ -139,9 +139,21 @@ class HandCuts:
 
     @classmethod
     def of(cls, what: RulesLike | None) -> HandCuts:
-        """What rules say, a document of such, or placements by patterns of whole names."""
+        """What rules say, the name of a preset or a file of such, or a document of either kind:
+        rules as a file has them, or `{"*.wqkv.weight": {"tp": "shard(0)"}}`, which are placements
+        by patterns of whole names.
+        """
         if isinstance(what, Mapping) and isinstance(what.get("rules"), list | tuple):
             what = Rules.from_doc(what, where="rules=")
+        elif isinstance(what, (str, PathLike)):
+            if what == "auto":
+                raise RulesError(
+                    "cuts by hand are not guessed",
+                    where="rules=",
+                    value=what,
+                    hint="name the preset that the model was cut by, such as llama",
+                )
+            what = load_rules(what)
         if isinstance(what, Rules):
             known = ((rule, {"tp": rule.tp, "ep": rule.ep}) for rule in what.rules)
             said = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -121,22 +122,17 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
             hint="store its indices and values as tensors of their own",
         )
     dtype_of(name, tensor)
-    if not _has_memory(tensor):
+    # The elements of wrappers lie in other tensors; a FakeTensor warns whoever asks for its memory.
+    has_memory = False
+    if type(tensor).__name__ != "FakeTensor":
+        with suppress(RuntimeError, NotImplementedError):
+            has_memory = tensor.untyped_storage().data_ptr() != 0 or not tensor.numel()
+    if not has_memory:
         raise UnsupportedTypeError(
             f"a {type(tensor).__qualname__} has no memory of its own to save or to fill",
             where=name,
             hint="store the tensors that it is made of, each under a name of its own",
         )
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie in its own storage: those of wrappers lie in other tensors."""
-    if type(tensor).__name__ == "FakeTensor":
-        return False  # it warns whoever asks for its memory
-    try:
-        return tensor.untyped_storage().data_ptr() != 0 or not tensor.numel()
-    except (RuntimeError, NotImplementedError):
-        return False
 
 
 def parts_of_tensor(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

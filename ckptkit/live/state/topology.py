@@ -10,7 +10,6 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TypeAlias
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
@@ -38,33 +37,11 @@ Run: TypeAlias = tuple[int, ...]
 """The axes that a line of ranks lies along, outermost first."""
 
 
-# Ranks that differ along these read data of their own, and so do those that experts are spread
-# over; ranks along `tp` and `pp` work on the same.
-_DATA = ("ddp", "fsdp", "zero1", "zero2", "zero3", "ep")
 # Where two wrappers join the same ranks, what cuts says more than what repeats.
 _PRECEDENCE = ("pp", "tp", "ep", "fsdp", "zero1", "zero2", "zero3", "ddp")
 _KEPT_ALIKE = ("ddp", "zero1")
 _PIPELINES = ("pp", "pipe", "pipeline", "stage")
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
-
-
-def data_rank(strategy: Strategy, rank: int) -> tuple[int, int]:
-    """Which share of a job's data a rank reads, and how many shares there are."""
-    at, of = 0, 1
-    axes = strategy.mesh.axes
-    for axis, coord in zip(axes, strategy.mesh.coords(rank), strict=True):
-        if axis.kind in _DATA:
-            at, of = at * axis.size + coord, of * axis.size
-    return at, of
-
-
-def is_spread_alike(one: Strategy, other: Strategy) -> bool:
-    """Whether ranks of one number do the same in two jobs, however they share out parameters."""
-    kinds = (
-        [("data" if a.kind in _DATA else a.kind, a.size) for a in each.mesh.axes if a.size > 1]
-        for each in (one, other)
-    )
-    return next(kinds) == next(kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +84,8 @@ class Topology:
         by_rank = frozenset(line.by_mesh for line in chosen)
         return cls(Strategy(Mesh(tuple(axes))), rank, strides, frozenset(kept_alike), by_rank)
 
-    def mesh_axes(self, tensor: torch.Tensor) -> frozenset[str]:
+    def mesh_axes(self, tensor: DTensor) -> frozenset[str]:
         """The axes of a DTensor's mesh, along which it keeps its replicas alike."""
-        if not isinstance(tensor, DTensor):
-            return frozenset()
         axes = self.strategy.mesh.axes
         return frozenset(axes[at].name for run in self._runs(tensor.device_mesh) for at in run)
 
@@ -152,8 +127,12 @@ class Topology:
         that, they are those of the nearest layout that can be said, in which it is saved, beside
         what this rank holds.
         """
-        own = _own_layout(name, tensor)
         mesh = tensor.device_mesh
+        try:
+            own = _torch_layout(tuple(tensor.shape), mesh.shape, tensor.placements)
+        except LayoutError as error:
+            error.where = f"{name}: {error.where}" if error.where else name
+            raise
         for dim, placement in enumerate(own.placements):
             line = ranks_along(mesh, dim)
             if not isinstance(placement, Replicate) and line not in self.by_rank:
@@ -168,17 +147,15 @@ class Topology:
         place = tuple(line.index(self.rank) for line in _lines(mesh))
         return found, own.part(own.strategy.mesh.rank(place))
 
-    def of_shared(
-        self, name: str, shared: SharedOut, shape: tuple[int, ...]
-    ) -> dict[str, Placement]:
+    def of_shared(self, name: str, shared: SharedOut) -> dict[str, Placement]:
         """How the axes cut a plain tensor that ranks of one line share out."""
         run = self._run_of(shared.ranks, name)
         axes, sizes = self.strategy.mesh.axes, self.strategy.mesh.sizes
         if shared.owner is None:
-            if len(run) > 1 and shape[0] % len(shared.ranks):
+            rows, ranks = shared.shape[:1], len(shared.ranks)
+            if len(run) > 1 and rows[0] % ranks:
                 raise LayoutError(
-                    f"{shape[0]} rows over {len(shared.ranks)} ranks, which lie along several axes "
-                    "here",
+                    f"{rows[0]} rows over {ranks} ranks, which lie along several axes here",
                     where=name,
                     value=str(self.strategy),
                     hint="rows that go evenly into the ranks can be saved, and DTensors of any "
@@ -270,19 +247,11 @@ def _singles(lines: list[Line]) -> list[Line]:
     return list(singles.values())
 
 
-def _own_layout(name: str, tensor: DTensor) -> Layout:
-    """How a DTensor lies on its own mesh, whose dims are the axes."""
-    try:
-        return _torch_layout(tuple(tensor.shape), tensor.device_mesh.shape, tensor.placements)
-    except LayoutError as error:
-        error.where = f"{name}: {error.where}" if error.where else name
-        raise
-
-
 @lru_cache(maxsize=4096)
 def _torch_layout(
     shape: tuple[int, ...], ranks: tuple[int, ...], placements: tuple[TorchPlacement, ...]
 ) -> Layout:
+    """How a DTensor lies on its own mesh, whose dims are the axes."""
     places: list[Placement] = [Replicate() for _ in ranks]
     factors: dict[int, int] = {}
     pieces: dict[int, int] = {}  # by dim of the tensor, how many the axes to the right have made
@@ -315,16 +284,13 @@ def _torch_layout(
                     value=str(placements),
                     hint="cut blocks along one dim of the mesh, or make them tensors of their own",
                 )
-            places[at] = Shard(dim, _chunked(length, factors[at]))
+            step = max(1, -(-length // factors[at]))  # as torch.chunk does
+            places[at] = Shard(
+                dim, tuple(min(step, length - start) for start in range(0, length, step)) or None
+            )
         lengths[dim] = -1 if length < 0 or length % ranks[at] else length // ranks[at]
     mesh = Mesh(tuple(Axis(f"dim{n}", "tp", size) for n, size in enumerate(ranks)))
     return layout_of(shape, Strategy(mesh), places)
-
-
-def _chunked(length: int, count: int) -> tuple[int, ...] | None:
-    """The lengths of the pieces that torch.chunk makes."""
-    step = max(1, -(-length // count))
-    return tuple(min(step, length - start) for start in range(0, length, step)) or None
 
 
 @lru_cache(maxsize=4096)

@@ -57,41 +57,93 @@ def take_tensors(
     """
     tensors: dict[str, torch.Tensor] = {}
 
-    def taken(value: object, path: str, depth: int) -> Any:
-        if depth > _MAX_DEPTH:
-            raise UnsupportedTypeError(
-                f"more than {_MAX_DEPTH} levels deep (or it contains itself)", where=path
-            )
-        if isinstance(value, torch.Tensor):
-            if path in tensors:
-                raise UnsupportedTypeError("two keys are the same as text", where=path)
-            tensors[path] = value
-            return {REFERENCE: array_at(path)}
-        if form := _form_of(value):
-            mark, inner = form
-            return {mark: taken(inner, path, depth + 1)}
-        if isinstance(value, Mapping):
-            _check_keys(value, path)
-            return {k: taken(v, f"{path}/{escape(str(k))}", depth + 1) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            items = [taken(v, f"{path}/{at}", depth + 1) for at, v in enumerate(value)]
-            return items if isinstance(value, list) else tuple(items)
+    def reference(tensor: torch.Tensor, path: str) -> dict[str, str]:
+        if path in tensors:
+            raise UnsupportedTypeError("two keys are the same as text", where=path)
+        tensors[path] = tensor
+        return {REFERENCE: array_at(path)}
+
+    return _marked(tree, name, reference), tensors
+
+
+def without_tensors(tree: Any, where: str = "") -> Any:
+    """The tree with the values of its tensors in it, for small ones that each rank has its own
+    of.
+    """
+
+    def values(tensor: torch.Tensor, path: str) -> dict[str, Any]:
+        check_plain(path, tensor)
+        bits = as_bits(path, local_of(tensor).cpu().contiguous())
+        return {_TENSOR: bits.view(dtype_of(path, tensor).numpy)}
+
+    return _marked(tree, where, values)
+
+
+def plain_extra(name: str, value: object) -> object:
+    """A value of `extra` with marks, whatever it says of ranks. Of dictionaries and lists only the
+    plain ones are taken: a load would not give back another kind, so it is refused when stored.
+    """
+    if isinstance(value, Sum):
         return value
+    if isinstance(value, (PerDataRank, PerRank, Replicated, Split)):
+        return type(value)(_marked(value.value, name, None))
+    return _marked(value, name, None)
 
-    return taken(tree, name, 0), tensors
+
+def _marked(
+    tree: Any,
+    path: str,
+    tensor_as: Callable[[torch.Tensor, str], Any] | None,
+    depth: int = 0,
+) -> Any:
+    """The tree with marks where it has what the format has no type for; `tensor_as` says what
+    stands for a tensor.
+    """
+    if depth > _MAX_DEPTH:
+        raise UnsupportedTypeError(
+            f"more than {_MAX_DEPTH} levels deep (or it contains itself)", where=path
+        )
+    if tensor_as is not None and isinstance(tree, torch.Tensor):
+        return tensor_as(tree, path)
+    if form := _form_of(tree):
+        mark, inner = form
+        return {mark: _marked(inner, path, tensor_as, depth + 1)}
+    is_any = tensor_as is not None
+    if isinstance(tree, Mapping) if is_any else type(tree) in (dict, OrderedDict):
+        for mark in (REFERENCE, DATA_RANK, _TENSOR, *_MADE_BY):
+            if mark in tree:
+                raise UnsupportedTypeError("the key is ckptkit's own", where=path, value=mark)
+        return {
+            key: _marked(value, f"{path}/{escape(str(key))}", tensor_as, depth + 1)
+            for key, value in tree.items()
+        }
+    if isinstance(tree, (list, tuple)) if is_any else type(tree) in (list, tuple):
+        items = [_marked(v, f"{path}/{at}", tensor_as, depth + 1) for at, v in enumerate(tree)]
+        return items if isinstance(tree, list) else tuple(items)
+    return tree
 
 
-def put_tensors(tree: Any, tensor_of: Callable[[str], torch.Tensor], where: str) -> Any:
+def put_tensors(tree: Any, tensor_of: Callable[[str], torch.Tensor] | None, where: str) -> Any:
     """The tree that `take_tensors` took apart, with a tensor at each mark."""
     if isinstance(tree, dict):
-        if REFERENCE in tree:
+        if tensor_of is not None and REFERENCE in tree:
             if len(tree) != 1 or not isinstance(tree[REFERENCE], str):
                 raise FormatError("not the mark of an array", where=where, value=tree)
             return tensor_of(tree[REFERENCE])
-        if _TENSOR in tree:
-            return _as_tensor(tree, where)
+        if tensor_of is not None and _TENSOR in tree:
+            array = tree[_TENSOR]
+            if len(tree) != 1 or not isinstance(array, np.ndarray):
+                raise FormatError("not the values of a tensor", where=where, value=tree)
+            dtype = DType.of(array.dtype)
+            tensor = torch.empty(array.shape, dtype=torch_dtype(dtype))
+            as_bits(where, tensor)[...] = array.view(dtype.bits)
+            return tensor
         if len(tree) == 1 and (mark := next(iter(tree))) in _MADE_BY:
-            return _made(mark, put_tensors(tree[mark], tensor_of, where), where)
+            given = put_tensors(tree[mark], tensor_of, where)
+            try:
+                return _MADE_BY[mark](given)
+            except (TypeError, ValueError, LookupError) as error:
+                raise FormatError(f"no value for {mark}", where=where, value=given) from error
         return {key: put_tensors(value, tensor_of, where) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         items = [put_tensors(value, tensor_of, where) for value in tree]
@@ -99,59 +151,9 @@ def put_tensors(tree: Any, tensor_of: Callable[[str], torch.Tensor], where: str)
     return tree
 
 
-def without_tensors(tree: Any, where: str = "") -> Any:
-    """The tree with the values of its tensors in it, for small ones that each rank has its own
-    of.
-    """
-    if isinstance(tree, torch.Tensor):
-        check_plain(where, tree)
-        dtype = dtype_of(where, tree)
-        return {_TENSOR: as_bits(where, local_of(tree).cpu().contiguous()).view(dtype.numpy)}
-    if form := _form_of(tree):
-        mark, inner = form
-        return {mark: without_tensors(inner, where)}
-    if isinstance(tree, Mapping):
-        return {key: without_tensors(value, f"{where}/{key}") for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        items = [without_tensors(value, f"{where}/{at}") for at, value in enumerate(tree)]
-        return items if isinstance(tree, list) else tuple(items)
-    return tree
-
-
-def marked(value: Any, where: str, depth: int = 0) -> Any:
-    """A plain value with marks where it has what the format has no type for; what has no mark is
-    refused when it is stored.
-    """
-    if depth > _MAX_DEPTH:
-        return value
-    if form := _form_of(value):
-        mark, inner = form
-        return {mark: marked(inner, where, depth + 1)}
-    if type(value) in (dict, OrderedDict):
-        _check_keys(value, where)
-        return {k: marked(each, f"{where}.{k}", depth + 1) for k, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(marked(v, f"{where}[{at}]", depth + 1) for at, v in enumerate(value))
-    return value
-
-
-def plain_extra(name: str, value: object) -> object:
-    """A value of `extra` with marks, whatever it says of ranks."""
-    if isinstance(value, (PerDataRank, PerRank, Replicated, Split)):
-        return type(value)(marked(value.value, name))
-    return value if isinstance(value, Sum) else marked(value, name)
-
-
 def unmarked(value: Any, where: str) -> Any:
-    """The value that `marked` was given."""
-    if isinstance(value, dict):
-        found = {key: unmarked(each, where) for key, each in value.items()}
-        mark = next(iter(found)) if len(found) == 1 else None
-        return _made(mark, found[mark], where) if mark in _MADE_BY else found
-    if isinstance(value, (list, tuple)):
-        items = [unmarked(each, where) for each in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+    """The value that `plain_extra` was given, which has no tensors."""
+    return put_tensors(value, None, where)
 
 
 def is_mark(tree: Mapping[Any, Any]) -> bool:
@@ -187,36 +189,13 @@ def _form_of(value: object) -> tuple[str, Any] | None:
         return "ckptkit.counter", dict(value)
     if type(value) in (set, frozenset):
         # In one order on all ranks, whatever their hashes are.
-        items = sorted(value, key=lambda item: canonical(marked(item, "")))  # type: ignore[call-overload]
+        items = sorted(value, key=lambda item: canonical(_marked(item, "", None)))  # type: ignore[call-overload]
         return f"ckptkit.{type(value).__name__}", items
     if type(value) is deque:
         return "ckptkit.deque", [list(value), value.maxlen]
     if type(value) is datetime.date:
         return "ckptkit.date", value.isoformat()
     return ("ckptkit.size", list(value)) if type(value) is torch.Size else None
-
-
-def _made(mark: str, given: Any, where: str) -> Any:
-    try:
-        return _MADE_BY[mark](given)
-    except (TypeError, ValueError, LookupError) as error:
-        raise FormatError(f"no value for {mark}", where=where, value=given) from error
-
-
-def _check_keys(value: Mapping[Any, Any], where: str) -> None:
-    for mark in (REFERENCE, DATA_RANK, _TENSOR, *_MADE_BY):
-        if mark in value:
-            raise UnsupportedTypeError("the key is ckptkit's own", where=where, value=mark)
-
-
-def _as_tensor(tree: dict[str, Any], where: str) -> torch.Tensor:
-    array = tree[_TENSOR]
-    if len(tree) != 1 or not isinstance(array, np.ndarray):
-        raise FormatError("not the values of a tensor", where=where, value=tree)
-    dtype = DType.of(array.dtype)
-    tensor = torch.empty(array.shape, dtype=torch_dtype(dtype))
-    as_bits(where, tensor)[...] = array.view(dtype.bits)
-    return tensor
 
 
 def arrays_in(tree: Any, where: str) -> list[str]:

@@ -32,8 +32,6 @@ class ModelEntry:
     name: str
     value: Any
     is_parameter: bool
-    shape: tuple[int, ...] | None = None
-    """The global shape, where the tensor itself does not know it."""
     shared: SharedOut | None = None
     """How ranks share it out, where the tensor itself does not know it."""
     source: Any = None
@@ -55,7 +53,6 @@ class StateEntry:
     parameter: str
     key: str
     value: Any
-    shape: tuple[int, ...] | None = None
     shared: SharedOut | None = None
 
 

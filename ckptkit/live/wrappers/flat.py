@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit.errors import UnsupportedTypeError
+from ckptkit.format.leaves import dumps, unpack
 from ckptkit.live.state.lines import SharedOut
 from ckptkit.live.wrappers.entries import canonical_names
 
@@ -48,13 +49,19 @@ class FlatSlice:
     """How many of them."""
     at: int
     """Where they begin in the shard."""
-    parameter: nn.Parameter | None
-    """The parameter itself, with `use_orig_params`."""
+    holder: nn.Parameter
+    """What optimizers step for it: the flat parameter, or the view of it that stands for this one
+    with `use_orig_params`."""
+    is_view: bool
 
     @property
     def size(self) -> int:
         """How many elements it has."""
         return math.prod(self.shape)
+
+    def within(self, value: torch.Tensor) -> torch.Tensor:
+        """Its elements in a tensor that is kept for its holder."""
+        return value.view(-1) if self.is_view else value[self.at : self.at + self.count]
 
     def of_elements(self, elements: torch.Tensor) -> torch.Tensor:
         """All elements, in the order of memory, in its shape."""
@@ -70,10 +77,10 @@ class FlatSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flat:
-    """A flat parameter."""
+    """A flat parameter, or what an optimizer has of it."""
 
     parameter: nn.Parameter
-    pieces: tuple[FlatSlice, ...]
+    slices: tuple[FlatSlice, ...]
     group: dist.ProcessGroup | None
     """The ranks that it is cut over; None where all have it whole."""
     device: torch.device
@@ -81,7 +88,25 @@ class Flat:
     @property
     def keeps_originals(self) -> bool:
         """Whether the model's parameters are the original ones, as views of this one."""
-        return all(piece.parameter is not None for piece in self.pieces)
+        return all(piece.is_view for piece in self.slices)
+
+    @property
+    def shard_size(self) -> int:
+        """How many elements each rank has, padding included."""
+        size: int = self.parameter._sharded_size.numel()  # type: ignore[attr-defined]
+        return size
+
+    def holders(self) -> dict[nn.Parameter, list[FlatSlice]]:
+        """What optimizers step that has elements on this rank: for others they keep nothing."""
+        found: dict[nn.Parameter, list[FlatSlice]] = {}
+        for piece in self.slices:
+            if piece.count or not piece.is_view:
+                found.setdefault(piece.holder, []).append(piece)
+        return found
+
+    def kept_size(self, piece: FlatSlice) -> int:
+        """How many elements a tensor has that is kept for the holder of a piece."""
+        return piece.count if piece.is_view else self.shard_size
 
     def rows(
         self, names: Collection[str], elements: Mapping[str, torch.Tensor], dtype: torch.dtype
@@ -89,7 +114,7 @@ class Flat:
         """The rows that this rank has of values of the shapes of some pieces; `elements` are those
         that lie where its shard is. A collective of the group.
         """
-        wanted = [piece for piece in self.pieces if piece.name in names]
+        wanted = [piece for piece in self.slices if piece.name in names]
         if self.group is None:
             return {piece.name: piece.of_elements(elements[piece.name]) for piece in wanted}
         size, rank = self.group.size(), self.group.rank()
@@ -101,20 +126,19 @@ class Flat:
         found = {}
         for piece in wanted:
             full = piece.of_elements(whole[piece.start : piece.start + piece.size])
-            height = _height(piece, size)
             # In host memory: a second copy of an optimizer's state may not fit beside the first.
-            found[piece.name] = full[rank * height : (rank + 1) * height].to("cpu", copy=True)
+            found[piece.name] = rows_of(full, rank, size).to("cpu", copy=True)
         return found
 
     def elements(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Of values of which every rank has its rows, those elements that lie where this rank's
         shard is. A collective of the group.
         """
-        wanted = [piece for piece in self.pieces if piece.name in rows]
+        wanted = [piece for piece in self.slices if piece.name in rows]
         if self.group is None:
             return {piece.name: piece.elements_of(rows[piece.name]) for piece in wanted}
         size = self.group.size()
-        counts = [_height(piece, size) * math.prod(piece.shape[1:]) for piece in wanted]
+        counts = [height(piece.shape[0], size) * math.prod(piece.shape[1:]) for piece in wanted]
         ends = list(accumulate(counts))
         dtype = next(iter(rows.values())).dtype
         mine = torch.zeros(ends[-1], dtype=dtype, device=self.device)
@@ -131,20 +155,12 @@ class Flat:
 
     def described(
         self, piece: FlatSlice, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[int, ...], SharedOut | None]:
-        """Rows of a piece; the shape of the whole, and how ranks share it out if the rows do not
-        say it themselves.
-        """
+    ) -> tuple[torch.Tensor, SharedOut | None]:
+        """Rows of a piece, and how ranks share it out if the rows do not say it themselves."""
         if piece.cut is not None:
-            return as_dtensor(rows, piece.cut), tuple(piece.cut.shape), None
+            return as_dtensor(rows, piece.cut), None
         ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)
-        return rows, piece.shape, SharedOut(tuple(ranks))
-
-    @property
-    def shard_size(self) -> int:
-        """How many elements each rank has, padding included."""
-        size: int = self.parameter._sharded_size.numel()  # type: ignore[attr-defined]
-        return size
+        return rows, SharedOut(tuple(ranks), piece.shape)
 
 
 def flats_of(module: nn.Module) -> list[Flat]:
@@ -224,7 +240,7 @@ def _flat(
         )
         if not padding
     ]
-    originals = parameter._params or [None] * len(known)
+    views = parameter._params or [None] * len(known)
     cut = [each[0] for each, s in zip(known, parameter._param_extensions, strict=True) if s]
     if cut and group is None and parameter._params:
         raise UnsupportedTypeError(
@@ -246,10 +262,10 @@ def _flat(
         cuts,
         starts,
         parameter._shard_param_infos,
-        originals,
+        views,
         strict=True,
     )
-    pieces = tuple(
+    slices = tuple(
         FlatSlice(
             name=each[0],
             also=tuple(each[1:]),
@@ -260,11 +276,12 @@ def _flat(
             first=own.intra_param_start_idx or 0,
             count=own.numel_in_shard or 0,
             at=own.offset_in_shard or 0,
-            parameter=original,
+            holder=parameter if view is None else view,
+            is_view=view is not None,
         )
-        for each, shape, stride, spec, start, own, original in described
+        for each, shape, stride, spec, start, own, view in described
     )
-    return Flat(parameter, pieces, group, handle.device)
+    return Flat(parameter, slices, group, handle.device)
 
 
 def of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -275,5 +292,30 @@ def of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return found
 
 
-def _height(piece: FlatSlice, ranks: int) -> int:
-    return -(-piece.shape[0] // ranks)
+def told_to_all(value: object, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """What each rank of a group has to say, in plain values; what one cannot say all raise."""
+    try:
+        told = dumps(["", value])
+    except UnsupportedTypeError as error:
+        told = dumps([str(error), None])
+    data = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(device)
+    sizes = of_all_ranks(torch.tensor([len(told)], device=device), group).tolist()
+    padded = data.new_zeros(max(sizes))
+    padded[: len(told)] = data
+    rows = of_all_ranks(padded, group).view(len(sizes), -1).cpu()
+    heard = [unpack(bytes(r[:n].numpy()), "a rank") for r, n in zip(rows, sizes, strict=True)]
+    for rank, (problem, _) in zip(dist.get_process_group_ranks(group), heard, strict=True):
+        if problem:
+            raise UnsupportedTypeError(f"rank {rank}: {problem}")
+    return [said for _, said in heard]
+
+
+def height(rows: int, ranks: int) -> int:
+    """How many rows each of some ranks has; the last may have fewer, or none."""
+    return -(-rows // ranks)
+
+
+def rows_of(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """The rows that one of some ranks has."""
+    each = height(whole.shape[0], ranks)
+    return whole[rank * each : (rank + 1) * each]

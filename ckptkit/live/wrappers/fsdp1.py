@@ -1,4 +1,9 @@
-"""FullyShardedDataParallel (FSDP1): read and loaded through its sharded state dict."""
+"""FullyShardedDataParallel (FSDP1): read and loaded through its sharded state dict.
+
+The rows could be cut out of the flat parameters here, as those of an optimizer's state are. But the
+hooks of modules, which may add to a state dict or take from it what they make of their parameters,
+find these whole only while torch itself makes the state dict.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,9 @@ from ckptkit.live.wrappers.flat import (
     as_dtensor,
     cut_further,
     flats_of,
+    height,
     of_all_ranks,
+    rows_of,
     shard_mesh,
 )
 
@@ -99,7 +106,7 @@ def _agreed(values: Iterable[Any]) -> Any:
 def entries(module: nn.Module) -> list[ModelEntry]:
     """Copies of this rank's rows of each parameter, and the buffers. A collective."""
     canonical = canonical_names(module)
-    pieces = [piece for flat in flats_of(module) for piece in flat.pieces]
+    pieces = [piece for flat in flats_of(module) for piece in flat.slices]
     parameters = {name for piece in pieces for name in (piece.name, *piece.also)}
     found: dict[str, ModelEntry] = {}
     with _sharded(module):
@@ -108,17 +115,17 @@ def entries(module: nn.Module) -> list[ModelEntry]:
             is_parameter = name in parameters or isinstance(value, nn.Parameter)
             if not isinstance(value, ShardedTensor):
                 # FSDP keeps alike what it has flattened: with other parameters it does nothing.
-                kept = name in parameters
-                source = key, None
-                found[name] = ModelEntry(name, value, is_parameter, None, None, source, kept)
+                is_kept = name in parameters
+                entry = ModelEntry(name, value, is_parameter, source=(key, None))
+                found[name] = replace(entry, is_kept_alike=is_kept)
                 continue
             shards, shape = value.local_shards(), tuple(value.size())
             local = torch.empty((0, *shape[1:]), dtype=value.dtype)
             if shards:
                 local = shards[0].tensor
             ranks = dist.get_process_group_ranks(value._process_group)
-            shared = SharedOut(tuple(ranks))
-            found[name] = ModelEntry(name, local, is_parameter, shape, shared, (key, value))
+            shared = SharedOut(tuple(ranks), shape)
+            found[name] = ModelEntry(name, local, is_parameter, shared, (key, value))
     for piece in pieces:
         first = found.get(piece.name)
         for name in piece.also:  # the same value, loaded under both names
@@ -195,8 +202,7 @@ class _Rows(DTensorExtensions):
         else:
             meta = TensorMeta(local.shape, local.stride(), local.dtype)
             spec = DTensorSpec(shard_mesh(device_mesh), (Shard(0),), tensor_meta=meta)
-        height = -(-local.shape[0] // self._group.size())
-        rows = local[rank * height : (rank + 1) * height]
+        rows = rows_of(local, rank, self._group.size())
         return as_dtensor(rows.clone(memory_format=torch.contiguous_format), spec)
 
     def all_gather_dtensor(
@@ -212,8 +218,8 @@ class _Rows(DTensorExtensions):
             shape, _ = compute_local_shape_and_global_offset(
                 shape, mesh[names[1:]], tensor.placements[1:]
             )
-        height = -(-shape[0] // self._group.size())
-        mine = rows.new_zeros((height, *shape[1:]))
+        ranks = self._group.size()
+        mine = rows.new_zeros((height(shape[0], ranks), *shape[1:]))
         mine[: len(rows)] = rows
         found = of_all_ranks(mine.view(-1), self._group)
-        return found.view(height * self._group.size(), *shape[1:])[: shape[0]]
+        return found.view(len(mine) * ranks, *shape[1:])[: shape[0]]

@@ -69,6 +69,10 @@ class PlainOptimizer:
         spread = as_spread(value, parameter) if torch.is_tensor(value) else value
         return StateEntry(name, key, spread)
 
+    def keeps(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002 — others do not keep all
+        """Whether the state of a parameter, or this rank's part of it, is this rank's to keep."""
+        return True
+
     def names_of(self, names: Names, parameters: Sequence[nn.Parameter]) -> list[str]:
         """The names of parameters of the optimizer."""
         return [_name_of(names, parameter) for parameter in parameters]
@@ -126,7 +130,7 @@ class PlainOptimizer:
         for parameter in self._parameters():
             for key, value in values.get(_name_of(names, parameter), {}).items():
                 if not arrays_in(value, key):  # those were made with their tensors
-                    self.state[parameter][key] = put_tensors(value, _no_tensor, key)
+                    self.state[parameter][key] = put_tensors(value, no_tensor, key)
         for group in self._optimizer.param_groups:
             known = (options[n] for n in self.names_of(names, group["params"]) if n in options)
             for key, value in next(known, {}).items():
@@ -222,7 +226,8 @@ def _saved_in(item: Any) -> Iterator[Saved]:
             yield from _saved_in(each)
 
 
-def _no_tensor(name: str) -> torch.Tensor:
+def no_tensor(name: str) -> torch.Tensor:
+    """Refuse the mark of a tensor where there can be none."""
     raise FormatError("not a value without tensors", where=name)
 
 
@@ -294,12 +299,16 @@ class Zero1Optimizer(PlainOptimizer):
         """The ranks that share the parameters out among them."""
         return [line_of("zero1", self._zero.process_group)]
 
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        return bool(self._zero._param_to_rank[parameter] == self._zero.rank)
+
     def entry(self, name: str, key: str, value: Any, parameter: nn.Parameter) -> StateEntry:
         """An entry that only its owner has."""
+        if not torch.is_tensor(value):
+            return StateEntry(name, key, value)
         (line,) = self.lines()
-        shape = tuple(value.shape) if hasattr(value, "shape") else None
-        shared = SharedOut(line.ranks, self._zero._param_to_rank[parameter])
-        return StateEntry(name, key, value, shape, shared)
+        owner = self._zero._param_to_rank[parameter]
+        return StateEntry(name, key, value, SharedOut(line.ranks, tuple(value.shape), owner))
 
     def prepare(self, names: Names, saved: SavedState) -> None:
         super().prepare(names, self._owned(names, saved))
@@ -316,8 +325,7 @@ class Zero1Optimizer(PlainOptimizer):
 
     def _owned(self, names: Names, of_all: Mapping[str, T]) -> dict[str, T]:
         """Of something by parameter, what this rank keeps."""
-        owner = self._zero._param_to_rank
-        mine = {names[p] for p in self._parameters() if owner[p] == self._zero.rank}
+        mine = {names[p] for p in self._parameters() if self.keeps(p)}
         return {name: value for name, value in of_all.items() if name in mine}
 
 

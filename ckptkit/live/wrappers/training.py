@@ -48,51 +48,45 @@ class TrainingState:
     ) -> TrainingState:
         """What is to be saved or loaded, checked for clashes, but for the groups to skip."""
         known = None if model is None else Model(model)
-        modules: list[nn.Module] = known.modules if known else []
         if optimizer is not None and known is None:
             raise UsageError(
                 "an optimizer without its model: its state is named after the parameters",
                 hint="pass model=… too",
             )
-        left = _skipped(skip, state or {})
-        optimizer = None if "optimizer" in left else optimizer
-        adapters = [optimizer_of(each, modules) for each in _several(optimizer)]
+        # A pattern of names may mean several groups; the model's values are what others go with.
+        groups = {"optimizer", "scheduler", "dataloader", "scaler", *(state or {})}
+        skip = pattern_list(skip, "skip")
+        for pattern in skip:
+            if not any(matches((pattern,), name, name) for name in groups):
+                raise UsageError(
+                    "no group that can be skipped has this name",
+                    value=pattern,
+                    hint=f"these can: {', '.join(sorted(groups))}",
+                )
+        left = {name for name in groups if matches(skip, name, name)}
+        stepped: list[object] = [optimizer]
+        if optimizer is None or "optimizer" in left:
+            stepped = []
+        elif isinstance(optimizer, Mapping):
+            stepped = list(optimizer.values())
+        elif isinstance(optimizer, (list, tuple)):
+            stepped = list(optimizer)
+        optimizers = [_optimizer(each, known.modules if known else []) for each in stepped]
         stateful = dict(state or {})
-        for name, value in (
-            ("scheduler", scheduler),
-            ("dataloader", dataloader),
-            ("scaler", scaler),
-        ):
-            if value is None:
-                continue
-            if name in stateful:
-                raise UsageError("passed twice", where=f"state[{name!r}]")
-            stateful[name] = list(value) if isinstance(value, (list, tuple)) else value
+        several = {"scheduler": scheduler, "dataloader": dataloader, "scaler": scaler}
+        for name, value in several.items():
+            if value is not None:
+                if name in stateful:
+                    raise UsageError("passed twice", where=f"state[{name!r}]")
+                stateful[name] = list(value) if isinstance(value, (list, tuple)) else value
         if dataloader is not None:
             stateful["dataloader"] = PerDataRank(stateful["dataloader"])
-        for name in stateful:
-            if name in ("model", "optimizer", "extra"):
-                raise InvalidNameError(
-                    "this group is ckptkit's own",
-                    where="state",
-                    value=name,
-                    hint="pass model=…, optimizer=… or extra=…, or choose another key",
-                )
         for name, value in stateful.items():
             _check_stateful(name, value)
-        return cls(known, adapters, {n: v for n, v in stateful.items() if n not in left})
+        return cls(known, optimizers, {n: v for n, v in stateful.items() if n not in left})
 
 
-def _several(optimizer: object) -> list[object]:
-    if optimizer is None:
-        return []
-    if isinstance(optimizer, Mapping):
-        return list(optimizer.values())
-    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-
-
-def optimizer_of(optimizer: object, modules: Sequence[nn.Module]) -> PlainOptimizer:
-    """What is known of an optimizer whose parameters are those of the modules."""
+def _optimizer(optimizer: object, modules: Sequence[nn.Module]) -> PlainOptimizer:
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedTypeError(
             "not an optimizer",
@@ -106,25 +100,18 @@ def optimizer_of(optimizer: object, modules: Sequence[nn.Module]) -> PlainOptimi
     return PlainOptimizer(optimizer)
 
 
-def _skipped(skip: Iterable[str], state: Iterable[str]) -> set[str]:
-    """The groups that patterns of names mean; the model's values are what the others go with."""
-    groups = {"optimizer", "scheduler", "dataloader", "scaler", *state}
-    skip = pattern_list(skip, "skip")
-    for pattern in skip:
-        if not any(matches((pattern,), name, name) for name in groups):
-            raise UsageError(
-                "no group that can be skipped has this name",
-                value=pattern,
-                hint=f"these can: {', '.join(sorted(groups))}",
-            )
-    return {name for name in groups if matches(skip, name, name)}
-
-
 def _check_stateful(name: str, value: object) -> None:
     """Refuse what a load could not give back: it fills objects and containers in place."""
-    if isinstance(value, (Sum, Split)):
-        return  # refused with a reason of its own
+    if name in ("model", "optimizer", "extra"):
+        raise InvalidNameError(
+            "this group is ckptkit's own",
+            where="state",
+            value=name,
+            hint="pass model=…, optimizer=… or extra=…, or choose another key",
+        )
     inner = value.value if isinstance(value, (Replicated, PerRank, PerDataRank)) else value
+    if isinstance(inner, (Sum, Split)):
+        raise UsageError("Sum and Split values go into extra={…}", value=inner)
     if not (hasattr(inner, "load_state_dict") or isinstance(inner, (dict, list, torch.Tensor))):
         raise UsageError(
             "neither an object with load_state_dict nor a dictionary, a list or a tensor",

@@ -1,4 +1,4 @@
-"""An object being written: sent to the server in pieces while its parts come in."""
+"""A large object being written: sent to the server in pieces while its parts come in."""
 
 from __future__ import annotations
 
@@ -26,38 +26,6 @@ _LEAST_PIECES = 2
 _PATIENCE = 30.0
 
 _log = logging.getLogger("ckptkit.storage")
-
-
-class WholeSink:
-    """A new object of a single piece, in memory until it is finished, and then sent at once."""
-
-    def __init__(self, server: ObjectServer, key: str, parts: Parts) -> None:
-        self._server = server
-        self._key = key
-        self._parts = parts
-        self._buffer = default_pool().take(parts.total)
-
-    def write(self, part: int, data: memoryview) -> None:
-        with self._parts.writing(part, data) as (offset, view):
-            copy_bytes(view, self._buffer.view[offset : offset + view.nbytes])
-
-    @contextmanager
-    def filling(self, part: int) -> Iterator[memoryview]:
-        size = self._parts.size(part)
-        with (
-            self._parts.claiming(part, size) as offset,
-            self._buffer.view[offset : offset + size] as memory,
-        ):
-            yield memory
-
-    def finish(self) -> None:
-        self._parts.complete()
-        self._server.put(self._key, self._buffer.view)
-        self._buffer.give_back()
-
-    def abort(self) -> None:
-        self._parts.close()
-        self._buffer.give_back()
 
 
 def piece_size(total: int, preferred: int) -> int:

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
 from ckptkit.errors import CkptkitError, FormatError, UsageError
 from ckptkit.live.checkpointer import Checkpointer
-from ckptkit.live.loading import Restored
+from ckptkit.live.extra import rng_state, set_rng_state
 from ckptkit.live.ranks import current_world, next_name, ranks_of
-from ckptkit.live.rng import rng_state, set_rng_state
+from ckptkit.live.restore import Restored
 from ckptkit.model import PerRank
 from ckptkit.parallel.optimizers.elastic.rate import Rule, rule_of, scale
 from ckptkit.parallel.optimizers.elastic.replicas import (

@@ -1,17 +1,22 @@
-"""Doing one thing in a few threads: what saving, reading, checking and unpacking have in common."""
+"""Threads that share out work: writing, reading, checking and copying all do."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from typing import TypeVar
 
+from ckptkit.storage import Abilities, Store
+
 T = TypeVar("T")
+R = TypeVar("R")
 
 DEFAULT_THREADS = 6
+# Of small questions, each of which a file system answers at once.
+_FEW = 8
 
 Progress = Callable[[int], None]
 """Called, from any thread, with the number of bytes done since the last call."""
@@ -82,3 +87,35 @@ def _first(errors: Sequence[BaseException]) -> BaseException:
     """
     cause = errors[0].__cause__
     return cause if cause is not None and any(cause is error for error in errors) else errors[0]
+
+
+def at_once(can: Abilities) -> int:
+    """How many small questions at a time a store answers fast."""
+    return can.concurrency or _FEW
+
+
+def ask_all(
+    store: Store, ask: Callable[[T], R], items: Iterable[T], most: int | None = None
+) -> Iterator[R]:
+    """Ask the same of many things, some at a time, never far ahead of who takes the answers; these
+    come in order.
+    """
+    if not store.abilities.waits_for_answers:
+        yield from map(ask, items)
+        return
+    yield from asked_in_threads(ask, items, most or at_once(store.abilities))
+
+
+def asked_in_threads(ask: Callable[[T], R], items: Iterable[T], count: int) -> Iterator[R]:
+    """The same, by so many threads."""
+    left = iter(items)
+    with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
+        under_way = [executor.submit(ask, item) for item in islice(left, 2 * count)]
+        try:
+            while under_way:
+                answer = under_way.pop(0).result()
+                under_way += [executor.submit(ask, item) for item in islice(left, 1)]
+                yield answer
+        finally:
+            for future in under_way:
+                future.cancel()

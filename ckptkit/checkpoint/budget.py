@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TypeVar
 
-from ckptkit.checkpoint.threads import cores
-from ckptkit.storage import Abilities, Store
-
-T = TypeVar("T")
-R = TypeVar("R")
+from ckptkit.checkpoint.workers import at_once, cores
+from ckptkit.storage import Store
 
 # A request is in memory twice for a moment: as it came, and where it was asked for.
 _COPIES = 2
@@ -20,8 +13,6 @@ _LEAST_REQUEST = 1 << 20
 # Above that, many requests at a time are worth more than larger ones.
 _GOOD_REQUEST = 8 << 20
 _MOST_THREADS = 8
-# Of small questions, each of which a file system answers at once.
-_FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,39 +69,3 @@ class Pace:
         size = min(self.request_bytes, max(_LEAST_REQUEST, size))
         gap = min(self.gap_bytes, self.gap_bytes * size // min(_GOOD_REQUEST, self.request_bytes))
         return replace(self, requests=requests, request_bytes=size, gap_bytes=gap)
-
-
-def at_once(can: Abilities) -> int:
-    """How many small questions at a time a store answers fast."""
-    return can.concurrency or _FEW
-
-
-def ask_all(
-    store: Store, ask: Callable[[T], R], items: Iterable[T], most: int | None = None
-) -> Iterator[R]:
-    """Ask the same of many things, some at a time, never far ahead of who takes the answers; these
-    come in order.
-    """
-    if not store.abilities.waits_for_answers:
-        yield from map(ask, items)
-        return
-    yield from asked_in_threads(ask, items, most or at_once(store.abilities))
-
-
-def asked_in_threads(ask: Callable[[T], R], items: Iterable[T], count: int) -> Iterator[R]:
-    """The same, by so many threads."""
-    left = iter(items)
-    with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
-        under_way = [executor.submit(ask, item) for item in islice(left, 2 * count)]
-        try:
-            while under_way:
-                answer = under_way.pop(0).result()
-                under_way += [executor.submit(ask, item) for item in islice(left, 1)]
-                yield answer
-        finally:
-            _cancel(under_way)
-
-
-def _cancel(futures: Iterable[Future[R]]) -> None:
-    for future in futures:
-        future.cancel()

@@ -27,13 +27,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ckptkit.checkpoint.assemble import assemble, missing_groups
-from ckptkit.checkpoint.content import LocalContent
-from ckptkit.checkpoint.image import ImageWriting, PackImage, write_image
-from ckptkit.checkpoint.locate import manifest_bytes
-from ckptkit.checkpoint.pace import asked_in_threads, at_once
+from ckptkit.checkpoint.locate import manifest_bytes, refuse_begun
 from ckptkit.checkpoint.places import MANIFEST, data_prefix, described, under
 from ckptkit.checkpoint.read.packs import PackRecord, read_record
+from ckptkit.checkpoint.workers import asked_in_threads, at_once
+from ckptkit.checkpoint.write.assemble import assemble, missing_groups
+from ckptkit.checkpoint.write.pack import groups_pack
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
@@ -41,16 +40,17 @@ from ckptkit.errors import (
     StepExistsError,
 )
 from ckptkit.format.array_table import ArrayTables
-from ckptkit.format.arrays import group_document, key_of
 from ckptkit.format.envelope import MAX_DOCUMENT_BYTES
 from ckptkit.format.manifest import GROUPS_PACK, Manifest, PackInfo, pack_name
-from ckptkit.format.pack import directory
 from ckptkit.storage import Store
 
 
 def refuse_committed(store: Store, prefix: str) -> None:
-    """Raise StepExistsError where the step is committed."""
+    """Raise StepExistsError where the step is committed, or AlreadyExistsError where that was only
+    begun.
+    """
     if MANIFEST in store.children(prefix):
+        refuse_begun(store, prefix)
         raise _exists(store, prefix)
 
 
@@ -75,10 +75,10 @@ def gather(store: Store, prefix: str, save_id: str) -> Manifest:
     records, packs = [item.record for item in found], [item.pack for item in found]
     groups = missing_groups(records)
     if groups:
-        if GROUPS_PACK in sizes:
-            # Left by a commit that did not finish, perhaps in the middle of it: nothing names it.
-            store.delete([f"{folder}/{GROUPS_PACK}"])
-        packs.append(_write_groups(store, folder, groups))
+        # Over what a commit that did not finish may have left: nothing names that.
+        data = groups_pack(groups)
+        store.put(f"{folder}/{GROUPS_PACK}", data)
+        packs.append(PackInfo(GROUPS_PACK, len(data), None))
     return assemble(records, packs)
 
 
@@ -140,23 +140,6 @@ def discard(store: Store, prefix: str, save_id: str, pack: str = "") -> None:
         if committed_save_id(store, prefix) == save_id:
             return
         store.delete([f"{folder}/{pack}"] if pack else [e.key for e in store.list(folder)])
-
-
-def groups_image(groups: list[str]) -> tuple[PackImage, bytes]:
-    """The pack of group documents, and its directory."""
-    image = PackImage(LocalContent([(key_of(group), group_document()) for group in groups], []))
-    for segment in image.segments(1 << 30):
-        image.fill(segment, memoryview(bytearray(segment.stop - segment.start)))
-    return image, directory(map(image.entry, range(len(groups))))
-
-
-def _write_groups(store: Store, folder: str, groups: list[str]) -> PackInfo:
-    image, closing = groups_image(groups)
-    key = f"{folder}/{GROUPS_PACK}"
-    segments = image.segments(store.abilities.part_size)
-    writing = ImageWriting(store, key, image, segments, (len(closing), lambda: closing))
-    write_image(writing)
-    return PackInfo(GROUPS_PACK, writing.nbytes, None)
 
 
 def _exists(store: Store, prefix: str) -> StepExistsError:
