@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ckptkit import Run
 from ckptkit.live import Checkpointer
-from ckptkit.parallel.optimizers.elastic import ElasticTraining, GlobalSampler
+from ckptkit.parallel import ElasticTraining, GlobalSampler
 from tests.live.pool import Pool
 from tests.parallel.optimizers import warm
 from tests.parallel.optimizers.elastic_job import BATCH, SIZE, STEPS, data
