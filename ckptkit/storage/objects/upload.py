@@ -37,8 +37,8 @@ def piece_size(total: int, preferred: int) -> int:
 class ObjectSink:
     """A new object of several pieces, invisible until it is finished.
 
-    Whoever writes fills blocks of a `Window`; a thread hands them to the client, in order, which
-    sends several at a time. The first error, of either side, ends the other.
+    Whoever writes fills blocks of an `UploadWindow`; a thread hands them to the client, in order,
+    which sends several at a time. The first error, of either side, ends the other.
     """
 
     def __init__(self, server: ObjectServer, key: str, parts: Parts, memory: int | None) -> None:
@@ -54,7 +54,7 @@ class ObjectSink:
         self._concurrency = min(many, most, -(-self._parts.total // self._size))
         self._expected = server.expected_etag(key, self._parts.total, self._size)
         seen = self._expected.add if self._expected else None
-        self._window = Window(parts.sizes, self._size, most * self._size, seen)
+        self._window = UploadWindow(parts.sizes, self._size, most * self._size, seen)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._etag: str | None = None
@@ -191,7 +191,7 @@ class ObjectSink:
 
 
 @contextmanager
-def _watched(window: Window, where: str) -> Iterator[None]:
+def _watched(window: UploadWindow, where: str) -> Iterator[None]:
     """Say so while a server takes nothing of what it is sent."""
     ended = threading.Event()
 
@@ -219,7 +219,7 @@ class Stopped(Exception):  # noqa: N818 — tells an engine to stop, and is neve
     """The upload was aborted."""
 
 
-class Window:
+class UploadWindow:
     """The blocks of an object, which take about `most` bytes of memory at a time: filled in any
     order, handed over in order.
 

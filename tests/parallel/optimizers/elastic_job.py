@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.live import Checkpointer
-from ckptkit.parallel.optimizers.elastic import ElasticTraining, GlobalSampler
+from ckptkit.parallel import ElasticTraining, GlobalSampler
 from tests.parallel.optimizers.problem import network
 
 SIZE, BATCH, STEPS = 50, 12, 40

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any
 
 import torch
 
 from ckptkit.errors import UsageError
-from ckptkit.parallel.optimizers.elastic.seeds import seed_of
 
 
 class GlobalSampler:
@@ -75,3 +75,9 @@ class GlobalSampler:
             generator = torch.Generator().manual_seed(seed_of(self._seed, epoch))
             self._orders[epoch] = torch.randperm(self._size, generator=generator).tolist()
         return self._orders[epoch][at]
+
+
+def seed_of(*numbers: int) -> int:
+    """A seed made of several numbers; of 32 bits, as torch's generator on CPUs ignores more."""
+    text = "/".join(map(str, numbers))
+    return int.from_bytes(sha256(text.encode()).digest()[:4], "big")

@@ -1,4 +1,4 @@
-"""Asynchronous SGD: parameters on servers, and workers that wait for nobody."""
+"""Asynchronous SGD: parameters on servers, and workers each at its own pace."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from ckptkit.errors import PeerError, UsageError
 from ckptkit.live.ranks import World, current_world, next_name, ranks_of
 from ckptkit.live.wrappers.entries import parameter_names
 from ckptkit.live.wrappers.training import Model
-from ckptkit.parallel.optimizers.asynchronous.access import Access, InProcess, OverSocket
-from ckptkit.parallel.optimizers.asynchronous.clocks import Clocks
-from ckptkit.parallel.optimizers.asynchronous.messages import TOKEN_BYTES
-from ckptkit.parallel.optimizers.asynchronous.server import Server
-from ckptkit.parallel.optimizers.asynchronous.shard import MakeOptimizer, Shard, shares
-
-_NOT_MET = "there is no common state"
+from ckptkit.parallel.optimizers.shard import Clocks, MakeOptimizer, ParameterShard, shares
+from ckptkit.parallel.optimizers.sockets import (
+    TOKEN_BYTES,
+    Access,
+    InProcess,
+    OverSocket,
+    ShardServer,
+)
 
 
 class AsynchronousSGD:
@@ -66,13 +67,14 @@ class AsynchronousSGD:
             raise UsageError('on_loss is "fail" or "continue"', value=on_loss)
         if staleness is not None and staleness < 0:
             raise UsageError("a number of steps", where="staleness", value=staleness)
-        self._parameters = _parameters(model)
+        names = parameter_names(Model(model).entries())
+        self._parameters = {name: p for p, name in names.items() if p.requires_grad}
         sizes = {name: p.nbytes for name, p in self._parameters.items()}
         self._shares = shares(sizes, self._servers)
         self._clocks = Clocks(self._workers, staleness, timeout, goes_on=on_loss == "continue")
         own = self._shares.get(self._world.rank, [])
-        self._shard = Shard({name: self._parameters[name] for name in own}, optimizer)
-        self._server: Server | None = None
+        self._shard = ParameterShard({name: self._parameters[name] for name in own}, optimizer)
+        self._server: ShardServer | None = None
         self._met: dict[str, Any] | None = {}
         self._closed = False
         self._access = self._connect(next_name(self._world, "asynchronous"))
@@ -84,7 +86,6 @@ class AsynchronousSGD:
         return next(iter(self._access.values())).steps()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -112,13 +113,14 @@ class AsynchronousSGD:
         `on_loss="continue"`.
         """
         self._check_open()
-        barrier = ranks_of(self._world, next_name(self._world, "meeting"), self._timeout, _NOT_MET)
-        with leaving(barrier):
-            barrier.wait()
+        name = next_name(self._world, "meeting")
+        ranks = ranks_of(self._world, name, self._timeout, "there is no common state")
+        with leaving(ranks):
+            ranks.wait()
             self._pull()
             states, steps = [access.state() for access in self._access.values()], self.steps
             # Nobody pushes again before all have pulled.
-            barrier.wait()
+            ranks.wait()
         self._met = {
             "steps": steps,
             "options": next((s["options"] for s in states if s["options"]), {}),
@@ -203,16 +205,17 @@ class AsynchronousSGD:
                 for each in range(self._world.size)
             ]
             token, host = secrets.token_bytes(TOKEN_BYTES), own_address(hosts)
-            self._server = Server(self._shard, self._clocks, host, token)
+            self._server = ShardServer(self._shard, self._clocks, host, token)
             addresses.set(f"server {rank}", f"{host}|{self._server.port}|{token.hex()}")
-        return {server: self._reach(server, addresses) for server in used}
-
-    def _reach(self, server: int, addresses: PrefixStore) -> Access:
-        if server == self._world.rank:
-            return InProcess(self._shard, self._clocks, server)
-        like = [self._parameters[name].detach() for name in self._shares[server]]
-        address = _wait_for(addresses, f"server {server}", self._timeout)
-        return OverSocket(server, address, self._world.rank, like, self._timeout)
+        found: dict[int, Access] = {}
+        for server in used:
+            if server == rank:
+                found[server] = InProcess(self._shard, self._clocks, rank)
+            else:
+                like = [self._parameters[name].detach() for name in self._shares[server]]
+                address = _wait_for(addresses, f"server {server}", self._timeout)
+                found[server] = OverSocket(server, address, rank, like, self._timeout)
+        return found
 
     def _check_open(self) -> None:
         if self._closed:
@@ -263,8 +266,3 @@ def _ranks(what: str, ranks: Sequence[int] | None, world: World) -> list[int]:
     if not found or found[0] < 0 or found[-1] >= world.size:
         raise UsageError(f"ranks of this job, 0 to {world.size - 1}", where=what, value=ranks)
     return found
-
-
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    names = parameter_names(Model(model).entries())
-    return {name: parameter for parameter, name in names.items() if parameter.requires_grad}

@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
+import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
+from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, FormatError, UsageError
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.extra import rng_state, set_rng_state
-from ckptkit.live.ranks import current_world, next_name, ranks_of
+from ckptkit.live.ranks import World, current_world, next_name, ranks_of
 from ckptkit.live.restore import Restored
 from ckptkit.model import PerRank
-from ckptkit.parallel.optimizers.elastic.rate import Rule, rule_of, scale
-from ckptkit.parallel.optimizers.elastic.replicas import (
-    DOCUMENT,
-    Replicas,
-    folder_in_memory,
-    newest_of,
-)
-from ckptkit.parallel.optimizers.elastic.sampler import GlobalSampler
-from ckptkit.parallel.optimizers.elastic.seeds import seed_of
+from ckptkit.parallel.optimizers.sampler import GlobalSampler, seed_of
 
 log = logging.getLogger("ckptkit.parallel")
 
 _STAY = 10.0  # seconds, for ranks that come to the end a little later
 _PAUSE = 0.005
 _PATIENCE = 5.0  # seconds, for a save to end once the training has failed
+_MEMORY = Path("/dev/shm")  # noqa: S108 — it is memory that is wanted
+_DOCUMENT = "elastic"
+
+RateRule: TypeAlias = Callable[[float], float]
+"""What a learning rate is multiplied with when there are so many times as many ranks."""
+
+_RULES: dict[str, RateRule] = {
+    "constant": lambda _: 1.0,
+    "linear": lambda ratio: ratio,
+    "sqrt": math.sqrt,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,7 @@ class ElasticTraining:
         sampler: GlobalSampler,
         batch: int | None = None,
         batch_per_rank: int | None = None,
-        rule: str | Rule = "constant",
+        rule: str | RateRule = "constant",
         reference: int | None = None,
         scheduler: object = None,
         state: Mapping[str, object] | None = None,
@@ -118,7 +125,7 @@ class ElasticTraining:
         self._save_every, self._replicate_every = save_every, replicate_every
         self._timeout = timeout
         folder = folder_in_memory(checkpointer.location) if replicas == "auto" else replicas
-        self._replicas = None if folder is None else Replicas.of(folder, self._world, timeout)
+        self._replicas = None if folder is None else replicas_in(folder, self._world, timeout)
         self._step, self._saved, self._job = 0, -1, ""
         self._reference = reference or ranks
         self._begin(rule_of(rule))
@@ -140,7 +147,7 @@ class ElasticTraining:
             if self._step % self._save_every == 0:
                 self._save(self._checkpointer)
             elif self._replicas is not None and self._step % self._replicate_every == 0:
-                self._save(self._replicas.checkpointer)
+                self._save(self._replicas)
 
     def close(self) -> None:
         """Save the last step, and free the memory of replicas."""
@@ -150,9 +157,9 @@ class ElasticTraining:
             self._checkpointer.wait()
         if self._replicas is not None:
             self._replicas.close()
-            self._room().wait()  # nobody writes there any more
+            self._ranks().wait()  # nobody writes there any more
             if self._world.rank == 0:
-                self._replicas.remove()
+                shutil.rmtree(self._replicas.location, ignore_errors=True)
         self._leave()
 
     def __enter__(self) -> Self:
@@ -171,75 +178,81 @@ class ElasticTraining:
             # what the job goes on with, now and not when the time is over.
             self._checkpointer.cancel(patience=_PATIENCE)
             if self._replicas is not None:
-                self._replicas.checkpointer.cancel()
+                self._replicas.cancel()
                 try:
                     self._replicas.close()
                 except CkptkitError as problem:
                     # The error that ends the block says more.
                     log.warning("the last replica was not written: %s", problem)
 
-    def _begin(self, rule: Rule) -> None:
-        newest = self._newest()
-        restored = self._restore(newest)
+    def _begin(self, rule: RateRule) -> None:
+        """Go on with the newest step there is, of whatever number of ranks, or begin a run."""
+        replica = self._newest_replica()
+        restored = self._restored(replica)
+        ratio = self._world.size / self._reference
         if restored is None:
             # Replicas belong to a run that has this step: what another left is not taken for it.
-            self._job = self._room().share(lambda: secrets.token_hex(8))
-            self._adapt(rule(self._world.size / self._reference))
+            self._job = self._ranks().share(lambda: secrets.token_hex(8))
+            factor = rule(ratio)
+        else:
+            document = restored.extra[_DOCUMENT]
+            self._step = self._saved = restored.step
+            self._job, self._reference = document["job"], document["reference"]
+            self._sampler.load_state_dict(document["sampler"])
+            if document["ranks"] == self._world.size:
+                set_rng_state(restored.extra["rng"])
+            else:  # not what they began with, and not the same on two ranks
+                torch.manual_seed(seed_of(self._step, self._world.rank))
+            before = rule(document["ranks"] / self._reference)
+            factor = rule(self._world.size / self._reference) / before
+        if factor != 1:
+            scale(factor, self._optimizer, self._scheduler)
+            if self._world.rank == 0:
+                log.info("learning rates x %g, for %d ranks", factor, self._world.size)
+        if restored is None:
             self._save(self._checkpointer)
             self._checkpointer.wait()
-            self._clear(-1)
-            return
-        document = restored.extra[DOCUMENT]
-        self._step, self._job = restored.step, document["job"]
-        self._reference = document["reference"]
-        self._saved = restored.step
-        self._sampler.load_state_dict(document["sampler"])
-        if document["ranks"] == self._world.size:
-            set_rng_state(restored.extra["rng"])
-        else:  # not what they began with, and not the same on two ranks
-            torch.manual_seed(seed_of(self._step, self._world.rank))
-        before = rule(document["ranks"] / self._reference)
-        self._adapt(rule(self._world.size / self._reference) / before)
-        self._clear(newest)
+        if self._replicas is not None:
+            # Free the memory of what killed ranks left, and of all steps but one.
+            if self._world.rank == 0:
+                run = self._replicas.run
+                run.delete(info.step for info in run.listing() if info.step != replica)
+                if replica >= 0:
+                    run.prune(keep_last=1, grace=0)
+            self._ranks().wait()
 
-    def _newest(self) -> int:
+    def _newest_replica(self) -> int:
         """The step in memory that is newer than all checkpoints, or -1: rank 0's view."""
 
         def newest() -> int:
             if self._replicas is None:
                 return -1
             saved, job = newest_of(self._checkpointer.run)
-            replica, _ = newest_of(self._replicas.checkpointer.run, job)
+            replica, _ = newest_of(self._replicas.run, job)
             return replica if replica > saved >= 0 else -1
 
-        ranks = self._room()
+        ranks = self._ranks()
         with leaving(ranks):
             return int(ranks.share(newest))
 
-    def _restore(self, replica: int) -> Restored | None:
+    def _restored(self, replica: int) -> Restored | None:
+        def checked(restored: Restored | None) -> Restored | None:
+            if restored is not None and _DOCUMENT not in restored.extra:
+                raise FormatError(
+                    "the step was not saved by an ElasticTraining",
+                    where=self._checkpointer.location,
+                    hint="begin another run, and load this step into the model first",
+                )
+            return restored
+
         if replica >= 0 and self._replicas is not None:
             try:
-                restored = self._replicas.checkpointer.restore(**self._parts, step=replica)  # type: ignore[arg-type]
+                restored = self._replicas.restore(**self._parts, step=replica)  # type: ignore[arg-type]
                 log.info("going on from step %d, which was in memory", replica)
-                return self._checked(restored)
+                return checked(restored)
             except CkptkitError as error:
                 log.warning("step %d in memory is of no use: %s", replica, error)
-        return self._checked(self._checkpointer.restore(**self._parts, fallback=True))  # type: ignore[arg-type]
-
-    def _checked(self, restored: Restored | None) -> Restored | None:
-        if restored is not None and DOCUMENT not in restored.extra:
-            raise FormatError(
-                "the step was not saved by an ElasticTraining",
-                where=self._checkpointer.location,
-                hint="begin another run, and load this step into the model first",
-            )
-        return restored
-
-    def _adapt(self, factor: float) -> None:
-        if factor != 1:
-            scale(factor, self._optimizer, self._scheduler)
-            if self._world.rank == 0:
-                log.info("learning rates x %g, for %d ranks", factor, self._world.size)
+        return checked(self._checkpointer.restore(**self._parts, fallback=True))  # type: ignore[arg-type]
 
     def _save(self, checkpointer: Checkpointer) -> None:
         document = {
@@ -248,16 +261,10 @@ class ElasticTraining:
             "reference": self._reference,
             "sampler": self._sampler.state_dict(),
         }
-        extra = {DOCUMENT: document, "rng": PerRank(rng_state())}
+        extra = {_DOCUMENT: document, "rng": PerRank(rng_state())}
         saved = checkpointer.save(self._step, **self._parts, extra=extra)  # type: ignore[arg-type]
         if saved and checkpointer is self._checkpointer:
             self._saved = self._step
-
-    def _clear(self, but: int) -> None:
-        if self._replicas is not None:
-            if self._world.rank == 0:
-                self._replicas.clear(but=but)
-            self._room().wait()
 
     def _leave(self) -> None:
         """Rank 0 goes last: with it may go the store that the others still ask how they met."""
@@ -270,6 +277,100 @@ class ElasticTraining:
             time.sleep(_PAUSE)
             left = world.store.add(key, 0)
 
-    def _room(self) -> Ranks:
+    def _ranks(self) -> Ranks:
         name = next_name(self._world, "elastic")
         return ranks_of(self._world, name, self._timeout, "the training does not go on")
+
+
+def replicas_in(
+    folder: str | os.PathLike[str], world: World, timeout: float
+) -> Checkpointer | None:
+    """What keeps one step in a folder that all ranks see, as in the memory of a machine, which
+    outlives the processes that a launcher restarts; None where some rank does not see it.
+    """
+    path = Path(folder)
+    token = path / f".seen-{os.getpid()}"
+    ranks = ranks_of(world, next_name(world, "replicas"), timeout, "nothing was replicated")
+    with leaving(ranks):
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Where all users may write, somebody else may have made it, or a link to what is ours.
+        is_own = path.lstat().st_uid == path.stat().st_uid == os.getuid()
+        if world.rank == 0 and is_own:
+            token.touch()
+        is_seen = (path / ranks.share(lambda: token.name)).exists()
+        all_see = ranks.agree(is_own and is_seen, all)
+    if world.rank == 0:
+        token.unlink(missing_ok=True)
+    if not all_see:
+        if world.rank == 0:
+            log.warning("%s is not seen by all ranks: only checkpoints are gone on from", folder)
+        return None
+    return Checkpointer(
+        path,
+        keep_last=1,
+        asynchronous=True,
+        when_busy="skip",
+        overwrite=True,
+        timeout=timeout,
+    )
+
+
+def newest_of(run: Run, job: str = "") -> tuple[int, str]:
+    """The newest step of a run that can be opened, and the job it is of; -1 where there is none.
+    With `job`, the newest one of that.
+    """
+    for step in reversed(run.steps()):
+        try:
+            with run.open(step) as checkpoint:
+                item = checkpoint.objects.get(f"extra/{_DOCUMENT}")
+        except CkptkitError as error:
+            log.warning("step %d of %s is passed over: %s", step, run.location, error)
+            continue
+        found = str(item.get("job", "")) if isinstance(item, dict) else ""
+        if not job or found == job:
+            return step, found
+    return -1, ""
+
+
+def folder_in_memory(location: str) -> Path | None:
+    """Where replicas of a run are by default: under torchrun, which restarts the ranks."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID")
+    if job is None or not _MEMORY.is_dir():
+        return None
+    name = f"{os.getuid()}-{job}-{location}".replace("/", "_")[-200:]
+    return _MEMORY / f"ckptkit-{name}"
+
+
+def rule_of(rule: str | RateRule) -> RateRule:
+    """The rule of a name."""
+    if callable(rule):
+        return rule
+    if rule not in _RULES:
+        raise UsageError(
+            "no rule for the learning rate",
+            where="rule",
+            value=rule,
+            hint=f"known: {', '.join(_RULES)}, or a function of the ratio of ranks",
+        )
+    return _RULES[rule]
+
+
+def scale(factor: float, optimizer: Optimizer, scheduler: object = None) -> None:
+    """Multiply all learning rates, also those that a scheduler computes from."""
+    for group in optimizer.param_groups:
+        for key in group.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
+            group[key] = group[key] * factor
+    for each in _schedulers(scheduler):
+        for name in ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "eta_min"):
+            found = getattr(each, name, None)
+            if isinstance(found, list):
+                setattr(each, name, [rate * factor for rate in found])
+            elif found is not None:
+                setattr(each, name, found * factor)
+
+
+def _schedulers(scheduler: Any) -> Iterator[Any]:
+    if scheduler is not None:
+        yield scheduler
+        for inner in getattr(scheduler, "_schedulers", []):
+            yield from _schedulers(inner)
