@@ -32,6 +32,7 @@ class Background:
         self._changed = threading.Condition()
         self._turns: deque[_Turn] = deque()
         self._has_thread = False
+        self._thread: threading.Thread | None = None
         self._taken = self._done = 0
         self._errors: dict[int, BaseException] = {}
 
@@ -62,7 +63,8 @@ class Background:
                     # A daemon, which `give_up` can leave behind; otherwise the end of the process
                     # waits for it.
                     name = f"ckptkit {self._turns[0].what}"
-                    threading.Thread(target=self._run, name=name, daemon=True).start()
+                    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                    self._thread.start()
 
         return begin
 
@@ -70,6 +72,14 @@ class Background:
         """Return when all is done, or after so many seconds; errors are still there to be taken."""
         with self._changed:
             self._changed.wait_for(lambda: self._done == self._taken, seconds)
+
+    def end(self) -> None:
+        """Return when all is done, and the thread with it: one that still frees tensors while the
+        interpreter ends would abort the process.
+        """
+        self.settle()
+        if self._thread is not None:
+            self._thread.join()
 
     def wait(self) -> None:
         """Return when all is done; raises the last error."""
@@ -145,7 +155,7 @@ _unsettled: WeakSet[Background] = WeakSet()
 
 def _settle_all() -> None:
     for background in list(_unsettled):
-        background.settle()
+        background.end()
 
 
 # Before the thread pools' own end, which was registered earlier, when concurrent.futures was
