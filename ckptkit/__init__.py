@@ -17,7 +17,7 @@ from ckptkit.checkpoint.reshard.plan import Resharded, ReshardPlan, plan_reshard
 from ckptkit.checkpoint.reshard.selection import Selection
 from ckptkit.checkpoint.reshard.target import Explained, explain_rules
 from ckptkit.checkpoint.run.run import Run
-from ckptkit.checkpoint.writer import Writer
+from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import CkptkitError
 from ckptkit.format.zarr_dtypes import register as _register
 from ckptkit.model import PerRank, Replicated, Split, Strategy, Sum

@@ -15,7 +15,6 @@ from typing import Any
 
 import click
 import numpy as np
-from ckptkit.cli.command import command
 from ckptkit.cli.demo_job import (
     HEAD_DIM,
     STEPS,
@@ -25,7 +24,8 @@ from ckptkit.cli.demo_job import (
     uninterrupted,
 )
 from ckptkit.cli.exits import CORRUPT, OK, PEER
-from ckptkit.cli.output import emit, emit_json
+from ckptkit.cli.options import command
+from ckptkit.cli.output import answer, emit
 
 import ckptkit
 from ckptkit.errors import AlreadyExistsError
@@ -46,107 +46,88 @@ def demo(ctx: click.Context, folder: Path | None, *, as_json: bool) -> int:
     printed before it runs. All of it is removed at the end, unless DIR says where to leave it.
     """
     with _place(folder) as place:
-        told = Demo(place, ctx.find_root().command, quiet=as_json)
-        told.play()
-    if as_json:
-        where = str(folder.absolute()) if folder else None
-        emit_json(
-            {"folder": where, "ok": told.ok, "commands": told.commands, "checks": told.checks}
-        )
-    return OK if told.ok else CORRUPT
+        stage = Performance(ctx.find_root().command, quiet=as_json)
+        _play(stage, place)
+    ok = all(check["ok"] for check in stage.checks)
+    where = str(folder.absolute()) if folder else None
+    document = {"folder": where, "ok": ok, "commands": stage.commands, "checks": stage.checks}
+    answer(document, (), as_json=as_json)
+    return OK if ok else CORRUPT
 
 
-class Demo:
-    """The acts, and what came of them."""
+def _play(stage: Performance, place: Path) -> None:
+    """All acts, in order."""
+    run, plain, resharded = (str(place / name) for name in ("run", "plain", "resharded"))
+    ckpt, check = stage.ckpt, stage.check
+    stage.say(f"# 8 processes save steps 100 and 200, each its own part ({STRATEGY})")
+    save_as_a_job(place / "run", place / "meeting")
+    shutil.rmtree(place / "meeting")
+    ckpt("ls", run)
+    ckpt("show", run, "model/*")
+    ckpt("show", run, "model/layers.0.*", "--rank", "5")
+    check("every byte is verified", ckpt("verify", run) == OK)
 
-    def __init__(self, place: Path, program: click.Command, *, quiet: bool) -> None:
+    stage.say(f"# the same as a zarr group: ckptkit.open({run!r}).zarr")
+    with ckptkit.open(run) as checkpoint:
+        group: Any = checkpoint.zarr
+        same = [np.array_equal(group[name][...], whole) for name, whole in state(STEPS[-1])]
+    check("zarr reads what the writers had", all(same))
+
+    ckpt("unpack", run, plain)
+    stage.say("# and without ckptkit")
+    code = f"import zarr; print(zarr.open({plain!r}, mode='r')[{_ARRAY!r}][:2, :3])"
+    stage.say(f'$ python -c "{code}"')
+    command_line = [sys.executable, "-c", code]
+    done = subprocess.run(command_line, capture_output=True, text=True, check=False)  # noqa: S603 - all of it is ours
+    stage.say(done.stdout + done.stderr)
+    expected = dict(state(STEPS[-1]))[_ARRAY][:2, :3]
+    check("plain zarr reads the directory", done.stdout.strip() == str(expected))
+
+    stage.say("# for 4 tensor-parallel ranks, without the model")
+    to = ("--to", "tp:4", "--set", f"head_dim={HEAD_DIM}")
+    ckpt("reshard", "--from", STRATEGY, *to, run, resharded)
+    ckpt("show", resharded, "model/layers.0.*", "--rank", "1")
+    check("it is the same state", ckpt("diff", run, resharded) == OK)
+
+    step = place / "run" / f"step-{STEPS[0]:010d}"
+    pack = min(step.glob("data/*/rank-00003.zip"))
+    stage.say(f"# one bit of {pack.name} of step {STEPS[0]} flips")
+    middle = pack.stat().st_size // 2
+    _flip(pack, middle)
+    try:
+        found = ckpt("verify", str(step)) == CORRUPT
+    finally:
+        _flip(pack, middle)
+    check("the flipped bit is found", found)
+    ckpt("prune", run, "--keep-last", "1", "--dry-run")
+
+
+class Performance:
+    """Where the acts are played: what is said, and what came of the commands and checks."""
+
+    def __init__(self, program: click.Command, *, quiet: bool) -> None:
         self.commands: list[dict[str, Any]] = []
         self.checks: list[dict[str, Any]] = []
         self._program = program
         self._quiet = quiet
-        self._run = place / "run"
-        self._plain = place / "plain"
-        self._resharded = place / "resharded"
-        self._meeting = place / "meeting"
 
-    @property
-    def ok(self) -> bool:
-        """Whether all was as it should."""
-        return all(check["ok"] for check in self.checks)
+    def say(self, text: str) -> None:
+        if not self._quiet:
+            emit(text.split("\n"))
 
-    def play(self) -> None:
-        """Everything, in order."""
-        run = str(self._run)
-        self._say(f"8 processes save steps 100 and 200, each its own part ({STRATEGY})")
-        save_as_a_job(self._run, self._meeting)
-        shutil.rmtree(self._meeting)
-        self._ckpt("ls", run)
-        self._ckpt("show", run, "model/*")
-        self._ckpt("show", run, "model/layers.0.*", "--rank", "5")
-        self._check("every byte is verified", self._ckpt("verify", run) == OK)
-        self._read_as_zarr()
-        self._ckpt("unpack", run, str(self._plain))
-        self._read_without_ckptkit()
-        self._reshard()
-        self._damage()
-        self._ckpt("prune", run, "--keep-last", "1", "--dry-run")
-
-    def _read_as_zarr(self) -> None:
-        self._say(f"the same as a zarr group: ckptkit.open({str(self._run)!r}).zarr")
-        with ckptkit.open(self._run) as checkpoint:
-            group: Any = checkpoint.zarr
-            same = [np.array_equal(group[name][...], whole) for name, whole in state(STEPS[-1])]
-        self._check("zarr reads what the writers had", all(same))
-
-    def _read_without_ckptkit(self) -> None:
-        code = f"import zarr; print(zarr.open({str(self._plain)!r}, mode='r')[{_ARRAY!r}][:2, :3])"
-        self._say("and without ckptkit")
-        self._print(f'$ python -c "{code}"')
-        command_line = [sys.executable, "-c", code]
-        done = subprocess.run(command_line, capture_output=True, text=True, check=False)  # noqa: S603 - all of it is ours
-        self._print(done.stdout + done.stderr)
-        expected = dict(state(STEPS[-1]))[_ARRAY][:2, :3]
-        self._check("plain zarr reads the directory", done.stdout.strip() == str(expected))
-
-    def _reshard(self) -> None:
-        run, resharded = str(self._run), str(self._resharded)
-        self._say("for 4 tensor-parallel ranks, without the model")
-        to = ("--to", "tp:4", "--set", f"head_dim={HEAD_DIM}")
-        self._ckpt("reshard", "--from", STRATEGY, *to, run, resharded)
-        self._ckpt("show", resharded, "model/layers.0.*", "--rank", "1")
-        self._check("it is the same state", self._ckpt("diff", run, resharded) == OK)
-
-    def _damage(self) -> None:
-        step = self._run / f"step-{STEPS[0]:010d}"
-        pack = min(step.glob("data/*/rank-00003.zip"))
-        self._say(f"one bit of {pack.name} of step {STEPS[0]} flips")
-        middle = pack.stat().st_size // 2
-        _flip(pack, middle)
-        try:
-            found = self._ckpt("verify", str(step)) == CORRUPT
-        finally:
-            _flip(pack, middle)
-        self._check("the flipped bit is found", found)
-
-    def _ckpt(self, *arguments: str) -> int:
+    def ckpt(self, *arguments: str) -> int:
+        """Show a command, and run it; returns its exit code."""
         line = shlex.join(["ckpt", *arguments])
-        self._print(f"$ {line}")
+        self.say(f"$ {line}")
         with contextlib.redirect_stdout(io.StringIO()) if self._quiet else contextlib.nullcontext():
             code: int = self._program.main(list(arguments), standalone_mode=False)
-        self._print("")
+        self.say("")
         self.commands.append({"command": line, "exit": code})
         return code
 
-    def _check(self, name: str, ok: bool) -> None:  # noqa: FBT001 - reads as a sentence
+    def check(self, name: str, ok: bool) -> None:  # noqa: FBT001 - reads as a sentence
         self.checks.append({"name": name, "ok": ok})
-        self._print(f"{'ok' if ok else 'FAILED'}: {name}\n")
-
-    def _say(self, text: str) -> None:
-        self._print(f"# {text}")
-
-    def _print(self, text: str) -> None:
-        if not self._quiet:
-            emit(text.split("\n"))
+        self.say(f"{'ok' if ok else 'FAILED'}: {name}\n")
 
 
 @contextlib.contextmanager

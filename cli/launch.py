@@ -6,9 +6,9 @@ import importlib.util
 import sys
 
 import click
-from ckptkit.cli.command import command
 from ckptkit.cli.exits import OK, PEER
-from ckptkit.cli.output import emit_json, printing
+from ckptkit.cli.options import command
+from ckptkit.cli.output import answer, printing
 
 from ckptkit.errors import PeerError, UsageError
 
@@ -92,16 +92,14 @@ def launch(  # noqa: PLR0913 - one for each option
         run_id=run_id or "",
     )
     outcome = run(job, _Printer(all_to_stderr=as_json))
-    if as_json:
-        emit_json(
-            {
-                "ok": outcome.ok,
-                "restarts": outcome.restarts,
-                "failed_rank": outcome.failed_rank,
-                "exit_code": outcome.exit_code,
-            }
-        )
-    elif not outcome.ok:
+    document = {
+        "ok": outcome.ok,
+        "restarts": outcome.restarts,
+        "failed_rank": outcome.failed_rank,
+        "exit_code": outcome.exit_code,
+    }
+    answer(document, (), as_json=as_json)
+    if not outcome.ok and not as_json:
         raise PeerError(outcome.reason, where=" ".join(program[:1]))
     return OK if outcome.ok else PEER
 
@@ -117,7 +115,6 @@ class _Printer:
         self._all_to_stderr = all_to_stderr
 
     def __call__(self, stream: str, line: str) -> None:
-        """Print a line."""
         to = sys.stderr if self._all_to_stderr or stream == "stderr" else sys.stdout
         # What the terminal has no letters for must not end a training.
         told = line.encode(to.encoding, "backslashreplace").decode(to.encoding)

@@ -1,18 +1,43 @@
-"""What goes to stdout: aligned lines for people, one document for programs."""
+"""What goes to stdout: aligned lines for people, one document for programs; and, on stderr, a bar
+for work that turns out to take longer than a moment.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import reprlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import click
+import numpy as np
 
 from ckptkit.errors import StorageError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from ckptkit import Checkpoint
+
+PATIENCE = 1.0
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def answer(document: Any, lines: Iterable[str], *, as_json: bool) -> None:
+    """Print a document for programs on one line, or the same for people."""
+    if not as_json:
+        emit(lines)
+        return
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    with printing():
+        click.echo(text)
 
 
 def emit(lines: Iterable[str]) -> None:
@@ -21,13 +46,6 @@ def emit(lines: Iterable[str]) -> None:
     if found:
         with printing():
             click.echo("\n".join(found))
-
-
-def emit_json(document: Any) -> None:
-    """Print a document on one line."""
-    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
-    with printing():
-        click.echo(text)
 
 
 def remark(line: str) -> None:
@@ -91,3 +109,117 @@ def moment(seconds: float | None) -> str | None:
 def counted(number: int, what: str) -> str:
     """`1 pack`, `8 packs`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def size_text(nbytes: int) -> str:
+    """A size for people: `1.5 GiB`."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    amount, power = nbytes / 1024, 0
+    # 1023.96 would be rounded to 1024.0.
+    while amount >= 1023.95 and power < len(_UNITS) - 1:
+        amount, power = amount / 1024, power + 1
+    return f"{amount:.1f} {_UNITS[power]}"
+
+
+def stored_bytes(checkpoint: Checkpoint) -> int:
+    """The size of a step's packs."""
+    return sum(pack.size for pack in checkpoint.manifest.packs)
+
+
+def json_value(value: Any) -> Any:
+    """A value as JSON has it; what JSON lacks is `{"type": …, "text": …}`, in short."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    # Readers of JSON may hold numbers as doubles.
+    if isinstance(value, int) and abs(value) <= 1 << 53:
+        return value
+    if isinstance(value, list):
+        return [json_value(item) for item in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: json_value(item) for key, item in value.items()}
+    return {"type": type(value).__name__, "text": _SHORT.repr(value)}
+
+
+def in_short(value: Any, width: int = 72) -> str:
+    """A value on one line, cut where it gets long."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+class _Short(reprlib.Repr):
+    """repr with bounds, by the name of the type, as `reprlib` asks for."""
+
+    def repr_int(self, value: int, level: int) -> str:
+        try:
+            return super().repr_int(value, level)
+        except ValueError:  # Python turns no integer of thousands of digits into text
+            return f"<an integer of {value.bit_length()} bits>"
+
+    def repr_bytes(self, value: bytes, level: int) -> str:  # noqa: ARG002
+        return f"<{len(value)} bytes>"
+
+    def repr_ndarray(self, value: np.ndarray[Any, Any], level: int) -> str:  # noqa: ARG002
+        return f"<{value.dtype} of shape {value.shape}>"
+
+    def repr_datetime(self, value: datetime, level: int) -> str:  # noqa: ARG002
+        return value.isoformat()
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        if isinstance(value, np.generic):
+            return f"{value.dtype}({value})"
+        return super().repr_instance(value, level)
+
+
+_SHORT = _Short()
+_SHORT.maxstring = _SHORT.maxother = 60
+_SHORT.maxlong = 40
+
+
+class Bar:
+    """Counts bytes from any thread; after a second, and if stderr is a terminal, it shows."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self._label = label
+        self._total = total
+        self._begun = time.monotonic()
+        self._lock = threading.Lock()
+        self._done = 0
+        self._shown: Progress | None = None
+        self._wanted = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def __call__(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            if self._shown is not None:
+                self._shown.update(self._shown.task_ids[0], completed=self._done)
+            elif self._wanted and time.monotonic() - self._begun > PATIENCE:
+                self._show()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._wanted = False
+            if self._shown is not None:
+                self._shown.stop()
+
+    def _show(self) -> None:
+        # Here, because rich takes longer to import than most commands run.
+        from rich import progress  # noqa: PLC0415
+        from rich.console import Console  # noqa: PLC0415
+
+        self._shown = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.DownloadColumn(binary_units=True),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._shown.add_task(self._label, total=self._total or None, completed=self._done)
+        self._shown.start()

@@ -1,20 +1,33 @@
-"""`ckpt reshard`: a step for another strategy, without the model."""
+"""`ckpt reshard` and `ckpt rules`: a step for another strategy, without the model; and how that
+would cut every tensor.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
-from ckptkit.cli.command import command, location
-from ckptkit.cli.exits import CORRUPT, OK, PEER
-from ckptkit.cli.output import counted, emit, emit_json
-from ckptkit.cli.planned import document_of, lines_of
-from ckptkit.cli.progress import Bar
-from ckptkit.cli.quantity import size_text
-from ckptkit.cli.sizes import sizes_from
-from ckptkit.cli.storage import source_storage, storage
+from ckptkit.cli.exits import CORRUPT, NO, OK, PEER
+from ckptkit.cli.options import Function, command, location, sizes_from, source_storage, storage
+from ckptkit.cli.output import Bar, aligned, answer, counted, remark, size_text
 
 import ckptkit
+
+_SHOWN = 12
+
+
+def _rules(function: Function) -> Function:
+    """The options that say what is cut where."""
+    text = "A config.json with the sizes that rules refer to."
+    for add in (
+        click.option("--replicate-unknown", is_flag=True, help="Replicate what no rule knows."),
+        click.option("--set", "sizes", metavar="NAME=N", multiple=True, help="One such size."),
+        click.option("--config", metavar="FILE", help=text),
+        click.option("--rules", metavar="RULES", help="A file, a preset, or auto (the default)."),
+    ):
+        function = add(function)
+    return function
 
 
 @command(
@@ -28,10 +41,7 @@ import ckptkit
 @location("dst")
 @click.option("--to", metavar="STRATEGY", required=True, help="Such as tp:4 or pp:2,fsdp:4.")
 @click.option("--from", "expect", metavar="STRATEGY", help="What SRC is expected to be.")
-@click.option("--rules", metavar="RULES", help="A file, a preset, or auto (the default).")
-@click.option("--config", metavar="FILE", help="A config.json with the sizes that rules refer to.")
-@click.option("--set", "sizes", metavar="NAME=N", multiple=True, help="One such size.")
-@click.option("--replicate-unknown", is_flag=True, help="Replicate what no rule knows.")
+@_rules
 @click.option(
     "--allow-split-heads", is_flag=True, help="Cut where no size says whether a head ends there."
 )
@@ -46,7 +56,12 @@ import ckptkit
     "--memory", metavar="SIZE", default="1GiB", show_default=True, help="Never use more than this."
 )
 @click.option(
-    "--chunk-size", metavar="SIZE", default="4MiB", show_default=True, help="About, of new chunks."
+    "--chunk-size",
+    "chunk_bytes",
+    metavar="SIZE",
+    default="4MiB",
+    show_default=True,
+    help="About, of new chunks.",
 )
 @click.option(
     "--workers", metavar="N", type=click.IntRange(min=1), help="How many copy; a few by default."
@@ -67,7 +82,21 @@ import ckptkit
 )
 @storage
 @source_storage("SRC")
-def reshard(src: str, dst: str, *, dry_run: bool, as_json: bool, **given: Any) -> None:
+def reshard(  # noqa: PLR0913 - what is not passed on as it is
+    src: str,
+    dst: str,
+    *,
+    config: str | None,
+    sizes: tuple[str, ...],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    no_optimizer: bool,
+    cast: tuple[str, ...],
+    rename: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Write the step SRC for another strategy into the run DST.
 
     Parameters, optimizer state and all else go over; the new step has the number of the old one,
@@ -83,36 +112,6 @@ def reshard(src: str, dst: str, *, dry_run: bool, as_json: bool, **given: Any) -
     shows it); a SRC that was trained so has its own. They need the length of an attention head,
     from --config or as --set head_dim=N, where SRC was not cut at the same places before.
     """
-    options = _options(**given)
-    plan = ckptkit.plan_reshard(src, dst, **options, probe=dry_run)
-    if dry_run:
-        if as_json:
-            emit_json(document_of(plan))
-        else:
-            emit(lines_of(plan))
-        return
-    with Bar("reshard", plan.bytes_written) as bar:
-        done = plan.run(bar)
-    if as_json:
-        found = {"save_id": done.save_id, "finished_packs": list(done.finished)}
-        emit_json({**document_of(plan), **found, "committed": done.committed})
-    else:
-        emit([_said(plan, done)])
-
-
-def _options(
-    *,
-    chunk_size: str,
-    config: str | None,
-    sizes: tuple[str, ...],
-    no_optimizer: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    cast: tuple[str, ...],
-    rename: tuple[str, ...],
-    **same: Any,
-) -> dict[str, Any]:
-    """The arguments of the library's calls; most options are called as they are."""
     selection = ckptkit.Selection(
         include=include,
         exclude=exclude,
@@ -120,21 +119,16 @@ def _options(
         cast=tuple(map(_cast, cast)),
         rename=tuple(map(_rename, rename)),
     )
-    known = {"sizes": sizes_from(config, sizes), "chunk_bytes": chunk_size}
-    return {**same, **known, "selection": selection}
-
-
-def _said(plan: ckptkit.ReshardPlan, done: ckptkit.Resharded) -> str:
-    if not done.committed:
-        return f"the packs of this slice are at {done.location}; `ckpt commit` closes the step"
-    if len(done.finished) == done.packs:
-        return f"{done.location} is there already, made of the same step in the same way"
-    before = f", {len(done.finished)} of them from before" if done.finished else ""
-    packs = f"{counted(done.packs, 'pack')}{before}"
-    what = (
-        f"{counted(len(plan.arrays) + len(plan.aliases), 'array')}, {size_text(plan.bytes_written)}"
-    )
-    return f"{done.location}: {plan.from_strategy} -> {plan.to_strategy}, {what} in {packs}"
+    known = sizes_from(config, sizes)
+    plan = ckptkit.plan_reshard(src, dst, probe=dry_run, selection=selection, sizes=known, **given)
+    if dry_run:
+        answer(_plan_document(plan), _plan_lines(plan), as_json=as_json)
+        return
+    with Bar("reshard", plan.bytes_written) as bar:
+        done = plan.run(bar)
+    found = {"save_id": done.save_id, "finished_packs": list(done.finished)}
+    document = {**_plan_document(plan), **found, "committed": done.committed}
+    answer(document, [_said(plan, done)], as_json=as_json)
 
 
 def _cast(text: str) -> tuple[str, str]:
@@ -147,3 +141,153 @@ def _rename(text: str) -> tuple[str, str]:
     if not arrow:
         raise click.BadParameter(f"{text!r} is no renaming: write 'old=>new'")
     return pattern, new
+
+
+def _said(plan: ckptkit.ReshardPlan, done: ckptkit.Resharded) -> str:
+    if not done.committed:
+        return f"the packs of this slice are at {done.location}; `ckpt commit` closes the step"
+    if len(done.finished) == done.packs:
+        return f"{done.location} is there already, made of the same step in the same way"
+    before = f", {len(done.finished)} of them from before" if done.finished else ""
+    arrays = counted(len(plan.arrays) + len(plan.aliases), "array")
+    what = f"{arrays}, {size_text(plan.bytes_written)} in {counted(done.packs, 'pack')}{before}"
+    return f"{done.location}: {plan.from_strategy} -> {plan.to_strategy}, {what}"
+
+
+def _plan_document(plan: ckptkit.ReshardPlan) -> dict[str, Any]:
+    return {
+        "source": plan.source,
+        "destination": plan.destination,
+        "step": plan.step,
+        "from": plan.from_strategy,
+        "to": plan.to_strategy,
+        "save_id": plan.save_id,
+        "arrays": [
+            {
+                "name": a.name,
+                "source": a.source.name,
+                "shape": list(a.info.shape),
+                "dtype": a.info.dtype.name,
+                "source_dtype": a.source.dtype.name,
+                "placements": list(map(str, a.info.placements)),
+                "why": a.why,
+                "bytes": a.info.nbytes,
+                "chunks_kept": a.is_kept,
+            }
+            for a in plan.arrays
+        ],
+        "aliases": list(plan.aliases),
+        "left_out": list(plan.left_out),
+        "bytes_read": plan.bytes_read,
+        "bytes_written": plan.bytes_written,
+        "read_amplification": plan.read_amplification,
+        "requests": plan.requests,
+        "chunks": plan.chunks,
+        "files": plan.files,
+        "manifest_bytes": plan.manifest_bytes,
+        "bytes_by_rank": list(plan.bytes_by_rank),
+        "imbalance": plan.imbalance,
+        "memory": plan.memory,
+        "workers": plan.workers,
+        "finished_packs": list(plan.finished),
+        "seconds": plan.seconds,
+    }
+
+
+def _plan_lines(plan: ckptkit.ReshardPlan) -> list[str]:
+    left = f", {len(plan.left_out)} left out" if plan.left_out else ""
+    kept = sum(array.is_kept for array in plan.arrays)
+    arrays = f"{len(plan.arrays) + len(plan.aliases)}, chunks of {kept} go over as they are{left}"
+    read = f"{size_text(plan.bytes_read)}, {plan.read_amplification:.2f} times each byte"
+    files = f"{counted(plan.files, 'file')}, {counted(plan.chunks, 'chunk')}"
+    least, most = size_text(min(plan.bytes_by_rank)), size_text(max(plan.bytes_by_rank))
+    rows = [
+        ("from", f"{plan.source}, {plan.from_strategy}"),
+        ("to", f"{plan.destination}, {plan.to_strategy}"),
+        ("arrays", arrays),
+        ("read", f"{read}, at most {counted(plan.requests, 'request')}"),
+        ("write", f"{size_text(plan.bytes_written)} in {files}"),
+        ("packs", f"{least} to {most}, the largest {plan.imbalance:.2f} times the mean"),
+        ("memory", f"at most {size_text(plan.memory)}, {counted(plan.workers, 'worker')}"),
+    ]
+    if plan.seconds is not None:
+        rows.append(("time", f"about {plan.seconds:.1f} s, by a short probe"))
+    if plan.finished:
+        rows.append(("there", f"{counted(len(plan.finished), 'pack')} of an earlier run"))
+    changed = []
+    for array in plan.arrays:
+        (old, before), (new, after) = ((a.name, a.dtype.name) for a in (array.source, array.info))
+        if (old, before) != (new, after):
+            name = new if old == new else f"{old} -> {new}"
+            changed.append(name if before == after else f"{name} {before} -> {after}")
+    lines = aligned(rows)
+    if changed:
+        lines += ["", "changed on the way:", *_some(changed)]
+    if plan.left_out:
+        lines += ["", "left out:", *_some(plan.left_out)]
+    return lines
+
+
+def _some(lines: Sequence[str]) -> list[str]:
+    shown = [f"  {line}" for line in lines[:_SHOWN]]
+    return [*shown, f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else shown
+
+
+@command(
+    "ckpt rules runs/7b --to tp:4",
+    "ckpt rules runs/7b --to tp:4,pp:2 --rules llama --config config.json",
+    exits={OK: "every tensor is known", NO: "no rule knows some tensors"},
+    codes=[CORRUPT],
+)
+@location("src")
+@click.option("--to", metavar="STRATEGY", required=True, help="Such as tp:4 or pp:2,fsdp:4.")
+@_rules
+@storage
+def rules(
+    src: str,
+    *,
+    to: str,
+    config: str | None,
+    sizes: tuple[str, ...],
+    as_json: bool,
+    **given: Any,
+) -> int:
+    """Show how a strategy would cut each tensor of the step SRC.
+
+    Each tensor has a line: name, shape, how each axis cuts it, the shape of the part of rank 0, and
+    which rule says so. Without --rules a SRC that was trained with tensor or pipeline parallelism
+    is cut as it was; else the preset that fits the names of the tensors is taken.
+    """
+    found = ckptkit.explain_rules(src, to=to, sizes=sizes_from(config, sizes), **given)
+    unknown = [each.name for each in found if each.unknown]
+    missing = sorted({size for each in found for size in each.unknown_sizes})
+    rows = [("NAME", "SHAPE", "CUTS", "PART", "WHY")]
+    tensors = []
+    for each in found:
+        cuts = [f"{axis} {cut}" for axis, cut in each.placements if cut != "replicate"]
+        cut = "; ".join(cuts) or "replicate"
+        rows.append((each.name, str(each.shape), cut, str(each.part), each.why))
+        tensors.append(
+            {
+                "name": each.name,
+                "shape": list(each.shape),
+                "placements": [{"axis": axis, "placement": cut} for axis, cut in each.placements],
+                "part": list(each.part),
+                "why": each.why,
+                "unknown": list(each.unknown),
+                "unknown_sizes": list(each.unknown_sizes),
+            }
+        )
+    document = {"to": to, "tensors": tensors, "unknown": unknown, "unknown_sizes": missing}
+    answer(document, aligned(rows), as_json=as_json)
+    if missing and not as_json:
+        remark(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} unknown: attention heads"
+            " may be cut in two, which `ckpt reshard` refuses; pass --config config.json"
+        )
+    if unknown and not as_json:
+        remark(
+            f"{counted(len(unknown), 'tensor')} of which no rule knows; give --rules, or"
+            " --replicate-unknown"
+        )
+    return NO if unknown else OK

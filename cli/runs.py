@@ -1,14 +1,148 @@
-"""Opening a run, or saying why a location is none."""
+"""`ckpt ls` and `ckpt prune`: the steps of a run, and those that may go."""
 
 from __future__ import annotations
 
-from ckptkit.cli.storage import Options
+from typing import Any
+
+import click
+from ckptkit.cli.options import Options, command, location, seconds_of, storage
+from ckptkit.cli.output import aligned, answer, counted, moment, size_text
 
 import ckptkit
 from ckptkit.errors import UsageError
 
+_KINDS = {
+    "step": "step",
+    "orphan": "never committed, of step",
+    "leftover": "unfinished file, of step",
+}
 
-def open_run(location: str, storage_options: Options | None = None) -> ckptkit.Run:
+
+@command("ckpt ls runs/7b")
+@location("run")
+@storage
+def ls(run: str, *, storage_options: Options | None, as_json: bool) -> None:
+    """List the steps of RUN, lowest number first.
+
+    Says of each when it was saved, its size, its strategy, and whether it is committed. A step that
+    is not committed was never finished, or is being written; its size is what is there. The newest
+    step is the last one: numbers count, not times. A step whose folder is a symbolic link is shown
+    as one: it is read, and never written or pruned.
+    """
+    found = _open(run, storage_options)
+    steps: list[dict[str, Any]] = [
+        {
+            "step": info.step,
+            "committed": info.committed,
+            "time": moment(info.time),
+            "bytes": info.nbytes,
+            "strategy": info.strategy or None,
+            "problem": info.problem or None,
+            "link": info.link or None,
+        }
+        for info in found.listing()
+    ]
+    rows = [("STEP", "SAVED", "SIZE", "STRATEGY", "STATE")]
+    for step in steps:
+        state = "committed" if step["committed"] else "not committed"
+        state += f", a link to {step['link']}" if step["link"] else ""
+        state += f", but: {step['problem']}" if step["problem"] else ""
+        size, strategy = size_text(step["bytes"]), step["strategy"] or "-"
+        rows.append((str(step["step"]), step["time"] or "-", size, strategy, state))
+    document = {"run": found.location, "steps": steps}
+    answer(document, aligned(rows, right=[0, 2]), as_json=as_json)
+
+
+@command(
+    "ckpt prune runs/7b --keep-last 3 --keep-every 10000 --dry-run",
+    "ckpt prune runs/7b --keep-last 3 --keep-every 10000",
+)
+@location("run")
+@click.option(
+    "--keep-last",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Keep the newest N committed steps: those with the highest numbers.",
+)
+@click.option(
+    "--keep-every", metavar="K", type=click.IntRange(min=1), help="Keep the multiples of K."
+)
+@click.option(
+    "--grace",
+    metavar="TIME",
+    type=seconds_of,
+    default="1h",
+    show_default=True,
+    help="Leave what no manifest names alone until this old: it may be a save under way.",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@storage
+def prune(
+    run: str,
+    grace: float,
+    *,
+    dry_run: bool,
+    storage_options: Options | None,
+    as_json: bool,
+    **kept: int | None,
+) -> None:
+    """Delete old steps of RUN, and leftovers.
+
+    Leftovers are what saves that were never committed left: their data, an empty manifest, files
+    that were not finished. A step stays if it is among the newest N or a multiple of K, and the
+    newest always does; without --keep-last and --keep-every all committed steps stay. Newest means
+    the highest step number, whenever it was saved. A step's manifest goes first, so that a crash
+    leaves no half of one. Nothing is deleted through a symbolic link: steps that are links stay,
+    are listed, and do not count; of a link inside a step only the name goes.
+    """
+    found = ckptkit.Run(run, storage_options=storage_options)
+    work = found.plan_prune if dry_run else found.prune
+    removals = work(grace=grace, **kept)
+    young = [] if removals or not grace else found.plan_prune(grace=0)
+    if not removals and not young:
+        _open(run, storage_options)  # which says what is wrong with a place that is no run
+    links = found.links()
+    gone = {removal.step for removal in removals if removal.kind == "step"}
+    document = {
+        "run": found.location,
+        "dry_run": dry_run,
+        "removed": [
+            {
+                "kind": removal.kind,
+                "step": removal.step,
+                "name": removal.name,
+                "bytes": removal.nbytes,
+                "files": len(removal.keys),
+            }
+            for removal in removals
+        ],
+        "bytes": sum(removal.nbytes for removal in removals),
+        "young": len(young),
+        "kept": [step for step in found.steps() if step not in gone and step not in links],
+        "links": [{"step": step, "target": links[step]} for step in links],
+    }
+    answer(document, _pruned(document), as_json=as_json)
+
+
+def _pruned(doc: dict[str, Any]) -> list[str]:
+    rows = []
+    for gone in doc["removed"]:
+        what = ("unfinished file, of the run", "")
+        if gone["step"] is not None:
+            what = (_KINDS[gone["kind"]], str(gone["step"]))
+        rows.append((*what, size_text(gone["bytes"]), gone["name"]))
+    verb = "would free" if doc["dry_run"] else "freed"
+    total = f"{verb} {size_text(doc['bytes'])}; kept: {counted(len(doc['kept']), 'step')}"
+    lines = [*aligned(rows, right=[1, 2]), total]
+    if doc["young"]:
+        lines.append(f"left alone, as younger than --grace: {counted(doc['young'], 'leftover')}")
+    return lines + [
+        f"left alone, as a symbolic link: step {link['step']} -> {link['target']}"
+        for link in doc["links"]
+    ]
+
+
+def _open(location: str, storage_options: Options | None) -> ckptkit.Run:
     """A run that has at least one step, committed or not."""
     run = ckptkit.Run(location, storage_options=storage_options)
     if run.latest() is None and not run.listing():

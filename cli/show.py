@@ -1,16 +1,43 @@
-"""`ckpt show`: what is in a step."""
+"""`ckpt show`: a step as one plain document, which `--json` gives as it is, and as lines: a head,
+then its arrays as a tree, one line each.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from fnmatch import translate
+from math import prod
+from typing import Any, TypeAlias
+
 import click
-from ckptkit.cli.command import command, location
-from ckptkit.cli.description import describe
 from ckptkit.cli.exits import CORRUPT
-from ckptkit.cli.output import emit, emit_json
-from ckptkit.cli.storage import Options, storage
-from ckptkit.cli.tree import lines_of
+from ckptkit.cli.options import Options, command, location, storage
+from ckptkit.cli.output import (
+    aligned,
+    answer,
+    counted,
+    in_short,
+    json_value,
+    moment,
+    size_text,
+    stored_bytes,
+)
 
 import ckptkit
+from ckptkit.errors import NotFoundError
+
+Doc: TypeAlias = dict[str, Any]
+Row: TypeAlias = tuple[str, ...]
+
+_BOXES_SHOWN = 4
+_SEMANTICS = {
+    "replicated": "",
+    "per_rank": ", by rank",
+    "sum": ", to be summed",
+    "split": ", to be shared out",
+}
 
 
 @command(
@@ -38,7 +65,195 @@ def show(
     """
     with ckptkit.open(step, storage_options=storage_options) as checkpoint:
         doc = describe(checkpoint, pattern, rank)
-    if as_json:
-        emit_json(doc)
+    answer(doc, () if as_json else lines_of(doc), as_json=as_json)
+
+
+def describe(
+    checkpoint: ckptkit.Checkpoint, pattern: str | None = None, rank: int | None = None
+) -> Doc:
+    """The whole document, with the arrays that match a pattern and what a rank holds of them."""
+    arrays, strategy = _arrays(checkpoint, pattern, rank), checkpoint.strategy
+    axes = strategy.mesh.axes
+    stored = [array for array in arrays if array["alias_of"] is None]
+    held = None
+    if rank is not None:
+        names = [axis.name for axis in axes]
+        coords = dict(zip(names, strategy.mesh.coords(rank), strict=True))
+        nbytes = sum(array["part"]["bytes"] for array in stored)
+        held = {"rank": rank, "coords": coords, "bytes": nbytes}
+    return {
+        "location": checkpoint.location,
+        "step": checkpoint.step,
+        "time": moment(checkpoint.time),
+        "save_id": checkpoint.save_id,
+        "writer": checkpoint.manifest.save.writer,
+        "strategy": {
+            "text": str(strategy),
+            "world_size": strategy.world_size,
+            "axes": [{"name": a.name, "kind": a.kind, "size": a.size} for a in axes],
+        },
+        "details": json_value(dict(checkpoint.details)),
+        "packs": len(checkpoint.manifest.packs),
+        "stored_bytes": stored_bytes(checkpoint),
+        "bytes": sum(array["bytes"] for array in stored),
+        "rank": held,
+        "arrays": arrays,
+        "objects": [
+            {"name": item.name, "semantics": item.semantics, "value": json_value(item.value)}
+            for item in checkpoint.manifest.objects
+        ],
+    }
+
+
+def _arrays(checkpoint: ckptkit.Checkpoint, pattern: str | None, rank: int | None) -> list[Doc]:
+    names: Iterable[str] = checkpoint.arrays
+    if pattern is not None:
+        matches = re.compile(translate(pattern)).match
+        names = [name for name in names if matches(name)]
+        if not names:
+            raise NotFoundError(
+                "no array of such a name",
+                where=checkpoint.location,
+                value=pattern,
+                hint=f"`ckpt show {checkpoint.location}` lists them; * stands for any text",
+            )
+    known: dict[Any, Doc] = {}
+    found = []
+    for name in names:
+        array = checkpoint.arrays[name]
+        info = array.info
+        # How they lie on the ranks is worked out once for all that are alike.
+        key = (info.shape, info.dtype.itemsize, info.placements)
+        if key not in known:
+            known[key] = _cuts(array, rank)
+        found.append(
+            {
+                "name": array.name,
+                "alias_of": array.alias_of,
+                "shape": info.shape,
+                "dtype": info.dtype.name,
+                "role": info.role,
+                "of": info.of,
+                "bytes": info.nbytes,
+                "chunks": info.grid.chunk_count,
+                **known[key],
+            }
+        )
+    return found
+
+
+def _cuts(array: Any, rank: int | None) -> Doc:
+    """The fields that shape and placements decide."""
+    layout, held = array.layout, None
+    first = layout.part(layout.first_rank)
+    axes = [axis.name for axis in layout.strategy.mesh.axes]
+    if rank is not None:
+        part = array.part(rank)
+        held = {
+            "shape": part.shape,
+            "boxes": [{"offset": box.offset, "shape": box.shape} for box in part.boxes],
+            "bytes": sum(box.size for box in part.boxes) * array.dtype.itemsize,
+        }
+    return {
+        "placements": dict(zip(axes, map(str, layout.placements), strict=True)),
+        "parts": {
+            "count": sum(1 for _ in layout.distinct_ranks()),
+            "shape": first.shape,
+            "boxes": len(first.boxes),
+        },
+        "part": held,
+    }
+
+
+def lines_of(doc: Doc) -> list[str]:
+    """The document for people."""
+    by_rank = doc["rank"] is not None
+    arrays = [a for a in doc["arrays"] if a["part"]["boxes"]] if by_rank else doc["arrays"]
+    head = aligned(_head(doc, len(arrays)))
+    return [*head, "", *aligned(_tree(arrays, by_rank=by_rank), right=[5])]
+
+
+def _head(doc: Doc, shown: int) -> list[Row]:
+    strategy, rank = doc["strategy"], doc["rank"]
+    axes = []
+    for axis in strategy["axes"]:
+        kind = "" if axis["name"] == axis["kind"] else f" ({axis['kind']})"
+        axes.append(f"{axis['name']}{kind} {axis['size']}")
+    ranks = counted(strategy["world_size"], "rank") + (f": {' x '.join(axes)}" if axes else "")
+    size = f"{size_text(doc['stored_bytes'])} in {counted(doc['packs'], 'pack')}"
+    rows: list[Row] = [
+        ("step", str(doc["step"])),
+        ("where", doc["location"]),
+        ("saved", f"{doc['time'] or 'at no date'} by {doc['writer']}"),
+        ("strategy", f"{strategy['text']} ({ranks})"),
+        ("size", size),
+    ]
+    if rank is not None:
+        at = ", ".join(f"{axis} {coord}" for axis, coord in rank["coords"].items())
+        held = f"holds {size_text(rank['bytes'])} of {counted(shown, 'array')}"
+        rows.append(("rank", f"{rank['rank']} {f'({at}) ' if at else ''}{held}"))
+    details = [f"{name} = {in_short(value)}" for name, value in doc["details"].items()]
+    objects = [
+        f"{item['name']}{_SEMANTICS[item['semantics']]} = {in_short(item['value'])}"
+        for item in doc["objects"]
+    ]
+    for title, lines in (("details", details), ("objects", objects)):
+        rows += [("" if number else title, line) for number, line in enumerate(lines)]
+    return rows
+
+
+def _tree(arrays: Sequence[Doc], *, by_rank: bool) -> list[Row]:
+    # The bytes of every group; tied arrays count once, where they are stored.
+    totals: Counter[str] = Counter()
+    for array in arrays:
+        if array["alias_of"] is None:
+            nbytes = array["part"]["bytes"] if by_rank else array["bytes"]
+            group = array["name"].rpartition("/")[0]
+            while group:
+                totals[group] += nbytes
+                group = group.rpartition("/")[0]
+    rows: list[Row] = []
+    above: list[str] = []
+    for array in arrays:
+        *groups, leaf = array["name"].split("/")
+        same = 0
+        while same < min(len(groups), len(above)) and groups[same] == above[same]:
+            same += 1
+        if groups != above:
+            for depth in range(same, len(groups)):
+                size = size_text(totals["/".join(groups[: depth + 1])])
+                rows.append(("  " * depth + f"{groups[depth]}/", "", "", "", "", size))
+            above = groups
+        cells = _part_cells(array) if by_rank else _whole_cells(array)
+        rows.append(("  " * len(groups) + leaf, *cells))
+    return rows
+
+
+def _whole_cells(array: Doc) -> Row:
+    shape, parts = array["shape"], array["parts"]
+    size = size_text(array["bytes"])
+    if array["alias_of"] is not None:
+        cut, size = f"= {array['alias_of']}", ""
+    elif not array["bytes"]:
+        cut = "empty"
+    elif parts["count"] == 1 and parts["shape"] == shape:
+        cut = "whole"
     else:
-        emit(lines_of(doc))
+        boxes = f" in {parts['boxes']} boxes" if parts["boxes"] > 1 else ""
+        cut = f"{parts['count']} x {parts['shape']}{boxes}"
+    return (array["dtype"], str(shape), array["role"], cut, size)
+
+
+def _part_cells(array: Doc) -> Row:
+    part = array["part"]
+    boxes = []
+    for box in part["boxes"][:_BOXES_SHOWN]:
+        spans = zip(box["offset"], box["shape"], array["shape"], strict=True)
+        boxes.append(
+            f"[{', '.join(':' if n == whole else f'{a}:{a + n}' for a, n, whole in spans)}]"
+        )
+    if len(part["boxes"]) > _BOXES_SHOWN:
+        boxes.append(f"+{len(part['boxes']) - _BOXES_SHOWN}")
+    where = "whole" if prod(part["shape"]) == prod(array["shape"]) else " ".join(boxes)
+    size = "" if array["alias_of"] else size_text(part["bytes"])
+    return (array["dtype"], str(part["shape"]), array["role"], where, size)

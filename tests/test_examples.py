@@ -16,13 +16,13 @@ EXAMPLES = sorted(FOLDER.glob("*.py"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
-def output_of(*command: object) -> str:
+def output_of(*command: object, **variables: str) -> str:
     """What a program prints that ends well and warns of nothing."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         capture_output=True,
         check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
         text=True,
         timeout=300,
     )

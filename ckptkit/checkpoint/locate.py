@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from isal import isal_zlib
 
-from ckptkit.checkpoint.pace import ask_all
 from ckptkit.checkpoint.places import DATA, MANIFEST, described, step_number, store_at, under
+from ckptkit.checkpoint.workers import ask_all
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,

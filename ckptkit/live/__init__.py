@@ -17,11 +17,10 @@ if tuple(map(int, re.findall(r"\d+", str(torch.__version__))[:2])) < _OLDEST_TOR
         hint="pip install -U torch; what needs no torch, such as `ckpt` and ckptkit.open, works",
     )
 
-from ckptkit.live.checkpointer import Checkpointer
+from ckptkit.live.checkpointer import Checkpointer, save
+from ckptkit.live.comparison import Report
 from ckptkit.live.extra import Extra, WorldSizeError, rng_state, set_rng_state
-from ckptkit.live.functions import load, load_state, save
-from ckptkit.live.loading import Restored
-from ckptkit.live.report import Report
+from ckptkit.live.restore import Restored, load
 from ckptkit.live.sharded_optimizer import ShardedOptimizerState
 from ckptkit.live.shards import (
     CheckpointHelper,
@@ -33,6 +32,7 @@ from ckptkit.live.shards import (
     helper_for,
     save_distributed,
 )
+from ckptkit.live.state_dict import load_state
 from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.model import PerDataRank, PerRank, Replicated, Split, Sum
 

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import WeakSet
 
 from ckptkit.checkpoint.ranks import in_one_line
@@ -22,87 +21,35 @@ log = logging.getLogger("ckptkit.live")
 _NICER = 5
 
 
-class _Settling(Protocol):
-    def settle(self) -> None: ...
-
-
-_unsettled: WeakSet[_Settling] = WeakSet()
-
-
-def _settle_all() -> None:
-    for background in list(_unsettled):
-        background.settle()
-
-
-# Called before the pools' own, which were registered earlier, when concurrent.futures was loaded.
-threading._register_atexit(_settle_all)  # type: ignore[attr-defined]
-
-
 class Background:
-    """Runs one piece of work in a thread; `wait` raises what it raised, once."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether work is under way."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def run(self, work: Callable[[], None], name: str) -> None:
-        """Begin work; what ran before has to be waited for first."""
-
-        def run() -> None:
-            _give_way()
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001 — handed to whoever waits
-                self._error = error
-                # At once as well: a job that ends without another call would never say it.
-                log.error("saving %s failed: %s", name, error)
-
-        # A process that ends by itself first lets its checkpoint finish. A thread that is merely
-        # no daemon would come too late: thread pools refuse work before such threads are joined.
-        _unsettled.add(self)
-        self._thread = threading.Thread(target=run, name=f"ckptkit {name}")
-        self._thread.start()
-
-    def settle(self, seconds: float | None = None) -> None:
-        """Return when nothing runs, or after so many seconds; what went wrong is still raised by
-        `wait`.
-        """
-        if self._thread is not None:
-            self._thread.join(seconds)
-
-    def wait(self) -> None:
-        """Return when nothing runs; raises the error of what ran."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-
-class Rounds:
     """Runs pieces of work in a thread, in the order in which their turns were taken, however many
     wait; the error of each is kept by its number, counted from 1, until somebody takes it.
+
+    A process that ends by itself first lets all of them finish.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._turns: deque[_Turn] = deque()
-        self._is_running = False
+        self._has_thread = False
+        self._thread: threading.Thread | None = None
         self._taken = self._done = 0
         self._errors: dict[int, BaseException] = {}
 
-    def turn(self, work: Callable[[], None]) -> Callable[[], None]:
+    @property
+    def is_running(self) -> bool:
+        """Whether work is under way, or waits for its turn."""
+        return self._done < self._taken
+
+    def run(self, work: Callable[[], None], what: str) -> None:
+        """Take the next turn, and begin as soon as it has come."""
+        self.turn(work, what)()
+
+    def turn(self, work: Callable[[], None], what: str) -> Callable[[], None]:
         """Take the next turn; what is returned, and has to be called some time from any thread,
         lets the work begin, which what comes after waits for.
         """
-        turn = _Turn(work)
+        turn = _Turn(work, what)
         with self._changed:
             self._taken += 1
             self._turns.append(turn)
@@ -111,14 +58,34 @@ class Rounds:
         def begin() -> None:
             with self._changed:
                 turn.may_begin = True
-                self._go_on()
+                if not self._has_thread and self._turns and self._turns[0].may_begin:
+                    self._has_thread = True
+                    # A daemon, which `give_up` can leave behind; otherwise the end of the process
+                    # waits for it.
+                    name = f"ckptkit {self._turns[0].what}"
+                    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                    self._thread.start()
 
         return begin
 
-    def settle(self) -> None:
-        """Return when all is done; errors are still there to be taken."""
+    def settle(self, seconds: float | None = None) -> None:
+        """Return when all is done, or after so many seconds; errors are still there to be taken."""
         with self._changed:
-            self._changed.wait_for(lambda: self._done == self._taken)
+            self._changed.wait_for(lambda: self._done == self._taken, seconds)
+
+    def end(self) -> None:
+        """Return when all is done, and the thread with it: one that still frees tensors while the
+        interpreter ends would abort the process.
+        """
+        self.settle()
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait(self) -> None:
+        """Return when all is done; raises the last error."""
+        error = self.take()
+        if error is not None:
+            raise error
 
     def newest_failure(self) -> tuple[int, BaseException] | None:
         """The number and the error of the last piece of work that failed, as far as it is known."""
@@ -145,19 +112,17 @@ class Rounds:
             self._changed.notify_all()
         _unsettled.discard(self)
 
-    def _go_on(self) -> None:
-        if self._is_running or not (self._turns and self._turns[0].may_begin):
-            return
-        self._is_running = True
-        # A daemon, which `give_up` can leave behind; otherwise the end of the process waits for it.
-        threading.Thread(target=self._run, name=f"ckptkit {self._name}", daemon=True).start()
-
     def _run(self) -> None:
-        _give_way()
+        if sys.platform == "linux":  # elsewhere priorities are those of whole processes
+            # The training has the processor first; the threads that this one starts inherit it.
+            with suppress(OSError):
+                thread = threading.get_native_id()
+                priority = os.getpriority(os.PRIO_PROCESS, 0) + _NICER
+                os.setpriority(os.PRIO_PROCESS, thread, priority)
         while True:
             with self._changed:
                 if not (self._turns and self._turns[0].may_begin):
-                    self._is_running = False
+                    self._has_thread = False
                     return
                 turn = self._turns[0]
             error: BaseException | None = None
@@ -166,10 +131,10 @@ class Rounds:
             except BaseException as problem:  # noqa: BLE001 — handed to whoever takes it
                 error = problem
                 # At once as well: a job that ends without another call would never say it.
-                log.error("the %s failed: %s", self._name, in_one_line(problem))
+                log.error("%s failed: %s", turn.what, in_one_line(problem))
             with self._changed:
                 if not self._turns:
-                    self._is_running = False
+                    self._has_thread = False
                     return  # given up meanwhile
                 self._turns.popleft()
                 self._done += 1
@@ -181,12 +146,18 @@ class Rounds:
 @dataclass(slots=True)
 class _Turn:
     work: Callable[[], None]
+    what: str
     may_begin: bool = False
 
 
-def _give_way() -> None:
-    """Let the training have the processor first; the threads that this one starts inherit it."""
-    if sys.platform == "linux":  # elsewhere priorities are those of whole processes
-        with suppress(OSError):
-            thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, 0) + _NICER)
+_unsettled: WeakSet[Background] = WeakSet()
+
+
+def _settle_all() -> None:
+    for background in list(_unsettled):
+        background.end()
+
+
+# Before the thread pools' own end, which was registered earlier, when concurrent.futures was
+# loaded: they take no more work after it. A thread that is merely no daemon is joined too late.
+threading._register_atexit(_settle_all)  # type: ignore[attr-defined]

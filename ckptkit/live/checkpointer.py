@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -14,27 +14,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.places import Place, step_name, store_at
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, leaving
-from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.mirror import Retention
 from ckptkit.checkpoint.run.run import Run
-from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
-from ckptkit.live.arena import Arena
 from ckptkit.live.background import Background
-from ckptkit.live.loading import Loading, LoadOptions, Restored
-from ckptkit.live.opening import open_together
+from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.preemption import Preemption
 from ckptkit.live.ranks import StoreRanks, current_world, next_name, ranks_of
-from ckptkit.live.saving import PreparedSave, SaveOptions
+from ckptkit.live.restore import NOT_LOADED, Restored, load_into
+from ckptkit.live.save import Arena, PreparedSave, SaveOptions, prepare
 from ckptkit.live.state.parts import HandCuts
-from ckptkit.live.tiers import tiers_of
+from ckptkit.live.tiers import Tiers
 from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
-from ckptkit.storage import Options, Store
+from ckptkit.storage import Options
 
-_NOT_LOADED = "the step was not loaded"
 _PATIENCE = 10
 
 log = logging.getLogger("ckptkit.live")
@@ -93,7 +90,7 @@ class Checkpointer:
         self._world = current_world()
         self._store = store_at(location, storage_options)
         self._run = Run(self._store)
-        self._tiers = tiers_of(
+        self._tiers = Tiers(
             self._store,
             local,
             Retention(keep_last, keep_every, local_keep_last),
@@ -102,9 +99,6 @@ class Checkpointer:
         )
         self._asynchronous = asynchronous
         self._skips = when_busy == "skip"
-        self._mesh = mesh
-        self._rules = HandCuts.of(rules)
-        self._progress = progress
         self._options = SaveOptions(
             overwrite=overwrite,
             chunk_bytes=chunk_bytes,
@@ -112,8 +106,10 @@ class Checkpointer:
             threads=threads,
             timeout=timeout,
             progress=progress,
+            mesh=mesh,
+            rules=HandCuts.of(rules),
+            stages=asynchronous,
         )
-        self._timeout = timeout
         self._name = next_name(self._world, "run")
         self._calls = 0
         self._arena = Arena()
@@ -139,7 +135,7 @@ class Checkpointer:
     @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh that names axes which the model does not."""
-        return self._mesh
+        return self._options.mesh
 
     @property
     def run(self) -> Run:
@@ -160,45 +156,39 @@ class Checkpointer:
     ) -> str | None:
         """Save a step; returns its location, or None where it was skipped (see `when_busy`)."""
         self._check_open()
-        sources = partial(TrainingState.of, model, optimizer, scheduler, dataloader, scaler, state)
-        with nullcontext() if self._preemption is None else self._preemption.held_off():
-            return self._save(step, sources, extra)
-
-    def _save(
-        self, step: int, sources: Callable[[], TrainingState], extra: Mapping[str, object] | None
-    ) -> str | None:
-        # First of all, so that what goes wrong on one rank from here on reaches the others.
-        barrier = self._barrier("save")
-        with ExitStack() as after:
-            # Whatever becomes of the save: all ranks go through the same rounds.
+        quiet = nullcontext() if self._preemption is None else self._preemption.held_off()
+        with quiet, ExitStack() as after:
+            # First of all, so that what goes wrong on one rank from here on reaches the others.
+            ranks = self._meeting("save")
+            # Whatever becomes of the save: all ranks go through the same rounds of copying.
             after.callback(self._tiers.turn(self._copying(), step))
-            with leaving(barrier):
-                found = sources()
-                failed = self._tiers.meet(barrier)
-                if self._asynchronous and self._skips and self._is_busy(barrier):
+            with leaving(ranks):
+                objects = TrainingState.of(model, optimizer, scheduler, dataloader, scaler, state)
+                failed = self._tiers.meet(ranks)
+                may_skip = self._asynchronous and self._skips
+                # Whether rank 0 is still writing: one answer for all.
+                if may_skip and ranks.share(lambda: self._background.is_running):
                     return None
                 self._background.wait()
-                save = PreparedSave(
-                    self._tiers.target,
-                    step,
-                    self._world,
-                    barrier,
-                    found,
-                    extra=extra,
-                    mesh=self._mesh,
-                    rules=self._rules,
-                    options=self._options,
-                    arena=self._arena,
-                    stage=self._asynchronous,
+                target, world = self._tiers.target, self._world
+                save = prepare(
+                    target, step, ranks, world, objects, extra, self._options, self._arena
                 )
-            self._forget_before(barrier)
+            # All ranks have begun this save, so none can look at what the last but one left in the
+            # store any more.
+            self._used.append(ranks)
+            if len(self._used) > 2:
+                old = self._used.pop(0)
+                if self._world.rank == 0:
+                    old.forget()
             if self._asynchronous:
                 self._writing = save
-                self._background.run(partial(self._end, save, after.pop_all()), f"step {step}")
+                work = partial(self._finish, save, after.pop_all())
+                self._background.run(work, f"saving step {step}")
             else:
-                self._finish(save)
-        self._tiers.raise_failed(failed)
-        return f"{self._tiers.target.location}/{step_name(step)}"
+                self._finish(save, after.pop_all())
+            self._tiers.raise_failed(failed)
+            return f"{self._tiers.target.location}/{step_name(step)}"
 
     def restore(  # noqa: PLR0913 — everything that a step may hold, and how much may differ
         self,
@@ -231,23 +221,41 @@ class Checkpointer:
             verify=verify,
             read_once=read_once,
             threads=self._options.threads,
-            timeout=self._timeout,
-            progress=self._progress,
+            progress=self._options.progress,
+            mesh=self._options.mesh,
+            rules=self._options.rules,
         )
-        barrier = self._barrier("steps", _NOT_LOADED)
+        ranks = self._meeting("steps", NOT_LOADED)
         with ExitStack() as after:
             # What an earlier job left is copied now.
             after.callback(self._tiers.turn(self._copying(), None))
-            with leaving(barrier):
+            with leaving(ranks):
                 self._background.wait()
-                sources = TrainingState.of(
+                objects = TrainingState.of(
                     model, optimizer, scheduler, dataloader, scaler, state, skip
                 )
-                self._tiers.meet(barrier)
-                candidates = self._candidates(barrier, step, fallback=fallback)
+                self._tiers.meet(ranks)
+                candidates = self._candidates(ranks, step, fallback=fallback)
                 # What a rank passes may be wrong: nobody goes on alone.
-                barrier.wait()
-            return self._first_whole(candidates, sources, options)
+                ranks.wait()
+            for (number, place), then in zip_longest(candidates, candidates[1:]):
+                store, ranks = self._tiers.at(place), self._meeting("load", NOT_LOADED)
+                try:
+                    return load_into(objects, store, number, self._world, ranks, options)
+                except Exception as error:
+                    if then is None or not self._is_damage(error):
+                        raise
+                    # The same step elsewhere loses nothing, an older one does.
+                    log.log(
+                        logging.WARNING if then[0] == number else logging.ERROR,
+                        "step %d is damaged in %s, trying step %d in %s: %s",
+                        number,
+                        store.location,
+                        then[0],
+                        self._tiers.at(then[1]).location,
+                        error,
+                    )
+            return None
 
     def should_stop(self, step: int) -> bool:
         """Whether SIGTERM came and this is the step, the same on all ranks, to save and leave
@@ -309,16 +317,13 @@ class Checkpointer:
             # The error that ends the block says more; this one must not be lost.
             log.error("the last save failed: %s", problem)
 
-    def _end(self, save: PreparedSave, after: ExitStack) -> None:
+    def _finish(self, save: PreparedSave, after: ExitStack) -> None:
         with after:
             try:
-                self._finish(save)
+                save.commit()
+                self._tiers.saved(save.step)
             finally:
                 self._writing = None  # it knows the memory that it wrote
-
-    def _finish(self, save: PreparedSave) -> None:
-        save.commit()
-        self._tiers.saved(save.step, is_first=self._world.rank == 0)
 
     def _leave(self) -> None:
         """End what has to be whole when the process ends, and nothing else."""
@@ -326,87 +331,40 @@ class Checkpointer:
         self._tiers.give_up()
 
     def _candidates(
-        self, barrier: Ranks, step: int | None, *, fallback: bool
+        self, ranks: Ranks, step: int | None, *, fallback: bool
     ) -> list[tuple[int, str]]:
         """The steps to try, and from where: rank 0's view, as a listing may differ from rank to
         rank.
         """
         mine = "newest" if step is None else str(step)
-        asked = barrier.share(lambda: mine)
+        asked = ranks.share(lambda: mine)
         if asked != mine:
             raise UsageError(
                 f"rank 0 restores step {asked}, rank {self._world.rank} another one", value=mine
             )
-        found: list[tuple[int, str]] = barrier.share(
+        found: list[tuple[int, str]] = ranks.share(
             lambda: self._tiers.candidates(step, fallback=fallback)
         )
         return found
-
-    def _first_whole(
-        self,
-        candidates: Sequence[tuple[int, str]],
-        sources: TrainingState,
-        options: LoadOptions,
-    ) -> Restored | None:
-        """Load the first candidate that is not damaged; the error of the last where all are."""
-        for (number, place), after in zip_longest(candidates, candidates[1:]):
-            store = self._tiers.at(place)
-            loading = Loading(
-                self._opener(store, number),
-                self._world,
-                self._barrier("load", _NOT_LOADED),
-                sources,
-                mesh=self._mesh,
-                rules=self._rules,
-                options=options,
-            )
-            try:
-                return loading.run()
-            except Exception as error:
-                if after is None or not self._is_damage(error):
-                    raise
-                # The same step elsewhere loses nothing, an older one does.
-                level = logging.WARNING if after[0] == number else logging.ERROR
-                then = f"step {after[0]} in {self._tiers.at(after[1]).location}"
-                said = f"step {number} is damaged in {store.location}, trying {then}"
-                log.log(level, "%s: %s", said, error)
-        return None
-
-    def _opener(self, store: Store, step: int) -> Callable[[Ranks], Checkpoint]:
-        return lambda barrier: open_together(barrier, store, lambda: Run(store).open(step))
-
-    def _forget_before(self, barrier: Ranks) -> None:
-        """Remove what the last save but one left in the store: all ranks have begun the one after
-        it, so none can look at it any more.
-        """
-        self._used.append(barrier)
-        if len(self._used) > 2:
-            old = self._used.pop(0)
-            if self._world.rank == 0:
-                old.forget()
 
     def _is_damage(self, error: Exception) -> bool:
         """Whether what made a load fail on some rank is damage: one answer for all."""
         # A rank that only heard of another's failure has no reason of its own.
         mine = None if isinstance(error, PeerError) else isinstance(error, FormatError)
-        ranks = self._barrier("damage", _NOT_LOADED)
+        ranks = self._meeting("damage", NOT_LOADED)
         return bool(ranks.agree(mine, lambda heard: True in heard and False not in heard))
-
-    def _is_busy(self, barrier: Ranks) -> bool:
-        """Whether rank 0 is still writing: one answer for all."""
-        return bool(barrier.share(lambda: self._background.is_running))
-
-    def _barrier(self, what: str, failure: str = "there is no new step") -> StoreRanks | OneRank:
-        return ranks_of(self._world, self._next(what), self._timeout, failure)
 
     def _copying(self) -> StoreRanks | OneRank:
         """Where ranks meet to copy: those with little to send wait long for the others."""
-        name = self._next("copy")
-        return ranks_of(self._world, name, _PATIENCE * self._timeout, "steps were not copied")
+        return self._meeting("copy", "steps were not copied", patience=_PATIENCE)
 
-    def _next(self, what: str) -> str:
+    def _meeting(
+        self, what: str, failure: str = Ranks.failure, *, patience: int = 1
+    ) -> StoreRanks | OneRank:
+        """All ranks, for one call, under a name that none had before."""
         self._calls += 1
-        return f"{self._name}/{self._calls}-{what}"
+        name = f"{self._name}/{self._calls}-{what}"
+        return ranks_of(self._world, name, patience * self._options.timeout, failure)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -419,3 +377,50 @@ class Checkpointer:
                 value=f"for {self._world.size} ranks, now there are {size}",
                 hint="make it after dist.init_process_group(…)",
             )
+
+
+def save(  # noqa: PLR0913 — everything that a step may hold
+    location: Place,
+    *,
+    step: int,
+    model: object = None,
+    optimizer: object = None,
+    scheduler: object = None,
+    dataloader: object = None,
+    scaler: object = None,
+    state: Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
+    mesh: DeviceMesh | None = None,
+    rules: RulesLike | None = None,
+    differing: Iterable[str] = (),
+    overwrite: bool = False,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    timeout: float = DEFAULT_TIMEOUT,
+    storage_options: Options | None = None,
+) -> str:
+    """Save a step of the run at `location`, and return the step's own; every rank calls it alike.
+
+    `storage_options` say how to reach an object store (see `ckptkit.open`).
+    """
+    with Checkpointer(
+        location,
+        mesh=mesh,
+        rules=rules,
+        differing=differing,
+        overwrite=overwrite,
+        chunk_bytes=chunk_bytes,
+        timeout=timeout,
+        storage_options=storage_options,
+    ) as checkpointer:
+        saved = checkpointer.save(
+            step,
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            dataloader=dataloader,
+            scaler=scaler,
+            state=state,
+            extra=extra,
+        )
+    assert saved is not None  # noqa: S101 — only asynchronous saves are skipped
+    return saved

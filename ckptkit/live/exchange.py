@@ -12,11 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptkit.live.ranks import World, wire
+from ckptkit.checkpoint.ranks import OneRank
+from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.format.leaves import dumps
+from ckptkit.live.ranks import GroupRanks, World, wire
 from ckptkit.live.state.parts import LiveTensor
 from ckptkit.live.state.topology import Topology
+from ckptkit.live.state.trees import put_tensors, without_tensors
 from ckptkit.live.wrappers.entries import StateMismatchError
-from ckptkit.model import Box, Layout, Part, Placement, Replicate, Stage
+from ckptkit.model import Box, Layout, Part, Placement, Replicate, Stage, parse_placement
 
 _SHOWN = 4
 
@@ -37,6 +41,18 @@ class Spread:
         """What a rank says of a tensor that it holds."""
         cut = [(k, p) for k, p in held.placements.items() if not isinstance(p, Replicate)]
         return cls(held.shape, held.local.dtype, tuple(sorted(cut)), held.own is None)
+
+    @classmethod
+    def from_doc(cls, doc: tuple[tuple[int, ...], str, dict[str, str], bool]) -> Spread:
+        """What `to_doc` gave."""
+        shape, dtype, placements, is_own = doc
+        cut = tuple((axis, parse_placement(text)) for axis, text in placements.items())
+        return cls(shape, getattr(torch, dtype), cut, is_own)
+
+    def to_doc(self) -> tuple[tuple[int, ...], str, dict[str, str], bool]:
+        """The same as plain values."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return self.shape, dtype, {axis: str(p) for axis, p in self.placements}, self.is_own
 
     def is_as(self, other: Spread) -> bool:
         """Whether the two can be of one tensor, which several pipeline stages may have."""
@@ -71,6 +87,18 @@ class Spoken:
     """Whether this rank knows what the call is about: a stage knows only its own parameters."""
     strategy: str = ""
 
+    def to_doc(self) -> dict[str, Any]:
+        """The same as plain values."""
+        tensors = {name: spread.to_doc() for name, spread in self.tensors.items()}
+        return {
+            "tensors": tensors,
+            "values": dict(self.values),
+            "tied": dict(self.tied),
+            "problem": self.problem,
+            "is_involved": self.is_involved,
+            "strategy": self.strategy,
+        }
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
@@ -91,6 +119,7 @@ class Exchange:
         self._world = world
         self._topology = topology
         self._group = group
+        self._ranks = GroupRanks(world, group) if world.size > 1 else OneRank()
 
     def speak(
         self,
@@ -119,22 +148,39 @@ class Exchange:
 
     def agree(self, spoken: Spoken, where: str = "") -> Plan:
         """Put together what all say; raises on every rank what one of them found wrong."""
-        heard: list[Any] = [spoken]
-        if self._world.size > 1:
-            heard = [None] * self._world.size if self._world.rank == 0 else []
-            dist.gather_object(spoken, heard or None, group=self._group, group_dst=0)
-        plan: Plan | str = self.from_first(self._merged(heard) if heard else None)
-        if isinstance(plan, str):
-            raise StateMismatchError(plan, where=where)
+        if self._world.size == 1:
+            plan, problem = self._merged([spoken])
+        else:
+            try:
+                doc = replace(spoken, values=without_tensors(dict(spoken.values))).to_doc()
+                dumps(doc)
+            except CkptkitError as error:  # the others wait to hear of it
+                doc = Spoken(problem=str(error)).to_doc()
+            heard = self._ranks.collect(doc)
+
+            def merged() -> tuple[Any, ...]:
+                for said in heard:
+                    tensors = said["tensors"].items()
+                    said["tensors"] = {name: Spread.from_doc(each) for name, each in tensors}
+                plan, problem = self._merged([Spoken(**said) for said in heard])
+                spreads = {
+                    n: [each.to_doc() for each in several] for n, several in plan.tensors.items()
+                }
+                return spreads, plan.values, plan.tied, problem
+
+            tensors, values, tied, problem = self._ranks.share(merged)
+            spreads = {n: list(map(Spread.from_doc, several)) for n, several in tensors.items()}
+            plan = Plan(spreads, put_tensors(values, _no_tensor, ""), tied)
+        if problem:
+            raise StateMismatchError(problem, where=where)
         return plan
 
     def from_first(self, value: Any) -> Any:
-        """Rank 0's value; what the others pass is ignored."""
+        """Rank 0's value, with its tensors; what the others pass is ignored."""
         if self._world.size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, group=self._group, group_src=0)
-        return box[0]
+        told = self._ranks.share(lambda: without_tensors(value))
+        return put_tensors(told, _no_tensor, "")
 
     def gather(self, plan: Plan, held: Mapping[str, LiveTensor]) -> dict[str, torch.Tensor] | None:
         """The whole tensors of a plan, in host memory, on rank 0; None on the others."""
@@ -205,8 +251,8 @@ class Exchange:
     def _layout(self, name: str, spread: Spread) -> Layout:
         return self._topology.layout(name, spread.shape, dict(spread.placements))
 
-    def _merged(self, heard: Sequence[Spoken]) -> Plan | str:
-        """The plan, or all that is wrong."""
+    def _merged(self, heard: Sequence[Spoken]) -> tuple[Plan, str]:
+        """The plan, and all that is wrong."""
         problems: dict[str, list[int]] = {}
         plan = Plan()
         for rank, spoken in enumerate(heard):
@@ -227,10 +273,10 @@ class Exchange:
                 what += f"{heard[0].strategy}: save and load them with a Checkpointer"
                 problems.setdefault(what, []).append(rank)
         if not problems and not any(spoken.is_involved for spoken in heard):
-            return "no rank has a parameter of this name"
+            return plan, "no rank has a parameter of this name"
         if not problems:
             problems = self._lacking(plan, heard)
-        return _told(problems, len(heard)) or plan
+        return plan, _told(problems, len(heard))
 
     def _lacking(self, plan: Plan, heard: Sequence[Spoken]) -> dict[str, list[int]]:
         """What ranks should hold as others do, but do not."""
@@ -263,6 +309,10 @@ def _told(problems: Mapping[str, Sequence[int]], size: int) -> str:
         lines.append(f"rank {who}: {problem}" if is_of_some else problem)
     more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return "\n".join(lines[:_SHOWN]) + more
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise FormatError("no rank has said anything of a tensor", value=name)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

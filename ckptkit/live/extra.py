@@ -131,38 +131,31 @@ class Extra(Mapping[str, Any]):
     def __init__(self, objects: Mapping[str, ObjectInfo], data: DataRanks) -> None:
         self._objects = objects
         self._data = data
-        self._rank = data.rank
-        self._world_size = data.world_size
 
     def __getitem__(self, name: str) -> Any:
-        item = self._objects[name]
+        item, rank, size = self._objects[name], self._data.rank, self._data.world_size
         if item.semantics == "replicated":
             return item.value
+        hint = (
+            f"extra.get({name!r}, fallback) gives a fallback, extra.of_ranks({name!r}) the values"
+        )
         if is_marked(item):
-            return self._of_data(item)
-        if len(item.value) == self._world_size:
-            return item.value[self._rank]
+            try:
+                return self._data.find(item)
+            except WorldSizeError as error:
+                error.hint = error.hint or f"{hint} of all ranks"
+                raise
+        if len(item.value) == size:
+            return item.value[rank]
         if item.semantics == "per_rank":
             raise WorldSizeError(
                 f"the value belongs to the ranks of a job of {len(item.value)}, "
-                f"this one has {self._world_size}",
+                f"this one has {size}",
                 where=name,
-                hint=f"extra.get({name!r}, fallback) gives a fallback, "
-                f"extra.of_ranks({name!r}) the values of all",
+                hint=f"{hint} of all",
             )
         share = share_of_items if item.semantics == "split" else share_of_total
-        return share(item.value, self._rank, self._world_size)
-
-    def _of_data(self, item: ObjectInfo) -> Any:
-        try:
-            return self._data.find(item)
-        except WorldSizeError as error:
-            name = item.name.removeprefix("extra/")
-            error.hint = error.hint or (
-                f"extra.get({name!r}, fallback) gives a fallback, "
-                f"extra.of_ranks({name!r}) the values of all ranks"
-            )
-            raise
+        return share(item.value, rank, size)
 
     def of_ranks(self, name: str) -> list[Any]:
         """The values of all ranks of the job that saved."""

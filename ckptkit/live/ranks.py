@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_line, late
-from ckptkit.checkpoint.threads import cores
+from ckptkit.checkpoint.workers import cores
 from ckptkit.errors import GivenUpError, PeerError, UsageError
+from ckptkit.format.leaves import dumps
 
 _DONE, _FAILED = b"+", b"-"
 _LONGEST_PAUSE = 0.25
@@ -202,6 +203,68 @@ class StoreRanks(Ranks):
         """Settle how a meeting ended, unless another rank has: its verdict counts then."""
         with _reachable():
             return bytes(self._store.compare_set(key, "", verdict))  # type: ignore[arg-type]
+
+
+class GroupRanks(Ranks):
+    """Ranks that meet by collectives of a process group, the default one where none is said, in the
+    thread that trains: what they say may be large.
+
+    A collective cannot be left: `leave` reaches nobody, and an error of one rank has to be part of
+    what it says. Only what goes wrong with an answer of rank 0 is raised on all.
+    """
+
+    def __init__(self, world: World, group: dist.ProcessGroup | None = None) -> None:
+        self.rank = world.rank
+        self.world_size = world.size
+        self.failure = "nothing was done"
+        self._group = group
+
+    def share(self, answer: Callable[[], Any]) -> Any:
+        problem: Exception | None = None
+
+        def told() -> tuple[Any, str]:
+            nonlocal problem
+            try:
+                found = answer()
+                dumps(found)
+            except Exception as error:  # noqa: BLE001 — raised below, once the others know
+                problem = error
+                return None, f"rank 0: {in_one_line(error)}"
+            return found, ""
+
+        found, said = super().share(told)
+        if problem is not None:
+            raise problem
+        if said:
+            raise GivenUpError(f"{self.failure}, because of {said}")
+        return found
+
+    def leave(self, problem: str) -> str:
+        return f"rank {self.rank}: {problem}"
+
+    def _tell(self, data: bytes) -> bytes:
+        size = torch.tensor(len(data), device=wire())
+        dist.broadcast(size, group=self._group, group_src=0)
+        if self.rank == 0:
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(wire())
+        else:
+            tensor = torch.empty(int(size), dtype=torch.uint8, device=wire())
+        dist.broadcast(tensor, group=self._group, group_src=0)
+        return data if self.rank == 0 else tensor.cpu().numpy().tobytes()
+
+    def _meet(self, data: bytes | None) -> list[bytes]:
+        # A collective takes as much from every rank: what is short is filled up.
+        mine = torch.tensor(len(data or b""), device=wire())
+        sizes = [torch.zeros_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(sizes, mine, group=self._group)
+        most = max(map(int, sizes))
+        if data is None or not most:
+            return []
+        padded = torch.frombuffer(bytearray(data.ljust(most)), dtype=torch.uint8).to(wire())
+        heard = [torch.empty_like(padded) for _ in sizes] if self.rank == 0 else None
+        dist.gather(padded, heard, group=self._group, group_dst=0)
+        pairs = zip(heard or (), sizes, strict=False)
+        return [each[: int(size)].cpu().numpy().tobytes() for each, size in pairs]
 
 
 class _reachable:  # noqa: N801 — reads as a statement

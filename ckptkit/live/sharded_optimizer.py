@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import CkptkitError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import join
-from ckptkit.live.exchange import Exchange, Spread
+from ckptkit.live.exchange import Exchange
 from ckptkit.live.ranks import World, current_world
 from ckptkit.live.snapshot import Collector, rules_of, topology_of
 from ckptkit.live.state.parts import HandCuts, LiveTensor
@@ -187,15 +187,17 @@ class ShardedOptimizerState:
         every rank raises and nothing has changed. What is no tensor, and steps that are counted
         in one, a flat parameter of FSDP1 has once: the last that it was given counts.
         """
-        offered = self._exchange.from_first(_offer(full))
-        if isinstance(offered, str):
-            raise UsageError(offered, where=name)
+        problem, wholes, others = self._exchange.from_first(_offer(full))
+        if problem:
+            raise UsageError(problem, where=name)
+        offered: State = wholes | others
         keeps, knows = self._keeps(name), name in self._known
         made = bool(offered) and keeps and not self.has(name)
         if made:
             self.create(name)
         held, values, entries = self._held(name) if offered else ({}, {}, [])
-        problem = self._objection(offered, held, values) if offered and keeps else ""
+        if offered and keeps:
+            problem = self._objection(offered, wholes, held, values)
         if not offered and not self._is_alone(name):
             problem = _NOT_ALONE
         try:
@@ -268,38 +270,40 @@ class ShardedOptimizerState:
         }
         return tensors, {e.key: e.value for e in found if e.key not in tensors}, found
 
-    def _objection(self, offered: State, held: Mapping[str, LiveTensor], values: State) -> str:
+    def _objection(
+        self,
+        offered: State,
+        wholes: Mapping[str, str],
+        held: Mapping[str, LiveTensor],
+        values: State,
+    ) -> str:
         """Why what rank 0 has is no state of this parameter here; nothing where it is one."""
         mine = sorted({*held, *values})
         if sorted(offered) != mine:
             keeps = ", ".join(mine) or "nothing for this parameter"
             there = ", ".join(sorted(offered))
             return f"no state of {self.kind}, which keeps {keeps}: rank 0 has {there}"
-        for key, value in offered.items():
-            mine_is = _whole(held[key].shape, held[key].local.dtype) if key in held else None
-            there_is = value if isinstance(value, Spread) else None
-            if mine_is != there_is:
-                return (
-                    f"{key} is {mine_is or 'no tensor'} here, rank 0 has {there_is or 'no tensor'}"
-                )
+        for key in offered:
+            here = _whole(held[key].shape, held[key].local.dtype) if key in held else ""
+            given = wholes.get(key, "")
+            if here != given:
+                return f"{key} is {here or 'no tensor'} here, rank 0 has {given or 'no tensor'}"
         return ""
 
 
-def _offer(full: Mapping[str, Any] | None) -> State | str:
-    """What rank 0 tells of the state that it has, or what is wrong with that."""
+def _offer(full: Mapping[str, Any] | None) -> tuple[str, dict[str, str], State]:
+    """What rank 0 tells of its state: what is wrong with it, the tensors, the rest."""
     if full is None:
-        return "rank 0 has to pass the whole state; an empty one removes what there is"
+        return "rank 0 has to pass the whole state; an empty one removes what there is", {}, {}
     if any(isinstance(value, DTensor) for value in full.values()):
-        return "the state has DTensors; pass whole tensors: value.full_tensor()"
-    return {
-        key: _whole(tuple(value.shape), value.dtype) if torch.is_tensor(value) else value
-        for key, value in full.items()
-    }
+        return "the state has DTensors; pass whole tensors: value.full_tensor()", {}, {}
+    wholes = {k: _whole(v.shape, v.dtype) for k, v in full.items() if torch.is_tensor(v)}
+    return "", wholes, {key: value for key, value in full.items() if key not in wholes}
 
 
-def _whole(shape: tuple[int, ...], dtype: torch.dtype) -> Spread:
+def _whole(shape: Sequence[int], dtype: torch.dtype) -> str:
     """What rank 0 says of a tensor before it hands it out."""
-    return Spread(shape, dtype, ())
+    return f"{dtype} {tuple(shape)}"
 
 
 class _Parameters(nn.Module):

@@ -17,13 +17,12 @@ from torch.nn.parallel import DataParallel
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.names import WRAPPED, join, split
-from ckptkit.live.agree import Documents
+from ckptkit.live.agreement import Documents
 from ckptkit.live.checkpointer import Checkpointer
+from ckptkit.live.comparison import Report
 from ckptkit.live.exchange import Exchange, Plan, Spoken, Spread
-from ckptkit.live.handover import hand_over
 from ckptkit.live.ranks import current_world
-from ckptkit.live.report import Report
-from ckptkit.live.resuming import nested
+from ckptkit.live.resume import hand_over, with_containers
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
@@ -121,7 +120,7 @@ class LocalShard:
                 found.setdefault(parameter, {})[key] = item
         for document in self.optimizers:
             for name, values in document["values"].items():
-                found[name] = nested(found.get(name, {}), values, name)
+                found[name] = with_containers(found.get(name, {}), values, name)
         return found
 
     def objection(self, here: ShardingMetadata, group: str) -> str:

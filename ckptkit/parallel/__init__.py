@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from ckptkit.parallel.optimizers.asynchronous import AsynchronousSGD
-from ckptkit.parallel.optimizers.compression import Compression, compression_of
-from ckptkit.parallel.optimizers.elastic import ElasticTraining, GlobalSampler
+from ckptkit.parallel.optimizers.compression import Compression
+from ckptkit.parallel.optimizers.elastic import ElasticTraining
+from ckptkit.parallel.optimizers.methods import compression_of
+from ckptkit.parallel.optimizers.sampler import GlobalSampler
 from ckptkit.parallel.ranks.communicator import Communicator
 from ckptkit.parallel.ranks.job import current_communicator, init
 from ckptkit.parallel.ranks.memory import run_in_memory

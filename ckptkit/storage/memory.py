@@ -5,15 +5,14 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from ckptkit.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
 from ckptkit.storage.location import Location, checked_key, deletable_key, folder_of
 from ckptkit.storage.options import Address
-from ckptkit.storage.sink import Parts
+from ckptkit.storage.sink import BufferSink, Parts
 from ckptkit.storage.store import (
     Abilities,
     Closing,
@@ -127,13 +126,24 @@ class MemoryStore:
         *,
         memory: int | None = None,  # noqa: ARG002
         again: bool = False,
-    ) -> MemorySink:
+    ) -> BufferSink:
         path, where = self._path(key), self._where(key)
         parts = Parts(where, extents)
         with self._shelf.lock:
             self._shelf.refuse(where, path, taken=not again)
             self._shelf.pending.add(path)
-        return MemorySink(self._shelf, path, parts)
+        data = bytearray(parts.total)
+
+        def forget() -> None:
+            with self._shelf.lock:
+                self._shelf.pending.discard(path)
+
+        def store() -> None:
+            with self._shelf.lock:
+                self._shelf.pending.discard(path)
+                self._shelf.objects[path] = _Object(data, time.time())
+
+        return BufferSink(parts, memoryview(data), store, forget)
 
     def put(
         self, key: str, data: bytes | bytearray | memoryview, *, exclusive: bool = False
@@ -207,34 +217,3 @@ class MemorySource(Closing):
 
     def close(self) -> None:
         self._data.release()
-
-
-class MemorySink:
-    """An object in memory, being written; its name is taken, and nothing is seen."""
-
-    def __init__(self, shelf: _Shelf, path: str, parts: Parts) -> None:
-        self._shelf = shelf
-        self._path = path
-        self._parts = parts
-        self._data = bytearray(parts.total)
-
-    def write(self, part: int, data: memoryview) -> None:
-        with self._parts.writing(part, data) as (offset, view):
-            memoryview(self._data)[offset : offset + view.nbytes] = view
-
-    @contextmanager
-    def filling(self, part: int) -> Iterator[memoryview]:
-        with self._parts.loan(part) as memory:
-            yield memory
-            self.write(part, memory)
-
-    def finish(self) -> None:
-        self._parts.complete()
-        with self._shelf.lock:
-            self._shelf.pending.discard(self._path)
-            self._shelf.objects[self._path] = _Object(self._data, time.time())
-
-    def abort(self) -> None:
-        self._parts.close()
-        with self._shelf.lock:
-            self._shelf.pending.discard(self._path)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from operator import index
@@ -131,6 +131,43 @@ class Parts:
         return StorageError(
             "an earlier write to this object failed", where=self._where, hint="abort and start over"
         )
+
+
+class BufferSink:
+    """A new object that is in memory until it is finished, and then stored at once."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        memory: memoryview,
+        store: Callable[[], None],
+        forget: Callable[[], None],
+    ) -> None:
+        self._parts = parts
+        self._memory = memory
+        self._store = store
+        self._forget = forget
+
+    def write(self, part: int, data: memoryview) -> None:
+        with self._parts.writing(part, data) as (offset, view):
+            copy_bytes(view, self._memory[offset : offset + view.nbytes])
+
+    @contextmanager
+    def filling(self, part: int) -> Iterator[memoryview]:
+        size = self._parts.size(part)
+        with (
+            self._parts.claiming(part, size) as offset,
+            self._memory[offset : offset + size] as memory,
+        ):
+            yield memory
+
+    def finish(self) -> None:
+        self._parts.complete()
+        self._store()
+
+    def abort(self) -> None:
+        self._parts.close()
+        self._forget()
 
 
 class LocalSink:

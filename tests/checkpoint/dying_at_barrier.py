@@ -24,7 +24,7 @@ _RANKS = 2
 _TIMEOUT = 3.0
 _DEAD, _TOLD = 17, 3
 # Looking for news is no operation: it changes nothing, and happens any number of times.
-_OPERATIONS = ("mkdir", "write_text", "replace", "read_text", "unlink")
+_OPERATIONS = ("mkdir", "open", "replace", "read_bytes", "unlink")
 _NEVER = 1 << 30
 
 

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ckptkit.cli.description import describe
-from ckptkit.cli.tree import lines_of
+from ckptkit.cli.show import describe, lines_of
 
 import ckptkit
 from ckptkit import PerRank, Split, Sum, Writer

@@ -16,8 +16,9 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, Writer
-from ckptkit.checkpoint import attempt, commit, pace
-from ckptkit.checkpoint.pack_writer import Holdings, Pack
+from ckptkit.checkpoint import workers
+from ckptkit.checkpoint.write.commit import gather
+from ckptkit.checkpoint.write.pack import Pack, pack_of
 from ckptkit.errors import CkptkitError, FormatError, PeerError
 from ckptkit.format import array_table
 from ckptkit.format.arrays import arrays_from_docs
@@ -138,9 +139,9 @@ def test_equal_arrays_are_read_once_however_many_ranks_know_them(
         return arrays_from_docs(*given)
 
     monkeypatch.setattr(array_table, "arrays_from_docs", counted)
-    monkeypatch.setattr(pace, "_FEW", 1)
+    monkeypatch.setattr(workers, "_FEW", 1)
     (save_id,) = store.children("step-0000000001/data")
-    commit.gather(store, "step-0000000001", save_id)
+    gather(store, "step-0000000001", save_id)
     assert len(calls) == tables
 
 
@@ -157,12 +158,12 @@ def test_a_reference_to_other_arrays_is_refused(store: Store) -> None:
 
 
 def test_rank_0_that_refers_to_itself_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = attempt.Attempt.begin
+    write = Pack.write
 
-    def referring(*given: Any) -> tuple[SaveInfo, bool]:
-        return begin(*given)[0], True
+    def referring(*given: Any, refers: bool, **options: Any) -> None:
+        write(*given, refers=True, **options)
 
-    monkeypatch.setattr(attempt.Attempt, "begin", referring)
+    monkeypatch.setattr(Pack, "write", referring)
     store = MemoryStore()
     errors = outcomes(store, lambda w: w.add("w", np.arange(8)), strategy="ddp:2")
     assert isinstance(errors[0], FormatError)
@@ -214,7 +215,7 @@ def test_a_world_of_absurd_size_is_refused_by_the_pack_that_is_missing() -> None
     save_id = "20261121T101500Z-0123456789ab"
     info = SaveInfo(save_id, 1, 0.0, "test", strategy.world_size, strategy, {})
     store = MemoryStore()
-    Pack.of(Holdings({}, {}, {}), 0).write(store, "", info, refers=False, threads=1)
+    pack_of(0, {}).write(store, "", info, refers=False, threads=1)
     tracemalloc.start()
     try:
         with pytest.raises(CkptkitError, match=r"rank-00001\.zip: the pack is missing"):

@@ -11,8 +11,8 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, Strategy
-from ckptkit.checkpoint import pace
-from ckptkit.checkpoint.pace import Pace
+from ckptkit.checkpoint.budget import Pace
+from ckptkit.checkpoint.workers import asked_in_threads
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.model import Box, layout_of, parse_placement
 from ckptkit.storage import MemoryStore, Store
@@ -123,7 +123,7 @@ def test_tails_are_read_side_by_side_and_never_far_ahead() -> None:
         asked.append(number)
         return number
 
-    answers = pace.asked_in_threads(ask, range(100), 4)
+    answers = asked_in_threads(ask, range(100), 4)
     assert [next(answers) for _ in range(10)] == list(range(10))
     assert len(asked) <= 10 + 8
     assert list(answers) == list(range(10, 100))
@@ -136,7 +136,7 @@ def test_an_error_ends_the_asking() -> None:
         return number
 
     with pytest.raises(NotFoundError):
-        list(pace.asked_in_threads(ask, range(1000), 2))
+        list(asked_in_threads(ask, range(1000), 2))
 
 
 def test_the_steps_of_a_run_are_listed_with_one_request_each(remote: RemoteStore) -> None:

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from ckptkit.checkpoint.threads import share_out
+from ckptkit.checkpoint.workers import share_out
 
 
 def test_each_item_is_taken_once() -> None:

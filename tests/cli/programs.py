@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator
 import ckptkit
 
 COMMAND = (sys.executable, "-m", "ckptkit.cli")
-IMPATIENT = "from ckptkit.cli import main, progress; progress.PATIENCE = 0.1; main()"
+IMPATIENT = "from ckptkit.cli import main, output; output.PATIENCE = 0.1; main()"
 
 
 def ckpt(*arguments: object) -> Result:
@@ -47,7 +47,7 @@ def process(*arguments: object, **variables: str) -> subprocess.CompletedProcess
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
 
@@ -71,9 +71,9 @@ def flip_a_bit(step: Path, rank: int = 0) -> None:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Until something is so, or 10 seconds have passed."""
-    for _ in range(2000):
+    """Until something is so, or a minute has passed."""
+    for _ in range(12000):
         if condition():
             return
         time.sleep(0.005)
-    raise AssertionError("it did not happen within 10 s")
+    raise AssertionError("it did not happen within a minute")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptkit.cli.command import _folders
+from ckptkit.cli.show import show
 from click.testing import Result
 
 import ckptkit
@@ -149,8 +149,9 @@ def test_options_change_nothing_for_a_folder(tmp_path: Path) -> None:
 
 def test_a_url_is_not_completed_as_a_folder() -> None:
     nothing: Any = None
-    assert _folders(nothing, nothing, "s3://bucket/ru") == []
-    assert [it.type for it in _folders(nothing, nothing, "runs/")] == ["dir"]
+    (step,) = [param for param in show.params if param.name == "step"]
+    assert step.shell_complete(nothing, "s3://bucket/ru") == []
+    assert [it.type for it in step.shell_complete(nothing, "runs/")] == ["dir"]
 
 
 def test_the_program_prints_no_secret_when_a_bucket_is_wrong(bucket: Bucket) -> None:

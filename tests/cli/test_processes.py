@@ -24,8 +24,6 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
         (["verify", "{run}"], 0),
         (["verify", "{run}", "--bogus"], 2),
         (["verify", "{run}/step-0000000010"], 3),
-        (["verify", "{run}/step-0000000030"], 4),
-        (["unpack", "{run}", "/dev/null/plain"], 5),
     ],
 )
 def test_the_exit_code_reaches_the_shell(run: Path, arguments: list[str], code: int) -> None:
@@ -59,7 +57,7 @@ def test_ctrl_c_leaves_nothing_half_written_and_a_pipe_gets_no_bar(
         wait_for(lambda: any(tmp_path.iterdir()))
         time.sleep(0.3)  # longer than the bar of a terminal would wait
         program.send_signal(signal.SIGINT)
-        out, err = program.communicate(timeout=20)
+        out, err = program.communicate(timeout=60)
     assert (program.returncode, out, err) == (130, b"", b"interrupted\n")
     assert list(tmp_path.iterdir()) == []
 

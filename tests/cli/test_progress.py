@@ -3,8 +3,8 @@ from __future__ import annotations
 import io
 
 import pytest
-from ckptkit.cli import progress
-from ckptkit.cli.progress import Bar
+from ckptkit.cli import output
+from ckptkit.cli.output import Bar
 
 
 class Terminal(io.StringIO):
@@ -28,7 +28,7 @@ def test_quick_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_long_work_shows_bytes_of_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(progress, "PATIENCE", 0)
+    monkeypatch.setattr(output, "PATIENCE", 0)
     text = _work(monkeypatch, Terminal())
     assert "verify" in text
     assert "/10.0 MiB" in text
@@ -38,7 +38,7 @@ def test_long_work_shows_bytes_of_the_total(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_without_a_terminal_there_is_never_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PATIENCE", 0)
+    monkeypatch.setattr(output, "PATIENCE", 0)
     assert _work(monkeypatch, io.StringIO()) == ""
     monkeypatch.setenv("TERM", "dumb")
     assert _work(monkeypatch, Terminal()) == ""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ckptkit.cli.sizes import sizes_from
+from ckptkit.cli.options import sizes_from
 
 import ckptkit
 from tests.cli.programs import ckpt, document

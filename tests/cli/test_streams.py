@@ -137,7 +137,7 @@ def test_ctrl_c_is_one_line_at_any_moment(module: str, moment: str, tmp_path: Pa
     ) as program:
         wait_for(there.exists)
         program.send_signal(signal.SIGINT)
-        _, told = program.communicate(timeout=20)
+        _, told = program.communicate(timeout=60)
     assert (program.returncode, told) == (130, "interrupted\n"), moment
 
 
@@ -152,7 +152,7 @@ def test_ctrl_c_is_ignored_where_the_shell_ignores_it() -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     assert (told.returncode, told.stderr) == (0, "")

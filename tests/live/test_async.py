@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ckptkit
-from ckptkit.checkpoint.pack_writer import Pack
+from ckptkit.checkpoint.write.pack import Pack
 from ckptkit.errors import CkptkitError, PeerError, StorageError, UsageError
 from ckptkit.live import Checkpointer, save
 from tests.live.gathering import Arrays, gathered, same, scramble

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from ckptkit.live.background import Background, Rounds
+from ckptkit.live.background import Background
 
 
 @pytest.mark.skipif(
@@ -41,11 +41,11 @@ def failing(number: int) -> None:
 
 def test_rounds_keep_the_order_of_their_turns_and_the_errors_of_each() -> None:
     done: list[int] = []
-    rounds = Rounds("test")
+    rounds = Background()
     first, second, third = (
-        rounds.turn(lambda: done.append(1)),
-        rounds.turn(lambda: failing(2)),
-        rounds.turn(lambda: done.append(3)),
+        rounds.turn(lambda: done.append(1), "the first"),
+        rounds.turn(lambda: failing(2), "the second"),
+        rounds.turn(lambda: done.append(3), "the third"),
     )
     third()
     second()
@@ -63,15 +63,15 @@ def test_rounds_keep_the_order_of_their_turns_and_the_errors_of_each() -> None:
 
 def test_rounds_that_are_given_up_are_not_begun_or_waited_for() -> None:
     go, begun, done = threading.Event(), threading.Event(), list[int]()
-    rounds = Rounds("test")
+    rounds = Background()
 
     def long() -> None:
         begun.set()
         assert go.wait(30)
         failing(1)
 
-    rounds.turn(long)()
-    rounds.turn(lambda: done.append(2))()
+    rounds.run(long, "the first")
+    rounds.run(lambda: done.append(2), "the second")
     assert begun.wait(30)
     rounds.give_up()
     rounds.settle()
@@ -80,17 +80,11 @@ def test_rounds_that_are_given_up_are_not_begun_or_waited_for() -> None:
     assert not done
 
 
-def test_the_failure_of_a_round_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    rounds = Rounds("upload")
-    rounds.turn(lambda: failing(7))()
-    rounds.settle()
-    assert "the upload failed: ArithmeticError: 7" in caplog.text
-
-
-def test_the_failure_of_a_save_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_said_at_once_and_raised_once(caplog: pytest.LogCaptureFixture) -> None:
     background = Background()
-    background.run(lambda: failing(7), "step 1")
+    background.run(lambda: failing(7), "saving step 1")
     background.settle()
-    assert "saving step 1 failed: 7" in caplog.text
+    assert "saving step 1 failed: ArithmeticError: 7" in caplog.text
     with pytest.raises(ArithmeticError, match="7"):
         background.wait()
+    background.wait()

@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 import ckptkit
 from ckptkit.errors import CkptkitError
 from ckptkit.live import Checkpointer, load, load_state, save
-from ckptkit.live.filling import Filling
+from ckptkit.live.fill import fill
 from ckptkit.live.wrappers.entries import StateMismatchError
 from tests.live.fsdp1_ways import WAYS, Way, as_job, ddp, make_adamw, restore, store
 from tests.live.network import PARTS, Block, network
@@ -168,7 +168,7 @@ def load_where_rank_1_fails(location: str) -> str:
     job = WAYS["full"].job(0)
     store(job, location)
     broken = mock.Mock(side_effect=OSError("a broken disk"))
-    with mock.patch.object(Filling, "fill", broken if dist.get_rank() else Filling.fill):
+    with mock.patch("ckptkit.live.restore.fill", broken if dist.get_rank() else fill):
         return problem_of(job, location)
 
 

@@ -14,8 +14,8 @@ import ckptkit
 from ckptkit import Writer
 from ckptkit.errors import CorruptionError
 from ckptkit.live import load_state
-from ckptkit.live.mapping import mapped
 from ckptkit.live.state.tensors import as_bits, dtype_of, torch_dtype
+from ckptkit.live.state_dict import mapped
 from ckptkit.model import DTYPES
 from tests.checkpoint.saving import Tensor, files, random_values
 from tests.checkpoint.saving import save as save_parts

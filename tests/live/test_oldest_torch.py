@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("module", ["ckptkit.live", "ckptkit.live.functions"])
+@pytest.mark.parametrize("module", ["ckptkit.live", "ckptkit.live.restore"])
 def test_an_older_torch_is_refused_in_one_sentence(module: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("__version__ = '2.9.1+cpu'")
     code = f"try: import {module}\nexcept ValueError as error: print(type(error).__name__, error)"

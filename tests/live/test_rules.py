@@ -169,6 +169,15 @@ def test_rules_that_cannot_be_meant_are_refused(rules: RulesLike, message: str) 
         tp(rules, "model/a.w", (2, 3))
 
 
+def test_a_checkpointer_takes_the_name_of_a_preset(tmp_path: Path) -> None:
+    state = {"x": torch.ones(2)}
+    with Checkpointer(tmp_path, rules="llama") as checkpointer:
+        checkpointer.save(1, state={"s": state})
+        assert checkpointer.restore(state={"s": state})
+    with pytest.raises(RulesError, match="did you mean llama"):
+        Checkpointer(tmp_path, rules="lama")
+
+
 def test_rules_may_be_a_preset_or_a_file(tmp_path: Path) -> None:
     name = "model/layers.0.self_attn.o_proj.weight"
     assert tp("llama", name, (8, 4)) == (Cut(1), (8, 8))

@@ -129,7 +129,7 @@ def main(folder: Path = FOLDER) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     with (
-        mock.patch("ckptkit.checkpoint.attempt.new_save_id", return_value=SAVE_ID),
+        mock.patch("ckptkit.checkpoint.write.writer.new_save_id", return_value=SAVE_ID),
         mock.patch("time.time", return_value=TIME),
     ):
         ranks = [

@@ -78,9 +78,9 @@ def test_an_answer_may_take_as_long_as_it_keeps_coming(
 ) -> None:
     data = random.Random(8).randbytes(100_000)
     direct(bucket).put("a", data)
-    more = {"engine": engine, "timeout": 3, "deadline": 20}
+    more = {"engine": engine, "timeout": 2, "deadline": 20}
     store = open_store(f"{bucket.url}/run", bucket.through(proxy.endpoint, **more))
-    proxy.inject(SlowDownload(len(data) // 12, seconds=0.4), kind("GET"), times=None)
+    proxy.inject(SlowDownload(len(data) // 12, seconds=0.25), kind("GET"), times=None)
     assert store.read("a", 0, len(data)) == data
     assert store.read_whole("a", len(data)) == data
     assert len(proxy.met) == 2, "nothing was asked for twice"
@@ -96,7 +96,7 @@ def test_an_answer_that_comes_too_slowly_is_asked_for_again(
     monkeypatch.setattr("ckptkit.storage.options.READ_RATE", 1e9)
     data = random.Random(9).randbytes(100_000)
     direct(bucket).put("a", data)
-    more = {"engine": engine, "timeout": 2, "deadline": 20}
+    more = {"engine": engine, "timeout": 1, "deadline": 20}
     store = open_store(f"{bucket.url}/run", bucket.through(proxy.endpoint, **more))
     proxy.inject(SlowDownload(10), kind("GET"))
     with caplog.at_level(logging.WARNING, "ckptkit"):
@@ -113,9 +113,10 @@ def test_a_stalled_answer_is_given_up_long_before_a_slow_one(
     for fault in (StallDownload(1000), Stall()):
         more = {"engine": engine, "timeout": 1, "deadline": 15}
         store = open_store(f"{bucket.url}/run", bucket.through(proxy.endpoint, **more))
-        proxy.inject(fault, kind("GET"), times=3)
+        # As long as a slow one may take there would be no time for a second attempt.
+        proxy.inject(fault, kind("GET"))
         assert store.read("a", 0, 100_000) == bytes(100_000)
-    assert len(proxy.met) == 6
+    assert len(proxy.met) == 2
 
 
 def test_google_s_answers_too_may_be_slow_and_must_not_stall(
@@ -227,7 +228,7 @@ def test_an_upload_that_fails_for_good_says_so_and_leaves_nothing(
 
 
 def test_the_deadline_bounds_all_attempts(bucket: Bucket, proxy: Proxy, engine: str) -> None:
-    more = {"engine": engine, "timeout": 5, "deadline": 1.5}
+    more = {"engine": engine, "timeout": 5, "deadline": 0.5}
     store = open_store(bucket.url, bucket.through(proxy.endpoint, **more))
     proxy.inject(Answer(503), times=None)
     calls: list[Callable[[], object]] = [
@@ -252,7 +253,7 @@ def test_a_server_that_starts_again_within_seconds_is_waited_for(
     store.put("a", b"x")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    back = threading.Timer(3.0, lambda: proxies.append(started(bucket, port)))
+    back = threading.Timer(1.0, lambda: proxies.append(started(bucket, port)))
     proxies: list[Proxy] = []
     late = open_store(bucket.url, bucket.through(f"http://127.0.0.1:{port}", engine=engine))
     back.start()
@@ -272,9 +273,9 @@ def test_parts_may_take_as_long_as_a_slow_way_up_needs(
     bucket: Bucket, proxy: Proxy, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.options.LEAST_RATE", 1e6)
-    more = {"engine": engine, "timeout": 1, "deadline": 20, "part_size": PIECE}
+    more = {"engine": engine, "timeout": 0.5, "deadline": 20, "part_size": PIECE}
     store = open_store(bucket.url, bucket.through(proxy.endpoint, **more))
-    proxy.inject(Delay(2), kind("PUT"), times=None)
+    proxy.inject(Delay(1), kind("PUT"), times=None)
     data = random.Random(6).randbytes(2 * PIECE)
     for key, size in (("several", len(data)), ("one", PIECE)):
         sink = store.create(key, [size])

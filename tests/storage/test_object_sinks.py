@@ -12,11 +12,11 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckptkit.checkpoint.threads import share_out
+from ckptkit.checkpoint.workers import share_out
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, StorageError
 from ckptkit.storage import open_store
 from ckptkit.storage.objects.fsspec import S3fsClient
-from ckptkit.storage.objects.upload import Window
+from ckptkit.storage.objects.upload import UploadWindow
 from tests.servers.faults import Hold, kind
 from tests.servers.proxy import Proxy
 from tests.servers.s3_server import Bucket
@@ -31,9 +31,9 @@ def test_a_sink_keeps_the_memory_that_it_may_have_copies_included(
 ) -> None:
     lent: set[Any] = set()
     sent: list[int] = []
-    take, send = Window._taken, S3fsClient._call_again
+    take, send = UploadWindow._taken, S3fsClient._call_again
 
-    def taken(window: Window, number: int) -> Any:
+    def taken(window: UploadWindow, number: int) -> Any:
         buffer = take(window, number)
         lent.add(buffer)
         return buffer
@@ -42,7 +42,7 @@ def test_a_sink_keeps_the_memory_that_it_may_have_copies_included(
         sent.append(1 if method == "upload_part" else 0)
         return send(client, method, key, **asked)
 
-    monkeypatch.setattr(Window, "_taken", taken)
+    monkeypatch.setattr(UploadWindow, "_taken", taken)
     monkeypatch.setattr(S3fsClient, "_call_again", call)
     held = Hold()
     proxy.inject(held, kind("PUT", query="partNumber"), times=None)

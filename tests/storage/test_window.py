@@ -13,14 +13,14 @@ import pytest
 
 from ckptkit.storage.buffers import default_pool
 from ckptkit.storage.objects import upload as window_module
-from ckptkit.storage.objects.upload import Stopped, Window, piece_size, pieces_of
+from ckptkit.storage.objects.upload import Stopped, UploadWindow, piece_size, pieces_of
 
 PIECE = 1000
 
-Engine = Callable[[Window, list[bytes]], threading.Thread]
+Engine = Callable[[UploadWindow, list[bytes]], threading.Thread]
 
 
-def drained(window: Window, found: list[bytes]) -> threading.Thread:
+def drained(window: UploadWindow, found: list[bytes]) -> threading.Thread:
     """Takes all blocks, as an engine does: it lets go of each before it waits for the next."""
 
     def take() -> None:
@@ -32,7 +32,7 @@ def drained(window: Window, found: list[bytes]) -> threading.Thread:
     return begun(take)
 
 
-def gathered(window: Window, found: list[bytes]) -> threading.Thread:
+def gathered(window: UploadWindow, found: list[bytes]) -> threading.Thread:
     """Takes all blocks, and holds them until a piece of the object is complete."""
 
     def take() -> None:
@@ -59,7 +59,7 @@ def ended(thread: threading.Thread) -> None:
     assert not thread.is_alive(), "deadlock"
 
 
-def fill(window: Window, number: int, data: bytes) -> None:
+def fill(window: UploadWindow, number: int, data: bytes) -> None:
     """Put a part in place, if it can be."""
     if not window.is_one_block(number):
         window.write(number, memoryview(data))
@@ -73,7 +73,7 @@ def fill(window: Window, number: int, data: bytes) -> None:
 def test_parts_come_out_in_order_whatever_order_they_come_in(order: str, engine: Engine) -> None:
     rng = random.Random(1)
     parts = [rng.randbytes(rng.choice([0, 1, 300, 999, 1000, 1001, 2500])) for _ in range(60)]
-    window = Window([len(part) for part in parts], PIECE, 3 * PIECE)
+    window = UploadWindow([len(part) for part in parts], PIECE, 3 * PIECE)
     numbers = list(range(60))
     if order == "backwards":
         numbers.reverse()
@@ -96,7 +96,7 @@ def test_parts_come_out_in_order_whatever_order_they_come_in(order: str, engine:
 def test_many_threads_never_wait_for_each_other_for_ever(engine: Engine, longest: int) -> None:
     rng = random.Random(2)
     parts = [rng.randbytes(rng.randrange(1, longest)) for _ in range(300)]
-    window = Window([len(part) for part in parts], PIECE, 2 * PIECE)
+    window = UploadWindow([len(part) for part in parts], PIECE, 2 * PIECE)
     found: list[bytes] = []
     thread = engine(window, found)
     with ThreadPoolExecutor(8) as threads:
@@ -108,7 +108,7 @@ def test_many_threads_never_wait_for_each_other_for_ever(engine: Engine, longest
 
 
 def test_a_part_that_cannot_be_filled_gives_its_memory_back() -> None:
-    window = Window([PIECE] * 3, PIECE, 2 * PIECE)
+    window = UploadWindow([PIECE] * 3, PIECE, 2 * PIECE)
     for _ in range(5):
         with pytest.raises(RuntimeError, match="unreadable"), window.filling(0):
             raise RuntimeError("unreadable")
@@ -117,7 +117,7 @@ def test_a_part_that_cannot_be_filled_gives_its_memory_back() -> None:
 
 
 def test_a_writer_waits_while_the_engine_holds_all_the_memory() -> None:
-    window = Window([PIECE] * 4, PIECE, 2 * PIECE)
+    window = UploadWindow([PIECE] * 4, PIECE, 2 * PIECE)
     blocks = window.blocks()
     fill(window, 0, b"a" * PIECE)
     fill(window, 1, b"b" * PIECE)
@@ -138,7 +138,7 @@ def test_a_writer_waits_while_the_engine_holds_all_the_memory() -> None:
 
 
 def test_no_memory_beyond_the_limit_while_the_next_part_is_put_together() -> None:
-    window = Window([2 * PIECE, *[PIECE] * 4], PIECE, 2 * PIECE)
+    window = UploadWindow([2 * PIECE, *[PIECE] * 4], PIECE, 2 * PIECE)
     with window.coming():
         fill(window, 1, b"b" * PIECE)
         fill(window, 2, b"c" * PIECE)
@@ -150,7 +150,7 @@ def test_no_memory_beyond_the_limit_while_the_next_part_is_put_together() -> Non
 
 
 def test_without_memory_for_one_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    window = Window([PIECE] * 5, PIECE, 2 * PIECE)
+    window = UploadWindow([PIECE] * 5, PIECE, 2 * PIECE)
     fill(window, 1, b"b" * PIECE)
     fill(window, 2, b"c" * PIECE)
     in_hand = window.coming()
@@ -179,7 +179,7 @@ def test_without_memory_for_one_the_others_go_on(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_engine_that_waits_for_the_rest_of_a_piece_is_not_waited_for() -> None:
-    window = Window([400] * 10, PIECE, 2 * PIECE)
+    window = UploadWindow([400] * 10, PIECE, 2 * PIECE)
     blocks = window.blocks()
     for number in range(5):
         fill(window, number, b"a" * 400)
@@ -190,7 +190,7 @@ def test_an_engine_that_waits_for_the_rest_of_a_piece_is_not_waited_for() -> Non
 
 
 def test_the_last_block_stays_until_it_is_sealed() -> None:
-    window = Window([PIECE, PIECE], PIECE, 2 * PIECE)
+    window = UploadWindow([PIECE, PIECE], PIECE, 2 * PIECE)
     found: list[bytes] = []
     thread = drained(window, found)
     fill(window, 0, bytes(PIECE))
@@ -213,7 +213,7 @@ def test_blocks_are_cut_into_pieces(size: int) -> None:
 
 
 def test_stopping_ends_the_wait_of_everybody() -> None:
-    window = Window([PIECE] * 4, PIECE, 2 * PIECE)
+    window = UploadWindow([PIECE] * 4, PIECE, 2 * PIECE)
     for number in range(2):
         fill(window, number, bytes(PIECE))
     blocks = window.blocks()

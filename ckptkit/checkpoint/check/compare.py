@@ -25,7 +25,7 @@ from ckptkit.checkpoint.read.stream import (
     stored_arrays,
     stream,
 )
-from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import UsageError
 from ckptkit.format.names import check_used, inner_name, matches, pattern_list
 from ckptkit.format.objects import ObjectInfo, whole

@@ -22,7 +22,7 @@ from ckptkit.checkpoint.read.stream import (
     stored_arrays,
     stream,
 )
-from ckptkit.checkpoint.threads import Progress
+from ckptkit.checkpoint.workers import Progress
 from ckptkit.format.leaves import canonical
 from ckptkit.format.names import ALIKE, DIGEST_ALGORITHM
 from ckptkit.format.objects import ObjectInfo, whole

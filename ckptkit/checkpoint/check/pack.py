@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from isal import isal_zlib
 
-from ckptkit.checkpoint.commit import groups_image
-from ckptkit.checkpoint.pace import Pace
+from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.read.packs import PackRecord
-from ckptkit.checkpoint.threads import Progress, share_out
+from ckptkit.checkpoint.workers import Progress, share_out
+from ckptkit.checkpoint.write.pack import groups_pack
 from ckptkit.errors import CorruptionError
 from ckptkit.format.arrays import DOCUMENT, array_document, chunk_key, group_document, key_of
 from ckptkit.format.manifest import Manifest
@@ -97,11 +97,8 @@ class PackBytes:
         """
         written = {document.name for record in records for document in record.documents}
         groups = {group for array in manifest.arrays for group in ancestors(array.name)}
-        image, closing = groups_image(sorted(g for g in groups if key_of(g) not in written))
-        expected = bytearray(image.end)
-        for segment in image.segments(1 << 30):
-            image.fill(segment, memoryview(expected)[segment.start : segment.stop])
-        return cls(None, 0, bytes(expected + closing))
+        missing = sorted(group for group in groups if key_of(group) not in written)
+        return cls(None, 0, groups_pack(missing))
 
     def windows(self, nbytes: int) -> Iterator[PackWindow]:
         """All of the pack in order, about so much at a time, and no entry in two of them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ckptkit.checkpoint.commit import gather, publish
 from ckptkit.checkpoint.locate import read_manifest
 from ckptkit.checkpoint.places import (
     DATA,
@@ -14,6 +13,7 @@ from ckptkit.checkpoint.places import (
     store_at,
     under,
 )
+from ckptkit.checkpoint.write.commit import gather, publish
 from ckptkit.errors import (
     CkptkitError,
     FormatError,

@@ -12,11 +12,10 @@ from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 
-from ckptkit.checkpoint.pace import at_once
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY
 from ckptkit.checkpoint.read.zarr_view import ZarrView, presented_grid
-from ckptkit.checkpoint.threads import Progress, share_out
+from ckptkit.checkpoint.workers import Progress, at_once, share_out
 from ckptkit.errors import AlreadyExistsError, UsageError
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Location

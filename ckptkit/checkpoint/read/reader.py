@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from ckptkit.checkpoint.pace import Pace
+from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.read.packs import OpenPacks
-from ckptkit.checkpoint.threads import Progress, cores, run_threads
+from ckptkit.checkpoint.workers import Progress, cores, run_threads
 from ckptkit.format.arrays import chunk_key
 from ckptkit.format.manifest import Manifest
 from ckptkit.model import Box

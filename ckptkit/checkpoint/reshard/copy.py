@@ -8,28 +8,32 @@ import math
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.content import PackContent, PackedArray
-from ckptkit.checkpoint.image import ImageWriting
-from ckptkit.checkpoint.pace import Pace
-from ckptkit.checkpoint.pack_writer import Pack, documents_of
+from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.places import step_name
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.reader import BAND_BYTES, Reader, Request
 from ckptkit.checkpoint.read.stream import check_chunk
 from ckptkit.checkpoint.reshard.selection import objects_of
 from ckptkit.checkpoint.reshard.target import ReshardTarget, TargetArray
-from ckptkit.checkpoint.threads import Progress, share_out
+from ckptkit.checkpoint.workers import Progress, share_out
+from ckptkit.checkpoint.write.pack import (
+    Pack,
+    PackedArray,
+    Slot,
+    chunk_view,
+    documents_of,
+)
 from ckptkit.errors import AlreadyExistsError, CkptkitError, PeerError, UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType
@@ -75,23 +79,24 @@ def copy_packs(
     stay.
     """
     reader = Reader(source.manifest, source.packs, budget.pace)
-    left: dict[ImageWriting, int] = {}
+    left: dict[Pack, int] = {}
     lock = threading.Lock()
-    shared = SharedChunks(budget.shared_bytes) if budget.shared_bytes else None
+    shared = SharedChunks(reader, budget.shared_bytes)
 
-    def segments_of(rank: int) -> Iterator[tuple[ImageWriting, int]]:
-        writing = _begin_pack(target, rank, destination, reader, budget, shared)
-        left[writing] = len(writing.segments)
-        if not writing.segments:
-            writing.finish()
-            del left[writing]
-        for number in range(len(writing.segments)):
-            yield writing, number
+    def segments_of(rank: int) -> Iterator[tuple[Pack, int]]:
+        fill = partial(_copy_chunks, reader, shared, budget)
+        pack = _begin_pack(target, rank, destination, budget, fill)
+        left[pack] = len(pack.segments)
+        if not pack.segments:
+            pack.finish()
+            del left[pack]
+        for number in range(len(pack.segments)):
+            yield pack, number
 
-    def segments() -> Iterator[tuple[ImageWriting, int]]:
+    def segments() -> Iterator[tuple[Pack, int]]:
         """By turns from a few packs, which are begun as threads ask for work."""
         waiting = iter(ranks)
-        begun: deque[Iterator[tuple[ImageWriting, int]]] = deque()
+        begun: deque[Iterator[tuple[Pack, int]]] = deque()
         while True:
             begun.extend(map(segments_of, islice(waiting, budget.packs - len(begun))))
             if not begun:
@@ -102,26 +107,26 @@ def copy_packs(
                 begun.append(turn)
                 yield segment
 
-    def write(segment: tuple[ImageWriting, int]) -> None:
-        writing, number = segment
-        size = writing.write(number)
+    def write(segment: tuple[Pack, int]) -> None:
+        pack, number = segment
+        size = pack.write_segment(number)
         with lock:
-            left[writing] -= 1
-            is_last = not left[writing]
+            left[pack] -= 1
+            is_last = not left[pack]
         if is_last:
             # While it is made durable the other threads go on with the next pack.
-            writing.finish()
+            pack.finish()
             with lock:
-                del left[writing]
+                del left[pack]
         if progress:
             progress(size)
 
     try:
         share_out(segments(), write, budget.workers)
     except BaseException:
-        for writing in left:
+        for pack in left:
             with suppress(CkptkitError):
-                writing.abort()
+                pack.abort()
         raise
 
 
@@ -132,7 +137,7 @@ def check_huge_chunks(target: ReshardTarget, source: Checkpoint, budget: Budget)
     starts, rows = source.manifest.starts, list[int]()
     for array in target.arrays:
         if budget.is_huge(array.source):
-            rows += range(*starts[array.chosen.number :][:2].tolist())
+            rows += range(*starts[array.number :][:2].tolist())
     share_out(rows, partial(check_chunk, source), min(budget.workers, len(rows)))
 
 
@@ -140,24 +145,29 @@ def _begin_pack(
     target: ReshardTarget,
     rank: int,
     destination: Store,
-    reader: Reader,
     budget: Budget,
-    shared: SharedChunks | None,
-) -> ImageWriting:
+    fill: Callable[[Sequence[TargetArray], Sequence[Slot]], Sequence[Slot]],
+) -> Pack:
     """Begin the pack of a rank; every segment of it can be written by any thread."""
     writes = target.chunks_of(rank)
     known = [(owned, a.info) for owned, a in zip(target.owned, target.arrays, strict=True)]
     by_name = {array.name: chunks for array, chunks in zip(target.arrays, writes, strict=True)}
     mine = [(a, chunks) for a, chunks in zip(target.arrays, writes, strict=True) if len(chunks)]
-    content = CopiedContent(documents_of(known, by_name, rank), mine, reader, budget, shared)
-    objects = objects_of(target.choice.objects, rank, target.world_size)
-    pack = Pack(content, target.table, rank, objects)
+    origins = [array for array, _ in mine]
+    pack = Pack(
+        rank,
+        target.table,
+        objects_of(target.choice.objects, rank, target.world_size),
+        documents_of(known, by_name, rank),
+        [PackedArray(array.info, chunks) for array, chunks in mine],
+        partial(fill, origins),
+    )
     try:
-        return pack.begin(
+        pack.begin(
             destination,
             step_name(target.save.step),
             target.save,
-            pack.image.segments_at(_lasts(content, [array for array, _ in mine], budget)),
+            pack.segments_at(_lasts(pack, origins, budget)),
             refers=rank > 0,
             memory=budget.sink_bytes,
         )
@@ -167,19 +177,20 @@ def _begin_pack(
             where=error.where,
             hint="wait for it; the same command again goes on with what it leaves, should it fail",
         ) from error
+    return pack
 
 
-def _lasts(content: PackContent, origins: Sequence[TargetArray], budget: Budget) -> list[int]:
+def _lasts(pack: Pack, origins: Sequence[TargetArray], budget: Budget) -> list[int]:
     """Where segments end: each array's chunks in batches as the plan has them, small ones together.
 
     The batches of chunks that go over as they are need not be large: no chunk of the source is
     needed by two.
     """
-    end = len(content.documents)
+    end = len(pack.documents)
     lasts: list[int] = []
     usual = min(_USUAL, budget.batch_bytes)
-    held = sum(map(content.length, range(end)))
-    for array, origin in zip(content.arrays, origins, strict=True):
+    held = sum(len(data) for _, data in pack.documents)
+    for array, origin in zip(pack.arrays, origins, strict=True):
         sizes = array.info.grid.stored_elements(array.chunks) * origin.itemsize
         for first, last in batches(sizes, usual if origin.is_kept else budget.batch_bytes):
             nbytes = int(sizes[first:last].sum())
@@ -190,57 +201,45 @@ def _lasts(content: PackContent, origins: Sequence[TargetArray], budget: Budget)
     return [*lasts, end] if end else []
 
 
-class CopiedContent(PackContent):
-    """What a pack of the target holds, read from the packs of the source when it is needed."""
-
-    def __init__(
-        self,
-        documents: Sequence[tuple[str, bytes]],
-        arrays: Sequence[tuple[TargetArray, npt.NDArray[np.int64]]],
-        reader: Reader,
-        budget: Budget,
-        shared: SharedChunks | None,
-    ) -> None:
-        super().__init__(documents, [PackedArray(a.info, chunks) for a, chunks in arrays])
-        self._origins = [array for array, _ in arrays]
-        self._reader = reader
-        self._budget = budget
-        self._shared = shared
-
-    def filled_chunks(self, targets: Mapping[int, memoryview]) -> Iterator[int]:
-        """Read for all of them at once: each chunk of the source is read, and checked, once."""
-        limit = self._budget.chunk_bytes
-        checked: list[Request] = []
-        exact: list[Request] = []
-        casts: list[tuple[TargetArray, npt.NDArray[Any], npt.NDArray[Any]]] = []
-        with PartsOfChunks(self._shared) as parts:
-            for index, memory in targets.items():
-                place, chunk = self.at(index)
-                array = self._origins[place]
-                box, stored = self.arrays[place].opened(chunk, memory)
-                source, values = array.source, stored
-                if array.chosen.is_cast:
-                    values = np.empty(box.shape, source.dtype.bits)
-                    casts.append((array, values, stored))
-                request = Request(array.chosen.number, box, values)
-                if self._budget.is_huge(source):
-                    # Some at a time whose bytes lie close: the chunk is not in memory whole.
-                    some = pieces_within(source.grid, box, source.dtype.itemsize, limit)
-                    exact += [_part(request, each.within(box), each) for each in some]
-                else:
-                    checked += parts.requests(request, source)
-            if checked:
-                self._reader.read(checked, verify=True)
-            if others := parts.copied():
-                self._reader.read(others, verify=True)
-            if exact:
-                self._reader.read(exact, verify=False)
-        for array, values, stored in casts:
-            cast(array.name, values, stored, (array.source.dtype, array.info.dtype))
-        yield from targets
+def _copy_chunks(
+    reader: Reader,
+    shared: SharedChunks,
+    budget: Budget,
+    origins: Sequence[TargetArray],
+    slots: Sequence[Slot],
+) -> Sequence[Slot]:
+    """Fill chunks of a pack of the target from the packs of the source. Read for all of them at
+    once: each chunk of the source is read, and checked, once.
+    """
+    whole: list[tuple[Request, ArrayInfo]] = []
+    exact: list[Request] = []
+    casts: list[tuple[TargetArray, npt.NDArray[Any], npt.NDArray[Any]]] = []
+    for slot in slots:
+        array = origins[slot.array]
+        box, stored = chunk_view(array.info, slot.chunk, slot.memory)
+        source, values = array.source, stored
+        if array.is_cast:
+            values = np.empty(box.shape, source.dtype.bits)
+            casts.append((array, values, stored))
+        request = Request(array.number, box, values)
+        if budget.is_huge(source):
+            # Some at a time whose bytes lie close: the chunk is not in memory whole.
+            some = pieces_within(source.grid, box, source.dtype.itemsize, budget.chunk_bytes)
+            exact += [_part(request, each.within(box)) for each in some]
+        else:
+            whole.append((request, source))
+    shared.read(whole)
+    if exact:
+        reader.read(exact, verify=False)
+    for array, values, stored in casts:
+        cast(array.name, values, stored, (array.source.dtype, array.info.dtype))
+    return slots
 
 
-def _part(request: Request, inside: tuple[slice, ...], box: Box) -> Request:
+def _part(request: Request, inside: tuple[slice, ...]) -> Request:
+    """A part of a request, as slices of its box."""
+    offset = zip(request.box.offset, inside, strict=True)
+    box = Box(tuple(at + s.start for at, s in offset), tuple(s.stop - s.start for s in inside))
     index: Any = (*inside, ...)
     return Request(request.array, box, request.target[index])
 
@@ -281,15 +280,67 @@ class SharedChunks:
     and kept within `nbytes`, those that were used last.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, reader: Reader, nbytes: int) -> None:
+        self._reader = reader
+        self._is_used = nbytes > 0
         self._room = nbytes
         # By the number of an array of the source, and that of a chunk.
         self._kept: OrderedDict[tuple[int, int], SharedChunk] = OrderedDict()
         self._lock = threading.Lock()
 
-    def use(self, array: int, info: ArrayInfo, chunk: int) -> tuple[SharedChunk | None, bool]:
-        """A chunk to `release` again, and whether the caller is to read it and say `read`; None
-        where there is no room for it.
+    def read(self, requests: Iterable[tuple[Request, ArrayInfo]]) -> None:
+        """Fill the requests, each with the array of the source that it is for. A thread reads the
+        chunks that nobody has read yet, then waits for the others, whose readers wait for nobody
+        meanwhile.
+        """
+        direct: list[Request] = []
+        parts: list[tuple[SharedChunk, Piece, Request]] = []
+        mine: list[SharedChunk] = []
+        try:
+            for request, source in requests:
+                pieces = pieces_of(source.grid, request.box)
+                if not self._is_used or all(piece.is_whole for piece in pieces):
+                    direct.append(request)
+                    continue
+                for piece in pieces:
+                    part, chunk, is_mine = _part(request, piece.target), None, False
+                    if not piece.is_whole:
+                        chunk, is_mine = self._claim(request.array, source, piece.chunk)
+                    if chunk is None:
+                        direct.append(part)
+                        continue
+                    parts.append((chunk, piece, part))
+                    if is_mine:
+                        mine.append(chunk)
+                        box = source.grid.box(source.grid.index(piece.chunk))
+                        direct.append(Request(request.array, box, chunk.values))
+            if direct:
+                self._reader.read(direct, verify=True)
+            while mine:
+                mine.pop().there.set()
+            left = []
+            for chunk, piece, part in parts:
+                chunk.there.wait()
+                if chunk.failed:
+                    left.append(part)
+                else:
+                    copy_elements(chunk.values[piece.source], part.target)
+            if left:
+                self._reader.read(left, verify=True)
+        finally:
+            # Whoever waits for what was not read reads it for himself.
+            for chunk in mine:
+                chunk.failed = True
+                chunk.there.set()
+            with self._lock:
+                for chunk, _, _ in parts:
+                    chunk.users -= 1
+                for key in [key for key, it in self._kept.items() if it.failed and not it.users]:
+                    self._forget(key)
+
+    def _claim(self, array: int, info: ArrayInfo, chunk: int) -> tuple[SharedChunk | None, bool]:
+        """A chunk to work with, and whether the caller is to read it; None where there is no room
+        for it.
         """
         with self._lock:
             key = array, chunk
@@ -309,78 +360,8 @@ class SharedChunks:
             self._room -= nbytes
             return made, True
 
-    def read(self, chunks: Iterable[SharedChunk], *, failed: bool = False) -> None:
-        """The chunks are there now, or could not be read: then whoever waits reads for himself."""
-        for chunk in chunks:
-            chunk.failed = failed
-            chunk.there.set()
-
-    def release(self, chunks: Iterable[SharedChunk]) -> None:
-        """Nobody here works with the chunks any more."""
-        with self._lock:
-            for chunk in chunks:
-                chunk.users -= 1
-            for key in [key for key, it in self._kept.items() if it.failed and not it.users]:
-                self._forget(key)
-
     def _forget(self, key: tuple[int, int]) -> None:
         self._room += self._kept.pop(key).values.nbytes
-
-
-class PartsOfChunks:
-    """What one thread needs of shared chunks: it reads those that nobody has read yet, then waits
-    for the others, whose readers wait for nobody meanwhile.
-    """
-
-    def __init__(self, chunks: SharedChunks | None) -> None:
-        self._chunks = chunks
-        self._parts: list[tuple[SharedChunk, Piece, Request]] = []
-        self._mine: list[SharedChunk] = []
-
-    def requests(self, request: Request, source: ArrayInfo) -> Iterator[Request]:
-        """What there is to read for a request; `copied` brings the rest."""
-        pieces = pieces_of(source.grid, request.box)
-        if self._chunks is None or all(piece.is_whole for piece in pieces):
-            yield request
-            return
-        for piece in pieces:
-            offset = zip(request.box.offset, piece.target, strict=True)
-            shape = tuple(each.stop - each.start for each in piece.target)
-            box = Box(tuple(at + each.start for at, each in offset), shape)
-            part = _part(request, piece.target, box)
-            chunk, is_mine = None, False
-            if not piece.is_whole:
-                chunk, is_mine = self._chunks.use(request.array, source, piece.chunk)
-            if chunk is None:
-                yield part
-                continue
-            self._parts.append((chunk, piece, part))
-            if is_mine:
-                self._mine.append(chunk)
-                whole = source.grid.box(source.grid.index(piece.chunk))
-                yield Request(request.array, whole, chunk.values)
-
-    def copied(self) -> list[Request]:
-        """Once all requests are read: copy the parts, and say what others failed to read."""
-        if self._chunks is not None:
-            self._chunks.read(self._mine)
-        self._mine = []
-        left = []
-        for chunk, piece, part in self._parts:
-            chunk.there.wait()
-            if chunk.failed:
-                left.append(part)
-            else:
-                copy_elements(chunk.values[piece.source], part.target)
-        return left
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._chunks is not None:
-            self._chunks.read(self._mine, failed=True)
-            self._chunks.release(chunk for chunk, _, _ in self._parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from ckptkit.checkpoint.commit import commit, committed_save_id, gather
 from ckptkit.checkpoint.locate import committed_steps, read_manifest, step_folders
 from ckptkit.checkpoint.places import DATA, Place, data_prefix, described, store_at, under
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.reshard.copy import Budget, copy_packs
 from ckptkit.checkpoint.reshard.target import ReshardOptions, ReshardTarget, target_of
+from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     CkptkitError,
     FormatError,
@@ -43,33 +43,23 @@ _NAMED = 8
 _LOOKS = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Every n-th pack, beginning with number i: the share of one of n machines."""
-
-    number: int
-    count: int
-
-    def of(self, ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if rank % self.count == self.number]
-
-
-def slice_of(engine: str | Executor) -> Slice | None:
-    """The slice that an engine's name asks for, such as slice:0/4; None where all packs are. What
-    is no engine is refused.
+def ranks_of(options: ReshardOptions) -> range:
+    """The ranks whose packs are asked for: all, or of a slice:i/n every n-th beginning with rank i,
+    the share of one of n machines. What is no engine is refused.
     """
+    engine, count = options.engine, options.strategy.world_size
     name = engine if isinstance(engine, str) else ""
-    if name.startswith("slice:"):
-        number, _, count = name.removeprefix("slice:").partition("/")
-        if number.isdecimal() and count.isdecimal() and int(number) < int(count) <= 1 << 24:
-            return Slice(int(number), int(count))
+    if options.is_slice:
+        first, _, step = name.removeprefix("slice:").partition("/")
+        if first.isdecimal() and step.isdecimal() and int(first) < int(step) <= 1 << 24:
+            return range(int(first), count, int(step))
         raise UsageError(
             "not a slice", value=engine, hint="the first of four is slice:0/4, the last slice:3/4"
         )
     known = name in ("threads", "processes", "ray") or name.startswith(("dask://", "ray://"))
-    if known or isinstance(engine, Executor):
-        return None
-    raise UsageError("no such engine", value=engine, hint=f"accepted are {ENGINES}")
+    if not known and not isinstance(engine, Executor):
+        raise UsageError("no such engine", value=engine, hint=f"accepted are {ENGINES}")
+    return range(count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from ckptkit.checkpoint.check.digest import digest_of
 from ckptkit.checkpoint.check.pack import PackBytes, PackFile
-from ckptkit.checkpoint.commit import commit, committed_save_id, gather
 from ckptkit.checkpoint.locate import refuse_links
 from ckptkit.checkpoint.places import (
     DATA,
@@ -36,7 +35,7 @@ from ckptkit.checkpoint.reshard.copy import (
     copy_packs,
     resident_bytes,
 )
-from ckptkit.checkpoint.reshard.engines import copy_elsewhere, slice_of
+from ckptkit.checkpoint.reshard.engines import copy_elsewhere, ranks_of
 from ckptkit.checkpoint.reshard.selection import Selection
 from ckptkit.checkpoint.reshard.target import (
     SAVE_ID_PREFIX,
@@ -48,7 +47,8 @@ from ckptkit.checkpoint.reshard.target import (
     target_of,
 )
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.checkpoint.threads import Progress, cores, share_out
+from ckptkit.checkpoint.workers import Progress, cores, share_out
+from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     FormatError,
     NoSpaceError,
@@ -118,9 +118,8 @@ def reshard(
     replaces a step that is there.
     `storage_options` reach both places, unless `source_options` are those of `src`.
     """
-    options = ReshardOptions(**keywords)
-    stores = stores_at(src, dst, storage_options, source_options)
-    return _planned(*stores, options, probe=False).run(progress)
+    stores: Any = {"storage_options": storage_options, "source_options": source_options}
+    return plan_reshard(src, dst, **stores, **keywords).run(progress)
 
 
 def plan_reshard(
@@ -139,12 +138,8 @@ def plan_reshard(
     destination and removed again.
     """
     options = ReshardOptions(**keywords)
-    stores = stores_at(src, dst, storage_options, source_options)
-    return _planned(*stores, options, probe=probe)
-
-
-def _planned(source: Store, store: Store, options: ReshardOptions, *, probe: bool) -> ReshardPlan:
-    memory, share = parse_size(options.memory), slice_of(options.engine)
+    source, store = stores_at(src, dst, storage_options, source_options)
+    memory, mine = parse_size(options.memory), ranks_of(options)
     workers = max(4, min(8, cores())) if options.workers is None else options.workers
     if workers < 1:
         raise UsageError("at least one worker is needed", value=workers)
@@ -168,7 +163,7 @@ def _planned(source: Store, store: Store, options: ReshardOptions, *, probe: boo
         # Twice the mean: packs need not be alike.
         pack_bytes=2 * sum(a.info.nbytes for a in target.arrays) // target.world_size,
         fixed=max(0, resident_bytes() - before),
-        is_here=options.engine == "threads" or share is not None,
+        is_here=options.is_here,
     )
     prefix, ranks = step_name(target.save.step), range(target.world_size)
     is_there = _is_there(target, checkpoint, store, digest_to_come=options.digest)
@@ -177,8 +172,7 @@ def _planned(source: Store, store: Store, options: ReshardOptions, *, probe: boo
     finished = [] if options.digest else [rank for rank in ranks if pack_name(rank) in names]
     cost = cost_of(target, budget.batch_bytes)
     if not is_there:
-        left = [rank for rank in ranks if rank not in finished]
-        _check_room(store, cost, left if share is None else share.of(left))
+        _check_room(store, cost, [rank for rank in mine if rank not in finished])
     return ReshardPlan(
         **vars(cost),
         source=checkpoint.location,
@@ -232,31 +226,30 @@ class ReshardPlan(ReshardCost):
     def run(self, progress: Progress | None = None) -> Resharded:
         """Look again at what is there, copy the packs that are missing, and commit."""
         source, store, target, budget = self.checkpoint, self.store, self.target, self.budget
-        engine, overwrite = target.options.engine, target.options.overwrite
-        prefix, share = step_name(target.save.step), slice_of(engine)
+        options, prefix = target.options, step_name(target.save.step)
         with source:
-            if target.options.digest:
+            if options.digest:
                 _is_there(target, source, store, digest_to_come=True)
                 target = replace(target, digest=_digest(source, target))
-            ranks, save_id = range(target.world_size), target.save.save_id
-            done = Resharded(self.destination, self.step, save_id, len(ranks), tuple(ranks))
+            save_id, count = target.save.save_id, target.world_size
+            done = Resharded(self.destination, self.step, save_id, count, tuple(range(count)))
             if _is_there(target, source, store):
                 return done
-            mine = list(ranks) if share is None else share.of(ranks)
+            mine = ranks_of(options)
             finished = finished_packs(target, store, mine, progress=progress)
-            done = replace(done, finished=tuple(sorted(finished)), committed=share is None)
+            done = replace(done, finished=tuple(sorted(finished)), committed=not options.is_slice)
             missing = [rank for rank in mine if rank not in finished]
             _check_room(store, self, missing)
             check_huge_chunks(target, source, budget)
-            if engine == "threads" or share is not None:
+            if options.is_here:
                 copy_packs(target, missing, source, store, budget, progress)
             else:
                 sizes, told = self.bytes_by_rank, progress or (lambda _: None)
                 copy_elsewhere(
                     target, missing, source, store, budget, lambda rank: told(sizes[rank])
                 )
-        if share is None:
-            commit(store, prefix, gather(store, prefix, save_id), overwrite=overwrite)
+        if not options.is_slice:
+            commit(store, prefix, gather(store, prefix, save_id), overwrite=options.overwrite)
         return done
 
 
@@ -411,7 +404,7 @@ def _at_work(where: str) -> PeerError:
 def _digest(source: Checkpoint, target: ReshardTarget) -> str:
     """The digest that a target will have, from its source, in bounded memory."""
     # The values of a cast array are in memory twice, in both types.
-    casts = [a for a in target.arrays if a.chosen.is_cast]
+    casts = [a for a in target.arrays if a.is_cast]
     ratios = [a.source.dtype.itemsize / a.info.dtype.itemsize for a in casts]
     share = parse_size(target.options.memory) / (1 + max(ratios, default=0))
     limits = Limits.of(max(LEAST_MEMORY, int(share)), None, stores=[source.store])
@@ -419,7 +412,7 @@ def _digest(source: Checkpoint, target: ReshardTarget) -> str:
     arrays: dict[str, Readable] = {}
     for array in target.arrays:
         found, dtype = stored[array.source.name], array.info.dtype
-        is_cast = array.chosen.is_cast
+        is_cast = array.is_cast
         arrays[array.name] = _as_type(array.name, found, dtype) if is_cast else found
     for alias in target.choice.aliases:
         arrays[alias.name] = arrays[alias.alias_of]

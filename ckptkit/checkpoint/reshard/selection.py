@@ -100,17 +100,22 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chosen:
-    """One array that goes over: its number in the source's manifest, and what it will be."""
+    """One array that goes over: its number in the source's manifest, and what it will be, here
+    still cut as it was.
+    """
 
     number: int
     source: ArrayInfo
-    name: str
-    dtype: DType
-    of: str | None
+    info: ArrayInfo
+
+    @property
+    def name(self) -> str:
+        return self.info.name
 
     @property
     def is_cast(self) -> bool:
-        return self.dtype != self.source.dtype
+        """Whether its values are converted."""
+        return self.info.dtype != self.source.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,8 +153,8 @@ def choose(step: Manifest, selection: Selection) -> Choice:
         first, *others = [_target_name(name, array, selection) for name in taken]
         names |= dict(zip(taken, [first, *others], strict=True))
         leads |= dict.fromkeys(called, first)
-        dtype = selection.dtype_of(array, called)
-        arrays.append(Chosen(number, array, first, dtype, array.of))
+        info = replace(array, name=first, dtype=selection.dtype_of(array, called))
+        arrays.append(Chosen(number, array, info))
         aliases += [Alias(other, first) for other in others]
     inner = [(name, inner_name(name, role)) for name, role in roles.items()]
     check_used(patterns, inner, "no array has such a name")
@@ -157,7 +162,9 @@ def choose(step: Manifest, selection: Selection) -> Choice:
         raise UsageError("nothing is left of the step", value=selection, hint=NAMES_HINT)
     _check_names(arrays, aliases)
     leads |= names
-    arrays = [replace(each, of=_parameter(each.of, leads, selection)) for each in arrays]
+    for number, each in enumerate(arrays):
+        info = replace(each.info, of=_parameter(each.info.of, leads, selection))
+        arrays[number] = replace(each, info=info)
     choice = Choice(
         tuple(sorted(arrays, key=lambda chosen: chosen.name)),
         tuple(sorted(aliases, key=lambda alias: alias.name)),

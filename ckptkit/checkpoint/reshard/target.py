@@ -14,17 +14,10 @@ import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
-from ckptkit.checkpoint.reshard.selection import (
-    Choice,
-    Chosen,
-    Selection,
-    choose,
-    parameter_order,
-)
+from ckptkit.checkpoint.reshard.selection import Choice, Chosen, Selection, choose, parameter_order
 from ckptkit.checkpoint.rules_file import RulesLike, rules_between
 from ckptkit.errors import LayoutError
 from ckptkit.format.array_table import ArrayTable
-from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.leaves import dumps
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.names import DIGEST_ALGORITHM, inner_name
@@ -69,24 +62,24 @@ class ReshardOptions:
     def strategy(self) -> Strategy:
         return Strategy.of(self.to)
 
+    @property
+    def is_slice(self) -> bool:
+        """Whether a share of the packs is asked for, and no step."""
+        return isinstance(self.engine, str) and self.engine.startswith("slice:")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the threads of this process do the work."""
+        return self.engine == "threads" or self.is_slice
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TargetArray:
-    """One array: where it comes from, and how it is cut."""
+class TargetArray(Chosen):
+    """One array, cut as it will be."""
 
-    chosen: Chosen
-    info: ArrayInfo
     layout: Layout
     why: str
     """What decided how it is cut, in words."""
-
-    @property
-    def name(self) -> str:
-        return self.info.name
-
-    @property
-    def source(self) -> ArrayInfo:
-        return self.chosen.source
 
     @property
     def itemsize(self) -> int:
@@ -96,7 +89,7 @@ class TargetArray:
     @property
     def is_kept(self) -> bool:
         """Whether its chunks go over byte for byte."""
-        return self.info.grid == self.source.grid and not self.chosen.is_cast
+        return self.info.grid == self.source.grid and not self.is_cast
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +133,7 @@ class ReshardTarget:
             self.strategy.to_doc(),
             source.save_id,
             source.step,
-            [[chosen.number, chosen.name] for chosen in self.choice.arrays],
+            [[array.number, array.name] for array in self.arrays],
             [[item.name, item.value] for item in self.choice.objects],
             details,
             __version__,
@@ -182,22 +175,16 @@ def target_of(step: Manifest, options: ReshardOptions, digest: str = "") -> Resh
     by_name = {each.name: each for each in placed}
     arrays = []
     for chosen in choice.arrays:
-        source, found = chosen.source, by_name[chosen.name]
+        source, info, found = chosen.source, chosen.info, by_name[chosen.name]
         try:
             layout = layout_of(source.shape, strategy, found.placements)
         except LayoutError as error:
             error.where = f"{chosen.name}: {error.where}" if error.where else chosen.name
             error.hint = error.hint or f"{found.why} says so: `ckpt rules` shows all of them"
             raise
-        info = replace(
-            source,
-            name=chosen.name,
-            dtype=chosen.dtype,
-            grid=target_grid(source.grid, chosen.dtype.itemsize, layout.edges, chunk_bytes),
-            placements=found.placements,
-            of=chosen.of,
-        )
-        arrays.append(TargetArray(chosen, info, layout, found.why))
+        grid = target_grid(source.grid, info.dtype.itemsize, layout.edges, chunk_bytes)
+        info = replace(info, grid=grid, placements=found.placements)
+        arrays.append(TargetArray(chosen.number, source, info, layout, found.why))
     decided = replace(options, rules=rules)
     return ReshardTarget(step.save, decided, strategy, choice, tuple(arrays), digest)
 
@@ -211,17 +198,8 @@ def _rules(choice: Choice, source: Strategy, options: ReshardOptions) -> Rules |
 def _tensors(choice: Choice) -> list[Tensor]:
     """What is placed, in the order of the optimizers' parameters, which decides who owns what."""
     order = parameter_order(choice.objects)
-    tensors = [
-        Tensor(
-            chosen.name,
-            chosen.source.shape,
-            chosen.dtype.itemsize,
-            chosen.source.role,
-            chosen.of,
-            chosen.source.placements,
-        )
-        for chosen in choice.arrays
-    ]
+    infos = [chosen.info for chosen in choice.arrays]
+    tensors = [Tensor(i.name, i.shape, i.dtype.itemsize, i.role, i.of, i.placements) for i in infos]
     return sorted(tensors, key=lambda tensor: order.get(tensor.of, len(order)))
 
 

@@ -14,15 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ckptkit.checkpoint.assemble import assemble
 from ckptkit.checkpoint.check.pack import PackBytes, PackWindow
-from ckptkit.checkpoint.commit import commit, committed_save_id, discard
 from ckptkit.checkpoint.locate import read_manifest
-from ckptkit.checkpoint.pace import ask_all
 from ckptkit.checkpoint.places import data_prefix, described, step_name
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
-from ckptkit.checkpoint.threads import Progress, share_out
+from ckptkit.checkpoint.workers import Progress, ask_all, share_out
+from ckptkit.checkpoint.write.assemble import assemble
+from ckptkit.checkpoint.write.commit import commit, committed_save_id, discard
 from ckptkit.errors import (
     CorruptionError,
     FormatError,

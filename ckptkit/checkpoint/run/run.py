@@ -16,7 +16,6 @@ from ckptkit.checkpoint.locate import (
     read_manifest,
     step_folders,
 )
-from ckptkit.checkpoint.pace import ask_all
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
@@ -29,6 +28,7 @@ from ckptkit.checkpoint.places import (
     under,
 )
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.workers import ask_all
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Options, Store, Stored

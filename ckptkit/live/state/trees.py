@@ -100,6 +100,8 @@ def _marked(
     stands for a tensor.
     """
     if depth > _MAX_DEPTH:
+        if tensor_as is None:
+            return tree  # as deep as the format allows, but without marks
         raise UnsupportedTypeError(
             f"more than {_MAX_DEPTH} levels deep (or it contains itself)", where=path
         )

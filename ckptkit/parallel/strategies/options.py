@@ -15,7 +15,7 @@ from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import StrategyError, UsageError
 from ckptkit.model import Strategy
 from ckptkit.model.document import parse_size
-from ckptkit.parallel.optimizers.compression import compression_of
+from ckptkit.parallel.optimizers.methods import compression_of
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
 """A class of optimizer, or a function of parameters."""

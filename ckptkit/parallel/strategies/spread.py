@@ -24,7 +24,7 @@ from ckptkit.checkpoint.ranks import OneRank, Ranks, leaving
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import PeerError, StrategyError, UsageError
 from ckptkit.model import Strategy
-from ckptkit.parallel.optimizers.compression import compression_of
+from ckptkit.parallel.optimizers.methods import compression_of
 from ckptkit.parallel.ranks.job import init
 from ckptkit.parallel.strategies.data_parallel import Unit, check_parameters, replicated, shard
 from ckptkit.parallel.strategies.distributed import Distributed, all_ranks
@@ -116,8 +116,8 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
         check_alike(ranks, _said(plain, strategy, options))
     here, mesh = device_of(plain, device), None
     if strategy.mesh.axes:
-        sizes_ = tuple(axis.size for axis in strategy.mesh.axes)
-        mesh = init_device_mesh(here.type, sizes_, mesh_dim_names=tuple(_dims(strategy).values()))
+        shape = tuple(axis.size for axis in strategy.mesh.axes)
+        mesh = init_device_mesh(here.type, shape, mesh_dim_names=tuple(_dims(strategy).values()))
     tp, pp = size_of(strategy, "tp"), size_of(strategy, "pp")
 
     # Begin alike: with the same numbers where ranks compute the same, with the values of rank 0.

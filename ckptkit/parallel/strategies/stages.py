@@ -47,10 +47,10 @@ class StageSplit:
 
     model: nn.Module
     stages: Sequence[Sequence[Layer]]
+    loose: int | None = None
+    """The stage that has parameters which no layer has: the first or the last, once it is known."""
     drops: bool = False
     """Whether modules outside of lists are set to None rather than passed by."""
-    loose: int = 0
-    """The stage that has parameters which no layer has: the first or the last."""
 
     def said(self) -> list[str]:
         """By which ranks tell whether they split alike."""
@@ -78,24 +78,39 @@ class StageSplit:
             if layer not in self.stages[number]:
                 _replace(frame, layer, drops=self.drops)
         if self.loose != number:
-            for name in _loose_parameters(self.model, layers):
+            for name in self.loose_parameters():
                 path, _, own = name.rpartition(".")
                 setattr(frame.get_submodule(path), own, None)
         return frame
 
     def places(self) -> Iterator[tuple[str, int]]:
-        """The parameters of the layers by all of their names, and their stages."""
+        """The parameters by all of their names, and their stages."""
         for number, stage in enumerate(self.stages):
             for layer in stage:
                 module = self.model.get_submodule(layer.name)
                 for name, _ in module.named_parameters(layer.name, remove_duplicate=False):
                     yield name, number
+        if self.loose is not None:
+            for name in self.loose_parameters():
+                yield name, self.loose
+
+    def loose_parameters(self) -> list[str]:
+        """The parameters that no layer has, by all of their names."""
+        prefixes = tuple(f"{layer.name}." for stage in self.stages for layer in stage)
+        names = (name for name, _ in self.model.named_parameters(remove_duplicate=False))
+        return [name for name in names if not name.startswith(prefixes)]
 
     def check_tied(self) -> None:
         """Refuse weights that two stages would have: nobody would keep them alike."""
-        layers = [layer for stage in self.stages for layer in stage]
-        loose = [(name, self.loose) for name in _loose_parameters(self.model, layers)]
-        _check_tied(self.model, [*self.places(), *loose])
+        first: dict[int, tuple[int, str]] = {}
+        for name, stage in self.places():
+            known, other = first.setdefault(id(self.model.get_parameter(name)), (stage, name))
+            if known != stage:
+                raise LayoutError(
+                    "tied weights on two stages, which torch's pipelines do not keep alike",
+                    value=(other, name),
+                    hint="untie them, or use fsdp",
+                )
 
 
 def split_into_stages(
@@ -118,7 +133,7 @@ def split_into_stages(
 
     def trial(begins: Sequence[int]) -> StageSplit:
         stages = [layers[a:b] for a, b in pairwise([*begins, len(layers)])]
-        split = StageSplit(model, stages)
+        split = StageSplit(model, stages, loose=0)
         if options.split is None:
             if not isinstance(model, nn.Sequential):
                 split = _found_way(split, inputs, output)
@@ -138,7 +153,7 @@ def split_into_stages(
         refused.update(range(first + 1, number + 1))
     places = [at for at in range(1, len(layers)) if at not in refused]
     if len(places) < count - 1:
-        _check_tied(model, singles.places())
+        singles.check_tied()
     weights = [layer.nbytes for layer in layers]
     if options.balance == "time":
         if inputs is None:
@@ -193,18 +208,6 @@ def most_even(
         problem = None  # what it holds would live on, and with it the stages that were tried
 
 
-def _check_tied(model: nn.Module, places: Iterable[tuple[str, int]]) -> None:
-    first: dict[int, tuple[int, str]] = {}
-    for name, stage in places:
-        known, other = first.setdefault(id(model.get_parameter(name)), (stage, name))
-        if known != stage:
-            raise LayoutError(
-                "tied weights on two stages, which torch's pipelines do not keep alike",
-                value=(other, name),
-                hint="untie them, or use fsdp",
-            )
-
-
 def _found_way(split: StageSplit, inputs: tuple[Any, ...] | None, output: Any) -> StageSplit:
     """The way in which the stages, one after another, give what the whole model gives."""
     if inputs is None:
@@ -220,7 +223,7 @@ def _found_way(split: StageSplit, inputs: tuple[Any, ...] | None, output: Any) -
         )
     last = len(split.stages) - 1
     ways = [replace(split, drops=True, loose=last), replace(split, drops=True)]
-    if not _loose_parameters(split.model, [layer for stage in split.stages for layer in stage]):
+    if not split.loose_parameters():
         ways = [split, ways[0]]
     problem: Exception | None = None
     try:
@@ -283,13 +286,6 @@ def _frame(module: nn.Module, path: str, layers: set[str]) -> nn.Module:
 
 def _names(stage: Sequence[Layer]) -> list[str]:
     return [layer.name for layer in stage]
-
-
-def _loose_parameters(model: nn.Module, layers: Sequence[Layer]) -> list[str]:
-    """The parameters that no layer has, by all of their names."""
-    prefixes = tuple(f"{layer.name}." for layer in layers)
-    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return [name for name in names if not name.startswith(prefixes)]
 
 
 def _layers_in(prefix: str, module: nn.Module) -> Iterator[Layer]:

@@ -13,6 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from ckptkit.errors import NotFoundError, UsageError
+from ckptkit.storage.buffers import default_pool
 from ckptkit.storage.location import (
     BUCKETS,
     TEMPORARY,
@@ -26,9 +27,9 @@ from ckptkit.storage.location import (
 from ckptkit.storage.objects.amazon import aws_files, profile_endpoint
 from ckptkit.storage.objects.errors import taken
 from ckptkit.storage.objects.server import Client, ObjectServer, Upload
-from ckptkit.storage.objects.upload import ObjectSink, WholeSink
+from ckptkit.storage.objects.upload import ObjectSink
 from ckptkit.storage.options import Address, Options, Settings, read_settings
-from ckptkit.storage.sink import Parts
+from ckptkit.storage.sink import BufferSink, Parts
 from ckptkit.storage.store import (
     Abilities,
     Closing,
@@ -193,7 +194,13 @@ class ObjectStore:
             else:
                 raise taken(self._server.where(path))
         if parts.total <= self._abilities.part_size:
-            return WholeSink(self._server, path, parts)
+            buffer = default_pool().take(parts.total)
+
+            def store() -> None:
+                self._server.put(path, buffer.view)
+                buffer.give_back()
+
+            return BufferSink(parts, buffer.view, store, buffer.give_back)
         return ObjectSink(self._server, path, parts, memory)
 
     def put(

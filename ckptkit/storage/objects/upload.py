@@ -1,4 +1,4 @@
-"""An object being written: sent to the server in pieces while its parts come in."""
+"""A large object being written: sent to the server in pieces while its parts come in."""
 
 from __future__ import annotations
 
@@ -28,38 +28,6 @@ _PATIENCE = 30.0
 _log = logging.getLogger("ckptkit.storage")
 
 
-class WholeSink:
-    """A new object of a single piece, in memory until it is finished, and then sent at once."""
-
-    def __init__(self, server: ObjectServer, key: str, parts: Parts) -> None:
-        self._server = server
-        self._key = key
-        self._parts = parts
-        self._buffer = default_pool().take(parts.total)
-
-    def write(self, part: int, data: memoryview) -> None:
-        with self._parts.writing(part, data) as (offset, view):
-            copy_bytes(view, self._buffer.view[offset : offset + view.nbytes])
-
-    @contextmanager
-    def filling(self, part: int) -> Iterator[memoryview]:
-        size = self._parts.size(part)
-        with (
-            self._parts.claiming(part, size) as offset,
-            self._buffer.view[offset : offset + size] as memory,
-        ):
-            yield memory
-
-    def finish(self) -> None:
-        self._parts.complete()
-        self._server.put(self._key, self._buffer.view)
-        self._buffer.give_back()
-
-    def abort(self) -> None:
-        self._parts.close()
-        self._buffer.give_back()
-
-
 def piece_size(total: int, preferred: int) -> int:
     """The bytes per part of an upload: as preferred, or as many as few enough parts need."""
     needed = -(-total // _MOST_PIECES)
@@ -69,8 +37,8 @@ def piece_size(total: int, preferred: int) -> int:
 class ObjectSink:
     """A new object of several pieces, invisible until it is finished.
 
-    Whoever writes fills blocks of a `Window`; a thread hands them to the client, in order, which
-    sends several at a time. The first error, of either side, ends the other.
+    Whoever writes fills blocks of an `UploadWindow`; a thread hands them to the client, in order,
+    which sends several at a time. The first error, of either side, ends the other.
     """
 
     def __init__(self, server: ObjectServer, key: str, parts: Parts, memory: int | None) -> None:
@@ -86,7 +54,7 @@ class ObjectSink:
         self._concurrency = min(many, most, -(-self._parts.total // self._size))
         self._expected = server.expected_etag(key, self._parts.total, self._size)
         seen = self._expected.add if self._expected else None
-        self._window = Window(parts.sizes, self._size, most * self._size, seen)
+        self._window = UploadWindow(parts.sizes, self._size, most * self._size, seen)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._etag: str | None = None
@@ -223,7 +191,7 @@ class ObjectSink:
 
 
 @contextmanager
-def _watched(window: Window, where: str) -> Iterator[None]:
+def _watched(window: UploadWindow, where: str) -> Iterator[None]:
     """Say so while a server takes nothing of what it is sent."""
     ended = threading.Event()
 
@@ -251,7 +219,7 @@ class Stopped(Exception):  # noqa: N818 — tells an engine to stop, and is neve
     """The upload was aborted."""
 
 
-class Window:
+class UploadWindow:
     """The blocks of an object, which take about `most` bytes of memory at a time: filled in any
     order, handed over in order.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,8 @@ import pytest
 
 import ckptkit
 from ckptkit.checkpoint.read.reader import Request
-from ckptkit.checkpoint.reshard.copy import PartsOfChunks, SharedChunks
-from ckptkit.errors import CkptkitError
+from ckptkit.checkpoint.reshard.copy import SharedChunks
+from ckptkit.errors import CkptkitError, StorageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box
 from ckptkit.storage import MemoryStore
@@ -63,44 +65,72 @@ def some_columns(info: ArrayInfo) -> tuple[Request, np.ndarray[Any, Any]]:
     return Request(0, Box((0, 0), shape), values), values
 
 
-def test_who_comes_second_takes_what_the_first_has_read(info: ArrayInfo) -> None:
-    chunks = SharedChunks(4 * MIB)
-    with PartsOfChunks(chunks) as first, PartsOfChunks(chunks) as second:
-        whole = list(first.requests(some_columns(info)[0], info))
+class Disk:
+    """Reads what it is asked for as ones, when the gate is open, unless it is told to fail."""
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+        self.begun, self.gate = Event(), Event()
+        self.failures = 0
+
+    def read(self, requests: list[Request], *, verify: bool) -> None:
+        assert verify
+        self.begun.set()
+        assert self.gate.wait(10)
+        if self.failures:
+            self.failures -= 1
+            raise StorageError("fails on purpose")
+        self.asked += requests
+        for request in requests:
+            request.target[...] = 1
+
+
+def shared_by(disk: Disk, nbytes: int) -> SharedChunks:
+    reader: Any = disk
+    return SharedChunks(reader, nbytes)
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_who_comes_second_takes_what_the_first_has_read_or_reads_for_himself(
+    info: ArrayInfo, failures: int
+) -> None:
+    disk = Disk()
+    chunks = shared_by(disk, 4 * MIB)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(chunks.read, [(some_columns(info)[0], info)])
+        assert disk.begun.wait(10)
         request, values = some_columns(info)
-        assert list(second.requests(request, info)) == []
-        for number, each in enumerate(whole):
-            each.target[...] = number + 1
-        assert first.copied() == []
-        assert second.copied() == []
-    assert set(np.unique(values)) == set(range(1, len(whole) + 1))
+        second = threads.submit(chunks.read, [(request, info)])
+        disk.failures = failures
+        disk.gate.set()
+        assert isinstance(first.exception(), StorageError) == bool(failures)
+        second.result()
+    assert values.all()
+    if not failures:
+        column = info.shape[0] * info.grid.chunk_shape[1]
+        assert sum(each.target.size for each in disk.asked) == column
 
 
-def test_who_waits_for_one_that_fails_reads_for_himself(info: ArrayInfo) -> None:
-    chunks = SharedChunks(4 * MIB)
-    with PartsOfChunks(chunks) as second:
-        with PartsOfChunks(chunks) as first:
-            assert list(first.requests(some_columns(info)[0], info))
-            assert list(second.requests(some_columns(info)[0], info)) == []
-        left = second.copied()
-        assert sum(each.target.size for each in left) == some_columns(info)[1].size
-    with PartsOfChunks(chunks) as third:
-        assert list(third.requests(some_columns(info)[0], info))
+def test_what_is_kept_makes_room_for_what_is_used_later(info: ArrayInfo) -> None:
+    rows = info.grid.chunk_shape[0]
+    disk = Disk()
+    disk.gate.set()
+    chunks = shared_by(disk, info.grid.chunk_elements * info.dtype.itemsize)
 
+    def asked(*numbers: int) -> list[int]:
+        """The rows that are asked for where parts of these chunks are needed."""
+        disk.asked.clear()
+        boxes = [Box((number * rows, 0), (rows, 9)) for number in numbers]
+        values = [np.zeros(box.shape, info.dtype.bits) for box in boxes]
+        chunks.read([(Request(0, *each), info) for each in zip(boxes, values, strict=True)])
+        assert all(each.all() for each in values)
+        return [each.box.shape[1] for each in disk.asked]
 
-def test_what_is_in_use_is_kept_and_the_rest_makes_room(info: ArrayInfo) -> None:
-    one = info.grid.chunk_elements * info.dtype.itemsize
-    chunks = SharedChunks(one)
-    first, is_mine = chunks.use(0, info, 0)
-    assert is_mine
-    assert first
-    assert chunks.use(0, info, 1) == (None, False)
-    chunks.read([first])
-    chunks.release([first])
-    again, is_mine = chunks.use(0, info, 0)
-    assert (again, is_mine) == (first, False)
-    chunks.release([first])
-    assert chunks.use(0, info, 1)[1]
+    whole = info.grid.chunk_shape[1]
+    assert asked(0, 1) == [whole, 9]
+    assert asked(0) == []
+    assert asked(1) == [whole]
+    assert asked(0) == [whole]
 
 
 def test_a_read_that_fails_fails_the_reshard_and_keeps_nobody_waiting(wide: RemoteStore) -> None:

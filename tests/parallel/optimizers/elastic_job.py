@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.live import Checkpointer
-from ckptkit.parallel.optimizers.elastic import ElasticTraining, GlobalSampler
+from ckptkit.parallel import ElasticTraining, GlobalSampler
 from tests.parallel.optimizers.problem import network
 
 SIZE, BATCH, STEPS = 50, 12, 40
@@ -26,7 +28,17 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.sin(inputs[:, :4].sum(1, keepdim=True))
 
 
-def main(place: str, replicas: str, seconds: str) -> None:
+def main(place: str, *arguments: str) -> None:
+    """An example, or the job of these tests."""
+    if place.endswith(".py"):
+        sys.argv = [place, *arguments]
+        sys.path.insert(0, str(Path(place).parent))
+        runpy.run_path(place, run_name="__main__")
+    else:
+        train(place, *arguments)
+
+
+def train(place: str, replicas: str, seconds: str) -> None:
     """Train, write a line for each step that was done, and stop at the one that `limit` says."""
     folder, timeout = Path(place), float(seconds)
     torch.set_num_threads(1)

@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import PeerError, UsageError
 from ckptkit.live import Checkpointer
-from ckptkit.parallel.optimizers.asynchronous import AsynchronousSGD, asynchronous
-from ckptkit.parallel.optimizers.asynchronous.clocks import Clocks
-from ckptkit.parallel.optimizers.asynchronous.messages import Kind, send
-from ckptkit.parallel.optimizers.asynchronous.server import Server
-from ckptkit.parallel.optimizers.asynchronous.shard import Shard, shares
+from ckptkit.parallel import AsynchronousSGD
+from ckptkit.parallel.optimizers import asynchronous
+from ckptkit.parallel.optimizers.shard import Clocks, ParameterShard, shares
+from ckptkit.parallel.optimizers.sockets import Kind, ShardServer, send
 from tests.live.pool import Died, Pool
 from tests.parallel.optimizers.problem import flat, loss_of, loss_unseen, network
 
@@ -293,13 +292,13 @@ def test_every_parameter_has_one_server_and_their_loads_are_alike(
 
 @pytest.fixture
 def server() -> Any:
-    shard = Shard({"w": torch.zeros(3, dtype=torch.bfloat16)}, SGD)
-    found = Server(shard, Clocks([0], None, 5, goes_on=False), "127.0.0.1", b"t" * 16)
+    shard = ParameterShard({"w": torch.zeros(3, dtype=torch.bfloat16)}, SGD)
+    found = ShardServer(shard, Clocks([0], None, 5, goes_on=False), "127.0.0.1", b"t" * 16)
     yield found
     found.close()
 
 
-def test_who_does_not_know_the_token_gets_no_answer(server: Server) -> None:
+def test_who_does_not_know_the_token_gets_no_answer(server: ShardServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 5) as pipe:
         send(pipe, Kind.HELLO, 0, [memoryview(b"x" * 16)])
         assert pipe.recv(1) == b""
@@ -307,7 +306,7 @@ def test_who_does_not_know_the_token_gets_no_answer(server: Server) -> None:
 
 @pytest.mark.parametrize("nonsense", [b"\xff" * 13, b"\x01\x00\x00\x00\x00" + b"\xff" * 8])
 def test_nonsense_ends_the_connection_and_counts_as_a_lost_worker(
-    server: Server, nonsense: bytes
+    server: ShardServer, nonsense: bytes
 ) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 5) as pipe:
         send(pipe, Kind.HELLO, 0, [memoryview(b"t" * 16)])
@@ -318,7 +317,7 @@ def test_nonsense_ends_the_connection_and_counts_as_a_lost_worker(
         server.clocks.check()
 
 
-def test_a_gradient_of_another_shape_is_refused_and_changes_nothing(server: Server) -> None:
+def test_a_gradient_of_another_shape_is_refused_and_changes_nothing(server: ShardServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 5) as pipe:
         send(pipe, Kind.HELLO, 0, [memoryview(b"t" * 16)])
         send(pipe, Kind.PUSH, 0, [memoryview(b"\x01" + b"\x40" * 4)])

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.parallel.optimizers.compression.blocks import (
+from ckptkit.parallel.optimizers.methods import (
     BLOCK,
-    Run,
+    BlockRun,
     decoded,
     encoded,
     runs_of,
@@ -79,4 +79,4 @@ def test_nothing_takes_no_bytes() -> None:
     assert decoded(torch.empty(0, dtype=torch.uint8), []).numel() == 0
     assert shared_out([], 2) == [[], []]
     assert runs_of([0]) == []
-    assert runs_of([BLOCK]) == [Run(1, BLOCK)]
+    assert runs_of([BLOCK]) == [BlockRun(1, BLOCK)]

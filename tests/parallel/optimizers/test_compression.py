@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptkit.errors import UsageError
 from ckptkit.live import Checkpointer
 from ckptkit.model import Strategy
-from ckptkit.parallel.optimizers.compression import compression_of
+from ckptkit.parallel import compression_of
 from ckptkit.parallel.strategies.options import StrategyOptions
 from tests.live.pool import Pool
 from tests.parallel.optimizers.problem import flat, loss_of, loss_unseen, many_buckets, network
@@ -93,8 +93,7 @@ def resume(spec: str, location: str, allocated: bool) -> torch.Tensor:
     return flat(job.train(range(5, 9)).model)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "ranks"), [("topk:0.1", 2), *((spec, 4) for spec in SPECS)])
 def test_a_resumed_job_goes_on_bit_for_bit(
     gloo: Pool, tmp_path: Path, spec: str, ranks: int
 ) -> None:
@@ -112,7 +111,7 @@ def residuals(spec: str, location: str, restore: bool) -> dict[str, torch.Tensor
         else:
             checkpointer.save(5, **job.train(range(5)).state)
     found = job.compression
-    result: dict[str, torch.Tensor] = {k: v.clone() for k, v in found._residuals.items()}  # type: ignore[union-attr]
+    result: dict[str, torch.Tensor] = {k: v.clone() for k, v in found.residuals.items()}  # type: ignore[union-attr]
     job.train(range(5, 7))
     return result
 
@@ -164,10 +163,15 @@ def layer_bytes(spec: str) -> tuple[float, float]:
     return compression.bytes_sent / whole, seen[0] / whole
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("spec", "limit"),
-    [("fp16", 0.5), ("bf16", 0.5), ("int8", 0.27), ("powersgd:4", 0.1), ("topk:0.01", 0.041)],
+    ("spec", "limit", "ranks"),
+    [
+        ("bf16", 0.5, 4),
+        ("int8", 0.27, 2),
+        ("int8", 0.27, 4),
+        ("powersgd:4", 0.1, 4),
+        ("topk:0.01", 0.041, 4),
+    ],
 )
 def test_what_is_said_to_be_sent_is_what_torch_sends(
     gloo: Pool, spec: str, limit: float, ranks: int
@@ -181,12 +185,12 @@ def overflow(spec: str) -> bool:
     """A step whose gradients are infinite on one rank, and which the training skips."""
     job = Job(spec).train(range(4))
     assert job.compression
-    before = {k: v.clone() for k, v in job.compression._residuals.items()}  # type: ignore[attr-defined]
+    before = {k: v.clone() for k, v in job.compression.residuals.items()}  # type: ignore[attr-defined]
     job.optimizer.zero_grad()
     factor = float("inf") if dist.get_rank() == 1 else 1.0
     (factor * loss_of(job.model, 4, dist.get_rank())).backward()
     assert all(not p.grad.isfinite().all() for p in job.model.parameters() if p.grad is not None)
-    after = job.compression._residuals  # type: ignore[attr-defined]
+    after = job.compression.residuals  # type: ignore[attr-defined]
     kept = [torch.equal(before[name], after[name]) for name in before]
     job.train(range(5, 7))
     return bool(flat(job.model).isfinite().all()) and all(kept)

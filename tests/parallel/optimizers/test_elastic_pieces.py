@@ -19,9 +19,8 @@ from ckptkit import Run
 from ckptkit.errors import FormatError, UsageError
 from ckptkit.live import Checkpointer
 from ckptkit.live.ranks import current_world
-from ckptkit.parallel.optimizers.elastic import ElasticTraining, GlobalSampler
-from ckptkit.parallel.optimizers.elastic.rate import rule_of, scale
-from ckptkit.parallel.optimizers.elastic.replicas import Replicas
+from ckptkit.parallel import ElasticTraining, GlobalSampler
+from ckptkit.parallel.optimizers.elastic import replicas_in, rule_of, scale
 from tests.checkpoint.saving import inodes, save, small_state
 from tests.live.pool import Pool
 from tests.parallel.optimizers.problem import flat, network
@@ -114,7 +113,7 @@ class Job:
         """Wait for what is being written, as a job that is killed then has done."""
         self.checkpointer.wait()
         if self.training._replicas:
-            self.training._replicas.checkpointer.wait()
+            self.training._replicas.wait()
 
 
 def at_most_by_half(ratio: float) -> float:
@@ -240,5 +239,5 @@ def test_a_link_that_somebody_else_made_where_replicas_go_is_refused(tmp_path: P
         pytest.skip("only root can give a link to somebody else")
     os.chown(link, 65534, 65534, follow_symlinks=False)
     before = inodes(mine)
-    assert Replicas.of(link, current_world(), 5.0) is None
+    assert replicas_in(link, current_world(), 5.0) is None
     assert inodes(mine) == before

@@ -50,8 +50,6 @@ def added_up(spec: str, options: dict[str, Any]) -> tuple[list[float], float]:
         ("ddp:2", {}),
         ("zero1:2", {}),
         ("fsdp:2", {"microbatches": 2}),
-        ("tp:2", {}),
-        ("pp:2", {}),
         ("pp:2", {"schedule": "gpipe", "microbatches": 3}),
         ("pp:2", {"schedule": "interleaved"}),
         ("pp:2,ddp:2", {}),

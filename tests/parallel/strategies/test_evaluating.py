@@ -34,8 +34,14 @@ def evaluated(spec: str, way: str) -> tuple[float, bool]:
     return farthest(values(dist), reference(3)[1]), dist.memory().parameters == before
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("spec", ["ddp:2", *CUT])
+@pytest.mark.parametrize(
+    ("spec", "way"),
+    [
+        *((spec, "no_grad") for spec in ("ddp:2", *CUT)),
+        ("fsdp:2", "enable_grad"),
+        ("ddp:2,tp:2", "enable_grad"),
+    ],
+)
 def test_an_evaluation_between_steps_changes_nothing(gloo: Pool, spec: str, way: str) -> None:
     for parameters, is_as_before in gloo.run(ranks_of(spec), evaluated, spec, way):
         assert parameters < 1e-5

@@ -12,17 +12,12 @@ from tests.live.network import batch, loss_of, network
 from tests.live.pool import Pool
 from tests.parallel.strategies.training import STEPS, farthest, reference, spread, train, values
 
+# Sizes of one, and one that does not divide; the other tests run those of two, and these of four.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "single": {},
     "ddp:1": {},
     "fsdp:1": {},
-    "ddp:2": {},
-    "zero1:2": {},
-    "zero2:2": {},
-    "zero3:2": {},
     "fsdp:3": {},
-    "tp:2": {},
-    "pp:2": {},
     "pp:2,tp:2,fsdp:1": {},
 }
 ON_FOUR = (
@@ -116,19 +111,15 @@ def clipped(spec: str) -> tuple[list[float], float]:
     return apart, farthest(values(dist), dict(alone.named_parameters()))
 
 
+# What is cut by one axis is cut by it beside others too.
 CLIPPED = (
     "single",
-    "ddp:2",
     "zero1:2",
-    "zero2:2",
     "fsdp:2",
-    "tp:2",
-    "pp:2",
     "ddp:2,fsdp:2",
     "ddp:2,tp:2",
     "tp:2,fsdp:2",
     "pp:2,zero1:2",
-    "pp:2,tp:2",
     *ON_EIGHT,
 )
 
@@ -148,9 +139,6 @@ def test_half_precision_stays_near(gloo: Pool, spec: str) -> None:
         assert 0 < parameters < 0.1
 
 
-@pytest.mark.parametrize("spec", ["ddp", "fsdp", "zero1", "ddp:2,fsdp", "tp:2,fsdp", "pp:2,ddp"])
-def test_the_axis_without_a_size_gets_the_other_ranks(gloo: Pool, spec: str) -> None:
-    options = {"pp": {"microbatches": 2}}.get(spec[:2], {})
-    (written, *_), *_ = gloo.run(4, differences, spec, options)
-    left = 2 if ":" in spec else 4
-    assert written == f"{spec}:{left}"
+def test_the_axis_without_a_size_gets_the_other_ranks(gloo: Pool) -> None:
+    (written, *_), *_ = gloo.run(4, differences, "tp:2,fsdp", {})
+    assert written == "tp:2,fsdp:2"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+import yaml
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import ckptkit
 from ckptkit.errors import LayoutError
 from ckptkit.live.state.tensors import local_of
 from ckptkit.live.wrappers.entries import canonical_names
@@ -63,7 +66,7 @@ def words() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, tokens.roll(-1, 1)
 
 
-def llama(spec: str, tied: bool) -> tuple[float, float]:
+def llama(spec: str, tied: bool, rules: Any) -> tuple[float, float]:
     """How far three steps take losses and parameters from those of one process."""
     alone = Logits(tied=tied)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
@@ -76,7 +79,7 @@ def llama(spec: str, tied: bool) -> tuple[float, float]:
     options: dict[str, Any] = {"optimizer": torch.optim.SGD, "optimizer_options": {"lr": 0.5}}
     if "pp" in spec:
         options |= {"example": words()[0][:1], "microbatches": 4 if "pp:3" in spec else 2}
-    made = as_distributed(Logits(tied=tied), spec, group_below=4096, **options)
+    made = as_distributed(Logits(tied=tied), spec, rules=rules, group_below=4096, **options)
     losses = [float(made.step(loss, made.share(words()))) for _ in range(3)]
     known = dict(alone.named_parameters(remove_duplicate=False))
     mine = values(made)
@@ -84,23 +87,28 @@ def llama(spec: str, tied: bool) -> tuple[float, float]:
     return apart, max(float((mine[n] - known[n]).detach().abs().max()) for n in mine)
 
 
+# Rules are a preset's name, a file or a document; by default the preset that the names call for.
+FILE = Path(ckptkit.__file__).parent / "presets" / "llama.yaml"
+
+
 @pytest.mark.parametrize(
-    ("spec", "tied"),
+    ("spec", "tied", "rules"),
     [
-        ("tp:2", False),
-        ("tp:4", False),
-        ("tp:2", True),
-        ("fsdp:2", True),
-        ("tp:2,fsdp:2", True),
-        ("ddp:2,tp:2", False),
-        ("pp:3", False),
-        ("pp:2,tp:2", False),
+        ("tp:2", False, None),
+        ("tp:4", False, "llama"),
+        ("tp:2", True, FILE),
+        ("fsdp:2", True, None),
+        ("tp:2,fsdp:2", True, yaml.safe_load(FILE.read_text())),
+        ("ddp:2,tp:2", False, None),
+        ("pp:3", False, None),
+        ("pp:2,tp:2", False, None),
     ],
+    ids=["auto", "preset", "file", "fsdp", "document", "ddp-tp", "pp", "pp-tp"],
 )
 def test_a_llama_is_cut_by_the_preset_that_its_names_call_for(
-    gloo: Pool, spec: str, tied: bool
+    gloo: Pool, spec: str, tied: bool, rules: Any
 ) -> None:
-    for losses, parameters in gloo.run(ranks_of(spec), llama, spec, tied):
+    for losses, parameters in gloo.run(ranks_of(spec), llama, spec, tied, rules):
         assert losses < 1e-5
         assert parameters < 1e-5
 

@@ -16,7 +16,7 @@ from ckptkit.parallel import as_distributed
 from tests.live.pool import Pool
 from tests.parallel.strategies.training import STEPS, Values, spread, train, values
 
-WAYS = ("zero1:2", "zero1:4", "pp:2,zero1:2")
+WAYS = ("zero1:4", "pp:2,zero1:2")
 
 
 def trained(spec: str, overlap: bool) -> tuple[list[float], Values]:

@@ -127,8 +127,7 @@ def parts_with_tail(count: int, balance: str) -> list[str]:
     return list(values(made))
 
 
-@pytest.mark.parametrize("balance", ["parameters", "time"])
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("count", "balance"), [(2, "time"), (3, "parameters")])
 def test_a_split_that_does_not_work_gives_way_to_the_next_best(
     gloo: Pool, count: int, balance: str
 ) -> None:
@@ -211,8 +210,10 @@ def frozen_stage(spec: str, stage: int, location: str) -> dict[str, bool]:
     return {name: not value.equal(before[name]) for name, value in values(made).items()}
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("spec", ["pp:2", "pp:2,zero1:2", "pp:2,fsdp:2"])
+@pytest.mark.parametrize(
+    ("spec", "stage"),
+    [("pp:2", 0), ("pp:2", 1), ("pp:2,zero1:2", 0), ("pp:2,zero1:2", 1), ("pp:2,fsdp:2", 0)],
+)
 def test_a_stage_may_be_frozen(gloo: Pool, tmp_path: Path, spec: str, stage: int) -> None:
     for changed in gloo.run(ranks_of(spec), frozen_stage, spec, stage, str(tmp_path)):
         assert changed == {name: not name.startswith(STAGES[stage]) for name in changed}

@@ -76,8 +76,10 @@ def scheduled(spec: str, name: str) -> float:
     return farthest(values(dist), dict(alone.named_parameters()))
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("spec", ["fsdp:2", "zero1:2", "pp:2,zero1:2"])
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [("fsdp:2", "one_cycle"), ("zero1:2", "cyclic"), ("pp:2,zero1:2", "one_cycle")],
+)
 def test_schedulers_may_change_more_than_the_rate(gloo: Pool, spec: str, name: str) -> None:
     assert max(gloo.run(ranks_of(spec), scheduled, spec, name)) < 1e-5
 

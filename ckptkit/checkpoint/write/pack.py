@@ -1,0 +1,428 @@
+"""One pack, from what it will hold to the bytes in a store: laid out before there are bytes, then
+filled and written in segments by any threads, then finished (DESIGN section 6).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from isal import isal_zlib
+
+from ckptkit.checkpoint.places import data_prefix
+from ckptkit.checkpoint.workers import Progress, share_out
+from ckptkit.errors import LayoutError
+from ckptkit.format.array_table import ArrayTable
+from ckptkit.format.arrays import (
+    Alias,
+    ArrayInfo,
+    array_document,
+    chunk_key,
+    group_document,
+    key_of,
+)
+from ckptkit.format.manifest import pack_name
+from ckptkit.format.names import ancestors
+from ckptkit.format.objects import ObjectInfo
+from ckptkit.format.pack import (
+    Entry,
+    data_offset,
+    directory,
+    directory_length,
+    local_header,
+    record_name,
+)
+from ckptkit.format.record import Record, SaveInfo
+from ckptkit.model import Box, Grid, Layout, Part
+from ckptkit.plan.write import Owned, chunks_to_write, writes_document
+from ckptkit.storage import AlignedBuffer, BufferPool, Sink, Store
+from ckptkit.storage.buffers import copy_elements
+
+I64 = npt.NDArray[np.int64]
+
+_STAGED_SEGMENT = 8 << 20
+# Places of chunks: as many as a few layers have.
+_KEPT = 4096
+
+
+class PackedArray(NamedTuple):
+    """One array, and the chunks of it that a pack has."""
+
+    info: ArrayInfo
+    chunks: I64
+
+
+class Slot(NamedTuple):
+    """Memory that a chunk is to be put into, as it is stored; `array` is its place among those of
+    the pack.
+    """
+
+    entry: int
+    array: int
+    chunk: int
+    memory: memoryview
+
+
+Fill: TypeAlias = Callable[[Sequence[Slot]], Iterable[Slot]]
+"""Puts chunks into their slots, and gives each slot back as soon as it is full; any thread calls
+it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The entries [first, last) and the bytes of the pack they take, headers included.
+
+    Entries are never cut, so that a header's CRC is known when it is written.
+    """
+
+    first: int
+    last: int
+    start: int
+    stop: int
+
+
+class Pack:
+    """What one writer writes of a step: laid out when it is made, then perhaps staged, then
+    written. Documents come first, then the chunks array by array, then the record of them.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        table: ArrayTable,
+        objects: Iterable[ObjectInfo],
+        documents: Sequence[tuple[str, bytes]],
+        arrays: Sequence[PackedArray],
+        fill: Fill,
+    ) -> None:
+        self.table = table
+        self.documents = documents
+        self.arrays = arrays
+        self.segments: Sequence[Segment] = ()
+        self._rank = rank
+        self._objects = tuple(objects)
+        self._fill = fill
+        self._staged: AlignedBuffer | None = None
+        counts = [len(array.chunks) for array in arrays]
+        nothing = np.zeros(0, dtype=np.int64)
+        self._array = np.repeat(np.arange(len(arrays), dtype=np.uint32), counts)
+        self._chunk: I64 = np.concatenate([nothing, *(array.chunks for array in arrays)])
+        # Kept, because each name is needed three times: here, in its header and in the directory.
+        self._names = [name for name, _ in documents]
+        lengths = [len(data) for _, data in documents]
+        for info, chunks in arrays:
+            grid, elements = info.grid, info.grid.chunk_elements
+            for chunk in chunks.tolist():
+                index = grid.index(chunk)
+                self._names.append(chunk_key(info.name, index))
+                if not grid.is_regular:
+                    elements = math.prod(grid.stored_shape(index))
+                lengths.append(elements * info.dtype.itemsize)
+        offsets = []
+        self._end = 0
+        for name, length in zip(self._names, lengths, strict=True):
+            offsets.append(data_offset(name, length, self._end))
+            self._end = offsets[-1] + length
+        self._offsets: I64 = np.array(offsets, dtype=np.int64)
+        self._lengths: I64 = np.array(lengths, dtype=np.int64)
+        self._crcs: npt.NDArray[np.uint32] = np.zeros(len(lengths), dtype=np.uint32)
+        # Known before they are written, because the length of the record depends on them.
+        self._crcs[: len(documents)] = [isal_zlib.crc32(data) for _, data in documents]
+
+    def stage(self, pool: BufferPool, threads: int) -> None:
+        """Copy all data into memory of the pool, so that what it came from may change. Checksums
+        and headers are left to `write`, when nobody waits for them.
+        """
+        self._staged = staged = pool.take(self._end)
+
+        def copy(segment: Segment) -> None:
+            for _ in self._filled(segment, staged.view[segment.start : segment.stop]):
+                pass
+
+        share_out(self.segments_of(_STAGED_SEGMENT), copy, threads)
+
+    def write(
+        self,
+        store: Store,
+        prefix: str,
+        save: SaveInfo,
+        *,
+        refers: bool,
+        threads: int,
+        progress: Progress | None = None,
+    ) -> None:
+        """Write the pack by a few threads; complete and durable on return, and nothing left behind
+        when it fails.
+
+        With `refers` its record refers to rank 0's for the arrays, which are the same.
+        """
+
+        def write(number: int) -> None:
+            size = self.write_segment(number)
+            if progress:
+                progress(size)
+
+        try:
+            segments = self.segments_of(store.abilities.part_size)
+            self.begin(store, prefix, save, segments, refers=refers)
+            try:
+                share_out(range(len(segments)), write, min(threads, len(segments)))
+                self.finish()
+            except BaseException:
+                self.abort()
+                raise
+        finally:
+            self.release()
+
+    def begin(
+        self,
+        store: Store,
+        prefix: str,
+        save: SaveInfo,
+        segments: Sequence[Segment],
+        *,
+        refers: bool,
+        memory: int | None = None,
+    ) -> None:
+        """Begin to write these segments, for a caller with threads of its own, who may say how much
+        memory the store's sink can have.
+        """
+        self.segments = segments
+        self._save = save
+        # Of no arrays the tables are the same for any strategies: these have to be compared then.
+        self._refers = refers and len(self.table.arrays) > 0
+        name, record = record_name(self._rank), len(self._record())
+        offset = data_offset(name, record, self._end)
+        ends = (self._offsets + self._lengths).tolist()
+        # The last header is where the data ends, and the directory begins where the record ends.
+        names = sum(map(len, self._names)) + len(name)
+        lengths = [*self._lengths.tolist(), record]
+        closing = directory_length(names, lengths, [0, *ends], offset + record)
+        extents = [segment.stop - segment.start for segment in segments]
+        key = f"{data_prefix(prefix, save.save_id)}/{pack_name(self._rank)}"
+        extents.append(offset + record + closing - self._end)
+        self._sink: Sink = store.create(key, extents, memory=memory)
+
+    def write_segment(self, number: int) -> int:
+        """Fill and write one segment, from any thread; its size."""
+        segment = self.segments[number]
+        if self._staged is not None:
+            memory = self._staged.view[segment.start : segment.stop]
+            for index, data in self._places(segment, memory):
+                self._crcs[index] = isal_zlib.crc32(data)
+            self._put_headers(segment, memory)
+            self._sink.write(number, memory)
+        else:
+            with self._sink.filling(number) as memory:
+                for index, data in self._filled(segment, memory):
+                    # At once, while the bytes are in the processor's cache.
+                    self._crcs[index] = isal_zlib.crc32(data)
+                self._put_headers(segment, memory)
+        return segment.stop - segment.start
+
+    def finish(self) -> None:
+        """With all segments written: write the record and the directory, and make the pack
+        durable.
+        """
+        name, record = record_name(self._rank), self._record()
+        offset = data_offset(name, len(record), self._end)
+        entry = Entry(name, offset, len(record), int(isal_zlib.crc32(record)))
+        entries = (*map(self._entry, range(len(self._names))), entry)
+        tail = local_header(entry, self._end) + record + directory(entries)
+        self._sink.write(len(self.segments), memoryview(tail))
+        self._sink.finish()
+
+    def abort(self) -> None:
+        """Leave nothing behind in the store."""
+        self._sink.abort()
+
+    def release(self) -> None:
+        """Free the staged copy."""
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.give_back()
+
+    def segments_of(self, size: int) -> list[Segment]:
+        """Segments of about so many bytes."""
+        ends = self._offsets + self._lengths
+        lasts: list[int] = []
+        first = start = 0
+        while first < len(ends):
+            first = max(first + 1, int(np.searchsorted(ends, start + size, side="right")))
+            start = int(ends[first - 1])
+            lasts.append(first)
+        return self.segments_at(lasts)
+
+    def segments_at(self, lasts: Sequence[int]) -> list[Segment]:
+        """Segments that end before these entries."""
+        ends = (self._offsets + self._lengths).tolist()
+        segments: list[Segment] = []
+        first = start = 0
+        for last in lasts:
+            segments.append(Segment(first, last, start, ends[last - 1]))
+            first, start = last, ends[last - 1]
+        return segments
+
+    def _places(self, segment: Segment, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Each entry of a segment, and the place of its data in the segment's memory."""
+        span = slice(segment.first, segment.last)
+        offsets, lengths = self._offsets[span].tolist(), self._lengths[span].tolist()
+        for number, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+            begin = offset - segment.start
+            yield segment.first + number, memory[begin : begin + length]
+
+    def _filled(self, segment: Segment, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Put the data of a segment into its memory; each entry as soon as it is there."""
+        slots: list[Slot] = []
+        for index, data in self._places(segment, memory):
+            row = index - len(self.documents)
+            if row < 0:
+                data[:] = self.documents[index][1]
+                yield index, data
+            else:
+                slots.append(Slot(index, int(self._array[row]), int(self._chunk[row]), data))
+        yield from ((slot.entry, slot.memory) for slot in self._fill(slots))
+
+    def _put_headers(self, segment: Segment, memory: memoryview) -> None:
+        header = segment.start
+        for index in range(segment.first, segment.last):
+            entry = self._entry(index)
+            at = header - segment.start
+            memory[at : entry.offset - segment.start] = local_header(entry, header)
+            header = entry.offset + entry.length
+
+    def _entry(self, index: int) -> Entry:
+        """One entry; its CRC is right once it has been filled."""
+        return Entry(
+            self._names[index],
+            int(self._offsets[index]),
+            int(self._lengths[index]),
+            int(self._crcs[index]),
+        )
+
+    def _record(self) -> bytes:
+        """What the pack says of itself; its length is the same before there are checksums."""
+        count = len(self.documents)
+        # Arrays are sorted by name in the record, and in the order they were added in the pack.
+        place = {array.name: index for index, array in enumerate(self.table.arrays)}
+        renumbered = np.array([place[array.info.name] for array in self.arrays], dtype=np.uint32)
+        return Record(
+            save=self._save,
+            rank=self._rank,
+            table=self.table,
+            documents=tuple(map(self._entry, range(count))),
+            array=renumbered[self._array],
+            chunk=self._chunk.astype(np.uint64),
+            offset=self._offsets[count:].astype(np.uint64),
+            length=self._lengths[count:].astype(np.uint64),
+            crc32=self._crcs[count:],
+            objects=self._objects,
+            refers=self._refers,
+        ).to_bytes()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holding:
+    """One array as its rank added it; `data` is the part, None where there is none."""
+
+    info: ArrayInfo
+    layout: Layout
+    part: Part
+    data: npt.NDArray[Any] | None
+
+
+def pack_of(
+    rank: int,
+    arrays: Mapping[str, Holding],
+    aliases: Iterable[Alias] = (),
+    objects: Iterable[ObjectInfo] = (),
+) -> Pack:
+    """The pack of a saving rank, which takes its share of the chunks out of what it holds."""
+    order = list(arrays.values())
+    # Shared out in the order of names, which is the same on all ranks however they were added.
+    named = [arrays[name] for name in sorted(arrays)]
+    known = [Owned(h.info.name, h.layout, h.info.grid, h.info.dtype.itemsize) for h in named]
+    writes = dict(zip(sorted(arrays), chunks_to_write(known, rank), strict=True))
+
+    def fill(slots: Sequence[Slot]) -> Iterator[Slot]:
+        # One by one, so that each is still in the processor's cache when it is given back.
+        for slot in slots:
+            holding = order[slot.array]
+            box, stored = chunk_view(holding.info, slot.chunk, slot.memory)
+            at = _place_in(holding.part, box)
+            if at is None or holding.data is None:
+                raise LayoutError(
+                    "this rank does not hold the chunk", where=holding.info.name, value=box
+                )
+            copy_elements(holding.data[at], stored)
+            yield slot
+
+    return Pack(
+        rank,
+        ArrayTable.of([holding.info for holding in named], tuple(aliases)),
+        objects,
+        documents_of([(each, arrays[each.name].info) for each in known], writes, rank),
+        [PackedArray(holding.info, writes[holding.info.name]) for holding in order],
+        fill,
+    )
+
+
+def documents_of(
+    known: Sequence[tuple[Owned, ArrayInfo]], writes: Mapping[str, I64], rank: int
+) -> list[tuple[str, bytes]]:
+    """The Zarr documents in the pack of a rank that writes these chunks."""
+    documents: dict[str, bytes] = {}
+    if rank == 0:
+        names = {group for held, _ in known for group in ancestors(held.name)} | {""}
+        documents = {key_of(name): group_document() for name in sorted(names)}
+    for held, info in known:
+        if writes_document(held, writes[held.name], rank):
+            documents[key_of(held.name)] = array_document(info)
+    return list(documents.items())
+
+
+def groups_pack(groups: Iterable[str]) -> bytes:
+    """The pack of group documents alone, which has no record."""
+    data, entries, document = bytearray(), list[Entry](), group_document()
+    for name in map(key_of, groups):
+        offset = data_offset(name, len(document), len(data))
+        entry = Entry(name, offset, len(document), int(isal_zlib.crc32(document)))
+        data += local_header(entry, len(data)) + document
+        entries.append(entry)
+    return bytes(data) + directory(entries)
+
+
+def chunk_view(info: ArrayInfo, chunk: int, memory: memoryview) -> tuple[Box, npt.NDArray[Any]]:
+    """The box of a chunk, and its place in the memory that the chunk is stored as; what the box
+    leaves of that is zero.
+    """
+    box, stored_shape = _box_of(info.grid, chunk)
+    stored = np.frombuffer(memory, dtype=info.dtype.bits).reshape(stored_shape)
+    if box.shape != stored_shape:
+        stored.fill(0)
+        stored = stored[tuple(slice(0, extent) for extent in box.shape)]
+    return box, stored
+
+
+# Cached, because layers are alike: what one has found out holds for all.
+@lru_cache(_KEPT)
+def _box_of(grid: Grid, chunk: int) -> tuple[Box, tuple[int, ...]]:
+    index = grid.index(chunk)
+    return grid.box(index), grid.stored_shape(index)
+
+
+@lru_cache(_KEPT)
+def _place_in(part: Part, box: Box) -> tuple[Any, ...] | None:
+    """The index of a box in the memory of a part, a view also where there are no dims; None where
+    the part does not hold it.
+    """
+    for held, place in zip(part.boxes, part.places, strict=True):
+        if held.contains(box):
+            inner = zip(box.within(held), place.offset, strict=True)
+            return (*(slice(s.start + first, s.stop + first) for s, first in inner), ...)
+    return None

@@ -1,0 +1,411 @@
+"""The writer: one for each rank of a save; what all of them wrote becomes a step at once or not
+at all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.checkpoint.places import Place, new_save_id, step_name, store_at
+from ckptkit.checkpoint.ranks import OneRank, Ranks, in_one_line
+from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress
+from ckptkit.checkpoint.write.commit import (
+    commit,
+    committed_save_id,
+    discard,
+    gather,
+    refuse_committed,
+)
+from ckptkit.checkpoint.write.pack import Holding, Pack, pack_of
+from ckptkit.errors import (
+    GivenUpError,
+    InvalidNameError,
+    LayoutError,
+    PeerError,
+    StepExistsError,
+    UnsupportedTypeError,
+    UsageError,
+)
+from ckptkit.format.arrays import ROLES, TOO_LARGE, Alias, ArrayInfo, is_addressable
+from ckptkit.format.leaves import dumps, unpack
+from ckptkit.format.manifest import pack_name
+from ckptkit.format.names import ancestors, checked_path
+from ckptkit.format.objects import ObjectInfo, check_total, is_number
+from ckptkit.format.record import SaveInfo
+from ckptkit.model import (
+    DType,
+    PerRank,
+    Placement,
+    Replicate,
+    Replicated,
+    Split,
+    Strategy,
+    Sum,
+    layout_of,
+    parse_placement,
+)
+from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid
+from ckptkit.storage import BufferPool, Options, default_pool
+from ckptkit.version import __version__
+
+
+class Writer:
+    """Writes what one rank holds of a step; used as a context manager, it commits at the end.
+
+    Every rank makes one with the same location, step and strategy, adds its part of each array
+    it holds, and leaves the block. Nothing is visible before all ranks are done; if any of them
+    fails before that, all of them raise and the step does not exist.
+    """
+
+    def __init__(  # noqa: PLR0913 — one keyword for each decision, all with defaults
+        self,
+        location: Place,
+        *,
+        step: int,
+        strategy: str | Strategy = "single",
+        rank: int = 0,
+        barrier: Ranks | None = None,
+        details: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        threads: int = DEFAULT_THREADS,
+        progress: Progress | None = None,
+        storage_options: Options | None = None,
+    ) -> None:
+        self.strategy = Strategy.of(strategy)
+        self.step = step
+        self.rank = rank
+        self._prefix = step_name(step)
+        self._ranks = _checked_ranks(barrier, rank, self.strategy)
+        self._details = unpack(dumps(dict(details or {}), "details"), "details")
+        self._store = store_at(location, storage_options)
+        self._overwrite = overwrite
+        self._chunk_bytes = chunk_bytes
+        self._threads = threads
+        self._progress = progress
+        self._arrays: dict[str, Holding] = {}
+        self._aliases: dict[str, Alias] = {}
+        self._objects: dict[str, ObjectInfo] = {}
+        self._groups: set[str] = set()
+        self._pack: Pack | None = None
+        self._done = False
+
+    def add(
+        self,
+        name: str,
+        data: object = None,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: object = None,
+        placements: Mapping[str, Placement | str] | None = None,
+        role: str = "other",
+        of: str | None = None,
+    ) -> None:
+        """Add this rank's part of an array.
+
+        `name` is a path such as `model/layers.0.weight` (`ckptkit.format.names.join` makes one
+        of any names). `data` is anything with the buffer protocol, in the shape of the part, and
+        must not change before the commit; a rank that holds nothing passes None, with shape and
+        dtype. `shape` is the global shape; without it the array is the same on all ranks.
+        `placements` says for each axis how it cuts the array; axes not named replicate it.
+        """
+        self._check_new(name)
+        if role not in ROLES:
+            raise UsageError(f"a role is one of {', '.join(ROLES)}", where=name, value=role)
+        known = _dtype(name, data, dtype)
+        if shape is None and (data is None or not hasattr(data, "shape")):
+            raise UsageError("the shape cannot be seen", where=name, hint="pass shape=…")
+        whole = tuple(data.shape if shape is None else shape)  # type: ignore[attr-defined]
+        if not is_addressable(whole, known):
+            raise LayoutError(TOO_LARGE, where=name, value=whole)
+        row = _row(self.strategy, name, placements or {})
+        try:
+            layout = layout_of(whole, self.strategy, row)
+            grid = choose_grid(whole, known.itemsize, layout.edges, self._chunk_bytes)
+        except LayoutError as error:
+            error.where = f"{name}: {error.where}" if error.where else name
+            raise
+        part = layout.part(self.rank)
+        local = None if data is None else _as_local(name, data, part.shape, known)
+        if local is None and not part.is_empty:
+            raise UsageError("this rank holds a part, but no data was passed", where=name)
+        if of is not None:
+            checked_path(of, where=name)
+        info = ArrayInfo(name, whole, known, grid, role, row, of)
+        self._arrays[name] = Holding(info, layout, part, local)
+        self._groups.update(ancestors(name))
+
+    def add_alias(self, name: str, alias_of: str) -> None:
+        """Add a second name for an array: tied weights are stored once."""
+        self._check_new(name)
+        self._aliases[name] = Alias(name, checked_path(alias_of))
+        self._groups.update(ancestors(name))
+
+    def add_object(self, name: str, value: object) -> None:
+        """Add a value that is no tensor: plain or Replicated(value) (the same on all ranks),
+        PerRank(value), Sum(number) or Split(items).
+        """
+        self._check_adding()
+        if not name or name in self._objects or not _is_text(name):
+            raise InvalidNameError("an object needs a name of its own", value=name)
+        semantics = {PerRank: "per_rank", Sum: "sum", Split: "split"}.get(type(value), "replicated")
+        inner = value.value if isinstance(value, (PerRank, Sum, Split, Replicated)) else value
+        # In a manifest the values of all ranks are a list, one level deeper. Decoded again it is
+        # a copy, which later changes of the caller's value do not reach.
+        (copy,) = unpack(dumps([inner], name), name)
+        if semantics == "sum" and not is_number(copy):
+            raise UnsupportedTypeError(
+                "only numbers can be summed over ranks",
+                where=name,
+                value=copy,
+                hint="use PerRank or Replicated",
+            )
+        self._objects[name] = ObjectInfo(name, semantics, copy)
+
+    def stage(self, pool: BufferPool | None = None, *, threads: int | None = None) -> None:
+        """Copy all that was added into memory of the writer's own, or of a pool's; from then on the
+        buffers may change, and nothing more can be added.
+        """
+        self._check_adding()
+        self._pack = self._laid_out()
+        self._pack.stage(pool or default_pool(), threads or self._threads)
+
+    def commit(self) -> None:
+        """Write this rank's pack, wait for the others, and make the step exist.
+
+        Only rank 0 commits. Until all packs are complete every failure is a failure of all; once
+        the manifest is there the step exists, and no rank says otherwise, whatever happens to the
+        others.
+        """
+        self._check_open()
+        self._done = True
+        store, prefix, ranks = self._store, self._prefix, self._ranks
+
+        def begun() -> tuple[str, float, bytes]:
+            if not self._overwrite:
+                refuse_committed(store, prefix)
+            return new_save_id(), time.time(), pack.table.digest
+
+        try:
+            # Lay out: where each byte of this rank's pack will be.
+            pack = self._pack or self._laid_out()
+
+            # Agree on the save id and the time, both rank 0's. Where the arrays are the same as
+            # rank 0's the record need not list them again.
+            save_id, seconds, digest = ranks.share(begun)
+            refers = ranks.rank > 0 and digest == pack.table.digest
+            if ranks.rank == 0 and not self._overwrite:
+                # Before the data, so that nobody waits for it at the end, when the store is busy.
+                store.learn(prefix)
+            save = SaveInfo(
+                save_id=save_id,
+                step=self.step,
+                time=seconds,
+                writer=f"ckptkit {__version__}",
+                world_size=self.strategy.world_size,
+                strategy=self.strategy,
+                details=self._details,
+            )
+
+            # Write.
+            threads, progress = self._threads, self._progress
+            pack.write(store, prefix, save, refers=refers, threads=threads, progress=progress)
+
+            # Meet: from here on all packs are complete.
+            try:
+                ranks.wait()
+            except BaseException as error:
+                # Where it is certain that rank 0 will never commit, this rank's pack goes. Others
+                # may still be writing theirs, and remove them when they come here. After a time-out
+                # on another rank nothing is certain: then it stays, for `prune`.
+                if ranks.rank == 0 or isinstance(error, GivenUpError):
+                    discard(store, prefix, save_id, pack_name(ranks.rank))
+                raise
+
+            # Commit: rank 0 does, and tells the others without waiting for them.
+            if ranks.rank == 0:
+                self._make_exist(save_id)
+                ranks.share(lambda: "committed")
+                return
+            try:
+                ranks.share(lambda: "")
+            except PeerError:
+                # Rank 0 may have committed before it was lost, or before it could say so.
+                if committed_save_id(store, prefix) != save_id:
+                    raise
+        except BaseException as error:
+            self._give_up(in_one_line(error))
+            raise
+
+    def abort(self, problem: str = "the save was given up") -> None:
+        """Tell the other ranks that there will be no step; leaving the block by an exception
+        does this.
+        """
+        if not self._done:
+            self._done = True
+            self._give_up(problem)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.abort(in_one_line(error))
+        elif not self._done:
+            self.commit()
+
+    def _laid_out(self) -> Pack:
+        return pack_of(self.rank, self._arrays, self._aliases.values(), self._objects.values())
+
+    def _make_exist(self, save_id: str) -> None:
+        """Compare what all ranks wrote, and commit it."""
+        try:
+            manifest = gather(self._store, self._prefix, save_id)
+            for item in manifest.objects:
+                check_total(item)
+        except BaseException:
+            # Only rank 0 ever commits, and now it will not; all others have finished writing.
+            discard(self._store, self._prefix, save_id)
+            raise
+        try:
+            commit(self._store, self._prefix, manifest, overwrite=self._overwrite)
+        except StepExistsError:
+            # Another save has won the step for good: nothing will ever name this data.
+            discard(self._store, self._prefix, save_id)
+            raise
+
+    def _give_up(self, problem: str) -> None:
+        if self._pack is not None:
+            self._pack.release()
+        self._ranks.leave(problem)
+
+    def _check_open(self) -> None:
+        if self._done:
+            raise UsageError("this writer is done", hint="a writer writes one step; make another")
+
+    def _check_adding(self) -> None:
+        self._check_open()
+        if self._pack is not None:
+            raise UsageError(
+                "the writer has staged what it writes", hint="add everything, then stage once"
+            )
+
+    def _check_new(self, name: str) -> None:
+        self._check_adding()
+        checked_path(name)
+        if name in self._arrays or name in self._aliases:
+            raise InvalidNameError("the name was added before", value=name)
+        clash = [n for n in ancestors(name) if n in self._arrays or n in self._aliases]
+        if name in self._groups:
+            added = (*self._arrays, *self._aliases)
+            clash = [other for other in added if other.startswith(f"{name}/")]
+        if clash:
+            raise InvalidNameError(
+                "an array cannot have arrays below it", where=clash[0], value=name
+            )
+
+
+def _checked_ranks(ranks: Ranks | None, rank: int, strategy: Strategy) -> Ranks:
+    count = strategy.world_size
+    if not 0 <= rank < count:
+        raise UsageError(f"{strategy} has the ranks 0 to {count - 1}", value=rank)
+    if ranks is None:
+        if count > 1:
+            raise UsageError(
+                f"{strategy} has {count} ranks, which need a barrier to meet at",
+                hint="pass barrier=FileBarrier(folder, rank, world_size)",
+            )
+        return OneRank()
+    if (ranks.rank, ranks.world_size) != (rank, count):
+        raise UsageError(
+            f"the barrier does not fit rank {rank} of {count}",
+            value=(ranks.rank, ranks.world_size),
+        )
+    return ranks
+
+
+def _row(
+    strategy: Strategy, name: str, given: Mapping[str, Placement | str]
+) -> tuple[Placement, ...]:
+    """A placement for each axis."""
+    axes = [axis.name for axis in strategy.mesh.axes]
+    unknown = sorted(set(given) - set(axes))
+    if unknown:
+        raise LayoutError(
+            f"{strategy} has the axes {', '.join(axes) or 'none'}", where=name, value=unknown[0]
+        )
+    row = (given.get(axis, Replicate()) for axis in axes)
+    return tuple(parse_placement(p) if isinstance(p, str) else p for p in row)
+
+
+def _dtype(name: str, data: object, dtype: object) -> DType:
+    if dtype is None:
+        dtype = getattr(data, "dtype", None)
+    if dtype is None:
+        raise UsageError("the dtype cannot be seen", where=name, hint="pass dtype=…")
+    try:
+        return DType.of(dtype)
+    except UnsupportedTypeError as error:
+        error.where = name
+        raise
+
+
+def _as_local(name: str, data: object, shape: tuple[int, ...], dtype: DType) -> npt.NDArray[Any]:
+    """Any buffer as an array of raw elements in the shape of the part, without a copy."""
+    try:
+        array = data if isinstance(data, np.ndarray) else np.asarray(memoryview(data))  # type: ignore[arg-type]  # what is no buffer raises
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            "neither an array nor a buffer",
+            where=name,
+            value=type(data).__name__,
+            hint="pass a numpy array, or anything with the buffer protocol and dtype=…",
+        ) from error
+    # What numpy lacks may come as raw bits, or as the signed integers that torch's `view` offers.
+    spellings = [dtype.numpy, dtype.bits]
+    if dtype.numpy.type.__module__ != "numpy":
+        spellings.append(np.dtype(f"<i{dtype.itemsize}"))
+    if array.dtype not in spellings:
+        # Bytes are taken for elements; elements of another type never for the bytes of this one.
+        if array.dtype not in (np.uint8, np.int8, np.dtype("S1")) or not array.flags.c_contiguous:
+            raise LayoutError(
+                f"the buffer is not of {dtype.name}",
+                where=name,
+                value=array.dtype,
+                hint="pass little-endian elements of that dtype, or their contiguous bytes",
+            )
+        if array.nbytes % dtype.itemsize:
+            raise LayoutError(
+                f"{array.nbytes} bytes are not a whole number of {dtype.name} elements", where=name
+            )
+        array = array.reshape(-1)
+    array = array.view(dtype.bits)
+    if array.ndim == 1 and array.flags.c_contiguous and array.size == math.prod(shape):
+        array = array.reshape(shape)
+    if array.shape != shape:
+        raise LayoutError(
+            f"the buffer does not fit: this rank holds {shape} of {dtype.name}",
+            where=name,
+            value=array.shape,
+            hint="pass the local part, in its own shape, or as flat bytes",
+        )
+    return array
+
+
+def _is_text(name: str) -> bool:
+    try:
+        return bool(name.encode("utf-8"))
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,322 @@
+"""How a step and the objects it is loaded into differ, and what is too much: all ranks have one
+answer before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckptkit.checkpoint.ranks import Ranks
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.workers import Progress
+from ckptkit.errors import FormatError
+from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
+from ckptkit.format.objects import ObjectInfo
+from ckptkit.live.agreement import agree
+from ckptkit.live.extra import DataRanks, WorldSizeError, is_marked
+from ckptkit.live.resume import (
+    Resumed,
+    Twins,
+    differing,
+    resume,
+    saved_documents,
+    trained_by,
+    untied,
+)
+from ckptkit.live.snapshot import Snapshot
+from ckptkit.live.state.parts import HandCuts, LiveTensor
+from ckptkit.live.state.tensors import dtype_of
+from ckptkit.live.state.trees import put_tensors, with_own
+from ckptkit.live.wrappers.entries import StateMismatchError, parameter_names
+from ckptkit.live.wrappers.training import TrainingState
+from ckptkit.model import PerDataRank, PerRank
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load, and how much may differ."""
+
+    partial: bool = False
+    cast: bool = False
+    verify: bool = True
+    read_once: bool = False
+    threads: int | None = None
+    progress: Progress | None = None
+    mesh: DeviceMesh | None = None
+    rules: HandCuts = field(default_factory=HandCuts)
+
+
+@dataclass(slots=True)
+class Report:
+    """What a load found to differ, on any rank: all ranks have the same report."""
+
+    missing: list[str] = field(default_factory=list)
+    """In the objects but not in the step: left as they were."""
+    unexpected: list[str] = field(default_factory=list)
+    """In the step but not in the objects of any rank."""
+    reshaped: list[str] = field(default_factory=list)
+    """Of another shape in the step, with both shapes: left as they were."""
+    cast: list[str] = field(default_factory=list)
+    """Of another dtype in the step, with both dtypes."""
+    skipped: list[str] = field(default_factory=list)
+    """Values of each rank of a job of another size."""
+    untied: list[str] = field(default_factory=list)
+    """One tensor here, under two names that have different values in the step."""
+    ranks: dict[str, list[int]] = field(default_factory=dict)
+    """The ranks that found a difference, where not all did."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the step and the objects were the same."""
+        return not any(self.found().values())
+
+    def found(self) -> dict[str, list[str]]:
+        """What differs, by the way in which it does."""
+        return {kind: getattr(self, kind) for kind in _KINDS}
+
+    def __str__(self) -> str:
+        lines = [f"{kind}: {self._listed(names)}" for kind, names in self.found().items() if names]
+        return "\n".join(lines) or "nothing differs"
+
+    def _listed(self, names: list[str]) -> str:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return ", ".join(name + self._who(name) for name in names[:_SHOWN]) + more
+
+    def _who(self, name: str) -> str:
+        ranks = self.ranks.get(name, [])
+        more = ", …" if len(ranks) > _SHOWN else ""
+        return f" (rank {', '.join(map(str, ranks[:_SHOWN]))}{more})" if ranks else ""
+
+
+_KINDS = ("missing", "unexpected", "reshaped", "cast", "skipped", "untied")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """What of a step goes into the objects of this rank."""
+
+    report: Report
+    state: TrainingState
+    """The objects, without optimizers of kinds that the step knows nothing of."""
+    objects: Mapping[str, ObjectInfo]
+    """The objects of the step as they are for this rank."""
+    values: Mapping[str, Any]
+    """What the modules of the model had besides tensors, by name."""
+    optimizers: Resumed
+    positions: Mapping[str, Position]
+    """For what reads data, where it goes on."""
+    data: DataRanks
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where in the data an object goes on: its state, or those of all shares of another size."""
+
+    tree: Any
+    is_resized: bool = False
+
+
+def compare(
+    checkpoint: Checkpoint,
+    state: TrainingState,
+    snapshot: Snapshot,
+    ranks: Ranks,
+    options: LoadOptions,
+) -> Match:
+    """Compare names, shapes and dtypes before anything changes; raise on all ranks where they
+    differ more than they may. The snapshot is one without the optimizers: what they are to keep is
+    known from the step only.
+    """
+    report, rank, size = Report(), ranks.rank, ranks.world_size
+    names = parameter_names(snapshot.entries)
+    documents = [
+        {"kind": each.kind, "groups": each.options(names), "values": {}}
+        for each in state.optimizers
+    ]
+    known = [held.name for held in snapshot.tensors] + [tied.name for tied in snapshot.tied]
+    known += [join(MODEL, name) for name in snapshot.values]
+    agreement = agree(ranks, snapshot.topology, known, documents)
+    fitting = [held for held in snapshot.tensors if array_for(held, checkpoint, snapshot, report)]
+    # Optimizers name what they keep after the parameter, not after what that is made of.
+    fits = {held.name for held in fitting}
+    fitting += [whole for whole, parts in snapshot.made.values() if fits.issuperset(parts)]
+    objects = {item.name: item for item in checkpoint.manifest.objects}
+    objects = with_own(objects, snapshot.open_trees, rank, size)
+    check_wrappers(snapshot, objects)
+    twins = Twins(checkpoint, snapshot.tied)
+    # For a step that was resharded since, nobody knows who read which share of the data.
+    saved_by = None if "resharded" in checkpoint.details else checkpoint.strategy
+    data = DataRanks(rank, size, snapshot.spread, saved_by)
+    values = _extra_state(objects)
+    groups = [*state.stateful, *([OPTIMIZER] if state.optimizers else [])]
+    report.missing += [group for group in groups if group not in objects]
+    report.missing += [join(MODEL, name) for name in snapshot.values if name not in values]
+    positions: dict[str, Position] = {}
+    for group, target in state.stateful.items():
+        if group in objects:
+            _compare_object(objects[group], target, data, report, positions)
+    saved = saved_documents(objects) if state.optimizers else []
+    unexpected: list[str] = []
+    if state.model is not None:
+        trained = trained_by(agreement.optimizers)
+        unexpected = [name for name in map(_in_model, values) if name not in agreement.names]
+        for name in checkpoint.arrays:
+            if name.startswith(f"{MODEL}/") and name not in agreement.names:
+                unexpected.append(name)
+            elif state.optimizers and name.startswith(f"{OPTIMIZER}/"):
+                wanted = trained.intersection(twins.of(split(name)[1]))
+                unexpected += [] if wanted else [name]
+
+    def conclude(heard: list[Any]) -> list[Any]:
+        found = _of_all([each for each, _ in heard]) | {"unexpected": unexpected}
+        return [found, list(dict.fromkeys(tuple(pair) for _, own in heard for pair in own))]
+
+    # One report of those of all ranks, so that they all go on alike, or all stop. What no rank
+    # asked for only rank 0 knows, which heard of the names of all.
+    mine = [report.found(), untied(checkpoint, snapshot.tied, saved)]
+    found, pairs = ranks.agree(mine, conclude)
+    if pairs:
+        found["untied"] = ranks.agree(
+            differing(checkpoint, pairs[rank::size], threads=options.threads),
+            lambda heard: [line for lines in heard for line in lines],
+        )
+    report = Report(**found)
+    _refuse(report, checkpoint, options)
+    if state.optimizers and OPTIMIZER in objects:
+        theirs = [document["kind"] for document in saved]
+        ours = [each.kind for each in state.optimizers]
+        if theirs != ours and not options.partial:
+            raise StateMismatchError(
+                f"the step was saved with the optimizers {', '.join(theirs)}, "
+                f"here they are {', '.join(ours)}",
+                where=checkpoint.location,
+                hint="pass the same optimizers, or partial=True to leave others as they are",
+            )
+        report.skipped += [f"optimizer: no {k} has saved" for k in ours if k not in theirs]
+        state = replace(state, optimizers=[o for o in state.optimizers if o.kind in theirs])
+    optimizers = resume(checkpoint, saved, fitting, twins)
+    return Match(report, state, objects, values, optimizers, positions, data)
+
+
+def array_for(held: LiveTensor, checkpoint: Checkpoint, snapshot: Snapshot, report: Report) -> str:
+    """The name that the step has a tensor under, empty where it has none that fits; what differs is
+    noted. Tied ones may have been saved under another of their names.
+    """
+    names = [held.name, *(tied.name for tied in snapshot.tied if tied.of == held.name)]
+    name = next((each for each in names if each in checkpoint), "")
+    if not name:
+        report.missing.append(held.name)
+        return ""
+    array = checkpoint[name]
+    if array.shape != held.shape:
+        report.reshaped.append(f"{held.name}: {array.shape} in the step, {held.shape} here")
+        return ""
+    dtype = dtype_of(held.name, held.local)
+    if array.dtype != dtype:
+        report.cast.append(f"{held.name}: {array.dtype} in the step, {dtype} here")
+    return name
+
+
+def check_wrappers(snapshot: Snapshot, objects: Mapping[str, ObjectInfo]) -> None:
+    """Parts make what they made only in a tensor of the same kind."""
+    for name, record in snapshot.objects.items():
+        item = objects.get(name)
+        if name.startswith(f"{WRAPPED}/") and item is not None and item.value != record:
+            raise StateMismatchError(
+                f"made otherwise: {item.value} in the step, {record} here",
+                where=name.removeprefix(f"{WRAPPED}/"),
+                hint="make the model and the optimizer as those that saved",
+            )
+
+
+def no_array(name: str) -> torch.Tensor:
+    """What stands for the array that a value of no group may refer to."""
+    raise FormatError("extra state has no arrays", where="objects.model", value=name)
+
+
+def _extra_state(objects: Mapping[str, ObjectInfo]) -> dict[str, Any]:
+    value = objects[MODEL].value if MODEL in objects else {}
+    if not isinstance(value, dict):
+        raise FormatError("not what a save writes", where="objects.model", value=value)
+    return put_tensors(value, no_array, MODEL)  # type: ignore[no-any-return]
+
+
+def _in_model(name: str) -> str:
+    return join(MODEL, name)
+
+
+def _compare_object(
+    item: ObjectInfo,
+    target: object,
+    data: DataRanks,
+    report: Report,
+    positions: dict[str, Position],
+) -> None:
+    """Compare what is no tensor, and find where in the data what reads it goes on."""
+    of_ranks = item.semantics == "per_rank"
+    is_like = of_ranks == isinstance(target, (PerRank, PerDataRank))
+    if not is_like or (is_marked(item) and not isinstance(target, PerDataRank)):
+        raise StateMismatchError(
+            "saved once for all ranks, for each rank, or for each share of the data: "
+            "this is another one",
+            where=item.name,
+            hint="wrap it in PerRank(…) or PerDataRank(…) as it was when it was saved, or do not",
+        )
+    if isinstance(target, PerDataRank):
+        positions[item.name] = _position(item, target.value, data)
+    elif of_ranks and len(item.value) != data.world_size:
+        report.skipped.append(
+            f"{item.name}: of {len(item.value)} ranks, this job has {data.world_size}"
+        )
+
+
+def _position(item: ObjectInfo, target: object, data: DataRanks) -> Position:
+    """What an object that reads data is to take over; never what belongs to other data."""
+    try:
+        return Position(data.find(item))
+    except WorldSizeError as error:
+        states = data.all_shares(item)
+        several = target if isinstance(target, list) else [target]
+        if states and all(hasattr(each, "load_state_dicts") for each in several):
+            return Position(states, is_resized=True)
+        raise StateMismatchError(
+            error.what,
+            where=item.name,
+            hint=f'skip=["{item.name}"] leaves it as it is; an object with load_state_dicts '
+            f"is given the states of all; {error.hint}".removesuffix("; "),
+        ) from error
+
+
+def _of_all(found: Sequence[Mapping[str, list[str]]]) -> dict[str, Any]:
+    """The fields of the report that all ranks have together, of what each rank found."""
+    ranks: dict[str, list[int]] = {}
+    for rank, kinds in enumerate(found):
+        for name in dict.fromkeys(name for names in kinds.values() for name in names):
+            ranks.setdefault(name, []).append(rank)
+    together = {k: list(dict.fromkeys(n for each in found for n in each[k])) for k in _KINDS}
+    some = {name: who for name, who in ranks.items() if len(who) < len(found)}
+    return {**together, "ranks": some}
+
+
+def _refuse(report: Report, checkpoint: Checkpoint, options: LoadOptions) -> None:
+    """Raise unless all that differs may differ."""
+    bad = replace(report, cast=[] if options.cast else report.cast)
+    if options.partial:
+        bad = Report(cast=bad.cast, ranks=report.ranks)
+    if bad.is_exact:
+        return
+    hints = []
+    if not replace(bad, cast=[]).is_exact:
+        hints.append("partial=True loads what fits and reports the rest")
+    if bad.cast:
+        hints.append("cast=True converts")
+    raise StateMismatchError(
+        f"the step does not fit\n{bad}", where=checkpoint.location, hint="; ".join(hints)
+    )

@@ -1,0 +1,264 @@
+"""What a model and its optimizers take over from a step: of optimizers the state of the parameters
+that fit it, under the names that these have here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint
+from ckptkit.checkpoint.read.stream import Band, Limits, stored_arrays, stream
+from ckptkit.errors import FormatError
+from ckptkit.format.leaves import dumps
+from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
+from ckptkit.format.objects import ObjectInfo
+from ckptkit.live.agreement import Documents
+from ckptkit.live.snapshot import Snapshot
+from ckptkit.live.state.parts import LiveTensor, Tied
+from ckptkit.live.state.tensors import torch_dtype
+from ckptkit.live.state.trees import arrays_in, put_tensors
+from ckptkit.live.wrappers.entries import Saved, SavedState, parameter_names
+from ckptkit.live.wrappers.training import TrainingState
+
+_COMPARE_MEMORY = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The state that is taken over, and the optimizers' documents as if it had been saved here."""
+
+    state: SavedState
+    arrays: Mapping[str, str]
+    """The name that the step has each tensor of an optimizer under."""
+    documents: Documents
+
+    def of_kind(self, kind: str) -> SavedState:
+        """What optimizers of one kind kept, by parameter."""
+        mine = trained_by(document for document in self.documents if document["kind"] == kind)
+        return {name: kept for name, kept in self.state.items() if name in mine}
+
+
+def trained_by(documents: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The parameters of some optimizers."""
+    return {name for doc in documents for group in doc["groups"] for name in group["params"]}
+
+
+def saved_documents(objects: Mapping[str, ObjectInfo]) -> Documents:
+    """What the step says of its optimizers besides tensors."""
+    if OPTIMIZER not in objects:
+        return []
+    value = objects[OPTIMIZER].value
+    wrong = not isinstance(value, list) or not all(
+        isinstance(d, dict) and {"kind", "groups", "values"} <= d.keys() for d in value
+    )
+    if wrong:
+        raise FormatError("not what a save writes", where=f"objects.{OPTIMIZER}", value=value)
+    return value  # type: ignore[no-any-return]
+
+
+def resume(
+    checkpoint: Checkpoint, documents: Documents, fitting: Sequence[LiveTensor], twins: Twins
+) -> Resumed:
+    """What the step has for the parameters among tensors that fit it."""
+    trained, saved, made = trained_by(documents), _saved_arrays(checkpoint), _made_of(checkpoint)
+    ours: dict[str, list[str]] = {}
+    state: dict[str, dict[str, Any]] = {}
+    arrays: dict[str, str] = {}
+    for held in fitting:
+        _, name = split(held.name) if held.role == "param" else ("", "")
+        there = next((each for each in twins.of(name) if each in trained), "")
+        if not there:
+            continue
+        ours.setdefault(there, []).append(name)
+        kept: dict[str, Any] = {}
+        of = made.get(there, {}).get("")
+        for key, array_name in saved.get(there, {}).items():
+            of = of or _as_saved(checkpoint[join(MODEL, there)])
+            arrays[join(OPTIMIZER, name, key)] = array_name
+            array = _as_saved(checkpoint[array_name])
+            # In the dtype of the parameter here, where it had that of the one there.
+            follows = array.dtype == of.dtype and array.shape == of.shape
+            dtype = held.local.dtype if follows else array.dtype
+            kept[key] = Saved(array.shape, dtype, array.shape == held.shape)
+        for key, whole in made.get(there, {}).items():
+            if key:
+                kept = {k: v for k, v in kept.items() if not k.startswith(f"{key}/")}
+                kept[key] = whole
+        for document in documents:
+            kept = with_containers(kept, document["values"].get(there, {}), there)
+        state[name] = kept
+
+    def renamed(group: Mapping[str, Any]) -> dict[str, Any]:
+        params = [name for there in group["params"] for name in ours.get(there, ())]
+        return {**group, "params": params}
+
+    return Resumed(
+        state,
+        arrays,
+        [
+            {
+                "kind": document["kind"],
+                "groups": [renamed(group) for group in document["groups"]],
+                "values": {
+                    name: value
+                    for there, value in document["values"].items()
+                    for name in ours.get(there, ())
+                },
+            }
+            for document in documents
+        ],
+    )
+
+
+def with_containers(
+    kept: Mapping[str, Any], values: Mapping[str, Any], parameter: str
+) -> dict[str, Any]:
+    """What is kept for a parameter, by key: where an optimizer keeps a list or a dictionary of
+    tensors, that container, with what is saved of each tensor at its place.
+    """
+    found = dict(kept)
+    for key, tree in values.items():
+        where = f"objects.optimizer: {parameter}, {key}"
+        inside = dict.fromkeys(arrays_in(tree, where))
+
+        def saved(array: str, where: str = where) -> Any:
+            nodes = split(array)
+            if nodes[:2] != (OPTIMIZER, parameter) or nodes[2:3] == () or nodes[2] not in kept:
+                raise FormatError("not an array of this parameter", where=where, value=array)
+            return kept[nodes[2]]
+
+        if inside:
+            found[key] = put_tensors(tree, saved, where)
+            for array in inside:
+                found.pop(split(array)[2], None)
+    return found
+
+
+def _as_saved(array: Array) -> Saved:
+    return Saved(array.shape, torch_dtype(array.dtype), is_like_parameter=True)
+
+
+def _saved_arrays(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
+    """The names of the arrays of optimizers, by parameter and key."""
+    found: dict[str, dict[str, str]] = {}
+    for name in checkpoint.arrays:
+        if name.startswith(f"{OPTIMIZER}/"):
+            _, parameter, key = split(name)
+            found.setdefault(parameter, {})[key] = name
+    return found
+
+
+def _made_of(checkpoint: Checkpoint) -> dict[str, dict[str, Saved]]:
+    """What is kept in tensors that are made of others, by parameter and key: what optimizers keep,
+    and under no key the parameter itself.
+    """
+    found: dict[str, dict[str, Saved]] = {}
+    for item in checkpoint.manifest.objects:
+        group, *nodes = split(item.name.removeprefix(f"{WRAPPED}/"))
+        if not item.name.startswith(f"{WRAPPED}/") or group not in (MODEL, OPTIMIZER):
+            continue
+        record = item.value if isinstance(item.value, dict) else {}
+        dtype, shape = getattr(torch, str(record.get("dtype")), None), record.get("shape")
+        is_named = len(nodes) == (2 if group == OPTIMIZER else 1)
+        if not (is_named and isinstance(dtype, torch.dtype) and isinstance(shape, list)):
+            raise FormatError("not what a save writes", where=f"objects.{item.name}", value=record)
+        kept = Saved(tuple(shape), dtype, is_like_parameter=True, is_wrapper=True)
+        found.setdefault(nodes[0], {})["".join(nodes[1:])] = kept
+    return found
+
+
+class Twins:
+    """Tied parameters: the names that each has, in the step or here."""
+
+    def __init__(self, checkpoint: Checkpoint, tied: Iterable[Tied]) -> None:
+        pairs = [(alias.name, alias.alias_of) for alias in checkpoint.manifest.aliases]
+        pairs += [(each.name, each.of) for each in tied]
+        self._sets: dict[str, set[str]] = {}
+        for pair in pairs:
+            names = [name.removeprefix("model/") for name in pair if name.startswith("model/")]
+            joint = set(names).union(*(self._sets.get(name, ()) for name in names))
+            self._sets |= dict.fromkeys(joint, joint)
+
+    def of(self, parameter: str) -> list[str]:
+        """All names of a parameter, its own first."""
+        return [parameter, *sorted(self._sets.get(parameter, set()) - {parameter})]
+
+
+def untied(checkpoint: Checkpoint, tied: Iterable[Tied], documents: Documents) -> list[list[str]]:
+    """The pairs of arrays of the step, by name, of which a tensor here can be only one: those of
+    tied names that were not, and what optimizers had for them.
+    """
+    aliases = {alias.name: alias.alias_of for alias in checkpoint.manifest.aliases}
+    first: dict[str, str] = {}
+    pairs: dict[tuple[str, str], None] = {}
+    for each in tied:
+        for name in (each.of, each.name):
+            own = aliases.get(name, name)
+            if name in checkpoint and first.setdefault(each.of, own) != own:
+                pairs[first[each.of], own] = None
+    said: dict[str, bytes] = {}  # of each parameter, besides tensors
+    for document in documents:
+        for group in document["groups"]:
+            for name in group["params"]:
+                values = document["values"].get(name, {})
+                told = [sorted(each.items()) for each in (group["options"], values)]
+                said[name] = dumps([document["kind"], told])
+    kept = _saved_arrays(checkpoint)
+    for pair in list(pairs):
+        a, b = (split(name)[1] for name in pair)
+        if a in said and b in said:
+            for key in sorted(kept.get(a, {}).keys() | kept.get(b, {}).keys()):
+                pairs[join(OPTIMIZER, a, key), join(OPTIMIZER, b, key)] = None
+            if said[a] != said[b]:  # no arrays: their groups have other options
+                pairs[join(OPTIMIZER, a), join(OPTIMIZER, b)] = None
+    return [list(pair) for pair in pairs]
+
+
+def differing(
+    checkpoint: Checkpoint, pairs: Sequence[Sequence[str]], *, threads: int | None
+) -> list[str]:
+    """Of pairs of arrays those that are not the same to the bit, read in bounded memory."""
+    limits = Limits.of(_COMPARE_MEMORY, threads, sides=2, stores=[checkpoint.store])
+    stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store))
+    found = [[stored[name] for name in pair if name in stored] for pair in pairs]
+    # The others differ without a look: one of them is missing, or has another shape or dtype.
+    alike = [
+        at
+        for at, pair in enumerate(found)
+        if len(pair) == 2 and len({(each.shape, each.dtype) for each in pair}) == 1
+    ]
+    apart = set(range(len(pairs))) - set(alike)
+
+    def compare(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
+        if not np.array_equal(values[0], values[1]):
+            apart.add(alike[band.item])
+
+    stream([found[at] for at in alike], compare, limits)
+    return [
+        f"{pairs[at][1]}: not what {pairs[at][0]} is in the step, and one tensor here"
+        for at in sorted(apart)
+    ]
+
+
+def hand_over(
+    state: TrainingState, snapshot: Snapshot, values: Mapping[str, Any], documents: Documents
+) -> None:
+    """Once tensors are filled, give the model the values that are no tensors, by name, and
+    optimizers what their documents say.
+    """
+    if state.model is None:
+        return
+    state.model.absorb([replace(e, value=values.get(e.name, e.value)) for e in snapshot.entries])
+    names = parameter_names(snapshot.entries)
+    for optimizer, states in zip(state.optimizers, snapshot.states, strict=True):
+        mine = [document for document in documents if document["kind"] == optimizer.kind]
+        kept = {name: v for document in mine for name, v in document["values"].items()}
+        groups = [group for document in mine for group in document["groups"]]
+        options = {name: group["options"] for group in groups for name in group["params"]}
+        optimizer.absorb(names, states, kept, options)

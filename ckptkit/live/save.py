@@ -1,0 +1,367 @@
+"""Saving the state of a live job: look, agree, lay out, stage where asked to, write, commit."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, leaving
+from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress
+from ckptkit.checkpoint.write.writer import Writer
+from ckptkit.errors import GivenUpError, PeerError, UsageError
+from ckptkit.format.leaves import canonical, dumps
+from ckptkit.format.names import inner_name, join, matches
+from ckptkit.live.agreement import agree
+from ckptkit.live.ranks import StoreRanks, World, copying_threads
+from ckptkit.live.snapshot import Snapshot, take_snapshot
+from ckptkit.live.state.parts import HandCuts, LiveTensor
+from ckptkit.live.state.tensors import as_bits, checksum, dtype_of
+from ckptkit.live.state.trees import Keys, is_mark, own_apart, without_tensors
+from ckptkit.live.wrappers.training import TrainingState
+from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
+from ckptkit.storage import AlignedBuffer, BufferPool, Store
+
+log = logging.getLogger("ckptkit.live")
+
+_ALIGNMENT = 64
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How to save; none of it changes what a load gives back."""
+
+    overwrite: bool = False
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    differing: Sequence[str] = ()
+    threads: int | None = None
+    timeout: float = DEFAULT_TIMEOUT
+    progress: Progress | None = None
+    mesh: DeviceMesh | None = None
+    """Names the axes that the model does not."""
+    rules: HandCuts = field(default_factory=HandCuts)
+    stages: bool = False
+    """Whether the state may change as soon as a save is prepared."""
+
+
+@dataclass(slots=True)
+class PreparedSave:
+    """One save of one rank, which any thread writes."""
+
+    step: int
+    location: str
+    """Of the run."""
+    writer: Writer
+    ranks: StoreRanks | OneRank
+    cancelled: threading.Event
+    started: float
+    nbytes: int
+
+    def cancel(self) -> None:
+        """From another thread: write nothing more and do not commit, if it is not too late."""
+        self.cancelled.set()
+        self.ranks.cancel("the save was cancelled")
+
+    def commit(self) -> None:
+        """Write, and make the step exist."""
+        with leaving(self.ranks):
+            self.writer.commit()
+        if self.ranks.rank == 0:
+            seconds = time.perf_counter() - self.started
+            log.info(
+                "saved step %d to %s: %s in %.2f s, %.2f GB/s",
+                self.step,
+                self.location,
+                readable(self.nbytes),
+                seconds,
+                self.nbytes / seconds / 1e9,
+            )
+
+
+def prepare(
+    store: Store,
+    step: int,
+    ranks: StoreRanks | OneRank,
+    world: World,
+    sources: TrainingState,
+    extra: Mapping[str, object] | None,
+    options: SaveOptions,
+    arena: Arena,
+) -> PreparedSave:
+    """Everything of a save that is done while the training waits. All ranks call it alike; what
+    goes wrong on one has to reach the others by the caller's `leaving`.
+    """
+    started = time.perf_counter()
+
+    # Look at what this rank holds. Where that is not as its placements say it is moved, and what
+    # lies on devices is copied into host memory: nothing of the training's is needed any more then.
+    snapshot = take_snapshot(
+        world, sources, extra=extra, mesh=options.mesh, rules=options.rules, barrier=ranks
+    )
+    topology, trees = snapshot.topology, snapshot.open_trees
+    tensors: Sequence[LiveTensor] = [held.moved(topology) for held in snapshot.tensors]
+    on_devices = any(held.local.device.type != "cpu" for held in tensors)
+    tensors = arena.hold(tensors) if on_devices else tensors
+
+    # Agree on what stages and owners know apart.
+    parameters = {held.name: held for held in tensors if held.role == "param"}
+
+    def fingerprint(name: str) -> object:
+        """What a parameter holds; buffers of one name may differ from stage to stage."""
+        if (held := parameters.get(name)) is None:
+            return None
+        dtype = str(dtype_of(name, held.local))
+        return [dtype, list(held.shape), checksum(name, held.local)]
+
+    names = [held.name for held in snapshot.tensors] + [tied.name for tied in snapshot.tied]
+    # Extra state is, as buffers are, that of the first rank which has the module.
+    values = without_tensors(snapshot.values, "model")
+    agreement = agree(ranks, topology, names, snapshot.optimizers, values, fingerprint)
+
+    # Agree on the step and its details, which stages may tell differently, and on what ranks may
+    # have of their own: values that nothing keeps the same, and keys of nested dictionaries. Only
+    # where there can be such do ranks meet here: a rank that is late keeps nobody waiting.
+    replicas = _replicas(snapshot, values, options.differing)
+    keys = _fingerprint_of_keys(trees) if trees else b""
+    # The first stage may have none of the buffers of the others.
+    compares = bool(replicas) or bool(trees) or topology.pipeline is not None
+    wanted, details, first_keys, compares = ranks.share(
+        lambda: (step, snapshot.details, keys, compares and world.size > 1)
+    )
+    if wanted != step:
+        raise UsageError(f"rank 0 saves step {wanted}, rank {world.rank} another one", value=step)
+    if compares:
+        _check_replicas(ranks, replicas)
+    objects = {name: item for name, item in snapshot.objects.items() if name != "model"}
+    if first_keys and world.size > 1:
+        some = _keys_of_some(ranks, trees, differs=keys != first_keys)
+        objects, tensors = own_apart(topology, objects, tensors, some)
+
+    # Lay out what this rank writes.
+    cancelled = threading.Event()
+
+    def progress(nbytes: int) -> None:
+        if cancelled.is_set():
+            raise GivenUpError("the save was cancelled", where=f"step {step}")
+        if options.progress is not None:
+            options.progress(nbytes)
+
+    writer = Writer(
+        store,
+        step=step,
+        strategy=topology.strategy,
+        rank=world.rank,
+        barrier=ranks,
+        details=details,
+        overwrite=options.overwrite,
+        chunk_bytes=options.chunk_bytes,
+        threads=options.threads or DEFAULT_THREADS,
+        progress=progress,
+    )
+    for held in tensors:
+        if held.name in agreement.elsewhere:
+            continue
+        placements = held.saved_placements(topology)
+        is_empty = topology.part(held.name, held.shape, placements).is_empty
+        writer.add(
+            held.name,
+            None if is_empty else as_bits(held.name, held.local),
+            shape=held.shape,
+            dtype=dtype_of(held.name, held.local),
+            placements=placements,
+            role=held.role,
+            of=held.of,
+        )
+    for tied in snapshot.tied:
+        if tied.name not in agreement.elsewhere:
+            writer.add_alias(tied.name, tied.of)
+    if world.rank == 0:
+        of_all = {"model": dict(agreement.values), "optimizer": agreement.optimizers}
+        objects |= {group: said for group, said in of_all.items() if said}
+    for key, value in objects.items():
+        writer.add_object(key, value)
+
+    # Stage: what came from devices is a copy already.
+    if options.stages and not on_devices:
+        writer.stage(arena.pool, threads=copying_threads(world))
+    place, nbytes = str(store.location), _whole_bytes(snapshot)
+    return PreparedSave(step, place, writer, ranks, cancelled, started, nbytes)
+
+
+def _replicas(
+    snapshot: Snapshot, values: Mapping[str, Any], differing: Sequence[str]
+) -> list[tuple[str, int, int]]:
+    """Of what nothing keeps the same on several ranks, of which the first one's is saved, and which
+    nobody said may differ: the name, that rank and the checksum. These are tensors, extra state,
+    and what an optimizer says in its groups and of its parameters.
+
+    Parameters of mere copies of a model are not compared: ranks need not meet for them, and one
+    that is lost keeps nobody waiting. Along an axis that cuts they are: who forgot a rule for one
+    that was cut by hand would lose what the other ranks have.
+    """
+    topology = snapshot.topology
+    pipeline, mesh = topology.pipeline, topology.strategy.mesh
+    # Of each stage of a pipeline the first rank: stages have groups of their own.
+    here = enumerate(mesh.coords(topology.rank))
+    first = mesh.rank(tuple(at if axis == pipeline else 0 for axis, at in here))
+    plain = {join("model", name): value for name, value in values.items()}
+    groups = [group for document in snapshot.optimizers for group in document["groups"]]
+    for number, group in enumerate(groups):
+        for key, value in group["options"].items():
+            plain[join("optimizer", "param_groups", str(number), key)] = value
+    for document in snapshot.optimizers:
+        for parameter, said in document["values"].items():
+            plain |= {join("optimizer", parameter, key): value for key, value in said.items()}
+    said_plainly = [
+        (name, first, zlib.crc32(canonical(value, name)))
+        for name, value in plain.items()
+        if not matches(differing, name, name.partition("/")[2])
+    ]
+    return said_plainly + [
+        (held.name, held.first_replica(topology), checksum(held.name, held.local))
+        for held in snapshot.tensors
+        if not held.is_sure(topology)
+        and (held.role in ("buffer", "other") or held.is_whole_where_others_are_cut(topology))
+        and not matches(differing, held.name, inner_name(held.name, held.role))
+    ]
+
+
+def _check_replicas(ranks: Ranks, mine: list[tuple[str, int, int]]) -> None:
+    """Refuse a save where such checksums differ between ranks."""
+
+    def conclude(heard: list[list[tuple[str, int, int]]]) -> tuple[int, str, list[int]]:
+        kept: dict[tuple[str, int], int] = {}
+        others: dict[str, list[int]] = {}
+        for rank, said in enumerate(heard):
+            for name, first, crc in said:
+                if kept.setdefault((name, first), crc) != crc:
+                    others.setdefault(name, []).append(rank)
+        name = next(iter(others), "")
+        return len(others), name, others.get(name, [])
+
+    count, name, those = ranks.agree(mine, conclude)
+    if count:
+        more = f", and so are {count - 1} more" if count > 1 else ""
+        shown = ", ".join(map(str, those[:_SHOWN])) + (", …" if len(those) > _SHOWN else "")
+        raise PeerError(
+            f"the values of rank {shown} are not those of the first rank that holds the same, "
+            f"which alone would be saved{more}",
+            where=name,
+            hint="if it is cut by hand, say how in rules={…}; in state={…} PerRank(…) keeps each "
+            f"rank's; differing=[\"{name}\"] (names or patterns) saves the first rank's knowingly",
+        )
+
+
+def _keys_of_some(
+    ranks: Ranks, trees: Mapping[str, Any], *, differs: bool
+) -> dict[Keys, list[int]]:
+    """What only some ranks have in their nested dictionaries, the outermost keys, with the ranks
+    that have them.
+    """
+    if not ranks.agree(differs, any):
+        return {}
+
+    def of_some(heard: list[list[Keys]]) -> list[tuple[Keys, list[int]]]:
+        holders: dict[Keys, list[int]] = {}
+        for rank, said in enumerate(heard):
+            for keys in said:
+                holders.setdefault(keys, []).append(rank)
+        some = {keys: those for keys, those in holders.items() if len(those) < ranks.world_size}
+        return [(keys, those) for keys, those in some.items() if keys[:-1] not in some]
+
+    return dict(ranks.agree(list(_keys(trees)), of_some))
+
+
+def _fingerprint_of_keys(trees: Mapping[str, Any]) -> bytes:
+    """What tells whether ranks have the same keys, in whatever order."""
+    keys = sorted((list(keys) for keys in _keys(trees)), key=dumps)
+    return hashlib.sha256(dumps(keys)).digest()
+
+
+def _keys(tree: object, above: Keys = ()) -> Iterator[Keys]:
+    if isinstance(tree, dict) and not is_mark(tree):
+        for key, value in tree.items():
+            yield (*above, key)
+            yield from _keys(value, (*above, key))
+
+
+def _whole_bytes(snapshot: Snapshot) -> int:
+    """The bytes of all tensors of the job; stages are taken to be alike."""
+    tensors = snapshot.tensors
+    here = sum(math.prod(held.shape) * held.local.element_size() for held in tensors)
+    pipeline = snapshot.topology.pipeline
+    return here * (1 if pipeline is None else snapshot.topology.strategy.mesh.sizes[pipeline])
+
+
+def readable(nbytes: float) -> str:
+    """A number of bytes, such as `1.25 GB`."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+class Arena:
+    """Host memory of the size of this rank's state, made once and used by every save: pinned where
+    a device copies into it, a pool of one buffer where the writer itself copies from host memory.
+    """
+
+    def __init__(self) -> None:
+        self.pool = _PoolOfOne()
+        self._memory: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it has."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def hold(self, tensors: Sequence[LiveTensor]) -> list[LiveTensor]:
+        """The same tensors in the arena; complete, and independent of the originals, on return."""
+        starts, size = [], 0
+        for held in tensors:
+            starts.append(size)
+            size += -(-held.local.nbytes // _ALIGNMENT) * _ALIGNMENT
+        devices = {held.local.device for held in tensors if held.local.device.type != "cpu"}
+        pinned = any(device.type == "cuda" for device in devices)
+        memory = self._memory
+        if memory is None or memory.nbytes < size or memory.is_pinned() < pinned:
+            memory = self._memory = None  # freed first: two would be twice the promised memory
+            memory = self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        copies = []
+        for held, start in zip(tensors, starts, strict=True):
+            local = held.local
+            copy = memory[start : start + local.nbytes].view(local.dtype).view(local.shape)
+            copy.copy_(local, non_blocking=True)
+            copies.append(replace(held, local=copy))
+        for device in devices:
+            torch.get_device_module(device).synchronize(device)
+        return copies
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._memory = None
+        self.pool.clear()
+
+
+class _PoolOfOne(BufferPool):
+    """Keeps the last buffer, whatever its size, and never two: states grow by optimizer state."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=sys.maxsize)
+
+    def take(self, size: int, *, congruent_to: int = 0) -> AlignedBuffer:
+        if not self.has(size, congruent_to=congruent_to):
+            self.clear()
+        return super().take(size, congruent_to=congruent_to)

@@ -1,0 +1,268 @@
+"""Asynchronous SGD: parameters on servers, and workers each at its own pace."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from ipaddress import ip_address
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore
+
+from ckptkit.checkpoint.ranks import leaving
+from ckptkit.errors import PeerError, UsageError
+from ckptkit.live.ranks import World, current_world, next_name, ranks_of
+from ckptkit.live.wrappers.entries import parameter_names
+from ckptkit.live.wrappers.training import Model
+from ckptkit.parallel.optimizers.shard import Clocks, MakeOptimizer, ParameterShard, shares
+from ckptkit.parallel.optimizers.sockets import (
+    TOKEN_BYTES,
+    Access,
+    InProcess,
+    OverSocket,
+    ShardServer,
+)
+
+
+class AsynchronousSGD:
+    """Pushes gradients to servers and pulls parameters from them, without a barrier.
+
+    Every rank makes one of the same model, a plain one. Parameters lie whole on the ranks
+    `servers`, by default on all, each a worker as well; `workers` are the ranks that call `step`.
+    `optimizer` makes the servers' optimizer of their parameters: a class of torch's, or a
+    `functools.partial` of one. With `staleness`, a worker that is more than so many steps ahead of
+    the last one waits for it. A worker that dies, or is waited for longer than `timeout` seconds,
+    is an error for all, or with `on_loss="continue"` the others go on; a server that dies takes
+    parameters with it, and is always an error.
+
+    >>> model = nn.Linear(2, 1)
+    >>> with AsynchronousSGD(model, torch.optim.SGD) as training:
+    ...     model(torch.ones(4, 2)).sum().backward()
+    ...     training.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: MakeOptimizer,
+        *,
+        servers: Sequence[int] | None = None,
+        workers: Sequence[int] | None = None,
+        staleness: int | None = None,
+        timeout: float = 60.0,
+        on_loss: str = "fail",
+    ) -> None:
+        self._world = current_world()
+        self._timeout = timeout
+        self._servers = _ranks("servers", servers, self._world)
+        self._workers = _ranks("workers", workers, self._world)
+        if on_loss not in ("fail", "continue"):
+            raise UsageError('on_loss is "fail" or "continue"', value=on_loss)
+        if staleness is not None and staleness < 0:
+            raise UsageError("a number of steps", where="staleness", value=staleness)
+        names = parameter_names(Model(model).entries())
+        self._parameters = {name: p for p, name in names.items() if p.requires_grad}
+        sizes = {name: p.nbytes for name, p in self._parameters.items()}
+        self._shares = shares(sizes, self._servers)
+        self._clocks = Clocks(self._workers, staleness, timeout, goes_on=on_loss == "continue")
+        own = self._shares.get(self._world.rank, [])
+        self._shard = ParameterShard({name: self._parameters[name] for name in own}, optimizer)
+        self._server: ShardServer | None = None
+        self._met: dict[str, Any] | None = {}
+        self._closed = False
+        self._access = self._connect(next_name(self._world, "asynchronous"))
+        self._pull()
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """By worker, how many steps it has done."""
+        return next(iter(self._access.values())).steps()
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def step(self) -> None:
+        """Push the gradients and pull the parameters, however far the other workers are."""
+        self._check_open()
+        if self._world.rank not in self._workers:
+            raise UsageError("this rank is no worker", value=self._world.rank)
+        self._met = None
+        for server, access in self._access.items():
+            access.begin_push([self._parameters[name].grad for name in self._shares[server]])
+        for server, access in self._access.items():
+            self._put(server, access.end_push())
+
+    def set_options(self, **options: object) -> None:
+        """Change options of the servers' optimizers for all workers, such as `lr=0.01`."""
+        self._check_open()
+        for access in self._access.values():
+            access.set_options(options)
+
+    def meet(self) -> None:
+        """Wait for all ranks; then all have the same parameters, and `state_dict` what belongs to
+        them; buffers stay each rank's own. Every rank calls it, also one that is no worker, before
+        a save and at the end: once one is lost the others cannot meet, even with
+        `on_loss="continue"`.
+        """
+        self._check_open()
+        name = next_name(self._world, "meeting")
+        ranks = ranks_of(self._world, name, self._timeout, "there is no common state")
+        with leaving(ranks):
+            ranks.wait()
+            self._pull()
+            states, steps = [access.state() for access in self._access.values()], self.steps
+            # Nobody pushes again before all have pulled.
+            ranks.wait()
+        self._met = {
+            "steps": steps,
+            "options": next((s["options"] for s in states if s["options"]), {}),
+            "state": {name: kept for s in states for name, kept in s["state"].items()},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the optimizers of all servers keep and the steps of all workers, as of `meet`."""
+        if self._met is None:
+            raise UsageError(
+                "each worker is at another step", hint="call meet() on all ranks before saving"
+            )
+        return self._met
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state, and from the parameters that the model has now; any number of
+        servers and workers may have saved it. All ranks load before one steps.
+        """
+        self._shard.take(self._parameters)
+        if not state:
+            return  # of a training that had not begun
+        self._shard.load(state["options"], state["state"])
+        steps = {int(worker): count for worker, count in state["steps"].items()}
+        if set(steps) != set(self._workers):
+            # Who did them is of no use to others: all begin alike.
+            steps = dict.fromkeys(self._workers, sum(steps.values()) // len(self._workers))
+        self._clocks.go_on_from(steps)
+        self._met = {**state, "steps": steps}
+
+    def close(self) -> None:
+        """Say that this worker has done its last step; a server then still answers the others."""
+        if self._closed:
+            return
+        self._closed = True
+        for access in self._access.values():
+            access.leave()
+        if self._server is not None:
+            self._clocks.wait_until_empty()
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # without a word, so that the others notice
+            self._closed = True
+            self._end()
+
+    def _end(self) -> None:
+        for access in self._access.values():
+            access.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _pull(self) -> None:
+        for server, access in self._access.items():
+            self._put(server, access.pull())
+
+    def _put(self, server: int, values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in zip(self._shares[server], values, strict=True):
+                self._parameters[name].copy_(value)
+
+    def _connect(self, name: str) -> dict[int, Access]:
+        """Reach all servers; a rank that is no worker asks them too, when all meet."""
+        rank, store = self._world.rank, self._world.store
+        used = [server for server in self._servers if self._shares[server]]
+        if store is None:
+            return dict.fromkeys(used, InProcess(self._shard, self._clocks, rank))
+        addresses = PrefixStore(f"ckptkit/{name}", store)
+        addresses.set(f"rank {rank}", socket.gethostname())
+        if rank in used:
+            hosts = [
+                _wait_for(addresses, f"rank {each}", self._timeout)
+                for each in range(self._world.size)
+            ]
+            token, host = secrets.token_bytes(TOKEN_BYTES), own_address(hosts)
+            self._server = ShardServer(self._shard, self._clocks, host, token)
+            addresses.set(f"server {rank}", f"{host}|{self._server.port}|{token.hex()}")
+        found: dict[int, Access] = {}
+        for server in used:
+            if server == rank:
+                found[server] = InProcess(self._shard, self._clocks, rank)
+            else:
+                like = [self._parameters[name].detach() for name in self._shares[server]]
+                address = _wait_for(addresses, f"server {server}", self._timeout)
+                found[server] = OverSocket(server, address, rank, like, self._timeout)
+        return found
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("closed: this worker has said that it has done its last step")
+
+
+def own_address(hosts: Iterable[str]) -> str:
+    """The address of this machine at which the ranks on these hosts reach it."""
+    others = sorted(set(hosts) - {socket.gethostname()})
+    for host in (os.environ.get("MASTER_ADDR", ""), *others):
+        found = _address_towards(host) if host else ""
+        if found and not ip_address(found.partition("%")[0]).is_loopback:
+            return found
+    if others:
+        raise PeerError(
+            "this machine knows no address of its own that other machines reach",
+            where=socket.gethostname(),
+            value=", ".join(others),
+            hint="set MASTER_ADDR to an address of rank 0 that is not a loopback one",
+        )
+    return "127.0.0.1"
+
+
+def _address_towards(host: str) -> str:
+    """The own address that messages to a host come from; empty where there is no way to it."""
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def _wait_for(store: PrefixStore, key: str, timeout: float) -> str:
+    try:
+        store.wait([key], timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise PeerError(
+            f"did not come within {timeout:g} s",
+            where=key,
+            hint="every rank makes an AsynchronousSGD",
+        ) from error
+    return bytes(store.get(key)).decode()
+
+
+def _ranks(what: str, ranks: Sequence[int] | None, world: World) -> list[int]:
+    found = list(range(world.size)) if ranks is None else sorted(set(ranks))
+    if not found or found[0] < 0 or found[-1] >= world.size:
+        raise UsageError(f"ranks of this job, 0 to {world.size - 1}", where=what, value=ranks)
+    return found

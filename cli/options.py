@@ -1,0 +1,152 @@
+"""How commands are made: all have `--json`, and a help that ends with examples and exit codes; and
+the options that several of them have.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from ckptkit.cli.exits import ABSENT, INTERRUPTED, MEANING, OK, STORAGE, USAGE
+from ckptkit.cli.output import printing
+from click.shell_completion import CompletionItem
+
+Function = TypeVar("Function", bound=Callable[..., int | None])
+Options = dict[str, object]
+"""How to reach a store, as the library takes it."""
+
+ALWAYS = (OK, USAGE, ABSENT, STORAGE, INTERRUPTED)
+
+_SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)", re.ASCII)
+
+
+def command(
+    *examples: str, exits: Mapping[int, str] | None = None, codes: Sequence[int] = ()
+) -> Callable[[Callable[..., int | None]], click.Command]:
+    """A command named as its function, which gets `as_json` and may return an exit code.
+
+    `codes` adds exit codes to those that every command has, `exits` says what some mean here.
+    """
+    told = {code: MEANING[code] for code in (*ALWAYS, *codes)} | dict(exits or {})
+
+    def make(function: Callable[..., int | None]) -> click.Command:
+        name = function.__name__
+        option = click.option(
+            "--json",
+            "as_json",
+            is_flag=True,
+            help=f"Print one JSON document, as schemas/cli/{name}.schema.json describes it.",
+        )
+        return click.command(name, cls=Command, epilog=epilog(examples, told))(option(function))
+
+    return make
+
+
+class Command(click.Command):
+    """A command whose --help, which is printed while the line is read, may meet a full stdout."""
+
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        with printing():
+            return super().make_context(*args, **options)
+
+
+def epilog(examples: Sequence[str], told: Mapping[int, str]) -> str:
+    """The end of a help."""
+    shown = "\n".join(f"  {example}" for example in examples)
+    codes = "\n".join(f"  {code:<4} {told[code]}" for code in sorted(told))
+    return f"\b\nExample:\n{shown}\n\n\b\nExit codes:\n{codes}"
+
+
+def location(name: str) -> Callable[[Function], Function]:
+    """An argument that is a path or URL; the engine says what is wrong with one."""
+
+    def folders(ctx: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:  # noqa: ARG001
+        # A shell knows folders only, and would take a URL for one.
+        return [] if "://" in begun else [CompletionItem(begun, type="dir")]
+
+    return click.argument(name, shell_complete=folders)
+
+
+def storage(function: Function) -> Function:
+    """Options for the store of a location, which the command gets as `storage_options`."""
+    return click.option(
+        "--storage-option",
+        "storage_options",
+        metavar="KEY=VALUE",
+        multiple=True,
+        callback=_pairs,
+        help="How to reach an object store, such as endpoint=URL; given again for each. AWS_*,"
+        " GOOGLE_* and CKPTKIT_STORAGE_ENGINE say what is left out.",
+    )(function)
+
+
+def source_storage(what: str) -> Callable[[Function], Function]:
+    """The same for the store of one of two locations, which the command gets as
+    `source_options`.
+    """
+    return click.option(
+        "--source-option",
+        "source_options",
+        metavar="KEY=VALUE",
+        multiple=True,
+        callback=_pairs,
+        help=f"The same for {what} alone, where that needs others.",
+    )
+
+
+def _pairs(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> Options | None:
+    """The pairs; None where there are none. What is wrong is never shown: it may be a secret."""
+    found: Options = {}
+    for number, pair in enumerate(given, 1):
+        key, equals, value = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise click.BadParameter(
+                f"number {number} is no KEY=VALUE, such as endpoint=http://127.0.0.1:9000",
+                ctx=ctx,
+                param=param,
+            )
+        found[key] = value
+    return found or None
+
+
+def sizes_from(config: str | None, given: tuple[str, ...]) -> dict[str, Any]:
+    """The sizes that rules refer to: what --config and --set say; --set wins."""
+    found = _config(config) if config is not None else {}
+    for pair in given:
+        match = re.fullmatch(r"\s*([A-Za-z_]\w{0,99})\s*=\s*([0-9]{1,18})\s*", pair, re.ASCII)
+        if match is None:
+            raise click.BadParameter(
+                f"{pair!r} is no size: write NAME=N, such as head_dim=128", param_hint="--set"
+            )
+        found[match[1]] = int(match[2])
+    return found
+
+
+def _config(path: str) -> dict[str, Any]:
+    try:
+        doc = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise click.BadParameter(f"{path}: {error.strerror}", param_hint="--config") from error
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"{path} is no JSON: {error}", param_hint="--config") from error
+    if not isinstance(doc, dict):
+        raise click.BadParameter(
+            f"{path} is no config.json: it holds a {type(doc).__name__}", param_hint="--config"
+        )
+    return doc
+
+
+def seconds_of(text: str) -> float:
+    """The seconds of a text such as 90s, 30m, 1h or 2d; only 0 needs no unit."""
+    match = _QUANTITY.fullmatch(text.strip())
+    unit = _SPANS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        if text.strip() == "0":
+            return 0.0
+        raise click.BadParameter(f"{text!r} is no span of time: write 90s, 30m, 1h or 2d")
+    return float(match[1]) * unit

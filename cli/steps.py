@@ -1,0 +1,189 @@
+"""`ckpt verify`, `unpack`, `rebuild` and `commit`: a step checked, taken apart, or made again."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+from ckptkit.cli.exits import CORRUPT, OK, STORAGE
+from ckptkit.cli.options import Options, command, location, storage
+from ckptkit.cli.output import Bar, answer, counted, size_text, stored_bytes
+
+import ckptkit
+from ckptkit.errors import FormatError, NotFoundError, UsageError
+
+
+@command(
+    "ckpt verify runs/7b",
+    "ckpt verify runs/7b --digest",
+    exits={OK: "every byte is as it was written", CORRUPT: "it is not: something was found"},
+)
+@location("step")
+@click.option("--threads", type=click.IntRange(min=1), help="How many read; a few by default.")
+@click.option("--digest", is_flag=True, help="Also print the digest of the state.")
+@storage
+def verify(
+    step: str,
+    threads: int | None,
+    *,
+    digest: bool,
+    storage_options: Options | None,
+    as_json: bool,
+) -> int:
+    """Compare every byte of STEP with checksums.
+
+    Also checks that the packs, the manifest and the Zarr documents say the same. All that is wrong
+    is listed, not only the first. The digest of the state is the same for every strategy; it is
+    compared with the one that STEP has on record, if any. With --json it comes with those of all
+    arrays and objects.
+    """
+    location, total, found = step, 0, None
+    # Of a format that is broken verify says what is wrong.
+    with suppress(FormatError), ckptkit.open(step, storage_options=storage_options) as checkpoint:
+        # The step itself, where a run was given.
+        location, total = checkpoint.location, stored_bytes(checkpoint)
+    how: Any = {"threads": threads, "storage_options": storage_options}
+    with Bar("verify", total * (2 if digest else 1)) as bar:
+        findings = ckptkit.verify(location, progress=bar, **how)
+        if digest and not findings:  # what is damaged has none
+            found = ckptkit.digest(location, progress=bar, **how)
+            with ckptkit.open(location, storage_options=storage_options) as checkpoint:
+                findings = found.findings(checkpoint)
+    document: dict[str, Any] = {
+        "location": location,
+        "ok": not findings,
+        "findings": [
+            {"kind": f.kind, "where": f.where, "what": f.what, "hint": f.hint or None}
+            for f in findings
+        ],
+    }
+    lines = []
+    for finding in findings:
+        lines += [str(finding), *([f"  hint: {finding.hint}"] if finding.hint else [])]
+    if findings:
+        lines.append(f"{counted(len(findings), 'finding')}: {location} is not as it was written")
+    else:
+        lines.append(f"ok: every byte of {location} is as it was written")
+    if digest:
+        document["digest"] = None
+    if found is not None:
+        parts = {"arrays": found.arrays, "objects": found.objects}
+        document["digest"] = {"algorithm": found.algorithm, "step": found.step, **parts}
+        lines.append(f"digest: {found.step}")
+    answer(document, lines, as_json=as_json)
+    if not findings:
+        return OK
+    # What could not be read may be whole.
+    return STORAGE if all(f.kind == "unreadable" for f in findings) else CORRUPT
+
+
+@command("ckpt unpack runs/7b plain", "ckpt unpack runs/7b plain --memory 64MiB", codes=[CORRUPT])
+@location("step")
+@click.argument("folder", metavar="DIR", type=click.Path())
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    default="256MiB",
+    show_default=True,
+    help="Hold at most about this much of chunks at once.",
+)
+@storage
+def unpack(
+    step: str, folder: str, memory: str, *, storage_options: Options | None, as_json: bool
+) -> None:
+    """Write STEP as a plain Zarr directory DIR.
+
+    Any tool that knows Zarr v3 reads it. Every chunk is checked on the way. DIR must not
+    exist, or be empty; it appears when it is complete and durable, and not at all if anything
+    fails. What was left by an unpack to DIR that was killed is removed.
+    """
+    with ckptkit.open(step, storage_options=storage_options) as checkpoint:
+        nbytes = sum(array.nbytes for array in checkpoint.arrays.values())
+        with Bar("unpack", nbytes) as bar:
+            files = ckptkit.unpack(checkpoint, folder, memory=memory, progress=bar)
+        document = {
+            "location": checkpoint.location,
+            "folder": str(Path(folder).absolute()),
+            "step": checkpoint.step,
+            "arrays": len(checkpoint.arrays),
+            "bytes": nbytes,
+            "files": files,
+        }
+    what = f"{counted(len(checkpoint.arrays), 'array')}, {size_text(nbytes)} in"
+    line = f"unpacked step {checkpoint.step} into {folder}: {what} {counted(files, 'file')}"
+    answer(document, [line], as_json=as_json)
+
+
+@command(
+    "ckpt rebuild runs/7b/step-0000001000",
+    exits={OK: "the step is committed again", CORRUPT: "no save in it is complete and whole"},
+)
+@location("step")
+@click.option(
+    "--save-id", metavar="ID", help="Which save, where the packs of several are complete."
+)
+@storage
+def rebuild(
+    step: str, save_id: str | None, *, storage_options: Options | None, as_json: bool
+) -> None:
+    """Make the lost manifest of STEP again.
+
+    All it needs are the packs; a damaged manifest is replaced. STEP must be the folder of the step
+    itself: a run cannot say which step has lost its manifest. Refused where a manifest that can be
+    read exists, and where the packs are not complete.
+    """
+    try:
+        ckptkit.rebuild(step, save_id=save_id, storage_options=storage_options)
+    except NotFoundError as error:
+        run = ckptkit.Run(step, storage_options=storage_options)
+        without = [str(info.step) for info in run.listing() if not info.committed]
+        if without:
+            raise UsageError(
+                "a run, not a step",
+                where=step,
+                hint=f"pass the folder of a step; without a manifest: {', '.join(without)}",
+            ) from error
+        raise
+    with ckptkit.open(step, storage_options=storage_options) as checkpoint:
+        arrays, packs = len(checkpoint.arrays), len(checkpoint.manifest.packs)
+        document = {
+            "location": checkpoint.location,
+            "step": checkpoint.step,
+            "save_id": checkpoint.save_id,
+            "strategy": str(checkpoint.strategy),
+            "arrays": arrays,
+            "packs": packs,
+            "bytes": stored_bytes(checkpoint),
+        }
+    what = f"{counted(arrays, 'array')} in {counted(packs, 'pack')}"
+    line = f"step {checkpoint.step} is committed again: {what}, saved as {checkpoint.save_id}"
+    answer(document, [line], as_json=as_json)
+
+
+@command("ckpt commit runs/7b-tp4", exits={OK: "the step is committed"}, codes=[CORRUPT])
+@location("run")
+@click.option("--step", metavar="N", type=click.IntRange(min=0), help="Which step, of several.")
+@click.option("--save-id", metavar="ID", help="Which save, where there are packs of several.")
+@click.option("--overwrite", is_flag=True, help="Replace the step where it is committed already.")
+@storage
+def commit(run: str, *, as_json: bool, **given: Any) -> None:
+    """Commit the step of RUN that `ckpt reshard --engine slice:i/n` has written.
+
+    Every slice writes its share of the packs and no more; once all have, this makes the step. It is
+    refused while packs are missing, and says which.
+    """
+    manifest = ckptkit.commit_packs(run, **given)
+    save, packs = manifest.save, len(manifest.packs)
+    document = {
+        "run": run,
+        "step": save.step,
+        "save_id": save.save_id,
+        "strategy": str(save.strategy),
+        "arrays": len(manifest.arrays) + len(manifest.aliases),
+        "packs": packs,
+        "bytes": sum(pack.size for pack in manifest.packs),
+    }
+    line = f"step {save.step} is committed: {save.strategy}, {counted(packs, 'pack')}"
+    answer(document, [line], as_json=as_json)
