@@ -101,3 +101,65 @@ def test_modules_are_short_and_named_after_what_they_hold() -> None:
     assert not {path: n for path, n in lengths.items() if n > 500}, (
         "a chapter has 100 to 500 lines: split it by idea"
     )
+
+
+def _graph() -> dict[str, set[str]]:
+    """Which module of the package imports which, in functions too."""
+    files = {}
+    for path in _sources("ckptkit"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        files[".".join(parts).removesuffix(".__init__")] = path
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        graph[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                each = [f"{node.module}.{alias.name}" for alias in node.names]
+                graph[name] |= {it if it in files else node.module for it in each} & files.keys()
+        graph[name].discard(name)
+    return graph
+
+
+def _cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Those that lead back to themselves, or between such; none where nothing does."""
+    left = {name: set(targets) for name, targets in graph.items()}
+    while True:
+        used = set().union(*left.values())
+        ends = {name for name, targets in left.items() if not targets or name not in used}
+        if not ends:
+            return sorted(left)
+        left = {name: targets - ends for name, targets in left.items() if name not in ends}
+
+
+def test_nothing_imports_what_imports_it() -> None:
+    graph = _graph()
+    assert not _cycle(graph), "two modules that need each other are one"
+    rooms: dict[str, set[str]] = {}
+    for name, targets in graph.items():
+        room = name if name.count(".") < 2 else name.rpartition(".")[0]
+        for target in targets:
+            other = target if target.count(".") < 2 else target.rpartition(".")[0]
+            if "." in room and "." in other and other != room:
+                rooms.setdefault(room, set()).add(other)
+                rooms.setdefault(other, set())
+    assert not _cycle(rooms), "a room is used by those above it only"
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for path in _sources("ckptkit", "cli"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: those for name, those in places.items() if len(those) > 1}, (
+        "one word for one idea, and one idea for one word"
+    )
+
+
+def test_a_folder_can_be_seen_at_once() -> None:
+    counts: dict[Path, int] = {}
+    for path in _sources("ckptkit", "cli"):
+        counts[path.parent] = counts.get(path.parent, 0) + 1
+    assert not {folder: count for folder, count in counts.items() if count > 14}, (
+        "a dozen files, then it wants rooms"
+    )
