@@ -28,8 +28,8 @@ from ckptkit.activation.recompute import (
 )
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, leaving
 from ckptkit.errors import UsageError
-from ckptkit.live.extra import rng_state, set_rng_state
-from ckptkit.live.ranks import current_world, next_name, ranks_of
+from ckptkit.live.state.extra import rng_state, set_rng_state
+from ckptkit.live.state.ranks import current_world, next_name, ranks_of
 
 _LOG = logging.getLogger("ckptkit.activation")
 _ROUNDS = 8

@@ -21,7 +21,7 @@ from ckptkit.activation.store import ActivationStore, DistributedActivationStore
 from ckptkit.activation.transport import meeting_of
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from ckptkit.errors import LayoutError, NotFoundError, UsageError
-from ckptkit.live.ranks import ranks_of
+from ckptkit.live.state.ranks import ranks_of
 
 _LEAST = 1024  # elements: what is smaller stays whole
 

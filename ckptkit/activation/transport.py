@@ -26,7 +26,7 @@ from ckptkit.activation.memory import LayerId, bytes_of, is_plain
 from ckptkit.checkpoint.ranks import OneRank, Ranks, ThreadBarrier
 from ckptkit.errors import CkptkitError, NotFoundError, PeerError, UnsupportedTypeError
 from ckptkit.format.leaves import dumps, unpack
-from ckptkit.live.ranks import World, current_world, ranks_of
+from ckptkit.live.state.ranks import World, current_world, ranks_of
 
 _TOKEN = 32
 _MOST_IDLE = 4  # connections to a rank that wait for the next fetch

@@ -19,7 +19,6 @@ if tuple(map(int, re.findall(r"\d+", str(torch.__version__))[:2])) < _OLDEST_TOR
 
 from ckptkit.live.checkpointer import Checkpointer, save
 from ckptkit.live.comparison import Report
-from ckptkit.live.extra import Extra, WorldSizeError, rng_state, set_rng_state
 from ckptkit.live.restore import Restored, load
 from ckptkit.live.sharded_optimizer import ShardedOptimizerState
 from ckptkit.live.shards import (
@@ -32,6 +31,7 @@ from ckptkit.live.shards import (
     helper_for,
     save_distributed,
 )
+from ckptkit.live.state.extra import Extra, WorldSizeError, rng_state, set_rng_state
 from ckptkit.live.state_dict import load_state
 from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.model import PerDataRank, PerRank, Replicated, Split, Sum

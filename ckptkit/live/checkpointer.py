@@ -20,14 +20,13 @@ from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
-from ckptkit.live.background import Background
 from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.preemption import Preemption
-from ckptkit.live.ranks import StoreRanks, current_world, next_name, ranks_of
 from ckptkit.live.restore import NOT_LOADED, Restored, load_into
 from ckptkit.live.save import Arena, PreparedSave, SaveOptions, prepare
 from ckptkit.live.state.parts import HandCuts
-from ckptkit.live.tiers import Tiers
+from ckptkit.live.state.ranks import StoreRanks, current_world, next_name, ranks_of
+from ckptkit.live.tiers import Background, Tiers
 from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.storage import Options

@@ -17,8 +17,6 @@ from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import FormatError
 from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.live.agreement import agree
-from ckptkit.live.extra import DataRanks, WorldSizeError, is_marked
 from ckptkit.live.resume import (
     Resumed,
     Twins,
@@ -29,6 +27,8 @@ from ckptkit.live.resume import (
     untied,
 )
 from ckptkit.live.snapshot import Snapshot
+from ckptkit.live.state.agreement import agree
+from ckptkit.live.state.extra import DataRanks, WorldSizeError, is_marked
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.tensors import dtype_of
 from ckptkit.live.state.trees import put_tensors, with_own

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.format.leaves import dumps
-from ckptkit.live.ranks import GroupRanks, World, wire
 from ckptkit.live.state.parts import LiveTensor
+from ckptkit.live.state.ranks import GroupRanks, World, wire
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import put_tensors, without_tensors
 from ckptkit.live.wrappers.entries import StateMismatchError
@@ -26,7 +26,7 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class TensorLayout:
     """How a tensor lies on the ranks, as one of them says it."""
 
     shape: tuple[int, ...]
@@ -37,13 +37,13 @@ class Spread:
     """Whether they say what each rank holds; otherwise a collective of all ranks gathers it."""
 
     @classmethod
-    def of(cls, held: LiveTensor) -> Spread:
+    def of(cls, held: LiveTensor) -> TensorLayout:
         """What a rank says of a tensor that it holds."""
         cut = [(k, p) for k, p in held.placements.items() if not isinstance(p, Replicate)]
         return cls(held.shape, held.local.dtype, tuple(sorted(cut)), held.own is None)
 
     @classmethod
-    def from_doc(cls, doc: tuple[tuple[int, ...], str, dict[str, str], bool]) -> Spread:
+    def from_doc(cls, doc: tuple[tuple[int, ...], str, dict[str, str], bool]) -> TensorLayout:
         """What `to_doc` gave."""
         shape, dtype, placements, is_own = doc
         cut = tuple((axis, parse_placement(text)) for axis, text in placements.items())
@@ -54,7 +54,7 @@ class Spread:
         dtype = str(self.dtype).removeprefix("torch.")
         return self.shape, dtype, {axis: str(p) for axis, p in self.placements}, self.is_own
 
-    def is_as(self, other: Spread) -> bool:
+    def is_as(self, other: TensorLayout) -> bool:
         """Whether the two can be of one tensor, which several pipeline stages may have."""
         return (self.shape, self.dtype, self._in_stage()) == (
             other.shape,
@@ -62,7 +62,7 @@ class Spread:
             other._in_stage(),
         )
 
-    def repeated(self) -> Spread:
+    def repeated(self) -> TensorLayout:
         """The same, whole on every rank of its stage."""
         staged = tuple((axis, p) for axis, p in self.placements if isinstance(p, Stage))
         return replace(self, placements=staged)
@@ -79,7 +79,7 @@ class Spread:
 class Spoken:
     """What one rank says before tensors travel; a problem of one is raised on all."""
 
-    tensors: Mapping[str, Spread] = field(default_factory=dict)
+    tensors: Mapping[str, TensorLayout] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
@@ -104,7 +104,7 @@ class Spoken:
 class Plan:
     """What all ranks have together; the same on every rank."""
 
-    tensors: dict[str, list[Spread]] = field(default_factory=dict)
+    tensors: dict[str, list[TensorLayout]] = field(default_factory=dict)
     """Several only for a tensor of several pipeline stages."""
     values: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class Exchange:
                 )
         if problem:
             return Spoken(problem=problem, is_involved=is_involved)
-        tensors = {name: Spread.of(each) for name, each in held.items()}
+        tensors = {name: TensorLayout.of(each) for name, each in held.items()}
         strategy = str(self._topology.strategy)
         return Spoken(tensors, values or {}, tied or {}, "", is_involved, strategy)
 
@@ -161,7 +161,7 @@ class Exchange:
             def merged() -> tuple[Any, ...]:
                 for said in heard:
                     tensors = said["tensors"].items()
-                    said["tensors"] = {name: Spread.from_doc(each) for name, each in tensors}
+                    said["tensors"] = {name: TensorLayout.from_doc(each) for name, each in tensors}
                 plan, problem = self._merged([Spoken(**said) for said in heard])
                 spreads = {
                     n: [each.to_doc() for each in several] for n, several in plan.tensors.items()
@@ -169,7 +169,9 @@ class Exchange:
                 return spreads, plan.values, plan.tied, problem
 
             tensors, values, tied, problem = self._ranks.share(merged)
-            spreads = {n: list(map(Spread.from_doc, several)) for n, several in tensors.items()}
+            spreads = {
+                n: list(map(TensorLayout.from_doc, several)) for n, several in tensors.items()
+            }
             plan = Plan(spreads, put_tensors(values, _no_tensor, ""), tied)
         if problem:
             raise StateMismatchError(problem, where=where)
@@ -248,7 +250,7 @@ class Exchange:
         dist.recv(_bytes(values), group=self._group, group_src=0)
         _fill(held, values)
 
-    def _layout(self, name: str, spread: Spread) -> Layout:
+    def _layout(self, name: str, spread: TensorLayout) -> Layout:
         return self._topology.layout(name, spread.shape, dict(spread.placements))
 
     def _merged(self, heard: Sequence[Spoken]) -> tuple[Plan, str]:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint
 from ckptkit.errors import LayoutError
-from ckptkit.live.ranks import wire
 from ckptkit.live.state.parts import LiveTensor
+from ckptkit.live.state.ranks import wire
 from ckptkit.live.state.tensors import as_bits, dtype_of, torch_dtype
 from ckptkit.live.state.topology import Topology
 from ckptkit.model import Box, Replicate

@@ -13,7 +13,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore
 
 from ckptkit.errors import UsageError
-from ckptkit.live.ranks import World
+from ckptkit.live.state.ranks import World
 
 log = logging.getLogger("ckptkit.live")
 

@@ -31,9 +31,13 @@ from ckptkit.live.comparison import (
     compare,
     no_array,
 )
-from ckptkit.live.extra import Extra
 from ckptkit.live.fill import Filling, fill, fill_once
-from ckptkit.live.ranks import (
+from ckptkit.live.resume import hand_over
+from ckptkit.live.save import readable
+from ckptkit.live.snapshot import Snapshot, take_snapshot
+from ckptkit.live.state.extra import Extra
+from ckptkit.live.state.parts import HandCuts, LiveTensor
+from ckptkit.live.state.ranks import (
     World,
     bytes_of_first,
     copying_threads,
@@ -41,10 +45,6 @@ from ckptkit.live.ranks import (
     next_name,
     ranks_of,
 )
-from ckptkit.live.resume import hand_over
-from ckptkit.live.save import readable
-from ckptkit.live.snapshot import Snapshot, take_snapshot
-from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state.trees import arrays_in, put_tensors, replace_leaves, unmarked
 from ckptkit.live.wrappers.entries import StateMismatchError, parameter_names

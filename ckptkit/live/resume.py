@@ -18,8 +18,8 @@ from ckptkit.errors import FormatError
 from ckptkit.format.leaves import dumps
 from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.live.agreement import Documents
 from ckptkit.live.snapshot import Snapshot
+from ckptkit.live.state.agreement import Documents
 from ckptkit.live.state.parts import LiveTensor, Tied
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state.trees import arrays_in, put_tensors

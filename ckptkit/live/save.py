@@ -22,10 +22,10 @@ from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import canonical, dumps
 from ckptkit.format.names import inner_name, join, matches
-from ckptkit.live.agreement import agree
-from ckptkit.live.ranks import StoreRanks, World, copying_threads
 from ckptkit.live.snapshot import Snapshot, take_snapshot
+from ckptkit.live.state.agreement import agree
 from ckptkit.live.state.parts import HandCuts, LiveTensor
+from ckptkit.live.state.ranks import StoreRanks, World, copying_threads
 from ckptkit.live.state.tensors import as_bits, checksum, dtype_of
 from ckptkit.live.state.trees import Keys, is_mark, own_apart, without_tensors
 from ckptkit.live.wrappers.training import TrainingState

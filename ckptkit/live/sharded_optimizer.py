@@ -19,9 +19,9 @@ from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import CkptkitError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import join
 from ckptkit.live.exchange import Exchange
-from ckptkit.live.ranks import World, current_world
 from ckptkit.live.snapshot import Collector, rules_of, topology_of
 from ckptkit.live.state.parts import HandCuts, LiveTensor
+from ckptkit.live.state.ranks import World, current_world
 from ckptkit.live.state.tensors import local_of, parts_of_tensor
 from ckptkit.live.wrappers.entries import ModelEntry, StateEntry, canonical_names, parameter_names
 from ckptkit.live.wrappers.fsdp1_optimizer import FlatPart, FSDP1Optimizer

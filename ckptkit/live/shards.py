@@ -17,14 +17,14 @@ from torch.nn.parallel import DataParallel
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.names import WRAPPED, join, split
-from ckptkit.live.agreement import Documents
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.comparison import Report
-from ckptkit.live.exchange import Exchange, Plan, Spoken, Spread
-from ckptkit.live.ranks import current_world
+from ckptkit.live.exchange import Exchange, Plan, Spoken, TensorLayout
 from ckptkit.live.resume import hand_over, with_containers
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
+from ckptkit.live.state.agreement import Documents
 from ckptkit.live.state.parts import HandCuts, LiveTensor
+from ckptkit.live.state.ranks import current_world
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
 from ckptkit.live.wrappers.entries import Saved, SavedState, StateMismatchError, parameter_names
 from ckptkit.live.wrappers.training import Model, TrainingState
@@ -323,7 +323,7 @@ class DistributedModel:
     def load_local_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `local_state_dict` gave on this rank of a job of the same layout."""
         snapshot, held, tied, values = self._look()
-        known = {n: Spread(tuple(h.local.shape), h.local.dtype, ()) for n, h in held.items()}
+        known = {n: TensorLayout(tuple(h.local.shape), h.local.dtype, ()) for n, h in held.items()}
         problem = _objection(known, tied, values, state)
         self._exchange.agree(self._exchange.speak({}, problem=problem))
         with torch.no_grad():
@@ -382,7 +382,7 @@ def _offer(plan: Plan, state: Mapping[str, Any] | None) -> tuple[str, StateDict]
 
 
 def _objection(
-    known: Mapping[str, Spread],
+    known: Mapping[str, TensorLayout],
     tied: Mapping[str, str],
     values: Mapping[str, Any],
     state: Mapping[str, Any],

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import InvalidNameError, UsageError
 from ckptkit.format.names import ALIKE, WRAPPED, join
-from ckptkit.live.extra import DataRanks
-from ckptkit.live.ranks import World
+from ckptkit.live.state.extra import DataRanks
 from ckptkit.live.state.lines import Line, check_upwards, dtensor_lines, kind_of, mesh_lines
 from ckptkit.live.state.parts import (
     HandCuts,
@@ -27,6 +26,7 @@ from ckptkit.live.state.parts import (
     part_name,
     record_of,
 )
+from ckptkit.live.state.ranks import World
 from ckptkit.live.state.tensors import as_spread, check_plain, checksum, local_of, parts_of_tensor
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import plain_extra, take_tensors, without_tensors

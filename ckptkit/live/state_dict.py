@@ -31,7 +31,7 @@ from ckptkit.format.names import (
     unescape,
 )
 from ckptkit.format.objects import whole
-from ckptkit.live.extra import is_marked
+from ckptkit.live.state.extra import is_marked
 from ckptkit.live.state.tensors import as_bits, torch_dtype
 from ckptkit.live.state.trees import arrays_in, parts_of, put_tensors, unmarked, with_value
 from ckptkit.model import Box

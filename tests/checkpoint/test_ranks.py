@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from ckptkit import FileBarrier, Ranks, ThreadBarrier
 from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.errors import PeerError, UnsupportedTypeError, UsageError
-from ckptkit.live.ranks import StoreRanks, World
+from ckptkit.live.state.ranks import StoreRanks, World
 
 Make = Callable[[int, float], Sequence[Ranks]]
 

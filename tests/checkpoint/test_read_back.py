@@ -20,7 +20,7 @@ from ckptkit.checkpoint.check.digest import object_digest
 from ckptkit.errors import CkptkitError, FormatError, UnsupportedTypeError
 from ckptkit.format.leaves import dumps
 from ckptkit.format.objects import ObjectInfo, total
-from ckptkit.live.extra import DataRanks, Extra
+from ckptkit.live.state.extra import DataRanks, Extra
 from ckptkit.model import DTYPES
 from ckptkit.storage import LocalStore, MemoryStore
 from tests.checkpoint.saving import outcomes, random_values, save_by

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from ckptkit.live.background import Background
+from ckptkit.live.tiers import Background
 
 
 @pytest.mark.skipif(

@@ -22,7 +22,7 @@ from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.write.pack import Pack
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StorageError
 from ckptkit.live import Checkpointer
-from ckptkit.live.ranks import StoreRanks, World
+from ckptkit.live.state.ranks import StoreRanks, World
 from tests.live.pool import Died, Pool
 
 

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ckptkit.checkpoint.ranks import leaving
 from ckptkit.errors import PeerError, UsageError
-from ckptkit.live.ranks import World, current_world, next_name, ranks_of
+from ckptkit.live.state.ranks import World, current_world, next_name, ranks_of
 from ckptkit.live.wrappers.entries import parameter_names
 from ckptkit.live.wrappers.training import Model
 from ckptkit.parallel.optimizers.shard import Clocks, MakeOptimizer, ParameterShard, shares

@@ -24,7 +24,7 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.errors import CkptkitError, LayoutError, UsageError
 from ckptkit.live import Restored, ShardedOptimizerState, distributed_model, load, save
-from ckptkit.live.ranks import current_world, next_name, ranks_of
+from ckptkit.live.state.ranks import current_world, next_name, ranks_of
 from ckptkit.live.state.tensors import local_of
 from ckptkit.live.wrappers.entries import canonical_names
 from ckptkit.model import Strategy

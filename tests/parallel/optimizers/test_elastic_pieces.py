@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptkit import Run
 from ckptkit.errors import FormatError, UsageError
 from ckptkit.live import Checkpointer
-from ckptkit.live.ranks import current_world
+from ckptkit.live.state.ranks import current_world
 from ckptkit.parallel import ElasticTraining, GlobalSampler
 from ckptkit.parallel.optimizers.elastic import replicas_in, rule_of, scale
 from tests.checkpoint.saving import inodes, save, small_state
