@@ -1,4 +1,4 @@
-"""How the ranks of one job meet: five questions, whatever carries the answers."""
+"""How the ranks of one job meet, whatever carries what they say."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class OneRank(Ranks):
         self._cancelled = ""
 
     def cancel(self, problem: str) -> None:
-        """Let the next call of `wait` raise."""
+        """Let the next call raise that has to meet the others."""
         self._cancelled = problem
 
     def leave(self, problem: str) -> str:

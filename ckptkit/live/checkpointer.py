@@ -107,7 +107,7 @@ class Checkpointer:
             progress=progress,
             mesh=mesh,
             rules=HandCuts.of(rules),
-            stages=asynchronous,
+            copies_first=asynchronous,
         )
         self._name = next_name(self._world, "run")
         self._calls = 0

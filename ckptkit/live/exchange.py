@@ -18,7 +18,7 @@ from ckptkit.format.leaves import dumps
 from ckptkit.live.state.parts import LiveTensor
 from ckptkit.live.state.ranks import GroupRanks, World, wire
 from ckptkit.live.state.topology import Topology
-from ckptkit.live.state.trees import put_tensors, without_tensors
+from ckptkit.live.state.trees import put_tensors, tensors_inline
 from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.model import Box, Layout, Part, Placement, Replicate, Stage, parse_placement
 
@@ -152,7 +152,7 @@ class Exchange:
             plan, problem = self._merged([spoken])
         else:
             try:
-                doc = replace(spoken, values=without_tensors(dict(spoken.values))).to_doc()
+                doc = replace(spoken, values=tensors_inline(dict(spoken.values))).to_doc()
                 dumps(doc)
             except CkptkitError as error:  # the others wait to hear of it
                 doc = Spoken(problem=str(error)).to_doc()
@@ -181,7 +181,7 @@ class Exchange:
         """Rank 0's value, with its tensors; what the others pass is ignored."""
         if self._world.size == 1:
             return value
-        told = self._ranks.share(lambda: without_tensors(value))
+        told = self._ranks.share(lambda: tensors_inline(value))
         return put_tensors(told, _no_tensor, "")
 
     def gather(self, plan: Plan, held: Mapping[str, LiveTensor]) -> dict[str, torch.Tensor] | None:

@@ -120,7 +120,7 @@ def load_into(
     returns when every rank has, and raises on all when one cannot.
     """
     started = time.perf_counter()
-    look = bound(take_snapshot, world, mesh=options.mesh, rules=options.rules, barrier=ranks)
+    look = bound(take_snapshot, world, mesh=options.mesh, rules=options.rules, ranks=ranks)
     with leaving(ranks), _open(store, step, ranks) as checkpoint:
         # What optimizers are to keep is known from the step only.
         before = look(replace(state, optimizers=()))

@@ -27,7 +27,7 @@ from ckptkit.live.state.agreement import agree
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import StoreRanks, World, copying_threads
 from ckptkit.live.state.tensors import as_bits, checksum, dtype_of
-from ckptkit.live.state.trees import Keys, is_mark, own_apart, without_tensors
+from ckptkit.live.state.trees import Keys, is_mark, own_apart, tensors_inline
 from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.storage import AlignedBuffer, BufferPool, Store
@@ -51,7 +51,7 @@ class SaveOptions:
     mesh: DeviceMesh | None = None
     """Names the axes that the model does not."""
     rules: HandCuts = field(default_factory=HandCuts)
-    stages: bool = False
+    copies_first: bool = False
     """Whether the state may change as soon as a save is prepared."""
 
 
@@ -94,7 +94,7 @@ def prepare(
     step: int,
     ranks: StoreRanks | OneRank,
     world: World,
-    sources: TrainingState,
+    training: TrainingState,
     extra: Mapping[str, object] | None,
     options: SaveOptions,
     arena: Arena,
@@ -107,14 +107,14 @@ def prepare(
     # Look at what this rank holds. Where that is not as its placements say it is moved, and what
     # lies on devices is copied into host memory: nothing of the training's is needed any more then.
     snapshot = take_snapshot(
-        world, sources, extra=extra, mesh=options.mesh, rules=options.rules, barrier=ranks
+        world, training, extra=extra, mesh=options.mesh, rules=options.rules, ranks=ranks
     )
     topology, trees = snapshot.topology, snapshot.open_trees
     tensors: Sequence[LiveTensor] = [held.moved(topology) for held in snapshot.tensors]
     on_devices = any(held.local.device.type != "cpu" for held in tensors)
     tensors = arena.hold(tensors) if on_devices else tensors
 
-    # Agree on what stages and owners know apart.
+    # Agree on what only some pipeline stages have, or owners of ZeRO-1.
     parameters = {held.name: held for held in tensors if held.role == "param"}
 
     def fingerprint(name: str) -> object:
@@ -126,7 +126,7 @@ def prepare(
 
     names = [held.name for held in snapshot.tensors] + [tied.name for tied in snapshot.tied]
     # Extra state is, as buffers are, that of the first rank which has the module.
-    values = without_tensors(snapshot.values, "model")
+    values = tensors_inline(snapshot.values, "model")
     agreement = agree(ranks, topology, names, snapshot.optimizers, values, fingerprint)
 
     # Agree on the step and its details, which stages may tell differently, and on what ranks may
@@ -193,7 +193,7 @@ def prepare(
         writer.add_object(key, value)
 
     # Stage: what came from devices is a copy already.
-    if options.stages and not on_devices:
+    if options.copies_first and not on_devices:
         writer.stage(arena.pool, threads=copying_threads(world))
     place, nbytes = str(store.location), _whole_bytes(snapshot)
     return PreparedSave(step, place, writer, ranks, cancelled, started, nbytes)

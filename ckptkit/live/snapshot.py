@@ -29,7 +29,7 @@ from ckptkit.live.state.parts import (
 from ckptkit.live.state.ranks import World
 from ckptkit.live.state.tensors import as_spread, check_plain, checksum, local_of, parts_of_tensor
 from ckptkit.live.state.topology import Topology
-from ckptkit.live.state.trees import plain_extra, take_tensors, without_tensors
+from ckptkit.live.state.trees import plain_extra, take_tensors, tensors_inline
 from ckptkit.live.wrappers.entries import ModelEntry, StateEntry, parameter_names
 from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.model import (
@@ -46,7 +46,7 @@ from ckptkit.model import (
 
 Trees: TypeAlias = Mapping[str, tuple[Any, dict[str, torch.Tensor]]]
 """Of each nested dictionary what it has besides tensors, and these by name."""
-Lies: TypeAlias = tuple[tuple[int, ...], Mapping[str, Placement]]
+SaidLayout: TypeAlias = tuple[tuple[int, ...], Mapping[str, Placement]]
 """The global shape of a tensor, and how the axes cut it."""
 
 
@@ -81,18 +81,18 @@ class Snapshot:
 
 def take_snapshot(
     world: World,
-    sources: TrainingState,
+    training: TrainingState,
     *,
     extra: Mapping[str, object] | None = None,
     mesh: DeviceMesh | None = None,
     rules: HandCuts | None = None,
-    barrier: Ranks | None = None,
+    ranks: Ranks | None = None,
 ) -> Snapshot:
     """Look at everything; nothing is copied yet."""
-    nested = _trees(sources)
-    topology = topology_of(world, sources, mesh, barrier, nested)
-    staged = sources.model is not None and sources.model.is_staged
-    collector = Collector(topology, rules_of(sources, rules), staged=staged)
+    nested = _trees(training)
+    topology = topology_of(world, training, mesh, ranks, nested)
+    staged = training.model is not None and training.model.is_staged
+    collector = Collector(topology, rules_of(training, rules), staged=staged)
     objects: dict[str, object] = {
         f"extra/{n}": plain_extra(f"extra/{n}", v) for n, v in (extra or {}).items()
     }
@@ -100,15 +100,15 @@ def take_snapshot(
     entries: list[ModelEntry] = []
     states: list[list[StateEntry]] = []
     documents: list[dict[str, Any]] = []
-    if sources.model is not None:
-        details = sources.model.details()
-        entries = sources.model.entries()
+    if training.model is not None:
+        details = training.model.details()
+        entries = training.model.entries()
         collector.add_model(entries)
         # What `get_extra_state` gave has no tensors of its own.
         if made := {e.name: e.value for e in entries if not torch.is_tensor(e.value)}:
             objects["model"] = made
         names = parameter_names(entries)
-        for optimizer in sources.optimizers:
+        for optimizer in training.optimizers:
             state = optimizer.entries(names)
             states.append(state)
             collector.add_optimizer(state)
@@ -122,9 +122,9 @@ def take_snapshot(
     for group, (skeleton, tensors) in nested.items():
         objects[group] = skeleton
         trees |= tensors
-        collector.add_tree(tensors, alike=isinstance(sources.stateful[group], Replicated))
+        collector.add_tree(tensors, alike=isinstance(training.stateful[group], Replicated))
     objects |= collector.alike
-    says_all = sources.model is not None or mesh is not None or world.size == 1
+    says_all = training.model is not None or mesh is not None or world.size == 1
     spread = topology.strategy if says_all else None
     data = DataRanks(world.rank, world.size, spread, spread)
     of_data = {name: v.value for name, v in objects.items() if isinstance(v, PerDataRank)}
@@ -142,19 +142,19 @@ def take_snapshot(
         trees=trees,
         spread=spread,
         open_trees={
-            n: objects[n] for n, v in sources.stateful.items() if not isinstance(v, closed)
+            n: objects[n] for n, v in training.stateful.items() if not isinstance(v, closed)
         },
         made=collector.made,
     )
 
 
-def _trees(sources: TrainingState) -> Trees:
+def _trees(training: TrainingState) -> Trees:
     """Asks each object for its state, once."""
     found: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
-    for group, value in sources.stateful.items():
+    for group, value in training.stateful.items():
         if isinstance(value, (PerRank, PerDataRank)):
             # An array has one value for all ranks: the tensors of each go with its plain values.
-            found[group] = (type(value)(without_tensors(tree_of(value.value), join(group))), {})
+            found[group] = (type(value)(tensors_inline(tree_of(value.value), join(group))), {})
         else:
             found[group] = take_tensors(tree_of(value), join(group))
     return found
@@ -173,20 +173,20 @@ def tree_of(value: object) -> Any:
 
 def topology_of(
     world: World,
-    sources: TrainingState,
+    training: TrainingState,
     mesh: DeviceMesh | None = None,
-    barrier: Ranks | None = None,
+    ranks: Ranks | None = None,
     nested: Trees | None = None,
 ) -> Topology:
     """The topology of a job, read off its model and optimizers; `mesh` names what they do not. With
-    a barrier the stages of a pipeline, of which only some may have experts, find one for all.
+    `ranks` the stages of a pipeline, of which only some may have experts, find one for all.
     """
     lines: list[Line] = []
-    if mesh is None and sources.model is not None:
-        mesh = sources.model.mesh
-    if sources.model is not None:
-        lines += sources.model.lines()
-    for optimizer in sources.optimizers:
+    if mesh is None and training.model is not None:
+        mesh = training.model.mesh
+    if training.model is not None:
+        lines += training.model.lines()
+    for optimizer in training.optimizers:
         lines += optimizer.lines()
     if mesh is not None:
         names = mesh.mesh_dim_names or ("",) * mesh.ndim
@@ -196,11 +196,11 @@ def topology_of(
             if line.by_mesh not in by_rank:  # what is cut by hand may go either way
                 check_upwards(line.by_mesh, "mesh=")
         lines = [replace(line, is_assumed=not kind_of(line.name)) for line in found] + lines
-    nested = _trees(sources) if nested is None else nested
+    nested = _trees(training) if nested is None else nested
     tensors = (tensor for _, by_name in nested.values() for tensor in by_name.values())
     lines += dtensor_lines([t for t in tensors if isinstance(t, DTensor)], fully_sharded=True)
-    if barrier is not None and any(line.kind == "pp" and line.size > 1 for line in lines):
-        docs = barrier.agree([line.to_doc() for line in lines], _distinct)
+    if ranks is not None and any(line.kind == "pp" and line.size > 1 for line in lines):
+        docs = ranks.agree([line.to_doc() for line in lines], _distinct)
         lines = [*(Line.through(world.rank, doc) for doc in docs), *lines]
     return Topology.of(world.rank, world.size, lines)
 
@@ -209,11 +209,11 @@ def _distinct(heard: list[Any]) -> list[Any]:
     return list({tuple(line): line for lines in heard for line in lines}.values())
 
 
-def rules_of(sources: TrainingState, rules: HandCuts | None) -> HandCuts:
+def rules_of(training: TrainingState, rules: HandCuts | None) -> HandCuts:
     """The rules of a call, or those that its model came with."""
     if rules is not None and rules.said:
         return rules
-    return HandCuts() if sources.model is None else sources.model.rules
+    return HandCuts() if training.model is None else training.model.rules
 
 
 class Collector:
@@ -275,7 +275,7 @@ class Collector:
         for name, tensor in tensors.items():
             self._add(name, tensor, "other", alike=axes if alike else frozenset())
 
-    def _said(self, name: str, entry: ModelEntry | StateEntry) -> Lies | None:
+    def _said(self, name: str, entry: ModelEntry | StateEntry) -> SaidLayout | None:
         shared = entry.shared
         return None if shared is None else (shared.shape, self._topology.of_shared(name, shared))
 
@@ -286,7 +286,7 @@ class Collector:
         role: str,
         *,
         alike: frozenset[str],
-        said: Lies | None = None,
+        said: SaidLayout | None = None,
         of: str | None = None,
         of_first: frozenset[str] = frozenset(),
     ) -> None:

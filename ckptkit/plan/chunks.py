@@ -1,4 +1,4 @@
-"""How large the chunks of an array are, given the borders its writers need (DESIGN section 3)."""
+"""How large the chunks of an array are, given the borders its writers need."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Which pieces of which chunks fill a box, and in which requests they are read (DESIGN section
-6).
-"""
+"""Which pieces of which chunks fill a box, and in which requests they are read."""
 
 from __future__ import annotations
 

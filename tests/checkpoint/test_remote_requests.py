@@ -11,7 +11,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, Strategy
-from ckptkit.checkpoint.budget import Pace
+from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.workers import asked_in_threads
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.model import Box, layout_of, parse_placement

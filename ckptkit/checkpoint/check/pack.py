@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from isal import isal_zlib
 
-from ckptkit.checkpoint.budget import Pace
+from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.read.packs import PackRecord
 from ckptkit.checkpoint.workers import Progress, share_out
 from ckptkit.checkpoint.write.pack import groups_pack

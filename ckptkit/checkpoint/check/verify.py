@@ -11,9 +11,9 @@ from itertools import chain
 
 import numpy as np
 
-from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.check.pack import Fault, PackBytes, PackFile
 from ckptkit.checkpoint.locate import manifest_at
+from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import Place, data_prefix, described, store_at
 from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.workers import Progress, ask_all

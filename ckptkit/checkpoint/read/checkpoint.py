@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.locate import manifest_at, read_manifest
+from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import Place, described, store_at
 from ckptkit.checkpoint.read.packs import OpenPacks
 from ckptkit.checkpoint.read.reader import Reader, Request

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from isal import isal_zlib
 
-from ckptkit.checkpoint.budget import Pace
 from ckptkit.checkpoint.locate import read_manifest
+from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import data_prefix, described
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.format.array_table import ArrayTables

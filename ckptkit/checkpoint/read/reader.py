@@ -1,5 +1,5 @@
 """The data plane of loading: exact ranges, coalesced, checked, by a few threads into the
-caller's memory (DESIGN section 6).
+caller's memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from ckptkit.checkpoint.budget import Pace
+from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.read.packs import OpenPacks
 from ckptkit.checkpoint.workers import Progress, cores, run_threads
 from ckptkit.format.arrays import chunk_key
@@ -42,7 +42,7 @@ def default_threads() -> int:
 
 
 class Reader:
-    """Runs jobs over the packs of one step, at the pace of their store or at another."""
+    """Fills requests from the packs of one step, at the pace of their store or at another."""
 
     def __init__(self, manifest: Manifest, packs: OpenPacks, pace: Pace | None = None) -> None:
         self._manifest = manifest

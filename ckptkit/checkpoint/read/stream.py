@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from ckptkit.checkpoint.budget import Pace
+from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.reader import BAND_BYTES, default_threads
 from ckptkit.checkpoint.workers import Progress, cores, run_threads

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.budget import Pace
+from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import step_name
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.reader import BAND_BYTES, Reader, Request

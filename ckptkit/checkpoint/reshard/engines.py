@@ -43,7 +43,7 @@ _NAMED = 8
 _LOOKS = 0.5
 
 
-def ranks_of(options: ReshardOptions) -> range:
+def ranks_to_copy(options: ReshardOptions) -> range:
     """The ranks whose packs are asked for: all, or of a slice:i/n every n-th beginning with rank i,
     the share of one of n machines. What is no engine is refused.
     """

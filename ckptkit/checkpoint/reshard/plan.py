@@ -35,7 +35,7 @@ from ckptkit.checkpoint.reshard.copy import (
     copy_packs,
     resident_bytes,
 )
-from ckptkit.checkpoint.reshard.engines import copy_elsewhere, ranks_of
+from ckptkit.checkpoint.reshard.engines import copy_elsewhere, ranks_to_copy
 from ckptkit.checkpoint.reshard.selection import Selection
 from ckptkit.checkpoint.reshard.target import (
     SAVE_ID_PREFIX,
@@ -139,7 +139,7 @@ def plan_reshard(
     """
     options = ReshardOptions(**keywords)
     source, store = stores_at(src, dst, storage_options, source_options)
-    memory, mine = parse_size(options.memory), ranks_of(options)
+    memory, mine = parse_size(options.memory), ranks_to_copy(options)
     workers = max(4, min(8, cores())) if options.workers is None else options.workers
     if workers < 1:
         raise UsageError("at least one worker is needed", value=workers)
@@ -235,7 +235,7 @@ class ReshardPlan(ReshardCost):
             done = Resharded(self.destination, self.step, save_id, count, tuple(range(count)))
             if _is_there(target, source, store):
                 return done
-            mine = ranks_of(options)
+            mine = ranks_to_copy(options)
             finished = finished_packs(target, store, mine, progress=progress)
             done = replace(done, finished=tuple(sorted(finished)), committed=not options.is_slice)
             missing = [rank for rank in mine if rank not in finished]

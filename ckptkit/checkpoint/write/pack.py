@@ -1,5 +1,5 @@
 """One pack, from what it will hold to the bytes in a store: laid out before there are bytes, then
-filled and written in segments by any threads, then finished (DESIGN section 6).
+filled and written in segments by any threads, then finished.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from ckptkit.model import (
 )
 from ckptkit.model.strategy import Axis, Mesh
 
-Run: TypeAlias = tuple[int, ...]
+AxisRun: TypeAlias = tuple[int, ...]
 """The axes that a line of ranks lies along, outermost first."""
 
 
@@ -55,7 +55,7 @@ class Topology:
     """The axes whose ranks are known to hold the same parameters."""
     by_rank: frozenset[tuple[int, ...]] = frozenset()
     """Lines of meshes that do not go upwards, as what cuts along them does."""
-    _runs_of: dict[DeviceMesh, tuple[Run, ...]] = field(
+    _runs_of: dict[DeviceMesh, tuple[AxisRun, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -169,7 +169,7 @@ class Topology:
             found[axes[axis].name] = Owner(coordinate)
         return found
 
-    def _run_of(self, ranks: Sequence[int], where: str) -> Run:
+    def _run_of(self, ranks: Sequence[int], where: str) -> AxisRun:
         """The axes that some ranks in line lie along; none for a single one."""
         if len(ranks) < 2:
             return ()
@@ -186,7 +186,7 @@ class Topology:
             )
         return tuple(inside)
 
-    def _runs(self, mesh: DeviceMesh) -> tuple[Run, ...]:
+    def _runs(self, mesh: DeviceMesh) -> tuple[AxisRun, ...]:
         if mesh not in self._runs_of:
             runs = [self._run_of(line, str(mesh)) for line in _lines(mesh)]
             self._runs_of[mesh] = tuple(runs)
@@ -295,7 +295,7 @@ def _torch_layout(
 
 @lru_cache(maxsize=4096)
 def _refined(
-    own: Layout, runs: tuple[Run, ...], strategy: Strategy
+    own: Layout, runs: tuple[AxisRun, ...], strategy: Strategy
 ) -> tuple[tuple[Placement, ...], bool]:
     """How the axes of a strategy cut a tensor as its own mesh does, each line of which lies along
     some of them; and whether they make exactly its pieces.
@@ -304,7 +304,7 @@ def _refined(
     row: list[Placement] = [Replicate() for _ in sizes]
     is_sure = True
     for dim, length in enumerate(own.shape):
-        steps: list[tuple[Run, Placement]] = []  # in the order in which they cut
+        steps: list[tuple[AxisRun, Placement]] = []  # in the order in which they cut
         for run, placement in reversed(list(zip(runs, own.placements, strict=True))):
             if isinstance(placement, Shard) and placement.dim == dim:
                 steps.insert(0, (run, placement))
@@ -322,7 +322,7 @@ def _refined(
     return tuple(row), is_sure or _are_alike(own, layout_of(own.shape, strategy, row), runs)
 
 
-def _by_turn(dim: int, steps: Sequence[tuple[Run, Placement]]) -> dict[int, Placement] | None:
+def _by_turn(dim: int, steps: Sequence[tuple[AxisRun, Placement]]) -> dict[int, Placement] | None:
     """The placements of axes that cut a dim in this order, where no blocks are needed to say it."""
     cuts: dict[int, Placement] = {}
     order = [axis for run, _ in steps for axis in run]
@@ -340,7 +340,7 @@ def _by_turn(dim: int, steps: Sequence[tuple[Run, Placement]]) -> dict[int, Plac
 
 
 def _by_blocks(
-    dim: int, length: int, steps: Sequence[tuple[Run, Placement]], sizes: Sequence[int]
+    dim: int, length: int, steps: Sequence[tuple[AxisRun, Placement]], sizes: Sequence[int]
 ) -> dict[int, Placement] | None:
     """The same in blocks, where all goes evenly: a place along the dim is then a number of several
     digits, and each axis takes one of them, or every rank has all of its values (None).
@@ -378,7 +378,7 @@ def _by_blocks(
     return cuts
 
 
-def _are_alike(own: Layout, found: Layout, runs: tuple[Run, ...]) -> bool:
+def _are_alike(own: Layout, found: Layout, runs: tuple[AxisRun, ...]) -> bool:
     """Whether every rank of a tensor's own mesh holds what the axes say that it does."""
     mesh = found.strategy.mesh
     for rank in range(own.strategy.world_size):

@@ -66,7 +66,7 @@ def take_tensors(
     return _marked(tree, name, reference), tensors
 
 
-def without_tensors(tree: Any, where: str = "") -> Any:
+def tensors_inline(tree: Any, where: str = "") -> Any:
     """The tree with the values of its tensors in it, for small ones that each rank has its own
     of.
     """

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.live.state.tensors import dtype_name, local_of, parts_of_tensor
-from ckptkit.live.state.trees import put_tensors, take_tensors, without_tensors
+from ckptkit.live.state.trees import put_tensors, take_tensors, tensors_inline
 from ckptkit.live.wrappers.entries import Names, Saved, SavedState, StateEntry, StateMismatchError
 from ckptkit.live.wrappers.flat import Flat, FlatSlice, flats_of, told_to_all
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, no_tensor, step_without_effect
@@ -156,7 +156,7 @@ class FSDP1Optimizer(PlainOptimizer):
             if flat.keeps_originals and flat.group is not None:
                 groups.setdefault(flat.group, []).append(number)
         for group, numbers in groups.items():
-            mine = [without_tensors(found[number]) for number in numbers]
+            mine = [tensors_inline(found[number]) for number in numbers]
             heard = told_to_all(mine, group, flats[numbers[0]].device)
             for number, *of_ranks in zip(numbers, *heard, strict=True):
                 together: _KeptByName = {}

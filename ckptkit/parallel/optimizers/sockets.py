@@ -18,7 +18,7 @@ import torch
 from ckptkit.checkpoint.ranks import in_one_line
 from ckptkit.errors import CkptkitError, PeerError
 from ckptkit.format.leaves import dumps, unpack
-from ckptkit.live.state.trees import put_tensors, without_tensors
+from ckptkit.live.state.trees import put_tensors, tensors_inline
 from ckptkit.parallel.optimizers.shard import Clocks, ParameterShard
 
 TOKEN_BYTES = 16
@@ -215,7 +215,7 @@ class ShardServer:
         if kind in (Kind.PUSH, Kind.PULL):
             answer = [bytes_of(value) for value in self.shard.pull()]
         elif kind == Kind.STATE:
-            answer = [memoryview(dumps(without_tensors(self.shard.state()), "state"))]
+            answer = [memoryview(dumps(tensors_inline(self.shard.state()), "state"))]
         elif kind == Kind.STEPS:
             answer = [memoryview(dumps(self.clocks.steps, "steps"))]
         send(pipe, Kind.DONE, worker, answer)

@@ -117,15 +117,20 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
     here, mesh = device_of(plain, device), None
     if strategy.mesh.axes:
         shape = tuple(axis.size for axis in strategy.mesh.axes)
-        mesh = init_device_mesh(here.type, shape, mesh_dim_names=tuple(_dims(strategy).values()))
+        mesh = init_device_mesh(
+            here.type, shape, mesh_dim_names=tuple(_mesh_names(strategy).values())
+        )
     tp, pp = size_of(strategy, "tp"), size_of(strategy, "pp")
 
     # Begin alike: with the same numbers where ranks compute the same, with the values of rank 0.
     plan = plan_of(plain, tp, options) if tp > 1 else {}
     if tp > 1:
         _give_random_numbers(_submesh(mesh, strategy, "tp").get_group(), here)
-    if strategy.world_size > 1 and not set(_dims(strategy)) <= {"ddp", "zero1"}:
-        _give_values(plain, here)  # elsewhere the wrapper does
+    # DDP gives its values to all ranks itself, where it has something to train.
+    by_wrapper = set(_mesh_names(strategy)) <= {"ddp", "zero1"}
+    by_wrapper &= any(parameter.requires_grad for parameter in plain.parameters())
+    if strategy.world_size > 1 and not by_wrapper:
+        _give_values(plain, here)
     if plan and options.example is not None:
         try_out(plain, _submesh(mesh, strategy, "tp"), plan, options.example, here)
 
@@ -268,7 +273,7 @@ def device_of(model: nn.Module, given: torch.device | str | None) -> torch.devic
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _dims(strategy: Strategy) -> dict[str, str]:
+def _mesh_names(strategy: Strategy) -> dict[str, str]:
     """By kind, what a DeviceMesh calls the axes: stages of ZeRO that are FSDP are called that, as
     checkpoints know them.
     """
@@ -281,7 +286,7 @@ def _dims(strategy: Strategy) -> dict[str, str]:
 def _submesh(mesh: DeviceMesh | None, strategy: Strategy, *kinds: str) -> DeviceMesh:
     """The part of the mesh along the axes of these kinds that there are."""
     assert mesh is not None  # noqa: S101 — there is one where there are axes
-    names = _dims(strategy)
+    names = _mesh_names(strategy)
     found = tuple(names[kind] for kind in kinds if kind in names)
     return mesh[found[0] if len(found) == 1 else found]
 
@@ -296,7 +301,7 @@ def _wrapped(
     units: list[Unit],
 ) -> nn.Module:
     """A model or a stage, cut by the plan, and then spread by an engine of data parallelism."""
-    sharder, kinds = sharder_of(strategy), _dims(strategy).keys()
+    sharder, kinds = sharder_of(strategy), _mesh_names(strategy).keys()
     is_stage = size_of(strategy, "pp") > 1
     if not sharder and isinstance(options.precision, torch.dtype):
         cast_ = torch.autocast(device.type, options.precision)
@@ -323,7 +328,7 @@ def _stepping(
 ) -> Optimizer | None:
     if options.optimizer is None:
         return None
-    kinds = _dims(strategy).keys()
+    kinds = _mesh_names(strategy).keys()
     group = _submesh(mesh, strategy, "zero1").get_group() if "zero1" in kinds else None
     # Each stage may have groups of its own.
     ranks = OneRank() if "pp" in kinds else all_ranks("optimizer")

@@ -194,8 +194,8 @@ def _built(
     retries: bool,  # noqa: FBT001 — as it is kept
     signs: bool,  # noqa: FBT001
 ) -> AnyStore:
-    """The store of one bucket, for requests that send about so many bytes at a time, or none and
-    are answered with many; with `retries` it repeats what fails, by itself and in silence.
+    """The store of one bucket, for requests that send about `in_flight` bytes at a time (0 for
+    those that read); with `retries` it repeats what fails, by itself and in silence.
     """
     extra = settings.extra_seconds(in_flight)
     client: ClientConfig = {

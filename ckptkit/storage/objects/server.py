@@ -1,7 +1,8 @@
 """A server as the stores need it: asked again until it answers, its answers checked, and what it
 can do found out once.
 
-A client (`obstore`, `fsspec`) asks once. `ObjectServer` decides what to make of the answer.
+A client (`obstore`, `fsspec`) asks once, but for the parts of an upload. `ObjectServer` decides
+what to make of the answer.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ class Client(Protocol):
     """One bucket, or one file system of fsspec; keys are whole, below no prefix.
 
     An implementation asks once: it never retries by itself what can be retried here, and raises
-    `Transient` for it. Everything else it cannot do is a `CkptkitError`, NotFoundError for an
-    object or a bucket that is not there. It shows no credentials. Any thread may call it.
+    `Transient` for it. The parts of an upload it sends again by itself. Everything else it cannot
+    do is a `CkptkitError`, NotFoundError for an object or a bucket that is not there. It shows no
+    credentials. Any thread may call it.
     """
 
     @property

@@ -147,6 +147,20 @@ def test_what_is_frozen_stays(gloo: Pool, spec: str) -> None:
         assert all(changed.values())
 
 
+def all_frozen(spec: str) -> list[list[float]]:
+    """The values of a model that no rank trains, where each rank came with its own."""
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, float(dist.get_rank()))
+        parameter.requires_grad_(requires_grad=False)
+    as_distributed(model, spec)
+    return [parameter.reshape(-1).tolist() for parameter in model.parameters()]
+
+
+def test_what_is_only_used_has_the_values_of_rank_0_too(gloo: Pool) -> None:
+    assert gloo.run(2, all_frozen, "ddp:2") == [[[0.0] * 4, [0.0] * 2]] * 2
+
+
 def by_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Decays what has several dims."""
     return torch.optim.AdamW(
