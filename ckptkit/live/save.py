@@ -27,6 +27,7 @@ from ckptkit.live.state.agreement import agree
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import StoreRanks, World, copying_threads
 from ckptkit.live.state.tensors import as_bits, checksum, dtype_of
+from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import Keys, is_mark, own_apart, tensors_inline
 from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
@@ -132,17 +133,21 @@ def prepare(
     # Agree on the step and its details, which stages may tell differently, and on what ranks may
     # have of their own: values that nothing keeps the same, and keys of nested dictionaries. Only
     # where there can be such do ranks meet here: a rank that is late keeps nobody waiting.
-    replicas = _replicas(snapshot, values, options.differing)
+    replicas = _replicas(snapshot, options.differing)
+    plain = _plain_values(snapshot, values, options.differing)
     keys = _fingerprint_of_keys(trees) if trees else b""
     # The first stage may have none of the buffers of the others.
     compares = bool(replicas) or bool(trees) or topology.pipeline is not None
-    wanted, details, first_keys, compares = ranks.share(
-        lambda: (step, snapshot.details, keys, compares and world.size > 1)
+    wanted, details, first_keys, compares, theirs = ranks.share(
+        lambda: (step, snapshot.details, keys, compares and world.size > 1, plain)
     )
     if wanted != step:
         raise UsageError(f"rank 0 saves step {wanted}, rank {world.rank} another one", value=step)
     if compares:
-        _check_replicas(ranks, replicas)
+        first = _first_of_stage(topology)
+        _check_replicas(ranks, [*((n, first, crc) for n, crc in plain.items()), *replicas])
+    else:
+        _check_plain_values(plain, theirs, world.rank)
     objects = {name: item for name, item in snapshot.objects.items() if name != "model"}
     if first_keys and world.size > 1:
         some = _keys_of_some(ranks, trees, differs=keys != first_keys)
@@ -166,7 +171,7 @@ def prepare(
         details=details,
         overwrite=options.overwrite,
         chunk_bytes=options.chunk_bytes,
-        threads=options.threads or DEFAULT_THREADS,
+        threads=DEFAULT_THREADS if options.threads is None else options.threads,
         progress=progress,
     )
     for held in tensors:
@@ -199,36 +204,59 @@ def prepare(
     return PreparedSave(step, place, writer, ranks, cancelled, started, nbytes)
 
 
-def _replicas(
+def _plain_values(
     snapshot: Snapshot, values: Mapping[str, Any], differing: Sequence[str]
-) -> list[tuple[str, int, int]]:
-    """Of what nothing keeps the same on several ranks, of which the first one's is saved, and which
-    nobody said may differ: the name, that rank and the checksum. These are tensors, extra state,
-    and what an optimizer says in its groups and of its parameters.
+) -> dict[str, int]:
+    """The checksums of what is no tensor, has to be the same on all ranks, and nobody said may
+    differ: extra state, and what an optimizer says in its groups and counts of its parameters.
+
+    What else it keeps of a parameter may be a rank's own, as the last loss is that LBFGS keeps.
+    """
+    found = {join("model", name): value for name, value in values.items()}
+    groups = [group for document in snapshot.optimizers for group in document["groups"]]
+    for number, group in enumerate(groups):
+        for key, value in group["options"].items():
+            found[join("optimizer", "param_groups", str(number), key)] = value
+    # Of ZeRO-1 each rank has the state of parameters of its own.
+    if not any(axis.kind == "zero1" for axis in snapshot.topology.strategy.mesh.axes):
+        counts = {
+            f"{parameter}/{key}": value
+            for document in snapshot.optimizers
+            for parameter, said in document["values"].items()
+            for key, value in said.items()
+            if isinstance(value, int)
+        }
+        found |= {"optimizer/state": counts} if counts else {}
+    return {
+        name: zlib.crc32(canonical(value, name))
+        for name, value in found.items()
+        if not matches(differing, name, name.partition("/")[2])
+    }
+
+
+def _first_of_stage(topology: Topology) -> int:
+    """Whose plain values count here: stages of a pipeline have groups of their own."""
+    mesh = topology.strategy.mesh
+    here = enumerate(mesh.coords(topology.rank))
+    return mesh.rank(tuple(at if axis == topology.pipeline else 0 for axis, at in here))
+
+
+def _check_plain_values(mine: Mapping[str, int], first: Mapping[str, int], rank: int) -> None:
+    apart = [name for name, crc in mine.items() if first.get(name, crc) != crc]
+    if apart:
+        raise _not_alike(apart[0], [rank], len(apart))
+
+
+def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Of tensors that nothing keeps the same on several ranks, of which the first one's is saved,
+    and which nobody said may differ: the name, that rank and the checksum.
 
     Parameters of mere copies of a model are not compared: ranks need not meet for them, and one
     that is lost keeps nobody waiting. Along an axis that cuts they are: who forgot a rule for one
     that was cut by hand would lose what the other ranks have.
     """
     topology = snapshot.topology
-    pipeline, mesh = topology.pipeline, topology.strategy.mesh
-    # Of each stage of a pipeline the first rank: stages have groups of their own.
-    here = enumerate(mesh.coords(topology.rank))
-    first = mesh.rank(tuple(at if axis == pipeline else 0 for axis, at in here))
-    plain = {join("model", name): value for name, value in values.items()}
-    groups = [group for document in snapshot.optimizers for group in document["groups"]]
-    for number, group in enumerate(groups):
-        for key, value in group["options"].items():
-            plain[join("optimizer", "param_groups", str(number), key)] = value
-    for document in snapshot.optimizers:
-        for parameter, said in document["values"].items():
-            plain |= {join("optimizer", parameter, key): value for key, value in said.items()}
-    said_plainly = [
-        (name, first, zlib.crc32(canonical(value, name)))
-        for name, value in plain.items()
-        if not matches(differing, name, name.partition("/")[2])
-    ]
-    return said_plainly + [
+    return [
         (held.name, held.first_replica(topology), checksum(held.name, held.local))
         for held in snapshot.tensors
         if not held.is_sure(topology)
@@ -252,15 +280,19 @@ def _check_replicas(ranks: Ranks, mine: list[tuple[str, int, int]]) -> None:
 
     count, name, those = ranks.agree(mine, conclude)
     if count:
-        more = f", and so are {count - 1} more" if count > 1 else ""
-        shown = ", ".join(map(str, those[:_SHOWN])) + (", …" if len(those) > _SHOWN else "")
-        raise PeerError(
-            f"the values of rank {shown} are not those of the first rank that holds the same, "
-            f"which alone would be saved{more}",
-            where=name,
-            hint="if it is cut by hand, say how in rules={…}; in state={…} PerRank(…) keeps each "
-            f"rank's; differing=[\"{name}\"] (names or patterns) saves the first rank's knowingly",
-        )
+        raise _not_alike(name, those, count)
+
+
+def _not_alike(name: str, those: Sequence[int], count: int) -> PeerError:
+    more = f", and so are {count - 1} more" if count > 1 else ""
+    shown = ", ".join(map(str, those[:_SHOWN])) + (", …" if len(those) > _SHOWN else "")
+    return PeerError(
+        f"the values of rank {shown} are not those of the first rank that holds the same, "
+        f"which alone would be saved{more}",
+        where=name,
+        hint="if it is cut by hand, say how in rules={…}; in state={…} PerRank(…) keeps each "
+        f"rank's; differing=[\"{name}\"] (names or patterns) saves the first rank's knowingly",
+    )
 
 
 def _keys_of_some(

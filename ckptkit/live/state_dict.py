@@ -76,7 +76,7 @@ def load_state(
                 is_pattern = "*" in name or "?" in name
                 found = _picked(checkpoint, (name,), []) if is_pattern else [name]
                 wanted |= dict.fromkeys(found)
-        tensors = mapped(checkpoint, list(wanted)) if mmap else {}
+        tensors = dict(mapped(checkpoint, list(wanted))) if mmap else {}
         rest: dict[str, torch.Tensor] = {}
         for name in wanted:
             if name not in tensors:
@@ -86,7 +86,8 @@ def load_state(
             [(name, Box.whole(each.shape), as_bits(name, each)) for name, each in rest.items()],
             verify=verify,
         )
-        state = {name: (tensors | rest)[name].to(device) for name in wanted}
+        tensors |= rest
+        state = {name: tensors[name].to(device) for name in wanted}
         return _nested(objects, state, patterns) if nested else state
 
 

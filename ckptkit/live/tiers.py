@@ -194,13 +194,21 @@ class Background:
         def begin() -> None:
             with self._changed:
                 turn.may_begin = True
-                if not self._has_thread and self._turns and self._turns[0].may_begin:
-                    self._has_thread = True
-                    # A daemon, which `give_up` can leave behind; otherwise the end of the process
-                    # waits for it.
-                    name = f"ckptkit {self._turns[0].what}"
-                    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                    self._thread.start()
+                if self._has_thread or not self._turns or not self._turns[0].may_begin:
+                    return
+                self._has_thread = True
+                # A daemon, which `give_up` can leave behind; otherwise the end of the process
+                # waits for it.
+                name = f"ckptkit {self._turns[0].what}"
+                thread = threading.Thread(target=self._run_nicely, name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    log.warning("%s holds up its caller: %s", turn.what, error)
+                else:
+                    self._thread = thread
+                    return
+            self._run()  # the system has no thread to give: late is better than not at all
 
         return begin
 
@@ -248,13 +256,16 @@ class Background:
             self._changed.notify_all()
         _unsettled.discard(self)
 
-    def _run(self) -> None:
+    def _run_nicely(self) -> None:
         if sys.platform == "linux":  # elsewhere priorities are those of whole processes
             # The training has the processor first; the threads that this one starts inherit it.
             with suppress(OSError):
                 thread = threading.get_native_id()
                 priority = os.getpriority(os.PRIO_PROCESS, 0) + _NICER
                 os.setpriority(os.PRIO_PROCESS, thread, priority)
+        self._run()
+
+    def _run(self) -> None:
         while True:
             with self._changed:
                 if not (self._turns and self._turns[0].may_begin):

@@ -35,6 +35,20 @@ def test_what_runs_in_the_background_gives_way_and_so_do_its_threads() -> None:
     assert found["work"] == found["its thread"] == min(19, found["before"] + 5)
 
 
+def test_without_a_thread_to_be_had_the_work_is_done_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    background, done = Background(), list[int]()
+    for number in range(2):
+        background.run(lambda number=number: done.append(number), "step 1")  # type: ignore[misc]
+    background.wait()
+    assert done == [0, 1]
+
+
 def failing(number: int) -> None:
     raise ArithmeticError(number)
 

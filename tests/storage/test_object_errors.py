@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -19,6 +20,7 @@ from ckptkit.errors import (
     AccessError,
     AlreadyExistsError,
     CkptkitError,
+    NoSpaceError,
     NotFoundError,
     StorageError,
     UsageError,
@@ -147,6 +149,33 @@ def test_a_resolver_that_is_busy_is_asked_again() -> None:
         told = obstore_translation(GenericError(text), "s3://bucket/key", ())
         assert isinstance(told, Transient)
         assert told.within == within
+
+
+def test_a_full_disk_is_one_whatever_else_went_wrong_before() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    full.__context__ = FileNotFoundError("part")
+    assert isinstance(translation(full, "sftp://host/key"), NoSpaceError)
+
+
+def test_a_put_with_a_condition_is_one_request_however_large(
+    bucket: Bucket, proxy: Proxy, engine: str
+) -> None:
+    store = open_store(bucket.url, bucket.through(proxy.endpoint, engine=engine))
+    data = bytes(120 << 20)
+    store.put("large", data, exclusive=True)
+    assert not [head for head in proxy.requests if "uploads" in head.line]
+    assert store.size("large") == len(data)
+
+
+def test_an_object_that_ends_where_the_first_look_ends_comes_whole(
+    bucket: Bucket, proxy: Proxy, engine: str
+) -> None:
+    store = open_store(bucket.url, bucket.through(proxy.endpoint, engine=engine))
+    data = b"x" * (8 << 20)
+    store.put("whole", data)
+    proxy.forget()
+    assert store.read_whole("whole", 16 << 20) == data
+    assert sum(head.method == "GET" for head in proxy.requests) == 1
 
 
 def test_a_token_of_the_environment_does_not_go_with_keys_that_were_passed(

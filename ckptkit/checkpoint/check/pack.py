@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from isal import isal_zlib
@@ -72,7 +72,7 @@ class PackBytes:
 
     @classmethod
     def of_rank(cls, found: PackRecord, where: str) -> PackBytes:
-        """Those of a rank's pack; CorruptionError where its record or its size cannot be right."""
+        """Those of a rank's pack; CorruptionError where its record cannot be right."""
         end = 0
 
         def placed() -> Iterator[Entry]:
@@ -85,9 +85,6 @@ class PackBytes:
                 yield entry
 
         closing = directory(placed())
-        if found.pack.size != end + len(closing):
-            what = "the directory has another length than it should"
-            raise CorruptionError(what, where=f"{where} at byte {end}")
         return cls(found, end, closing)
 
     @classmethod
@@ -100,6 +97,11 @@ class PackBytes:
         missing = sorted(group for group in groups if key_of(group) not in written)
         return cls(None, 0, groups_pack(missing))
 
+    @property
+    def size(self) -> int:
+        """How many there have to be."""
+        return self.end + len(self.closing)
+
     def windows(self, nbytes: int) -> Iterator[PackWindow]:
         """All of the pack in order, about so much at a time, and no entry in two of them.
 
@@ -107,9 +109,8 @@ class PackBytes:
         """
         if self.found is not None:
             yield from _windows(_expected(self.found), nbytes)
-        stop = self.end + len(self.closing)
-        for start in range(self.end, stop, nbytes):
-            yield PackWindow(start, min(nbytes, stop - start))
+        for start in range(self.end, self.size, nbytes):
+            yield PackWindow(start, min(nbytes, self.size - start))
 
     def faults(self, window: PackWindow, memory: memoryview) -> Iterator[Fault]:
         """What is wrong in the memory that a window was read into."""
@@ -134,9 +135,11 @@ class PackFile:
 
     def faults(self, known: PackBytes) -> list[Fault]:
         """Everything in the pack that is not as it has to be."""
-        if known.found is None and self.size != len(known.closing):
-            return [(0, NOT_GROUPS)]
-        return self._scan(known.windows, known.faults)
+        if self.size == known.size:
+            return self._scan(known.windows, known.faults)
+        what = "the directory has another length than it should" if known.found else NOT_GROUPS
+        entries = replace(known, closing=b"")
+        return [*self._scan(entries.windows, entries.faults), (known.end, what)]
 
     def chunk_faults(self, manifest: Manifest, pack: int) -> list[Fault]:
         """The same of its chunks alone, by what the manifest says of them: its record cannot be

@@ -58,7 +58,7 @@ class Copied:
 
 class UnsoundStepError(CorruptionError):
     """What was to be copied is not as it was written, or no longer there: all ranks raise this in
-    the same place, and their ranks goes on to serve.
+    the same place, and they may go on to meet.
     """
 
     def __init__(self, what: str, *, where: str, save_id: str) -> None:
@@ -118,7 +118,7 @@ class _Copying:
         try:
             ranks.share(lambda: "")
         except PeerError:
-            # Rank 0 may have committed before it was lost, as in `Attempt.end`.
+            # Rank 0 may have committed before it was lost, as in `Writer.commit`.
             if committed_save_id(self._target, self._prefix) != self.save_id:
                 raise
         return sent
@@ -180,6 +180,8 @@ class _Copying:
         where, progress = self._sources.where(pack), self._options.progress
         with self._reading(where):
             known = self._pack_bytes(pack)
+            if known.size != info.size:
+                raise CorruptionError("the pack has another size than its record says", where=where)
         extents = [window.size for window in known.windows(_SEGMENT)]
         sink = self._target.create(key, extents, memory=self._options.memory, again=True)
 

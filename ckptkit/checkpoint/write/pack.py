@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -222,6 +223,8 @@ class Pack:
                 for index, data in self._filled(segment, memory):
                     # At once, while the bytes are in the processor's cache.
                     self._crcs[index] = isal_zlib.crc32(data)
+                # The pool keeps no memory that somebody still looks at.
+                data = memoryview(b"")
                 self._put_headers(segment, memory)
         return segment.stop - segment.start
 
@@ -232,8 +235,9 @@ class Pack:
         name, record = record_name(self._rank), self._record()
         offset = data_offset(name, len(record), self._end)
         entry = Entry(name, offset, len(record), int(isal_zlib.crc32(record)))
-        entries = (*map(self._entry, range(len(self._names))), entry)
-        tail = local_header(entry, self._end) + record + directory(entries)
+        # An object for each of millions of chunks would fill the memory.
+        entries = map(self._entry, range(len(self._names)))
+        tail = local_header(entry, self._end) + record + directory(chain(entries, [entry]))
         self._sink.write(len(self.segments), memoryview(tail))
         self._sink.finish()
 

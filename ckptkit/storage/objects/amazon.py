@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.errors import CkptkitError, NotFoundError, UsageError
+from ckptkit.errors import CkptkitError, NotFoundError, StorageError, UsageError
 from ckptkit.storage.location import Location
 from ckptkit.storage.objects.errors import Transient, answer_of, below, translated, trouble
 from ckptkit.storage.objects.server import Upload
@@ -180,6 +180,7 @@ class BucketDetails:
         self._making = threading.Lock()
         self._clients: dict[int, Any] = {}
         self._has_warned = False
+        self._compares: bool | None = None
 
     def uploads(self, folder: str) -> list[Upload]:
         """The uploads below `folder/` that were begun, with the bytes that were uploaded already.
@@ -219,12 +220,15 @@ class BucketDetails:
         """
         if self._settings.anonymous or find_spec("botocore") is None:
             return None
+        if self._compares is not None:  # all stores of a bucket share a client
+            return self._compares
         where = below(self._top, scratch)
         try:
             with translated(where, self._settings.secrets):
                 client = new_client(self._settings, where)
                 client.meta.events.register("before-send.s3.PutObject", _exchange_body)
-                return _refuses(client, self._top.path, scratch)
+                self._compares = _refuses(client, self._top.path, scratch)
+                return self._compares
         except (CkptkitError, Transient) as error:
             _log.debug("%s: whether bodies are compared cannot be found out: %s", where, error)
             return None
@@ -237,9 +241,12 @@ class BucketDetails:
             yield from page.get(field, ())
             if not page.get("IsTruncated"):
                 return
-            for name in ("KeyMarker", "UploadIdMarker", "PartNumberMarker"):
-                if f"Next{name}" in page:
-                    asked[name] = page[f"Next{name}"]
+            markers = ("KeyMarker", "UploadIdMarker", "PartNumberMarker")
+            following = {it: page[f"Next{it}"] for it in markers if f"Next{it}" in page}
+            if not following:
+                where = below(self._top, at)
+                raise StorageError("the server says that there is more, and not where", where=where)
+            asked |= following
 
     def _ask(self, method: str, at: str, **asked: Any) -> Any:
         where = below(self._top, at)

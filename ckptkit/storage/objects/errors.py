@@ -7,7 +7,7 @@ import math
 import re
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -233,12 +233,13 @@ def translation(
     """What to raise instead of an error of an engine."""
     if answer := answer_of(error):
         return said(answer, where, secrets)
-    looks: tuple[Callable[[BaseException], str], ...] = (_of_connection, _of_kind)
-    for look in looks:
-        for cause in _causes(error):
-            if kind := look(cause):
-                return trouble(kind, where)
     for cause in _causes(error):
+        if kind := _of_connection(cause):
+            return trouble(kind, where)
+    # The nearest cause counts: a full disk may be met while a missing file is dealt with.
+    for cause in _causes(error):
+        if kind := _of_kind(cause):
+            return trouble(kind, where)
         if isinstance(cause, OSError) and cause.errno in _DISK:
             return refusal(cause, where)
     return said(Answer(message=f"{type(error).__name__}: {error}"), where, secrets)

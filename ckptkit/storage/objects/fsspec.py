@@ -66,8 +66,9 @@ class FsspecClient:
         if len(data) < begun:
             return data
         size = checked_size(below(self._top, key), self.head(key).size, most)
-        with self._answers(key):
-            data += self._range(key, begun, size)
+        if size > begun:  # of an empty range some servers send all
+            with self._answers(key):
+                data += self._range(key, begun, size)
         if len(data) != size:
             raise Transient(f"{len(data)} of {size} bytes came")
         return data
@@ -255,6 +256,15 @@ class S3fsClient(FsspecClient):
         found = self._call("head_object", key)
         return Stat(found["ContentLength"], found.get("ETag"))
 
+    def put(self, key: str, data: memoryview, *, create: bool) -> str | None:
+        """One request, however large: s3fs would make parts of it, which not every server that
+        honours the condition honours it for.
+        """
+        condition = {"IfNoneMatch": "*"} if create else {}
+        put = self._call("put_object", key, in_flight=data.nbytes, Body=bytes(data), **condition)
+        etag: str | None = put.get("ETag")
+        return etag
+
     def upload(
         self,
         key: str,
@@ -306,6 +316,28 @@ class S3fsClient(FsspecClient):
             raise
         etag: str | None = put.get("ETag")
         return etag
+
+    def list(self, folder: str) -> Entries:
+        found = [it for page in self._pages(folder) for it in page.get("Contents", ())]
+        return [Stored(it["Key"], it["Size"], it["LastModified"].timestamp()) for it in found]
+
+    def children(self, folder: str) -> Names:
+        names: list[str] = []
+        for page in self._pages(folder, Delimiter="/"):
+            names += [it["Prefix"].rstrip("/") for it in page.get("CommonPrefixes", ())]
+            names += [it["Key"] for it in page.get("Contents", ())]
+        start = len(folder) + 1 if folder else 0
+        return [name[start:] for name in names]
+
+    def _pages(self, folder: str, **asked: Any) -> Iterator[dict[str, Any]]:
+        """As many requests as there are thousands of names; each has to end in time."""
+        asked["Prefix"] = f"{folder}/" if folder else ""
+        while True:
+            page = self._call("list_objects_v2", "", **asked)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            asked["ContinuationToken"] = page["NextContinuationToken"]
 
     def delete(self, keys: Sequence[str]) -> None:
         """One request for a thousand keys."""

@@ -152,7 +152,7 @@ def all_frozen(spec: str) -> list[list[float]]:
     model = nn.Linear(2, 2)
     for parameter in model.parameters():
         nn.init.constant_(parameter, float(dist.get_rank()))
-        parameter.requires_grad_(requires_grad=False)
+    model.requires_grad_(requires_grad=False)
     as_distributed(model, spec)
     return [parameter.reshape(-1).tolist() for parameter in model.parameters()]
 
