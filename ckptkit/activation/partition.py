@@ -31,7 +31,9 @@ class Partition:
 
     def __init__(self, group: dist.ProcessGroup, ranks: Ranks | None = None) -> None:
         self._group = group
-        self._ranks = ranks or ranks_of(*meeting_of(group), DEFAULT_TIMEOUT)
+        self._ranks = ranks or ranks_of(
+            *meeting_of(group), DEFAULT_TIMEOUT, "the ranks do not go on"
+        )
         self._seen: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:

@@ -200,7 +200,8 @@ class SocketTransport:
         raise _missing(source, layer_id, str(said.get("missing")))
 
     def gather(self, value: Any) -> list[Any]:
-        ranks = ranks_of(self._world, f"{self._name}/{next(self._numbers)}", self._timeout)
+        name = f"{self._name}/{next(self._numbers)}"
+        ranks = ranks_of(self._world, name, self._timeout, "the ranks do not go on")
         with self._in_time():
             heard: list[Any] = ranks.agree(value, list)
         # All are here: nobody reads any more what was said before.

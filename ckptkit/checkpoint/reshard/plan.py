@@ -24,6 +24,7 @@ from ckptkit.checkpoint.places import (
     step_name,
     step_number,
     stores_at,
+    under,
 )
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.packs import read_record
@@ -171,7 +172,9 @@ def plan_reshard(
     names = set(store.children(data_prefix(prefix, target.save.save_id)))
     finished = [] if options.digest else [rank for rank in ranks if pack_name(rank) in names]
     cost = cost_of(target, budget.batch_bytes)
-    if not is_there:
+    # With a digest to come nobody knows yet which packs are these: the run looks again.
+    may_go_on = options.digest and bool(store.children(under(prefix, DATA)))
+    if not is_there and not may_go_on:
         _check_room(store, cost, [rank for rank in mine if rank not in finished])
     return ReshardPlan(
         **vars(cost),

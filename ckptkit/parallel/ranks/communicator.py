@@ -161,7 +161,8 @@ class Communicator:
 
     def scatter(self, tensors: Tensors | None = None, src: int = 0) -> torch.Tensor:
         """The tensor that rank `src` has for this one; what the others pass is ignored."""
-        return self._exchange("scatter", tensors or (), src=src, is_cut=True)[0]
+        given = (tensors or ()) if self.rank == src else ()
+        return self._exchange("scatter", given, src=src, is_cut=True)[0]
 
     def all_to_all(self, tensors: Tensors) -> list[torch.Tensor]:
         """What each rank has for this one; they have one tensor for each, of any shape."""
@@ -193,7 +194,8 @@ class Communicator:
 
     def scatter_object(self, values: Sequence[object] | None = None, src: int = 0) -> Any:
         """The value that rank `src` has for this one; what the others pass is ignored."""
-        return loaded(self._exchange("scatter_object", values or (), src=src, is_cut=True)[0])
+        given = (values or ()) if self.rank == src else ()
+        return loaded(self._exchange("scatter_object", given, src=src, is_cut=True)[0])
 
     def send_object(self, value: object, dst: int, tag: int = 0) -> None:
         """Send a value to a rank, which may have to be receiving before this returns."""

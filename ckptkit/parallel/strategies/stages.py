@@ -345,15 +345,15 @@ def _as_run(
 def run(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
     """What a model returns in evaluation mode, without a trace in buffers or in random numbers."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = kept_buffers(model)
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        buffers = kept_buffers(model)
+        model.eval()
+        try:
             return model(*inputs)
-    finally:
-        for module, is_training in modes:
-            module.training = is_training
-        put_back(buffers)
+        finally:
+            for module, is_training in modes:
+                module.training = is_training
+            put_back(buffers)
 
 
 def kept_buffers(model: nn.Module) -> KeptBuffers:
