@@ -94,13 +94,23 @@ def written_and_read(location: str, described: Sequence[Spread], strategy: str) 
     wanted = spread(described, meshes, factor=3)
     save(f"{location}/own", step=1, state={"app": wanted})
     if dist.get_rank() == 0:
-        ckptkit.reshard(f"{location}/own", f"{location}/one", to="single", expect=strategy)
+        for to in OTHERS:
+            ckptkit.reshard(
+                f"{location}/own",
+                f"{location}/{to}",
+                to=to,
+                expect=strategy,
+                replicate_unknown=True,
+            )
     dist.barrier()
-    for step in ("own", "one"):
+    for step in ("own", *OTHERS):
         state = spread(described, meshes, factor=0)
         load(f"{location}/{step}", state={"app": state})
         for name, tensor in state.items():
             assert torch.equal(tensor.to_local(), wanted[name].to_local()), (step, name)
+
+
+OTHERS = ("single", "fsdp:3", "ddp:2", "ddp:2,fsdp:2")
 
 
 @pytest.mark.parametrize("strategy", KINDS)
@@ -109,7 +119,7 @@ def test_an_axis_is_of_the_kind_that_its_name_or_its_cuts_say(
 ) -> None:
     described, ranks = KINDS[strategy], 8 if strategy.count(",") == 2 else 4
     gloo.run(ranks, written_and_read, str(tmp_path), described, strategy.strip())
-    for location in (tmp_path / "own", tmp_path / "one"):
+    for location in (tmp_path / "own", *(tmp_path / to for to in OTHERS)):
         assert not ckptkit.verify(location)
         with ckptkit.open(location) as step:
             for number, (*_, shape) in enumerate(described):
