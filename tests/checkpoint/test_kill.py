@@ -186,7 +186,7 @@ def test_death_at_any_operation_of_a_rebuild(tmp_path: Path, manifest: str, when
     else:
         path.write_bytes(b"" if manifest == "empty" else path.read_bytes()[:-1])
     runs = died(tmp_path, "rebuild", when)
-    assert len(runs) > 8
+    assert len(runs) >= 10  # the group documents are one operation
     for run in runs:
         held_by(LocalStore(run), 1, OLD)
         if files(run) != whole:

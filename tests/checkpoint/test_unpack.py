@@ -214,10 +214,7 @@ def test_a_folder_that_becomes_a_link_while_it_is_filled_leads_nowhere(
                 folder.symlink_to(outside)
 
     before = inodes(outside)
-    with (
-        ckptkit.open(store) as checkpoint,
-        pytest.raises(StorageError, match=r"a symbolic link|a folder is in the way"),
-    ):
+    with ckptkit.open(store) as checkpoint, pytest.raises(StorageError, match="a symbolic link"):
         ckptkit.unpack(checkpoint, tmp_path / "plain", progress=swap)
     assert inodes(outside) == before
 

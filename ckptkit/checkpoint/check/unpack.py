@@ -174,11 +174,12 @@ def _sync_below(root: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    if path.is_dir():
-        sync_folder(path)
-        return
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    # A link that took the place of what was written is refused, as it is where files are written.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_key(view: ZarrView, root: Path, key: str) -> int:
