@@ -308,6 +308,21 @@ def test_steps_are_deleted_by_number() -> None:
     assert run.steps() == [3]
 
 
+@pytest.mark.parametrize("left", ["", "data", "data/20260101T000000Z-0123456789ab"])
+def test_the_empty_folders_of_a_deletion_that_was_killed_are_deleted(
+    tmp_path: Path, left: str
+) -> None:
+    with Writer(tmp_path / "step-0000000002", step=2) as writer:
+        writer.add("w", np.zeros(3))
+    (tmp_path / "step-0000000001" / left).mkdir(parents=True)
+    run = Run(tmp_path)
+    assert [info.step for info in run.listing()] == [1, 2]
+    run.delete([1])
+    assert [info.step for info in run.listing()] == [2]
+    with pytest.raises(NotFoundError):
+        run.delete([1])
+
+
 KILLED_AS_IT_CLAIMS = """
 import os, signal, sys
 from ckptkit.checkpoint.ranks import OneRank

@@ -147,17 +147,25 @@ class Run:
         """Delete steps, committed or not: the manifest first, so that no crash leaves half a
         step that looks whole. Of a step whose folder is a symbolic link only that goes.
         """
+        folders = step_folders(self._store)
         for step in steps:
             prefix = step_name(step)
             if prefix in self._store.links():
                 self._store.delete([prefix])
                 continue
             entries, keys = keys_of(self._store, prefix)
-            if not entries and len(keys) == 1:
-                keys = []
+            is_there = bool(entries) or len(keys) > 1
+            if self._store.abilities.has_folders and prefix in folders.values():
+                # A deletion that was killed leaves empty folders. They go with a name in them.
+                data, is_there = under(prefix, DATA), True
+                inner = [] if DATA in self._store.links(prefix) else self._store.children(data)
+                keys += [
+                    f"{folder}/{_NOTHING}" for folder in (*(under(data, i) for i in inner), data)
+                ]
             if not self._store.abilities.claims_names:
-                keys += [entry.key for entry in self._store.leftovers(prefix)]
-            if not keys:
+                left = [entry.key for entry in self._store.leftovers(prefix)]
+                keys, is_there = keys + left, is_there or bool(left)
+            if not is_there:
                 raise NotFoundError(
                     "no such step",
                     where=described(self._store, prefix),

@@ -213,13 +213,11 @@ class ElasticTraining:
             self._save(self._checkpointer)
             self._checkpointer.wait()
         if self._replicas is not None:
-            # Free the memory of what killed ranks left, and of all steps but one.
-            if self._world.rank == 0:
-                run = self._replicas.run
-                run.delete(info.step for info in run.listing() if info.step != replica)
-                if replica >= 0:
-                    run.prune(keep_last=1, grace=0)
-            self._ranks().wait()
+            ranks = self._ranks()
+            with leaving(ranks):
+                if self._world.rank == 0:
+                    free_memory(self._replicas.run, replica)
+                ranks.wait()
 
     def _newest_replica(self) -> int:
         """The step in memory that is newer than all checkpoints, or -1: rank 0's view."""
@@ -313,6 +311,16 @@ def replicas_in(
         overwrite=True,
         timeout=timeout,
     )
+
+
+def free_memory(run: Run, kept: int) -> None:
+    """Delete what killed ranks left in memory, and all steps but one."""
+    try:
+        run.delete(info.step for info in run.listing() if info.step != kept)
+        if kept >= 0:
+            run.prune(keep_last=1, grace=0)
+    except CkptkitError as error:  # no reason for a training to end
+        log.warning("memory that replicas take was not freed: %s", error)
 
 
 def newest_of(run: Run, job: str = "") -> tuple[int, str]:

@@ -110,7 +110,7 @@ class Watched:
         self.wait_until(process, begun)
 
     def logs(self) -> str:
-        return "\n".join(path.read_text()[-3000:] for path in self.folder.glob("*.log"))
+        return "\n".join(path.read_text()[-20000:] for path in self.folder.glob("*.log"))
 
     def history(self) -> dict[int, list[dict[str, Any]]]:
         """By step, what each rank did when it was done for the last time."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit import Run
-from ckptkit.errors import FormatError, UsageError
+from ckptkit.errors import AccessError, FormatError, UsageError
 from ckptkit.live import Checkpointer
 from ckptkit.live.state.ranks import current_world
 from ckptkit.parallel import ElasticTraining, GlobalSampler
@@ -161,6 +161,28 @@ def test_what_another_run_left_in_memory_is_not_taken_for_a_step_of_this_one(
     again = alone(tmp_path)
     assert again.training.step == 0
     assert Run(tmp_path / "memory").steps() == []
+
+
+def test_a_step_in_memory_that_was_half_deleted_does_not_end_the_training(tmp_path: Path) -> None:
+    job = alone(tmp_path)
+    job.train(8)
+    job.settle()
+    (tmp_path / "memory" / "step-0000000006" / "data").mkdir(parents=True)
+    again = alone(tmp_path)
+    assert again.training.step == 8
+    assert [info.step for info in Run(tmp_path / "memory").listing()] == [8]
+
+
+def test_memory_that_cannot_be_freed_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone(tmp_path).train(8)
+
+    def refused(run: Run, steps: object) -> None:
+        raise AccessError("not allowed", where=run.location)
+
+    monkeypatch.setattr(Run, "delete", refused)
+    assert alone(tmp_path).training.step >= 5
 
 
 def test_damage_in_memory_leads_back_to_the_checkpoint(tmp_path: Path) -> None:
