@@ -1,5 +1,5 @@
-"""What a communicator sends: calls that ranks compare, tensors as bytes and numbers, values as bytes;
-and what carries them.
+"""What a communicator sends: calls that ranks compare, and tensors and values as bytes; and what
+carries them.
 """
 
 from __future__ import annotations
