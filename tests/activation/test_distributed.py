@@ -97,7 +97,7 @@ def test_one_process_needs_no_group() -> None:
         assert torch.equal(store.retrieve_or_fetch("a", 0), torch.ones(2))
         assert store.synchronize() == {}
         assert store.memory_stats().total == 8
-        assert store.local_memory_stats().count == 1
+        assert store.local.memory_stats().count == 1
     assert store.keys() == []
 
 
