@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from isal import isal_zlib
 
+from ckptkit.checkpoint.locate import crc_of
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.reader import BAND_BYTES, default_threads
@@ -375,11 +375,7 @@ def check_chunk(checkpoint: Checkpoint, row: int) -> None:
     pack, start, length = (
         int(column[row]) for column in (manifest.pack, manifest.offset, manifest.length)
     )
-    found = 0
-    with packs.use(pack) as source, default_pool().take(BAND_BYTES) as memory:
-        for begin in range(0, length, BAND_BYTES):
-            with memory[: min(BAND_BYTES, length - begin)] as data:
-                source.read_into(start + begin, data)
-                found = int(isal_zlib.crc32(data, found))
+    with packs.use(pack) as source:
+        found = crc_of(source, start, length)
     if found != manifest.crc32[row]:
         raise packs.corrupt(manifest.chunk_key(row), found, int(manifest.crc32[row]), pack, start)
