@@ -138,11 +138,6 @@ class Pieces(Sequence[Piece]):
         return first, last + 1
 
 
-def pieces_of(grid: Grid, box: Box) -> Pieces:
-    """The pieces of the chunks of a grid that fill a box."""
-    return Pieces(grid, box)
-
-
 def pieces_within(grid: Grid, box: Box, itemsize: int, limit: int) -> Iterator[Box]:
     """A box as some, in C order, whose bytes lie within `limit` of each other in any one chunk; an
     element at least.

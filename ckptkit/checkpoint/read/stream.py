@@ -20,7 +20,7 @@ from ckptkit.checkpoint.workers import Progress, cores, share_out
 from ckptkit.errors import UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType, Grid
-from ckptkit.plan.read import pieces_of, pieces_within
+from ckptkit.plan.read import Pieces, pieces_within
 from ckptkit.storage import BufferPool, Store, default_pool
 
 STREAM_MEMORY = 256 << 20
@@ -352,7 +352,7 @@ def _stored(
         if largest * itemsize <= chunk_bytes and touched * itemsize <= worth_it:
             checkpoint.read_many([(info.name, box, out)], pace=pace)
             return
-        chunks = pieces_of(grid, box).chunks()
+        chunks = Pieces(grid, box).chunks()
         with lock:
             if checked is None:
                 checked = np.zeros(grid.chunk_count, np.bool_)
