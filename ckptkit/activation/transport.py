@@ -53,13 +53,8 @@ class Transport(Protocol):
     ranks. What goes wrong with another rank is a `PeerError` within the time-out, never a hang.
     """
 
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-
-    @property
-    def world_size(self) -> int:
-        """How many there are."""
+    rank: int
+    world_size: int
 
     def serve(self, answer: Answer) -> None:
         """Begin to answer the others."""
