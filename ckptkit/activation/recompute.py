@@ -330,10 +330,11 @@ class _ForwardState:
         finally:
             _put_modes(modes)
             put_buffers(buffers)
-        # What stood in its place was to take the changes: who has changed the buffer all the same
-        # knows it otherwise.
-        if any(version_of(each) != version for each, version in versions):
-            raise _known_otherwise()
+            # What stood in its place was to take the changes: who has changed the buffer all the
+            # same knows it otherwise. Looked at here and not below, as torch ends a recomputation
+            # that has given all it needs by an exception.
+            if any(version_of(each) != version for each, version in versions):
+                raise _known_otherwise()
 
 
 def _known_otherwise() -> UsageError:

@@ -102,10 +102,12 @@ class ActivationStore:
         with self._lock:
             kept = self._kept.get(layer)
             if kept is None:
+                names = sorted(map(str, self._kept))
+                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 raise NotFoundError(
                     "no activation of this layer is kept",
                     value=layer,
-                    hint=f"there are {sorted(map(str, self._kept))[:8]}",
+                    hint=f"it keeps {', '.join(names[:_SHOWN]) or 'nothing'}{more}",
                 )
             if isinstance(kept.held, torch.Tensor):
                 if kept.ready is not None:
@@ -433,14 +435,9 @@ class DistributedActivationStore:
         self.local.wait_for(layer, wait, until=lambda: self._is_closed)
         try:
             return self.local.retrieve(layer)
-        except NotFoundError:
-            names = sorted(map(str, self.local.keys()))
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            raise NotFoundError(
-                f"rank {self.rank} keeps no activation of this layer",
-                value=layer,
-                hint=f"it keeps {', '.join(names[:_SHOWN]) or 'nothing'}{more}",
-            ) from None
+        except NotFoundError as error:
+            error.what = f"rank {self.rank} keeps no activation of this layer"
+            raise
 
     def _together(self, call: str, value: Any) -> list[Any]:
         """What all ranks say, each of which has to be in the same call."""

@@ -190,7 +190,7 @@ class AsynchronousSGD:
 
     def _connect(self, name: str) -> dict[int, Access]:
         """Reach all servers; a rank that is no worker asks them too, when all meet."""
-        rank, store = self._world.rank, self._world.store
+        rank, store = self._world.rank, self._world.rendezvous
         used = [server for server in self._servers if self._shares[server]]
         if store is None:
             return dict.fromkeys(used, InProcess(self._shard, self._clocks, rank))
