@@ -238,14 +238,18 @@ class OverSocket:
     """The same of a server in another process."""
 
     def __init__(
-        self, server: int, address: str, worker: int, like: Sequence[torch.Tensor], timeout: float
+        self,
+        server: int,
+        address: tuple[str, int, bytes],
+        worker: int,
+        like: Sequence[torch.Tensor],
+        timeout: float,
     ) -> None:
         self._server, self._worker, self._timeout = server, worker, timeout
         self._like = list(like)
-        host, port, token = address.split("|")
         self._largest = _STATES * sum(t.nbytes for t in self._like) + _SLACK_OF_ANSWERS
         with self._talking():
-            self._pipe = connect(host, int(port), bytes.fromhex(token), timeout)
+            self._pipe = connect(*address, timeout)
         # An answer may wait for other workers as long as they may take, and then says so.
         self._pipe.settimeout(2 * timeout)
         self._send(Kind.HELLO)
