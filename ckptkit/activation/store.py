@@ -75,11 +75,6 @@ class ActivationStore:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
 
-    @property
-    def has_budget(self) -> bool:
-        """Whether it drops what it has no room for."""
-        return self._budget is not None
-
     def register(self, layer_id: LayerId, tensor: torch.Tensor) -> None:
         """Keep the activation of a layer, in the place of one that it may have had."""
         layer = plain_layer(layer_id)
