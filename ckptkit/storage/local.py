@@ -21,6 +21,7 @@ from ckptkit.storage.disk import (
     sync_file,
     sync_folder,
     sync_nearest,
+    where_folders_vanish,
 )
 from ckptkit.storage.location import (
     Location,
@@ -47,7 +48,6 @@ from ckptkit.storage.store import (
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_TRIES = 16
 
 
 class LocalStore:
@@ -127,13 +127,8 @@ class LocalStore:
         path = self._path(key)
         view = as_bytes(str(path), data)
         with refusals(str(path)):
-            for _ in range(_TRIES - 1):
-                # A store that empties the folder removes it, with the temporary name in it.
-                with suppress(FileNotFoundError):
-                    self._put(path, view, exclusive=exclusive)
-                    break
-            else:
-                self._put(path, view, exclusive=exclusive)
+            # A deletion that empties the folder removes it, with our temporary name in it.
+            where_folders_vanish(lambda: self._put(path, view, exclusive=exclusive))
             sync_folder(path.parent)
 
     def _put(self, path: Path, data: memoryview, *, exclusive: bool) -> None:

@@ -22,12 +22,12 @@ from ckptkit.storage.disk import (
     remove_empty,
     sync_above,
     sync_folder,
+    where_folders_vanish,
 )
 from ckptkit.storage.location import new_temporary
 from ckptkit.storage.store import as_bytes
 
 _BOUNCE = 4 << 20
-_TRIES = 16
 
 
 class Parts:
@@ -205,11 +205,7 @@ class LocalSink:
     def _open(self) -> DirectFile:
         try:
             with refusals(self._where):
-                for _ in range(_TRIES - 1):
-                    # Another writer that gives up removes the folder while it is empty.
-                    with suppress(FileNotFoundError):
-                        return self._created()
-                return self._created()
+                return where_folders_vanish(self._created)
         except BaseException:
             self._remove_folders()
             raise

@@ -326,7 +326,7 @@ def test_a_creator_that_was_overwritten_on_such_a_server_hears_of_it(
 ) -> None:
     store = open_store(bucket.url, {**bucket.options, "engine": engine})
     other = open_store(bucket.url, bucket.options)
-    monkeypatch.setattr("ckptkit.storage.objects.server.ObjectServer._listens", _no)
+    monkeypatch.setattr("ckptkit.storage.objects.server.ObjectServer._refuses_to_replace", _no)
 
     def settle(_: float) -> None:
         other.put("a", b"theirs")

@@ -157,12 +157,6 @@ def trouble(kind: str, where: str) -> CkptkitError | Transient:
     return error(what, where=where, hint=hint)
 
 
-def taken(where: str) -> AlreadyExistsError:
-    """There is an object of this name."""
-    _, what, hint = _KINDS["taken"]
-    return AlreadyExistsError(what, where=where, hint=hint)
-
-
 def said(answer: Answer, where: str, secrets: Iterable[str] = ()) -> CkptkitError | Transient:
     """What to raise for an answer that is no success."""
     code = answer.code or _STATUS.get(answer.status, "")
