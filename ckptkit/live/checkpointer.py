@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import zip_longest
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,7 +27,7 @@ from ckptkit.live.save import Arena, PreparedSave, SaveOptions, prepare
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import StoreRanks, current_world, next_name, ranks_of
 from ckptkit.live.tiers import Background, Tiers
-from ckptkit.live.wrappers.training import TrainingState
+from ckptkit.live.wrappers.training import TrainingObjects, TrainingState
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.storage import Options
 
@@ -87,6 +87,14 @@ class Checkpointer:
         if when_busy not in ("wait", "skip"):
             raise UsageError('when_busy is "wait" or "skip"', value=when_busy)
         self._world = current_world()
+        self._name = next_name(self._world, "run")
+        cuts = HandCuts()
+        if rules is not None:
+            # Here rather than in the first save: that a rank lacks the file is a reason for all.
+            ranks = ranks_of(self._world, f"{self._name}/rules", timeout, "rules were not read")
+            with leaving(ranks):
+                cuts = HandCuts.of(rules)
+                ranks.wait()
         self._store = store_at(location, storage_options)
         self._run = Run(self._store)
         self._tiers = Tiers(
@@ -106,10 +114,9 @@ class Checkpointer:
             timeout=timeout,
             progress=progress,
             mesh=mesh,
-            rules=HandCuts.of(rules),
+            rules=cuts,
             copies_first=asynchronous,
         )
-        self._name = next_name(self._world, "run")
         self._calls = 0
         self._arena = Arena()
         self._background = Background()
@@ -145,15 +152,13 @@ class Checkpointer:
         self,
         step: int,
         *,
-        model: object = None,
-        optimizer: object = None,
-        scheduler: object = None,
-        dataloader: object = None,
-        scaler: object = None,
-        state: Mapping[str, object] | None = None,
         extra: Mapping[str, object] | None = None,
+        **objects: Unpack[TrainingObjects],
     ) -> str | None:
-        """Save a step; returns its location, or None where it was skipped (see `when_busy`)."""
+        """Save a step; returns its location, or None where it was skipped (see `when_busy`).
+
+        `objects` are `model=`, `optimizer=`, `scheduler=`, `dataloader=`, `scaler=` and `state=`.
+        """
         self._check_open()
         quiet = nullcontext() if self._preemption is None else self._preemption.held_off()
         with quiet, ExitStack() as after:
@@ -162,7 +167,7 @@ class Checkpointer:
             # Whatever becomes of the save: all ranks go through the same rounds of copying.
             after.callback(self._tiers.turn(self._copying(), step))
             with leaving(ranks):
-                objects = TrainingState.of(model, optimizer, scheduler, dataloader, scaler, state)
+                training = TrainingState.of(**objects)
                 failed = self._tiers.meet(ranks)
                 may_skip = self._asynchronous and self._skips
                 # Whether rank 0 is still writing: one answer for all.
@@ -171,7 +176,7 @@ class Checkpointer:
                 self._background.wait()
                 target, world = self._tiers.target, self._world
                 save = prepare(
-                    target, step, ranks, world, objects, extra, self._options, self._arena
+                    target, step, ranks, world, training, extra, self._options, self._arena
                 )
             # All ranks have begun this save, so none can look at what the last but one left in the
             # store any more.
@@ -189,15 +194,9 @@ class Checkpointer:
             self._tiers.raise_failed(failed)
             return f"{self._tiers.target.location}/{step_name(step)}"
 
-    def restore(  # noqa: PLR0913 — everything that a step may hold, and how much may differ
+    def restore(
         self,
         *,
-        model: object = None,
-        optimizer: object = None,
-        scheduler: object = None,
-        dataloader: object = None,
-        scaler: object = None,
-        state: Mapping[str, object] | None = None,
         step: int | None = None,
         skip: Iterable[str] = (),
         partial: bool = False,
@@ -205,13 +204,16 @@ class Checkpointer:
         verify: bool = True,
         fallback: bool = False,
         read_once: bool = False,
+        **objects: Unpack[TrainingObjects],
     ) -> Restored | None:
-        """Load the newest committed step, or the one asked for, into the objects; None when there
-        is none. With `fallback`, a step that turns out to be damaged is reported in the log, and
-        the one before it is loaded; the same save in the other place, where there is one, is tried
-        first, and without `fallback` too. With `read_once`, what several ranks need alike is read
-        by one of them, and reaches the others through the job's own network. `skip` names groups
-        that are left as they are: `skip=["dataloader"]`.
+        """Load the newest committed step, or the one asked for, into the objects that `save` took;
+        None when there is none.
+
+        With `fallback`, a step that turns out to be damaged is reported in the log, and the one
+        before it is loaded; the same save in the other place, where there is one, is tried first,
+        and without `fallback` too. With `read_once`, what several ranks need alike is read by one
+        of them, and reaches the others through the job's own network. `skip` names groups that are
+        left as they are: `skip=["dataloader"]`.
         """
         self._check_open()
         options = LoadOptions(
@@ -230,9 +232,7 @@ class Checkpointer:
             after.callback(self._tiers.turn(self._copying(), None))
             with leaving(ranks):
                 self._background.wait()
-                objects = TrainingState.of(
-                    model, optimizer, scheduler, dataloader, scaler, state, skip
-                )
+                training = TrainingState.of(skip, **objects)
                 self._tiers.meet(ranks)
                 candidates = self._candidates(ranks, step, fallback=fallback)
                 # What a rank passes may be wrong: nobody goes on alone.
@@ -240,7 +240,7 @@ class Checkpointer:
             for (number, place), then in zip_longest(candidates, candidates[1:]):
                 store, ranks = self._tiers.at(place), self._meeting("load", NOT_LOADED)
                 try:
-                    return load_into(objects, store, number, self._world, ranks, options)
+                    return load_into(training, store, number, self._world, ranks, options)
                 except Exception as error:
                     if then is None or not self._is_damage(error):
                         raise
@@ -378,16 +378,10 @@ class Checkpointer:
             )
 
 
-def save(  # noqa: PLR0913 — everything that a step may hold
+def save(  # noqa: PLR0913 — one keyword for each decision, all with defaults
     location: Place,
     *,
     step: int,
-    model: object = None,
-    optimizer: object = None,
-    scheduler: object = None,
-    dataloader: object = None,
-    scaler: object = None,
-    state: Mapping[str, object] | None = None,
     extra: Mapping[str, object] | None = None,
     mesh: DeviceMesh | None = None,
     rules: RulesLike | None = None,
@@ -396,8 +390,11 @@ def save(  # noqa: PLR0913 — everything that a step may hold
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     timeout: float = DEFAULT_TIMEOUT,
     storage_options: Options | None = None,
+    **objects: Unpack[TrainingObjects],
 ) -> str:
     """Save a step of the run at `location`, and return the step's own; every rank calls it alike.
+
+    `objects` are `model=`, `optimizer=`, `scheduler=`, `dataloader=`, `scaler=` and `state=`.
 
     `storage_options` say how to reach an object store (see `ckptkit.open`).
     """
@@ -411,15 +408,6 @@ def save(  # noqa: PLR0913 — everything that a step may hold
         timeout=timeout,
         storage_options=storage_options,
     ) as checkpointer:
-        saved = checkpointer.save(
-            step,
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            dataloader=dataloader,
-            scaler=scaler,
-            state=state,
-            extra=extra,
-        )
+        saved = checkpointer.save(step, extra=extra, **objects)
     assert saved is not None  # noqa: S101 — only asynchronous saves are skipped
     return saved

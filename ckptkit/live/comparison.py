@@ -19,11 +19,11 @@ from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.live.resume import (
     Resumed,
-    Twins,
     differing,
     resume,
     saved_documents,
     trained_by,
+    twins_of,
     untied,
 )
 from ckptkit.live.snapshot import Snapshot
@@ -103,7 +103,7 @@ class Match:
     """What of a step goes into the objects of this rank."""
 
     report: Report
-    state: TrainingState
+    training: TrainingState
     """The objects, without optimizers of kinds that the step knows nothing of."""
     objects: Mapping[str, ObjectInfo]
     """The objects of the step as they are for this rank."""
@@ -125,7 +125,7 @@ class Position:
 
 def compare(
     checkpoint: Checkpoint,
-    state: TrainingState,
+    training: TrainingState,
     snapshot: Snapshot,
     ranks: Ranks,
     options: LoadOptions,
@@ -138,7 +138,7 @@ def compare(
     names = parameter_names(snapshot.entries)
     documents = [
         {"kind": each.kind, "groups": each.options(names), "values": {}}
-        for each in state.optimizers
+        for each in training.optimizers
     ]
     known = [held.name for held in snapshot.tensors] + [tied.name for tied in snapshot.tied]
     known += [join(MODEL, name) for name in snapshot.values]
@@ -150,29 +150,30 @@ def compare(
     objects = {item.name: item for item in checkpoint.manifest.objects}
     objects = with_own(objects, snapshot.open_trees, rank, size)
     check_wrappers(snapshot, objects)
-    twins = Twins(checkpoint, snapshot.tied)
+    twins = twins_of(checkpoint, snapshot.tied)
     # For a step that was resharded since, nobody knows who read which share of the data.
     saved_by = None if "resharded" in checkpoint.details else checkpoint.strategy
     data = DataRanks(rank, size, snapshot.spread, saved_by)
     values = _extra_state(objects)
-    groups = [*state.stateful, *([OPTIMIZER] if state.optimizers else [])]
+    groups = [*training.stateful, *([OPTIMIZER] if training.optimizers else [])]
     report.missing += [group for group in groups if group not in objects]
     report.missing += [join(MODEL, name) for name in snapshot.values if name not in values]
     positions: dict[str, Position] = {}
-    for group, target in state.stateful.items():
+    for group, target in training.stateful.items():
         if group in objects:
             _compare_object(objects[group], target, data, report, positions)
-    saved = saved_documents(objects) if state.optimizers else []
+    saved = saved_documents(objects) if training.optimizers else []
     unexpected: list[str] = []
-    if state.model is not None:
+    if training.model is not None:
         trained = trained_by(agreement.optimizers)
         unexpected = [name for name in map(_in_model, values) if name not in agreement.names]
         for name in checkpoint.arrays:
             if name.startswith(f"{MODEL}/") and name not in agreement.names:
                 unexpected.append(name)
-            elif state.optimizers and name.startswith(f"{OPTIMIZER}/"):
-                wanted = trained.intersection(twins.of(split(name)[1]))
-                unexpected += [] if wanted else [name]
+            elif training.optimizers and name.startswith(f"{OPTIMIZER}/"):
+                parameter = split(name)[1]
+                if trained.isdisjoint(twins.get(parameter, [parameter])):
+                    unexpected.append(name)
 
     def conclude(heard: list[Any]) -> list[Any]:
         found = _of_all([each for each, _ in heard]) | {"unexpected": unexpected}
@@ -189,9 +190,9 @@ def compare(
         )
     report = Report(**found)
     _refuse(report, checkpoint, options)
-    if state.optimizers and OPTIMIZER in objects:
+    if training.optimizers and OPTIMIZER in objects:
         theirs = [document["kind"] for document in saved]
-        ours = [each.kind for each in state.optimizers]
+        ours = [each.kind for each in training.optimizers]
         if theirs != ours and not options.partial:
             raise StateMismatchError(
                 f"the step was saved with the optimizers {', '.join(theirs)}, "
@@ -200,9 +201,11 @@ def compare(
                 hint="pass the same optimizers, or partial=True to leave others as they are",
             )
         report.skipped += [f"optimizer: no {k} has saved" for k in ours if k not in theirs]
-        state = replace(state, optimizers=[o for o in state.optimizers if o.kind in theirs])
+        training = replace(
+            training, optimizers=[o for o in training.optimizers if o.kind in theirs]
+        )
     optimizers = resume(checkpoint, saved, fitting, twins)
-    return Match(report, state, objects, values, optimizers, positions, data)
+    return Match(report, training, objects, values, optimizers, positions, data)
 
 
 def array_for(held: LiveTensor, checkpoint: Checkpoint, snapshot: Snapshot, report: Report) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial as bound
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,7 +48,7 @@ from ckptkit.live.state.ranks import (
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state.trees import arrays_in, put_tensors, replace_leaves, unmarked
 from ckptkit.live.wrappers.entries import StateMismatchError, parameter_names
-from ckptkit.live.wrappers.training import TrainingState
+from ckptkit.live.wrappers.training import TrainingObjects, TrainingState
 from ckptkit.model import PerDataRank, PerRank, Replicated
 from ckptkit.storage import Options, Store
 
@@ -66,15 +66,9 @@ class Restored:
     report: Report
 
 
-def load(  # noqa: PLR0913 — everything that a step may hold, and how much may differ
+def load(  # noqa: PLR0913 — how much may differ, and how to read
     location: Place,
     *,
-    model: object = None,
-    optimizer: object = None,
-    scheduler: object = None,
-    dataloader: object = None,
-    scaler: object = None,
-    state: Mapping[str, object] | None = None,
     mesh: DeviceMesh | None = None,
     rules: RulesLike | None = None,
     skip: Iterable[str] = (),
@@ -84,10 +78,12 @@ def load(  # noqa: PLR0913 — everything that a step may hold, and how much may
     read_once: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
     storage_options: Options | None = None,
+    **objects: Unpack[TrainingObjects],
 ) -> Restored:
     """Load a step, or the newest committed step of a run, into live objects; every rank calls it
     alike, and rank 0 reads the manifest for all.
 
+    `objects` are `model=`, `optimizer=`, `scheduler=`, `dataloader=`, `scaler=` and `state=`.
     `skip` names groups that are left as they are (`skip=["dataloader"]`; * and ? mean several).
     With `read_once`, what several ranks need alike is read by one of them, and reaches the others
     through the job's own network.
@@ -95,7 +91,7 @@ def load(  # noqa: PLR0913 — everything that a step may hold, and how much may
     world = current_world()
     ranks = ranks_of(world, next_name(world, "load"), timeout, NOT_LOADED)
     with leaving(ranks):
-        objects = TrainingState.of(model, optimizer, scheduler, dataloader, scaler, state, skip)
+        training = TrainingState.of(skip, **objects)
         store = store_at(location, storage_options)
         options = LoadOptions(
             partial=partial,
@@ -105,11 +101,11 @@ def load(  # noqa: PLR0913 — everything that a step may hold, and how much may
             mesh=mesh,
             rules=HandCuts.of(rules),
         )
-    return load_into(objects, store, None, world, ranks, options)
+    return load_into(training, store, None, world, ranks, options)
 
 
 def load_into(
-    state: TrainingState,
+    training: TrainingState,
     store: Store,
     step: int | None,
     world: World,
@@ -123,15 +119,15 @@ def load_into(
     look = bound(take_snapshot, world, mesh=options.mesh, rules=options.rules, ranks=ranks)
     with leaving(ranks), _open(store, step, ranks) as checkpoint:
         # What optimizers are to keep is known from the step only.
-        before = look(replace(state, optimizers=()))
-        match = compare(checkpoint, state, before, ranks, options)
+        before = look(replace(training, optimizers=()))
+        match = compare(checkpoint, training, before, ranks, options)
         # Nothing has changed on any rank when one has found that the step does not fit.
         ranks.wait()
-        state = match.state
-        names = parameter_names(state.model.entries()) if state.model else {}
-        for optimizer in state.optimizers:
+        training = match.training
+        names = parameter_names(training.model.entries()) if training.model else {}
+        for optimizer in training.optimizers:
             optimizer.prepare(names, match.optimizers.of_kind(optimizer.kind))
-        snapshot = look(state)
+        snapshot = look(training)
         check_wrappers(snapshot, match.objects)
         fillings, fresh = _to_fill(checkpoint, snapshot, match)
         threads = options.threads
@@ -150,7 +146,7 @@ def load_into(
         fill(snapshot.topology, rest, read)
         # Some wrappers take over in a collective, which one that failed would not come to.
         ranks.wait()
-        hand_over(state, snapshot, match.values, match.optimizers.documents)
+        hand_over(training, snapshot, match.values, match.optimizers.documents)
         _give_back(match, snapshot.trees | fresh, world.rank)
         ranks.wait()
     if world.rank == 0:
@@ -209,7 +205,7 @@ def _to_fill(
                 )
             found.append((held, array))
     fresh: dict[str, torch.Tensor] = {}
-    groups = [group for group in match.state.stateful if group in match.objects]
+    groups = [group for group in match.training.stateful if group in match.objects]
     for group in groups:
         for name in arrays_in(match.objects[group].value, group):
             if name in snapshot.trees:
@@ -228,7 +224,7 @@ def _to_fill(
 
 def _give_back(match: Match, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
     """Let the objects besides the model and its optimizers take over what was loaded for them."""
-    for group, target in match.state.stateful.items():
+    for group, target in match.training.stateful.items():
         item = match.objects.get(group)
         if item is None or any(x.startswith(f"{group}:") for x in match.report.skipped):
             continue

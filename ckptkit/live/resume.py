@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ from ckptkit.live.wrappers.entries import Saved, SavedState, parameter_names
 from ckptkit.live.wrappers.training import TrainingState
 
 _COMPARE_MEMORY = 64 << 20
+
+Twins: TypeAlias = Mapping[str, Sequence[str]]
+"""By each name of a tied parameter all of its names, that one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def resume(
     arrays: dict[str, str] = {}
     for held in fitting:
         _, name = split(held.name) if held.role == "param" else ("", "")
-        there = next((each for each in twins.of(name) if each in trained), "")
+        there = next((each for each in twins.get(name, [name]) if each in trained), "")
         if not there:
             continue
         ours.setdefault(there, []).append(name)
@@ -173,21 +176,16 @@ def _made_of(checkpoint: Checkpoint) -> dict[str, dict[str, Saved]]:
     return found
 
 
-class Twins:
-    """Tied parameters: the names that each has, in the step or here."""
-
-    def __init__(self, checkpoint: Checkpoint, tied: Iterable[Tied]) -> None:
-        pairs = [(alias.name, alias.alias_of) for alias in checkpoint.manifest.aliases]
-        pairs += [(each.name, each.of) for each in tied]
-        self._sets: dict[str, set[str]] = {}
-        for pair in pairs:
-            names = [name.removeprefix("model/") for name in pair if name.startswith("model/")]
-            joint = set(names).union(*(self._sets.get(name, ()) for name in names))
-            self._sets |= dict.fromkeys(joint, joint)
-
-    def of(self, parameter: str) -> list[str]:
-        """All names of a parameter, its own first."""
-        return [parameter, *sorted(self._sets.get(parameter, set()) - {parameter})]
+def twins_of(checkpoint: Checkpoint, tied: Iterable[Tied]) -> Twins:
+    """The parameters that are tied, in the step or here."""
+    pairs = [(alias.name, alias.alias_of) for alias in checkpoint.manifest.aliases]
+    pairs += [(each.name, each.of) for each in tied]
+    together: dict[str, set[str]] = {}
+    for pair in pairs:
+        names = [name.removeprefix("model/") for name in pair if name.startswith("model/")]
+        joint = set(names).union(*(together.get(name, ()) for name in names))
+        together |= dict.fromkeys(joint, joint)
+    return {name: [name, *sorted(joint - {name})] for name, joint in together.items()}
 
 
 def untied(checkpoint: Checkpoint, tied: Iterable[Tied], documents: Documents) -> list[list[str]]:
@@ -247,16 +245,16 @@ def differing(
 
 
 def hand_over(
-    state: TrainingState, snapshot: Snapshot, values: Mapping[str, Any], documents: Documents
+    training: TrainingState, snapshot: Snapshot, values: Mapping[str, Any], documents: Documents
 ) -> None:
     """Once tensors are filled, give the model the values that are no tensors, by name, and
     optimizers what their documents say.
     """
-    if state.model is None:
+    if training.model is None:
         return
-    state.model.absorb([replace(e, value=values.get(e.name, e.value)) for e in snapshot.entries])
+    training.model.absorb([replace(e, value=values.get(e.name, e.value)) for e in snapshot.entries])
     names = parameter_names(snapshot.entries)
-    for optimizer, states in zip(state.optimizers, snapshot.states, strict=True):
+    for optimizer, states in zip(training.optimizers, snapshot.states, strict=True):
         mine = [document for document in documents if document["kind"] == optimizer.kind]
         kept = {name: v for document in mine for name, v in document["values"].items()}
         groups = [group for document in mine for group in document["groups"]]

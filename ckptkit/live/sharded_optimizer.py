@@ -58,9 +58,9 @@ class ShardedOptimizerState:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         given = _given(model)
-        sources = TrainingState.of(model if given is None else given, optimizer)
-        assert sources.model is not None  # noqa: S101 — just passed
-        self._adapter = sources.optimizers[0]
+        training = TrainingState.of(model=model if given is None else given, optimizer=optimizer)
+        assert training.model is not None  # noqa: S101 — just passed
+        self._adapter = training.optimizers[0]
         self.kind = self._adapter.kind
         """The class of the optimizer, of the one inside where it is wrapped."""
         is_wrapped = isinstance(self._adapter, Zero1Optimizer)
@@ -69,22 +69,22 @@ class ShardedOptimizerState:
         world = current_world() if group is None else _world_of(group)
         self.rank = world.rank
         """The number of this rank."""
-        self._topology = topology_of(world, sources, mesh)
+        self._topology = topology_of(world, training, mesh)
         self.strategy = self._topology.strategy
         """How the job spreads it: the kind of each axis, and its size."""
         axes = self.strategy.mesh.axes
         self.shards = math.prod(axis.size for axis in axes if axis.kind != "ddp")
         """Over how many ranks it is cut or shared out; replicas are not counted."""
         self._exchange = Exchange(world, self._topology, group)
-        self._rules = rules_of(sources, HandCuts.of(rules))
-        self._is_staged = sources.model.is_staged
+        self._rules = rules_of(training, HandCuts.of(rules))
+        self._is_staged = training.model.is_staged
         stepped = {p for g in optimizer.param_groups for p in g["params"]}
         self._flat: dict[str, FlatPart] = {}
         if isinstance(self._adapter, FSDP1Optimizer):
             self._flat = self._adapter.held
-            entries = _outside(sources.model.modules, self._flat)
+            entries = _outside(training.model.modules, self._flat)
         else:
-            entries = [e for e in sources.model.entries() if isinstance(e.value, nn.Parameter)]
+            entries = [e for e in training.model.entries() if isinstance(e.value, nn.Parameter)]
         self._first = parameter_names(entries)
         if given is None:
             self._adapter.names_of(self._first, list(stepped))  # refuses those of another model

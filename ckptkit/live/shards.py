@@ -154,55 +154,55 @@ class CheckpointHelper:
 
     def recognises(self, model: object, optimizer: object = None) -> bool:
         """Whether a model or its optimizer is spread in this way."""
-        return self._knows(_kinds(_sources_of(model, optimizer)))
+        return self._knows(_kinds(_training_of(model, optimizer)))
 
     def collect_local_shard(self, model: object, optimizer: object = None) -> LocalShard:
         """What this rank holds, in live memory: copy it to keep it."""
-        return LocalShard.of(take_snapshot(current_world(), self._sources(model, optimizer)))
+        return LocalShard.of(take_snapshot(current_world(), self._checked(model, optimizer)))
 
     def load_local_shard(self, model: object, shard: LocalShard, optimizer: object = None) -> None:
         """Take over a shard of the same rank of a job of the same layout; where that is another on
         some rank, all raise, and the model has not changed.
         """
-        world, sources = current_world(), self._sources(model, optimizer)
-        exchange = Exchange(world, topology_of(world, sources))
-        before = take_snapshot(world, TrainingState.of(model))
+        world, training = current_world(), self._checked(model, optimizer)
+        exchange = Exchange(world, topology_of(world, training))
+        before = take_snapshot(world, TrainingState.of(model=model))
         problem = shard.objection(ShardingMetadata.of(before), "model")
-        mine = ", ".join(each.kind for each in sources.optimizers)
+        mine = ", ".join(each.kind for each in training.optimizers)
         there = ", ".join(document["kind"] for document in shard.optimizers)
         if not problem and mine and mine != there:
             problem = f"the optimizer here is {mine}, the shard has the state of {there or 'none'}"
         exchange.agree(Spoken(problem=problem))
         names, saved = parameter_names(before.entries), shard.saved_state()
-        for each in sources.optimizers:
+        for each in training.optimizers:
             each.prepare(names, saved)
-        snapshot = take_snapshot(world, sources)
+        snapshot = take_snapshot(world, training)
         here = ShardingMetadata.of(snapshot)
-        problem = shard.objection(here, "optimizer") if sources.optimizers else ""
+        problem = shard.objection(here, "optimizer") if training.optimizers else ""
         exchange.agree(Spoken(problem=problem))
         with torch.no_grad():
             for held in snapshot.tensors:
                 held.local.copy_(shard.tensors[held.name])
-        hand_over(sources, snapshot, shard.values, shard.optimizers)
+        hand_over(training, snapshot, shard.values, shard.optimizers)
 
     def sharding_metadata(self, model: object, optimizer: object = None) -> ShardingMetadata:
         """What this rank's shard is a part of."""
-        snapshot = take_snapshot(current_world(), self._sources(model, optimizer))
+        snapshot = take_snapshot(current_world(), self._checked(model, optimizer))
         return ShardingMetadata.of(snapshot)
 
     def _knows(self, kinds: set[str]) -> bool:
         return bool(kinds & self.kinds) if self.kinds else not kinds
 
-    def _sources(self, model: object, optimizer: object) -> TrainingState:
-        sources = _sources_of(model, optimizer)
-        kinds = _kinds(sources)
+    def _checked(self, model: object, optimizer: object) -> TrainingState:
+        training = _training_of(model, optimizer)
+        kinds = _kinds(training)
         if not self._knows(kinds):
             raise UnsupportedTypeError(
                 f"the helper for {self.name} is not for this model",
                 value=", ".join(sorted(kinds)) or "nothing spreads it",
                 hint="helper_for(model, optimizer) finds the right one",
             )
-        return sources
+        return training
 
 
 # What cuts a model into modules comes before what is done to each of these.
@@ -221,9 +221,9 @@ _FOREIGN = ("colossalai", "deepspeed", "fairscale", "megatron")
 
 def helper_for(model: object, optimizer: object = None) -> CheckpointHelper:
     """The helper for the strategy of a model; only the optimizer tells ZeRO-1 from DDP."""
-    sources = _sources_of(model, optimizer)
-    _refuse_unknown(sources)
-    kinds = _kinds(sources)
+    training = _training_of(model, optimizer)
+    _refuse_unknown(training)
+    kinds = _kinds(training)
     return next(helper for helper in HELPERS.values() if helper._knows(kinds))
 
 
@@ -239,30 +239,30 @@ def save_distributed(
 
     Gives the strategy that was found; None where the checkpointer was busy and skipped the step.
     """
-    sources = _sources_of(model, optimizer)
-    _refuse_unknown(sources)
-    strategy = topology_of(current_world(), sources, checkpointer.mesh).strategy
+    training = _training_of(model, optimizer)
+    _refuse_unknown(training)
+    strategy = topology_of(current_world(), training, checkpointer.mesh).strategy
     saved = checkpointer.save(step, model=model, optimizer=optimizer, **others)
     return strategy if saved else None
 
 
-def _sources_of(model: object, optimizer: object) -> TrainingState:
+def _training_of(model: object, optimizer: object) -> TrainingState:
     if model is None:
         raise UnsupportedTypeError("not a model", value=None, hint="pass what is to be saved")
-    return TrainingState.of(model, optimizer)
+    return TrainingState.of(model=model, optimizer=optimizer)
 
 
-def _kinds(sources: TrainingState) -> set[str]:
+def _kinds(training: TrainingState) -> set[str]:
     """The kinds of axes over which a model and its optimizers are spread."""
-    found = {line.kind for each in sources.optimizers for line in each.lines()}
-    if sources.model is not None:
-        found |= {line.kind for line in sources.model.lines()}
-        found |= {"pp"} if sources.model.is_staged else set()
+    found = {line.kind for each in training.optimizers for line in each.lines()}
+    if training.model is not None:
+        found |= {line.kind for line in training.model.lines()}
+        found |= {"pp"} if training.model.is_staged else set()
     return found
 
 
-def _refuse_unknown(sources: TrainingState) -> None:
-    modules: list[nn.Module] = [] if sources.model is None else sources.model.modules
+def _refuse_unknown(training: TrainingState) -> None:
+    modules: list[nn.Module] = [] if training.model is None else training.model.modules
     for module in (inner for outer in modules for inner in outer.modules()):
         library = type(module).__module__.partition(".")[0]
         if isinstance(module, DataParallel):
@@ -297,8 +297,8 @@ class DistributedModel:
         self.mesh = known.mesh if mesh is None else mesh
         self.rules = said if said.said else known.rules
         self._world = current_world()
-        self._sources = TrainingState(known)
-        topology = topology_of(self._world, self._sources, self.mesh)
+        self._training = TrainingState(known)
+        topology = topology_of(self._world, self._training, self.mesh)
         self._exchange = Exchange(self._world, topology)
         self.strategy = topology.strategy
         """How it is spread."""
@@ -329,7 +329,7 @@ class DistributedModel:
         with torch.no_grad():
             for name, each in held.items():
                 each.local.copy_(_tensor(state, name, tied))
-        hand_over(self._sources, snapshot, {name: state[name] for name in values}, [])
+        hand_over(self._training, snapshot, {name: state[name] for name in values}, [])
 
     def load_full_state_dict(self, state: Mapping[str, Any] | None = None) -> None:
         """Take over what rank 0 has of `full_state_dict`; what others pass is ignored."""
@@ -342,13 +342,13 @@ class DistributedModel:
         if self._world.rank == 0 and state is not None:
             wholes = {name: _tensor(state, name, plan.tied) for name in plan.tensors}
         self._exchange.hand_out(plan, held, wholes)
-        hand_over(self._sources, snapshot, given, [])
+        hand_over(self._training, snapshot, given, [])
 
     def _look(self) -> tuple[Snapshot, dict[str, LiveTensor], dict[str, str], StateDict]:
         """What this rank has, by the names that the model's author gave: tensors, second names of
         such, and other values.
         """
-        snapshot = take_snapshot(self._world, self._sources, mesh=self.mesh, rules=self.rules)
+        snapshot = take_snapshot(self._world, self._training, mesh=self.mesh, rules=self.rules)
         names = {join("model", entry.name): entry.name for entry in snapshot.entries}
         held = {names[each.name]: each for each in snapshot.tensors}
         tied = {names[each.name]: names[each.of] for each in snapshot.tied}

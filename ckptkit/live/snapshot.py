@@ -122,8 +122,8 @@ def take_snapshot(
     for group, (skeleton, tensors) in nested.items():
         objects[group] = skeleton
         trees |= tensors
-        collector.add_tree(tensors, alike=isinstance(training.stateful[group], Replicated))
-    objects |= collector.alike
+        collector.add_tree(tensors, is_replicated=isinstance(training.stateful[group], Replicated))
+    objects |= collector.compared
     says_all = training.model is not None or mesh is not None or world.size == 1
     spread = topology.strategy if says_all else None
     data = DataRanks(world.rank, world.size, spread, spread)
@@ -227,9 +227,9 @@ class Collector:
         self._names: set[str] = set()
         self._locals: dict[str, tuple[int, ...]] = {}
         self._is_cut: dict[str, bool] = {}
-        self._alike_of: dict[str, frozenset[str]] = {}
-        self.alike: dict[str, object] = {}
-        """By the name of an object: what has to be the same on all ranks that have it."""
+        self._alike_along: dict[str, frozenset[str]] = {}
+        self.compared: dict[str, object] = {}
+        """By the name of an object: what the commit compares between all ranks that have it."""
         self.tensors: list[LiveTensor] = []
         self.tied: list[Tied] = []
         self.made: dict[str, tuple[LiveTensor, list[str]]] = {}
@@ -249,13 +249,13 @@ class Collector:
                 self.tied += [Tied(mine, of) for mine, of in pairs or [(name, known)]]
                 continue
             is_kept = entry.is_parameter and entry.is_kept_alike
-            self._alike_of[name] = replicas if is_kept else frozenset()
+            self._alike_along[name] = replicas if is_kept else frozenset()
             self._add(
                 name,
                 as_spread(entry.value, entry.value),
                 "param" if entry.is_parameter else "buffer",
                 said=self._said(name, entry),
-                alike=self._alike_of[name],
+                alike_along=self._alike_along[name],
                 of_first=replicas if entry.is_broadcast else frozenset(),
             )
 
@@ -265,15 +265,15 @@ class Collector:
             if torch.is_tensor(entry.value):
                 name = join("optimizer", entry.parameter, entry.key)
                 of = join("model", entry.parameter)
-                alike = self._alike_of.get(of, self._topology.replicas)
+                along = self._alike_along.get(of, self._topology.replicas)
                 said = self._said(name, entry)
-                self._add(name, entry.value, "optimizer", said=said, alike=alike, of=of)
+                self._add(name, entry.value, "optimizer", said=said, alike_along=along, of=of)
 
-    def add_tree(self, tensors: Mapping[str, torch.Tensor], *, alike: bool) -> None:
-        """The tensors of a nested dictionary, `alike` on all ranks if the caller says so."""
+    def add_tree(self, tensors: Mapping[str, torch.Tensor], *, is_replicated: bool) -> None:
+        """The tensors of a nested dictionary, which the caller may have said to be replicated."""
         axes = frozenset(axis.name for axis in self._topology.strategy.mesh.axes)
         for name, tensor in tensors.items():
-            self._add(name, tensor, "other", alike=axes if alike else frozenset())
+            self._add(name, tensor, "other", alike_along=axes if is_replicated else frozenset())
 
     def _said(self, name: str, entry: ModelEntry | StateEntry) -> SaidLayout | None:
         shared = entry.shared
@@ -285,7 +285,7 @@ class Collector:
         tensor: torch.Tensor,
         role: str,
         *,
-        alike: frozenset[str],
+        alike_along: frozenset[str],
         said: SaidLayout | None = None,
         of: str | None = None,
         of_first: frozenset[str] = frozenset(),
@@ -308,7 +308,7 @@ class Collector:
         if isinstance(tensor, DTensor):
             of_mesh, own = topology.of_dtensor(name, tensor)
             placements |= of_mesh
-            alike |= topology.mesh_axes(tensor)
+            alike_along |= topology.mesh_axes(tensor)
         shape, cuts = said or (tuple(tensor.shape), {})
         placements |= cuts
         local = local_of(tensor)
@@ -326,9 +326,9 @@ class Collector:
         is_plain = role == "optimizer" and local.ndim and not parts and not is_dtensor
         if is_plain and self._is_cut.get(of or "") and not ruled and said is None:
             # Whether it is a part or the same on all ranks cannot be seen: the commit compares.
-            self.alike[f"{ALIKE}/{name}"] = checksum(name, local)
+            self.compared[f"{ALIKE}/{name}"] = checksum(name, local)
         self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())
-        held = LiveTensor(name, shape, placements, local, role, of, alike, of_first)
+        held = LiveTensor(name, shape, placements, local, role, of, alike_along, of_first)
         if parts:
             self._add_parts(held, record_of(tensor), parts)
         elif own is not None and isinstance(tensor, DTensor):
@@ -341,13 +341,13 @@ class Collector:
     ) -> None:
         """The tensors that one is made of, cut as it is; rules may say of each how."""
         record = {**record, "shape": list(whole.shape)}  # cut by hand, it looks like a whole
-        self.alike[f"{WRAPPED}/{whole.name}"] = record
+        self.compared[f"{WRAPPED}/{whole.name}"] = record
         self.made[whole.name] = whole, [part_name(whole.name, key) for key in parts]
         for key, part in parts.items():
             name = part_name(whole.name, key)
             is_ruled = self._rules.find(name, tuple(part.shape))
             said = None if is_ruled else layout_of_part(name, key, part, whole)
-            self._add(name, part, whole.role, said=said, alike=whole.alike, of=whole.of)
+            self._add(name, part, whole.role, said=said, alike_along=whole.alike_along, of=whole.of)
             if self._is_cut[whole.name] and not self._is_cut[name]:
                 # Each rank may have made it of its own rows: the commit compares.
-                self.alike[f"{ALIKE}/{name}"] = checksum(name, part)
+                self.compared[f"{ALIKE}/{name}"] = checksum(name, part)

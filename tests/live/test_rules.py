@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -120,6 +122,22 @@ def test_a_part_that_is_not_what_the_rules_say_is_refused(gloo: Pool, tmp_path: 
         assert "model/wqkv.weight" in message
         assert "(5, 3)" in message
         assert "(7, 3)" in message
+
+
+def make_without_the_file(location: str, rules: str) -> str:
+    mine = rules if dist.get_rank() == 0 else f"{rules}.elsewhere.yaml"
+    with pytest.raises(RulesError) as caught:
+        Checkpointer(location, rules=mine, timeout=30)
+    return str(caught.value)
+
+
+def test_a_rules_file_that_one_rank_lacks_is_refused_on_all(gloo: Pool, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps(AS_IN_A_FILE))
+    first, second = gloo.run(2, make_without_the_file, str(tmp_path), str(rules))
+    assert f"{rules}.elsewhere.yaml" in second
+    assert f"{rules}.elsewhere.yaml" in first
+    assert "because of rank 1" in first
 
 
 def tp(rules: RulesLike, name: str, shape: tuple[int, ...], of: str | None = None) -> Any:

@@ -47,7 +47,7 @@ def agree(
     mine, values = frozenset(names), values or {}
     if not kinds & {"pp", "zero1"} or ranks.world_size == 1:
         return Agreement(_merged([optimizers]), frozenset(), mine, values)
-    own = 0 if topology.pipeline is None else topology.coordinate(topology.pipeline)
+    own = topology.stage
     coords = topology.strategy.mesh.coords(topology.rank)
     place = [coord for axis, coord in enumerate(coords) if axis != topology.pipeline]
     spoken = {"stage": own, "names": sorted(mine), "optimizers": optimizers, "values": values}

@@ -49,7 +49,7 @@ class LiveTensor:
     local: torch.Tensor
     role: str = "other"
     of: str | None = None
-    alike: frozenset[str] = frozenset()
+    alike_along: frozenset[str] = frozenset()
     """The axes along which all ranks are known to hold the same values."""
     of_first: frozenset[str] = frozenset()
     """The axes along which the first rank's values are about to become those of all."""
@@ -117,7 +117,7 @@ class LiveTensor:
 
     def _unsure(self, topology: Topology) -> set[str]:
         axes = topology.strategy.mesh.axes
-        return {axis.name for axis in axes if axis.size > 1 and axis.name not in self.alike}
+        return {axis.name for axis in axes if axis.size > 1 and axis.name not in self.alike_along}
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,9 +95,11 @@ class Topology:
         axes = enumerate(self.strategy.mesh.axes)
         return next((at for at, axis in axes if axis.kind == "pp" and axis.size > 1), None)
 
-    def coordinate(self, axis: int) -> int:
-        """Where this rank is along an axis."""
-        return self.strategy.mesh.coords(self.rank)[axis]
+    @property
+    def stage(self) -> int:
+        """Which stage of the pipeline this rank has; 0 where there is no pipeline."""
+        at = self.pipeline
+        return 0 if at is None else self.strategy.mesh.coords(self.rank)[at]
 
     def part(self, name: str, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> Part:
         """What this rank holds of a tensor that the axes cut so; replicated along the others."""
@@ -119,8 +121,7 @@ class Topology:
         """That something is of this rank's stage of a pipeline, where there is one."""
         if self.pipeline is None:
             return {}
-        axis = self.strategy.mesh.axes[self.pipeline].name
-        return {axis: Stage(self.coordinate(self.pipeline))}
+        return {self.strategy.mesh.axes[self.pipeline].name: Stage(self.stage)}
 
     def of_dtensor(self, name: str, tensor: DTensor) -> tuple[dict[str, Placement], Part | None]:
         """How the axes cut a DTensor, as it says itself. Where no placements along them can say

@@ -268,7 +268,7 @@ def own_apart(
         owners |= dict.fromkeys(arrays_in(value, name), owner)
     # What is cut over the ranks that have it says so itself.
     mine = [
-        replace(held, placements=owners[held.name] | dict(held.placements), alike=frozenset())
+        replace(held, placements=owners[held.name] | dict(held.placements), alike_along=frozenset())
         if held.name in owners
         else held
         for held in tensors

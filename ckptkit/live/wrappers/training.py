@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import nn
@@ -26,6 +26,21 @@ from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer
 from ckptkit.model import PerDataRank, PerRank, Replicated, Split, Sum
 
 
+class TrainingObjects(TypedDict, total=False):
+    """The objects of a training, as saves and loads take them; None counts as left out."""
+
+    model: object
+    """A module, wrapped or not; a pipeline's stage or schedule, or a list of this rank's stages."""
+    optimizer: object
+    """One of torch's, or a list or a dictionary of such; only together with its model."""
+    scheduler: object
+    dataloader: object
+    """What reads data: its state belongs to this rank's share of that."""
+    scaler: object
+    state: Mapping[str, object] | None
+    """By names of their own, other objects with `state_dict`, and nested dictionaries."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingState:
     """The objects of a job whose state is saved or loaded, as the caller passed them."""
@@ -36,17 +51,13 @@ class TrainingState:
     """What has `state_dict`, and nested dictionaries, by the name of its group."""
 
     @classmethod
-    def of(
-        cls,
-        model: object = None,
-        optimizer: object = None,
-        scheduler: object = None,
-        dataloader: object = None,
-        scaler: object = None,
-        state: Mapping[str, object] | None = None,
-        skip: Iterable[str] = (),
-    ) -> TrainingState:
+    def of(cls, skip: Iterable[str] = (), **objects: Unpack[TrainingObjects]) -> TrainingState:
         """What is to be saved or loaded, checked for clashes, but for the groups to skip."""
+        # What is misspelt would not be saved, or left as it was.
+        for unknown in objects.keys() - TrainingObjects.__optional_keys__:
+            raise TypeError(f"got an unexpected keyword argument {unknown!r}")
+        model, optimizer = objects.get("model"), objects.get("optimizer")
+        state = objects.get("state") or {}
         known = None if model is None else Model(model)
         if optimizer is not None and known is None:
             raise UsageError(
@@ -54,7 +65,7 @@ class TrainingState:
                 hint="pass model=… too",
             )
         # A pattern of names may mean several groups; the model's values are what others go with.
-        groups = {"optimizer", "scheduler", "dataloader", "scaler", *(state or {})}
+        groups = {"optimizer", "scheduler", "dataloader", "scaler", *state}
         skip = pattern_list(skip, "skip")
         for pattern in skip:
             if not any(matches((pattern,), name, name) for name in groups):
@@ -72,14 +83,13 @@ class TrainingState:
         elif isinstance(optimizer, (list, tuple)):
             stepped = list(optimizer)
         optimizers = [_optimizer(each, known.modules if known else []) for each in stepped]
-        stateful = dict(state or {})
-        several = {"scheduler": scheduler, "dataloader": dataloader, "scaler": scaler}
-        for name, value in several.items():
-            if value is not None:
+        stateful = dict(state)
+        for name in ("scheduler", "dataloader", "scaler"):
+            if (value := objects.get(name)) is not None:
                 if name in stateful:
                     raise UsageError("passed twice", where=f"state[{name!r}]")
                 stateful[name] = list(value) if isinstance(value, (list, tuple)) else value
-        if dataloader is not None:
+        if objects.get("dataloader") is not None:
             stateful["dataloader"] = PerDataRank(stateful["dataloader"])
         for name, value in stateful.items():
             _check_stateful(name, value)

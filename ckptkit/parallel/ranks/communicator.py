@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self, overload
 
 import torch
@@ -16,25 +15,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.errors import CkptkitError, LayoutError, PeerError, UsageError
-from ckptkit.parallel.ranks.calls import (
-    Call,
-    TensorForm,
-    check_same_call,
-    check_same_dtypes,
-    check_same_forms,
-    dense_tensor,
-    loaded,
-    plain_value,
-)
 from ckptkit.parallel.ranks.carrier import (
     DEFAULT_TIMEOUT,
+    Call,
     Carrier,
+    TensorForm,
     as_bytes,
     carried_op,
     check_reduction,
+    check_same_call,
+    check_same_dtypes,
+    check_same_forms,
     combine,
+    dense_tensor,
     from_bytes,
+    loaded,
     narrowed,
+    plain_value,
     widened,
 )
 from ckptkit.parallel.ranks.torch_group import TorchCarrier
@@ -69,6 +66,12 @@ class Communicator:
             )
         self._carrier = carrier
         self._ended: CkptkitError | None = None
+        self.rank = carrier.rank
+        self.world_size = carrier.size
+        self.backend = carrier.name
+        """What carries the messages: gloo, nccl, mpi or memory."""
+        self.device = carrier.device
+        """Where the backend wants tensors to be, and where received ones are."""
 
     @classmethod
     def of(
@@ -91,26 +94,6 @@ class Communicator:
                 "neither a process group nor a device mesh that this rank is in", value=group
             )
         return cls(TorchCarrier(group, timeout=timeout))
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank in the group."""
-        return self._carrier.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks the group has."""
-        return self._carrier.size
-
-    @property
-    def backend(self) -> str:
-        """What carries the messages: gloo, nccl, mpi or memory."""
-        return self._carrier.name
-
-    @property
-    def device(self) -> torch.device:
-        """Where the backend wants tensors to be, and where received ones are."""
-        return self._carrier.device
 
     def barrier(self) -> None:
         """Return when all ranks are here."""
@@ -215,19 +198,13 @@ class Communicator:
 
     def close(self) -> None:
         """Let go of what this communicator has made; calls after this raise."""
-        closed = UsageError("the communicator is closed", hint="make a new one: init() does")
-        self._ended = closed
+        self._ended = UsageError("the communicator is closed", hint="make a new one: init() does")
         self._carrier.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -298,39 +275,31 @@ class Communicator:
             forms = [TensorForm.of(parts[own])] * size
         elif src is None:
             check_same_dtypes(calls)
-        found = self._all_to_all(
-            calls,
-            [
-                (parts[rank] if is_cut else parts[0]) if is_giving and dst in (None, rank) else None
-                for rank in range(size)
-            ],
-            forms if dst in (None, me) else [None] * size,
-        )
+        # What goes to each rank, and the form of what comes of each; None is nothing.
+        gone = [
+            (parts[rank] if is_cut else parts[0]) if is_giving and dst in (None, rank) else None
+            for rank in range(size)
+        ]
+        come = forms if dst in (None, me) else [None] * size
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        data = [nothing] * size
+        if any(form.nbytes for call in calls for form in call.forms):  # else nobody has anything
+            with self._carrying(name) as carrier:
+                data = carrier.all_to_all(
+                    [nothing if part is None else as_bytes(part, self.device) for part in gone],
+                    [form.nbytes if form else 0 for form in come],
+                )
+        found = [
+            from_bytes(each, form.torch_dtype, form.shape)
+            for each, form in zip(data, come, strict=True)
+            if form is not None
+        ]
         if reduction and found:
             # In the order of the ranks: the same sum whatever the timing.
             for other in found[1:]:
                 combine(found[0], other, carried_op(reduction, mine[own].dtype))
             found = [narrowed(found[0], reduction, size, mine[own])]
         return [part.to(mine[0].device) for part in found] if mine else found
-
-    def _all_to_all(
-        self,
-        calls: Sequence[Call],
-        parts: Sequence[torch.Tensor | None],
-        forms: Sequence[TensorForm | None],
-    ) -> list[torch.Tensor]:
-        """Give each rank its part and get from each one of the given form; None is nothing."""
-        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        found = [nothing] * len(forms)
-        if any(form.nbytes for call in calls for form in call.forms):  # else nobody has anything
-            out = [nothing if part is None else as_bytes(part, self.device) for part in parts]
-            with self._carrying(calls[0].name) as carrier:
-                found = carrier.all_to_all(out, [form.nbytes if form else 0 for form in forms])
-        return [
-            from_bytes(data, form.torch_dtype, form.shape)
-            for data, form in zip(found, forms, strict=True)
-            if form is not None
-        ]
 
     def _send(self, name: str, given: object, dst: int, tag: int) -> None:
         """Send a tensor, and before it what it is."""

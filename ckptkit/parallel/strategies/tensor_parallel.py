@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate as Replicated
-from torch.distributed.tensor import Shard as Sharded
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -75,15 +75,15 @@ def plan_of(model: nn.Module, ranks: int, options: StrategyOptions) -> dict[str,
     styles: dict[str, ParallelStyle] = {}
     for path, dim in dims.items():
         if dim == 0 and path in linear:
-            goes_out = None if path in feeding else Replicated()
+            goes_out = None if path in feeding else TorchReplicate()
             styles[path] = ColwiseParallel(output_layouts=goes_out)
         elif path in linear:
-            comes_in = None if path in fed else Replicated()
+            comes_in = None if path in fed else TorchReplicate()
             styles[path] = RowwiseParallel(input_layouts=comes_in)
         elif dim == 0:  # of an embedding, whose rows are words
-            styles[path] = RowwiseParallel(input_layouts=Replicated())
+            styles[path] = RowwiseParallel(input_layouts=TorchReplicate())
         else:
-            styles[path] = ColwiseParallel(output_layouts=Replicated())
+            styles[path] = ColwiseParallel(output_layouts=TorchReplicate())
     return styles
 
 
@@ -215,7 +215,7 @@ def try_out(
     fed = [
         name
         for name, style in plan.items()
-        if isinstance(style, RowwiseParallel) and style.input_layouts == (Sharded(-1),)
+        if isinstance(style, RowwiseParallel) and style.input_layouts == (TorchShard(-1),)
     ]
     places = [*fed, _OUTPUT]
     example = mapped(example, of_first_rank)

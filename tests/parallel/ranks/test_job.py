@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from ckptkit.errors import PeerError, UsageError
 from ckptkit.parallel.ranks import job
-from ckptkit.parallel.ranks.environment import RankPlace
-from ckptkit.parallel.ranks.job import current_communicator, init
+from ckptkit.parallel.ranks.job import RankPlace, current_communicator, init
 from tests.live.pool import Pool
 from tests.parallel.ranks.contract import CONTRACT
 
