@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from ckptkit.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
-from ckptkit.storage.location import Location, deletable_key, folder_of
-from ckptkit.storage.options import Address
-from ckptkit.storage.sink import BufferSink, Parts
-from ckptkit.storage.store import (
+from ckptkit.storage.base.location import Location, deletable_key, folder_of
+from ckptkit.storage.base.options import Address
+from ckptkit.storage.base.sink import BufferSink, Parts
+from ckptkit.storage.base.store import (
     Abilities,
     Closing,
     Entries,

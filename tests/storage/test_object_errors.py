@@ -26,11 +26,11 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.storage import Address, Location, Store, open_store
+from ckptkit.storage.base.options import Settings
 from ckptkit.storage.objects import errors
 from ckptkit.storage.objects.amazon import profile_endpoint
 from ckptkit.storage.objects.errors import Transient, obstore_translation, translation
 from ckptkit.storage.objects.server import RACES
-from ckptkit.storage.options import Settings
 from tests.servers.faults import Answer, Strip
 from tests.servers.http_wire import Head
 from tests.servers.proxy import Proxy

@@ -24,7 +24,7 @@ from ckptkit.format.manifest import Manifest
 from ckptkit.model import Box
 from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, pieces_of, side_by_side
 from ckptkit.storage import Source, default_pool
-from ckptkit.storage.buffers import copy_bytes, copy_elements
+from ckptkit.storage.base.buffers import copy_bytes, copy_elements
 
 BAND_BYTES = 4 << 20
 PAGE = 4096

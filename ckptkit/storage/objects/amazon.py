@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CkptkitError, NotFoundError, StorageError, UsageError
-from ckptkit.storage.location import Location
+from ckptkit.storage.base.location import Location
+from ckptkit.storage.base.options import Settings, checked_endpoint
 from ckptkit.storage.objects.errors import Transient, answer_of, below, translated, trouble
-from ckptkit.storage.options import Settings, checked_endpoint
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential

@@ -13,7 +13,9 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from ckptkit.errors import CkptkitError, InvalidNameError, NotFoundError
-from ckptkit.storage.location import BUCKETS, Location
+from ckptkit.storage.base.location import BUCKETS, Location
+from ckptkit.storage.base.options import Settings
+from ckptkit.storage.base.store import Entries, Names, Stored, checked_size
 from ckptkit.storage.objects.amazon import BucketDetails, config_options, new_session
 from ckptkit.storage.objects.errors import (
     Answer,
@@ -26,8 +28,6 @@ from ckptkit.storage.objects.errors import (
 )
 from ckptkit.storage.objects.server import Stat, retried
 from ckptkit.storage.objects.upload import pieces_of
-from ckptkit.storage.options import Settings
-from ckptkit.storage.store import Entries, Names, Stored, checked_size
 
 # Google takes chunks of whole multiples of this.
 _CHUNK = 256 << 10

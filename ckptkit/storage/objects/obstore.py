@@ -17,7 +17,9 @@ from obstore.exceptions import BaseError, InvalidPathError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from ckptkit.errors import InvalidNameError, NotFoundError, StorageError, UsageError
-from ckptkit.storage.location import Location
+from ckptkit.storage.base.location import Location
+from ckptkit.storage.base.options import Settings
+from ckptkit.storage.base.store import Entries, Names, Stored, checked_size
 from ckptkit.storage.objects.amazon import BucketDetails, s3_credentials
 from ckptkit.storage.objects.errors import (
     Transient,
@@ -27,8 +29,6 @@ from ckptkit.storage.objects.errors import (
     trouble,
 )
 from ckptkit.storage.objects.server import FIRST_PAUSE, LONGEST_PAUSE, Stat
-from ckptkit.storage.options import Settings
-from ckptkit.storage.store import Entries, Names, Stored, checked_size
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config

@@ -26,12 +26,12 @@ from ckptkit.errors import (
     NotFoundError,
     StorageError,
 )
-from ckptkit.storage.buffers import copy_bytes
-from ckptkit.storage.location import Location, temporary_beside
+from ckptkit.storage.base.buffers import copy_bytes
+from ckptkit.storage.base.location import Location, temporary_beside
+from ckptkit.storage.base.options import Settings
+from ckptkit.storage.base.store import Entries, Names, checked_range
 from ckptkit.storage.objects.amazon import BucketDetails, Upload
 from ckptkit.storage.objects.errors import Transient, UnsupportedError, below, trouble
-from ckptkit.storage.options import Settings
-from ckptkit.storage.store import Entries, Names, checked_range
 
 T = TypeVar("T")
 
@@ -254,9 +254,8 @@ class ObjectServer:
             if self.known.refuses_to_replace is not None:
                 return
             scratch = [temporary_beside(key) for _ in range(1 + RACES)]
-            self.known.refuses_to_replace = self.client.exclusive and self._refuses_to_replace(
-                scratch
-            )
+            refuses = self.client.exclusive and self._refuses_to_replace(scratch)
+            self.known.refuses_to_replace = refuses
         if not self.known.refuses_to_replace:
             _log.warning(
                 "%s does not refuse to replace objects in a race: two jobs that save one step at "

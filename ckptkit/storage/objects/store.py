@@ -13,8 +13,8 @@ from operator import attrgetter
 from pathlib import Path
 
 from ckptkit.errors import NotFoundError, UsageError
-from ckptkit.storage.buffers import default_pool
-from ckptkit.storage.location import (
+from ckptkit.storage.base.buffers import default_pool
+from ckptkit.storage.base.location import (
     BUCKETS,
     TEMPORARY,
     Location,
@@ -22,13 +22,9 @@ from ckptkit.storage.location import (
     is_leftover,
     is_temporary,
 )
-from ckptkit.storage.objects.amazon import Upload, aws_files, profile_endpoint
-from ckptkit.storage.objects.errors import trouble
-from ckptkit.storage.objects.server import Client, ObjectServer
-from ckptkit.storage.objects.upload import ObjectSink
-from ckptkit.storage.options import Address, Options, Settings, read_settings
-from ckptkit.storage.sink import BufferSink, Parts
-from ckptkit.storage.store import (
+from ckptkit.storage.base.options import Address, Options, Settings, read_settings
+from ckptkit.storage.base.sink import BufferSink, Parts
+from ckptkit.storage.base.store import (
     Abilities,
     Closing,
     Entries,
@@ -39,6 +35,10 @@ from ckptkit.storage.store import (
     as_bytes,
     checked_range,
 )
+from ckptkit.storage.objects.amazon import Upload, aws_files, profile_endpoint
+from ckptkit.storage.objects.errors import trouble
+from ckptkit.storage.objects.server import Client, ObjectServer
+from ckptkit.storage.objects.upload import ObjectSink
 
 # The module that reaches them if obstore is not there, and the extra that brings both.
 _FILE_SYSTEMS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "az": ("adlfs", "azure")}

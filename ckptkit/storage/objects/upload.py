@@ -18,10 +18,10 @@ from itertools import accumulate, chain
 import numpy as np
 
 from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError, StorageError
-from ckptkit.storage.buffers import AlignedBuffer, copy_bytes, default_pool
+from ckptkit.storage.base.buffers import AlignedBuffer, copy_bytes, default_pool
+from ckptkit.storage.base.sink import Parts
 from ckptkit.storage.objects.errors import Transient
 from ckptkit.storage.objects.server import ExpectedEtag, ObjectServer
-from ckptkit.storage.sink import Parts
 
 # S3 takes 10,000 parts.
 _MOST_PIECES = 9_000

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 from ckptkit.errors import CorruptionError, FormatError, UsageError
-from ckptkit.storage.location import Location, checked_key, folder_of
-from ckptkit.storage.options import Address
+from ckptkit.storage.base.location import Location, checked_key, folder_of
+from ckptkit.storage.base.options import Address
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from ckptkit.errors import (
     NotFoundError,
     StorageError,
 )
-from ckptkit.storage.location import is_temporary
+from ckptkit.storage.base.location import is_temporary
 
 T = TypeVar("T")
 
