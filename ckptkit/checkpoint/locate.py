@@ -28,8 +28,8 @@ from ckptkit.format.envelope import (
 from ckptkit.format.manifest import MANIFEST_KIND, Manifest
 from ckptkit.format.record import SaveInfo
 from ckptkit.storage import Source, Store, default_pool
-from ckptkit.storage.disk import link_in_the_way
-from ckptkit.storage.store import checked_size
+from ckptkit.storage.base.disk import link_in_the_way
+from ckptkit.storage.base.store import checked_size
 
 # Larger manifests, of more than two million chunks, are looked at before they are read.
 _AT_ONCE = 64 << 20

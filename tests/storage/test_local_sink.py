@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
 from ckptkit.storage import BufferPool, LocalStore
-from ckptkit.storage.buffers import address_of
-from ckptkit.storage.disk import BLOCK, DirectFile
+from ckptkit.storage.base.buffers import address_of
+from ckptkit.storage.base.disk import BLOCK, DirectFile
 
 Pwritev = Callable[[int, Sequence[memoryview], int], int]
 
@@ -66,7 +66,6 @@ def is_direct_here(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("base", [None, "/dev/shm"])
-@settings(max_examples=60, deadline=None)
 @given(extents=st.lists(sizes, max_size=12), congruent=st.booleans(), data=st.data())
 def test_any_extents_in_any_order_from_any_address_give_the_same_bytes(
     base: str | None, extents: list[int], congruent: bool, data: st.DataObject
@@ -143,7 +142,7 @@ def refuse_direct_flag(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "no direct writes here")
         return flags
 
-    monkeypatch.setattr("ckptkit.storage.disk.fcntl.fcntl", refuse)
+    monkeypatch.setattr("ckptkit.storage.base.disk.fcntl.fcntl", refuse)
 
 
 def refuse_direct_writes(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:

@@ -19,7 +19,7 @@ from ckptkit.checkpoint.workers import Progress, at_once, share_out
 from ckptkit.errors import AlreadyExistsError, UsageError
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Location
-from ckptkit.storage.disk import entered, make_folders, refusals, sync_folder
+from ckptkit.storage.base.disk import entered, make_folders, refusals, sync_folder
 
 _WRITING = 4
 # More than there are cores: the file system then writes its journal once for several files.

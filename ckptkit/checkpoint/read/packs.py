@@ -18,7 +18,7 @@ from ckptkit.format.manifest import Manifest, PackInfo, pack_name
 from ckptkit.format.pack import END_BYTES, Entry, find_record
 from ckptkit.format.record import Record
 from ckptkit.storage import Source, Store
-from ckptkit.storage.store import Closing
+from ckptkit.storage.base.store import Closing
 
 # Processes may often open 1,024 files; what is beyond this is opened for each read.
 _KEPT_OPEN = 400

@@ -22,7 +22,7 @@ from ckptkit.format.manifest import Manifest
 from ckptkit.model import Box
 from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, side_by_side
 from ckptkit.storage import Source, default_pool
-from ckptkit.storage.buffers import PAGE, copy_bytes, copy_elements
+from ckptkit.storage.base.buffers import PAGE, copy_bytes, copy_elements
 
 BAND_BYTES = 4 << 20
 

@@ -40,7 +40,7 @@ from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType
 from ckptkit.plan.read import Piece, Pieces, batches, pieces_within
 from ckptkit.storage import Store
-from ckptkit.storage.buffers import copy_elements
+from ckptkit.storage.base.buffers import copy_elements
 
 # Writers of one file wait for each other, where it is not written past the page cache; of many, few
 # would be complete when a run is cut off.

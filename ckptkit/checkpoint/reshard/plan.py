@@ -383,8 +383,6 @@ def _wait_until_quiet(store: Store, key: str) -> None:
     """Return when nobody has written an unfinished pack for a while: it may belong to another run,
     which must not lose it.
     """
-    if not store.abilities.modified_times:
-        return
     last = _modified(store, key)
     age = QUIET_SECONDS if last is None else time.time() - last
     if age < QUIET_SECONDS:

@@ -44,7 +44,7 @@ from ckptkit.model import Box, Grid, Layout, Part
 from ckptkit.plan.read import batches
 from ckptkit.plan.write import Owned, chunks_to_write, writes_document
 from ckptkit.storage import AlignedBuffer, BufferPool, Sink, Store
-from ckptkit.storage.buffers import copy_elements
+from ckptkit.storage.base.buffers import copy_elements
 
 I64 = npt.NDArray[np.int64]
 
