@@ -31,17 +31,13 @@ class PlainOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self.state: MutableMapping[nn.Parameter, dict[str, Any]] = cast("Any", optimizer.state)
+        """What it keeps on this rank, by parameter."""
 
     @property
     def kind(self) -> str:
         """The name of the class that does the steps."""
         return type(self._optimizer).__name__
-
-    @property
-    def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
-        """What it keeps, by parameter."""
-        state: Any = self._optimizer.state
-        return state  # type: ignore[no-any-return]
 
     def lines(self) -> list[Line]:
         """The lines of ranks over which it spreads its state; none where that is cut as its
@@ -277,6 +273,7 @@ class Zero1Optimizer(PlainOptimizer):
         # torch annotates little of what is asked of it here.
         self._zero = cast("Any", optimizer)
         self._zero._check_overlap_initialized()
+        self.state = self._zero.optim.state
 
     @staticmethod
     def recognises(optimizer: Optimizer) -> bool:
@@ -289,11 +286,6 @@ class Zero1Optimizer(PlainOptimizer):
     def kind(self) -> str:
         """The name of the class of the optimizer inside."""
         return type(self._zero.optim).__name__
-
-    @property
-    def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
-        """What this rank keeps."""
-        return self._zero.optim.state  # type: ignore[no-any-return]
 
     def lines(self) -> list[Line]:
         """The ranks that share the parameters out among them."""
