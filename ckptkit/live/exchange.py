@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from ckptkit.checkpoint.ranks import OneRank
-from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.errors import CkptkitError
 from ckptkit.format.leaves import dumps
 from ckptkit.live.state.parts import LiveTensor, indices
 from ckptkit.live.state.ranks import GroupRanks, World, listed, wire
 from ckptkit.live.state.topology import Topology
-from ckptkit.live.state.trees import put_tensors, tensors_inline
+from ckptkit.live.state.trees import no_tensor, put_tensors, tensors_inline
 from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.model import Layout, Part, Placement, Replicate, Stage, parse_placement
 
@@ -172,7 +172,7 @@ class Exchange:
             spreads = {
                 n: list(map(TensorLayout.from_doc, several)) for n, several in tensors.items()
             }
-            plan = Plan(spreads, put_tensors(values, _no_tensor, ""), tied)
+            plan = Plan(spreads, put_tensors(values, no_tensor, ""), tied)
         if problem:
             raise StateMismatchError(problem, where=where)
         return plan
@@ -182,7 +182,7 @@ class Exchange:
         if self._world.size == 1:
             return value
         told = self._ranks.share(lambda: tensors_inline(value))
-        return put_tensors(told, _no_tensor, "")
+        return put_tensors(told, no_tensor, "")
 
     def gather(self, plan: Plan, held: Mapping[str, LiveTensor]) -> dict[str, torch.Tensor] | None:
         """The whole tensors of a plan, in host memory, on rank 0; None on the others."""
@@ -305,10 +305,6 @@ def _told(problems: Mapping[str, Sequence[int]], size: int) -> str:
         lines.append(f"rank {listed(ranks, _SHOWN)}: {problem}" if ranks and size > 1 else problem)
     more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return "\n".join(lines[:_SHOWN]) + more
-
-
-def _no_tensor(name: str) -> torch.Tensor:
-    raise FormatError("no rank has said anything of a tensor", value=name)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

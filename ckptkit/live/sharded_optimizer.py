@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.errors import CkptkitError, UnsupportedTypeError, UsageError
+from ckptkit.errors import CkptkitError, LayoutError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import join
 from ckptkit.live.exchange import Exchange
 from ckptkit.live.snapshot import Collector, rules_of, topology_of
@@ -128,6 +128,23 @@ class ShardedOptimizerState:
         if part.is_here and (fresh := fresh_state(self._stepping, part.parameter)):
             self._adapter.state[part.parameter] = fresh
         return self.get(name)
+
+    def put(self, name: str, values: Mapping[str, Any]) -> None:
+        """Take over what `get` gave for a parameter, on this rank of a job of the same layout; what
+        is not there yet is created.
+        """
+        mine = self.get(name) if self.has(name) else self.create(name)
+        if mine.keys() != values.keys():
+            raise LayoutError(
+                "the optimizer keeps other things",
+                where=name,
+                value=(sorted(mine), sorted(values)),
+            )
+        plain = {key: value for key, value in values.items() if not torch.is_tensor(value)}
+        for key in values.keys() - plain.keys():
+            mine[key].copy_(values[key])
+        # Only tensors are the optimizer's own memory in `mine`.
+        self._part(name).take([], plain)
 
     def remove(self, name: str) -> None:
         """Forget what this rank keeps for a parameter, if it does."""

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.live.state.tensors import dtype_name, local_of, parts_of_tensor
-from ckptkit.live.state.trees import put_tensors, take_tensors, tensors_inline
+from ckptkit.live.state.trees import no_tensor, put_tensors, take_tensors, tensors_inline
 from ckptkit.live.wrappers.entries import Names, Saved, SavedState, StateEntry, StateMismatchError
 from ckptkit.live.wrappers.flat import Flat, FlatSlice, flats_of, told_to_all
-from ckptkit.live.wrappers.optimizers import PlainOptimizer, no_tensor, step_without_effect
+from ckptkit.live.wrappers.optimizers import PlainOptimizer, step_without_effect
 
 _KeptByName = dict[str, dict[str, list[Any]]]
 """By parameter and key the name of the dtype of the elements that are kept there, or none and one

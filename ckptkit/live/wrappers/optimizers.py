@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adagrad, Optimizer
 
-from ckptkit.errors import FormatError, InvalidNameError, UnsupportedTypeError, UsageError
+from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import join
 from ckptkit.live.state.lines import Line, SharedOut, line_of
 from ckptkit.live.state.tensors import as_plain, as_spread, parts_of_tensor
-from ckptkit.live.state.trees import arrays_in, put_tensors, take_tensors
+from ckptkit.live.state.trees import arrays_in, no_tensor, put_tensors, take_tensors
 from ckptkit.live.wrappers.entries import Names, Saved, SavedState, StateEntry, StateMismatchError
 
 T = TypeVar("T")
@@ -220,11 +220,6 @@ def _saved_in(item: Any) -> Iterator[Saved]:
     elif isinstance(item, (dict, list, tuple)):
         for each in item.values() if isinstance(item, dict) else item:
             yield from _saved_in(each)
-
-
-def no_tensor(name: str) -> torch.Tensor:
-    """Refuse the mark of a tensor where there can be none."""
-    raise FormatError("not a value without tensors", where=name)
 
 
 def _name_of(names: Names, parameter: nn.Parameter) -> str:
