@@ -28,11 +28,11 @@ test: ## set up with torch, then ruff, mypy and pytest
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(TYPED)
-	$(BIN)/pytest -n 3  # more than cores: half of the time is waiting
+	$(BIN)/pytest -n 4  # more than cores: half of the time is waiting
 
-test-long: ## set up with torch, then the tests that take minutes each
+test-long: ## set up with torch, then the tests that take minutes each, and properties on many examples
 	+@$(SET_UP) dev
-	$(BIN)/pytest -n 2 -m long
+	$(BIN)/pytest -n 2 -m "long or hypothesis" --hypothesis-profile=many
 
 bench: ## set up with torch, then measure side by side with peers
 	+@$(SET_UP) dev

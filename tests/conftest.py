@@ -5,6 +5,12 @@ from __future__ import annotations
 import signal
 
 import pytest
+from hypothesis import settings
+
+# How many examples a property is tried on: `make test` takes few, and `make test-long` many.
+settings.register_profile("few", deadline=None, max_examples=40)
+settings.register_profile("many", deadline=None, max_examples=1000)
+settings.load_profile("few")
 
 # Started in the background by a shell, pytest ignores Ctrl-C, and all that tests start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -19,10 +25,23 @@ pytest.register_assert_rewrite(
 
 pytest_plugins = ["tests.servers.fixtures", "tests.live.fixtures"]
 
-# Begun last, any of these would keep one worker busy for minutes after the others have ended.
-LONG = ("test_elastic.py", "test_examples.py", "test_launch.py", "test_ranks.py", "test_matrix.py")
+# The longest first: begun last, any of these would keep one worker busy long after the others.
+LONG = (
+    "test_elastic.py",
+    "test_matrix.py",
+    "test_examples.py",
+    "test_optimizers.py",
+    "test_ranks.py",
+    "test_fsdp1.py",
+    "test_checkpoints.py",
+    "test_training.py",
+    "test_mpi.py",
+    "test_launch.py",
+    "test_docs.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take long."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))

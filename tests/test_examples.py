@@ -1,4 +1,8 @@
-"""Every example runs, from a fresh process, without a warning."""
+"""Every example runs without a warning.
+
+Those of one process, and one torchrun with its ranks, begin as fresh processes. The ranks of the
+others are forked from a process that has imported torch, which is most of what they would do.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.parallel.optimizers import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
@@ -31,6 +38,17 @@ def output_of(*command: object, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a torchrun whose ranks begin with torch imported."""
+    folder = tmp_path_factory.mktemp("warm")
+    python = folder / "python"  # torchrun says `-u` first
+    python.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -S {warm.__file__} "$@"\n')
+    python.chmod(0o755)
+    with warm.warm("tests.example_job", folder, {"OMP_NUM_THREADS": "1"}) as place:
+        yield {**place, "PYTHON_EXEC": str(python)}
+
+
 def losses(lines: str) -> dict[int, float]:
     """By step, the losses that a job prints."""
     return {
@@ -46,8 +64,10 @@ def test_an_example_runs_and_says_what_it_did(name: str) -> None:
     assert "False" not in out
 
 
-def test_what_was_killed_goes_on_under_another_strategy_as_if_nothing_had_been() -> None:
-    out = output_of(FOLDER / "kill_and_resume.py")
+def test_what_was_killed_goes_on_under_another_strategy_as_if_nothing_had_been(
+    warmed: dict[str, str],
+) -> None:
+    out = output_of(FOLDER / "kill_and_resume.py", **warmed)
     _, killed, _, listed, resumed = re.split(r"^\$ ", out, flags=re.MULTILINE)
     before, after = losses(killed), losses(resumed)
     found = re.search(r"^tp:2,fsdp:2: from step (\d+)", resumed, re.MULTILINE)
@@ -70,22 +90,24 @@ def test_replicas_train_on_a_schedule_and_anyone_reads_what_they_saved(tmp_path:
     assert "what was saved is what was trained: True" in out
 
 
-def test_a_pipeline_goes_on_in_one_process(tmp_path: Path) -> None:
+def test_a_pipeline_goes_on_in_one_process(tmp_path: Path, warmed: dict[str, str]) -> None:
     found = {}
     for ranks, steps in ((2, 10), (1, 20)):
         job = (FOLDER / "pipeline.py", "--dir", tmp_path / "run", "--steps", steps)
-        found[ranks] = losses(output_of(*TORCHRUN, "--nproc-per-node", ranks, *job))
+        out = output_of(warm.__file__, *TORCHRUN, "--nproc-per-node", ranks, *job, **warmed)
+        found[ranks] = losses(out)
     assert (list(found[2]), list(found[1])) == ([10], [20])
     assert found[1][20] < found[2][10]
 
 
-def test_a_text_changes_the_strategy_of_a_run(tmp_path: Path) -> None:
+def test_a_text_changes_the_strategy_of_a_run(tmp_path: Path, warmed: dict[str, str]) -> None:
     found: dict[int, float] = {}
     for steps, (ranks, strategy) in zip(
         (10, 20, 30), ((1, "ddp"), (2, "zero1"), (2, "pp")), strict=True
     ):
         job = (FOLDER / "strategies.py", "--dir", tmp_path, "--strategy", strategy)
-        out = output_of(*TORCHRUN, "--nproc-per-node", ranks, *job, "--steps", steps)
+        torchrun = (warm.__file__, *TORCHRUN, "--nproc-per-node", ranks)
+        out = output_of(*torchrun, *job, "--steps", steps, **warmed)
         assert f"{strategy}:{ranks}" in out
         found |= losses(out)
     assert list(found) == [10, 20, 30]

@@ -36,41 +36,21 @@ _Key = tuple[int, int, int]
 _UsedBuffer = tuple[torch.Tensor, Sequence[torch.cuda.Event]]
 
 
-class Offload:
-    """What the blocks of a model share: host memory, the ways to it, and the order of forwards."""
-
-    def __init__(self, *, pin_memory: bool | None = None) -> None:
-        self._pin_memory = pin_memory
-        self.buffers = HostBuffers(pin=pin_memory)
-        self._lane = Lane()
-        self._forwards: list[weakref.ref[OffloadedForward]] = []
-
-    def __reduce__(self) -> tuple[Callable[[], Offload], tuple[()]]:
-        # A copy of the model, or a pickle of it: what waits in host memory is the original's.
-        return partial(Offload, pin_memory=self._pin_memory), ()
-
-    def begin(self, block: nn.Module) -> OffloadedForward:
-        """A forward of a block, the next one in backward's reverse order."""
-        self._lane.next_forward()
-        self._forwards = [each for each in self._forwards if each() is not None]
-        before = self._forwards[-_AHEAD:]
-        forward = OffloadedForward(block, self.buffers, self._lane, before=before)
-        self._forwards.append(weakref.ref(forward))
-        return forward
-
-
 class Offloaded:
-    """The forward of a block that leaves nothing on the device but its result."""
+    """The forward of a block that leaves nothing on the device but its result.
 
-    def __init__(self, block: nn.Module, plain: Callable[..., Any], offload: Offload) -> None:
+    A closure would do, but a copy of the model copies this, with the block that it then belongs to.
+    """
+
+    def __init__(self, block: nn.Module, plain: Callable[..., Any], memory: HostMemory) -> None:
         self.plain_forward = plain
         self._block = block
-        self._offload = offload
+        self._memory = memory
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.plain_forward(*args, **kwargs)
-        forward = self._offload.begin(self._block)
+        forward = self._memory.begin(self._block)
         with saved_tensors_hooks(forward.pack, forward.unpack):
             return self.plain_forward(*args, **kwargs)
 
@@ -120,14 +100,12 @@ class OffloadedForward:
     def __init__(
         self,
         block: nn.Module,
-        buffers: HostBuffers,
-        lane: Lane,
+        memory: HostMemory,
         *,
         before: Sequence[weakref.ref[OffloadedForward]] = (),
         keep: Callable[[Moved, int], None] | None = None,
     ) -> None:
-        self._buffers = buffers
-        self._lane = lane
+        self._memory = memory
         self._before = before
         self._keep = keep
         self._owned = OwnedMemory(block)
@@ -195,7 +173,7 @@ class OffloadedForward:
                 return None
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             # The flat one counts its changes for itself.
-            moved = Moved(flat, self._buffers, self._lane, watched=tensor.detach())
+            moved = Moved(flat, self._memory, watched=tensor.detach())
             if self._keep is not None:
                 self._keep(moved, flat.numel())
             self._moved[key] = weakref.ref(storage), weakref.ref(counter), weakref.ref(moved)
@@ -237,24 +215,19 @@ class Moved:
     """A copy in host memory of what a tensor views, until nobody asks for it any more."""
 
     def __init__(
-        self,
-        flat: torch.Tensor,
-        buffers: HostBuffers,
-        lane: Lane,
-        *,
-        watched: torch.Tensor | None = None,
+        self, flat: torch.Tensor, memory: HostMemory, *, watched: torch.Tensor | None = None
     ) -> None:
         self._device = flat.device
-        self._lane = lane
+        self._memory = memory
         self._arrived: torch.Tensor | None = None
         self._arriving: torch.cuda.Event | None = None
-        buffer = buffers.take(flat.numel())
+        buffer = memory.take(flat.numel())
         self._host = buffer[: flat.numel()]
         # The host memory may go to another only when the copies to and from it have ended.
         self._copies: list[torch.cuda.Event] = []
-        weakref.finalize(self, buffers.give, buffer, self._copies).atexit = False
+        weakref.finalize(self, memory.give, buffer, self._copies).atexit = False
         with unmetered(), torch.no_grad():
-            self._departure = lane.send(flat, self._host, flat if watched is None else watched)
+            self._departure = memory.send(flat, self._host, flat if watched is None else watched)
         if self._departure is not None:
             self._copies.append(self._departure.event)
 
@@ -263,14 +236,14 @@ class Moved:
         if self._device.type == "cuda" and self._arrived is None:
             there = None if self._departure is None else self._departure.event
             with metered():
-                self._arrived, self._arriving = self._lane.bring(self._host, self._device, there)
+                self._arrived, self._arriving = self._memory.bring(self._host, self._device, there)
             self._copies.append(self._arriving)
 
     def fetch(self) -> torch.Tensor:
         """Its bytes on the device."""
         if self._departure is not None:
             self._departure.event.synchronize()  # it left in forward: nothing to wait for
-            self._lane.drain()
+            self._memory.drain()
             if self._departure.let_go():
                 raise UsageError(
                     "an activation was changed in place after backward was to use it",
@@ -307,16 +280,77 @@ class _Departure:
         return self.was_changed
 
 
-class Lane:
-    """Copies beside the computing: on CUDA on streams of its own, elsewhere at once. Safe to use
-    from several threads.
+class HostMemory:
+    """Where the activations of a model or a store wait, and the ways there and back.
+
+    Buffers are used again: fresh memory is slow to touch, and pinned memory slow to make. Their
+    sizes are powers of two, so that activations of other lengths fit too, and there is never more
+    memory than was in use at one time. Copies go beside the computing: on CUDA on streams of their
+    own, elsewhere at once. Safe to use from several threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, pin: bool | None = None) -> None:
+        if pin and not torch.cuda.is_available():
+            raise UsageError(
+                "there is no CUDA here to pin host memory for", value="pin_memory=True"
+            )
+        self._wanted = pin
+        self._pin = torch.cuda.is_available() if pin is None else pin
+        self._free: defaultdict[int, list[_UsedBuffer]] = defaultdict(list)
+        self.in_use = 0
+        self.unused = 0
+        self._most = 0
         self._streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
         self._pending: deque[_Departure] = deque()
-        self._lock = threading.RLock()
         self._forward = 0
+        self._forwards: list[weakref.ref[OffloadedForward]] = []
+        self._lock = threading.RLock()  # the end of what waits here may come while it is held
+
+    def __reduce__(self) -> tuple[Callable[[], HostMemory], tuple[()]]:
+        # A copy of the model, or a pickle of it: what waits in host memory is the original's.
+        return partial(HostMemory, pin=self._wanted), ()
+
+    def begin(self, block: nn.Module) -> OffloadedForward:
+        """A forward of a block, the next one in backward's reverse order."""
+        self.next_forward()
+        self._forwards = [each for each in self._forwards if each() is not None]
+        forward = OffloadedForward(block, self, before=self._forwards[-_AHEAD:])
+        self._forwards.append(weakref.ref(forward))
+        return forward
+
+    def take(self, size: int) -> torch.Tensor:
+        """A buffer of at least so many bytes."""
+        size = max(_LEAST, 1 << (size - 1).bit_length())
+        with self._lock:
+            used = next((free for each in (size, 2 * size) if (free := self._free[each])), None)
+            buffer, events = used.pop() if used else (None, ())
+            if buffer is not None:
+                self.unused -= buffer.numel()
+            self.in_use += size if buffer is None else buffer.numel()
+            self._most = max(self._most, self.in_use)
+            while self.in_use + self.unused > self._most:
+                largest = max(each for each, free in self._free.items() if free)
+                del self._free[largest][0]
+                self.unused -= largest
+        if buffer is None:
+            with unmetered(), torch.no_grad():
+                return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
+        for event in events:
+            event.synchronize()
+        return buffer
+
+    def give(self, buffer: torch.Tensor, events: Sequence[torch.cuda.Event] = ()) -> None:
+        """Take a buffer back that nobody reads or writes once the events have come."""
+        with self._lock:
+            self.in_use -= buffer.numel()
+            self.unused += buffer.numel()
+            self._free[buffer.numel()].append((buffer, events))
+
+    def release(self) -> None:
+        """Free the buffers that are not in use."""
+        with self._lock:
+            self._free.clear()
+            self.unused = 0
 
     def send(
         self, flat: torch.Tensor, host: torch.Tensor, watched: torch.Tensor
@@ -368,57 +402,3 @@ class Lane:
         if (way, device) not in self._streams:
             self._streams[way, device] = torch.cuda.Stream(device)
         return self._streams[way, device]
-
-
-class HostBuffers:
-    """Buffers by size: fresh memory is slow to touch, and pinned memory slow to make.
-
-    Sizes are powers of two, so that activations of other lengths fit too. There is never more
-    memory than was in use at one time.
-    """
-
-    def __init__(self, *, pin: bool | None = None) -> None:
-        if pin and not torch.cuda.is_available():
-            raise UsageError(
-                "there is no CUDA here to pin host memory for", value="pin_memory=True"
-            )
-        self._pin = torch.cuda.is_available() if pin is None else pin
-        self._free: defaultdict[int, list[_UsedBuffer]] = defaultdict(list)
-        self._lock = threading.RLock()
-        self.in_use = 0
-        self.unused = 0
-        self._most = 0
-
-    def take(self, size: int) -> torch.Tensor:
-        """A buffer of at least so many bytes."""
-        size = max(_LEAST, 1 << (size - 1).bit_length())
-        with self._lock:
-            used = next((free for each in (size, 2 * size) if (free := self._free[each])), None)
-            buffer, events = used.pop() if used else (None, ())
-            if buffer is not None:
-                self.unused -= buffer.numel()
-            self.in_use += size if buffer is None else buffer.numel()
-            self._most = max(self._most, self.in_use)
-            while self.in_use + self.unused > self._most:
-                largest = max(each for each, free in self._free.items() if free)
-                del self._free[largest][0]
-                self.unused -= largest
-        if buffer is None:
-            with unmetered(), torch.no_grad():
-                return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
-        for event in events:
-            event.synchronize()
-        return buffer
-
-    def give(self, buffer: torch.Tensor, events: Sequence[torch.cuda.Event] = ()) -> None:
-        """Take a buffer back that nobody reads or writes once the events have come."""
-        with self._lock:
-            self.in_use -= buffer.numel()
-            self.unused += buffer.numel()
-            self._free[buffer.numel()].append((buffer, events))
-
-    def release(self) -> None:
-        """Free the buffers that are not in use."""
-        with self._lock:
-            self._free.clear()
-            self.unused = 0

@@ -230,12 +230,11 @@ class _SavedTensors:
         stays = {storage._cdata for storage in storages_in(given)}
         owned, store = OwnedMemory(module), self._store
         moving = None
-        if store._buffers is not None:
-            store._lane.next_forward()
+        if store._host is not None:
+            store._host.next_forward()
             moving = OffloadedForward(
                 module,
-                store._buffers,
-                store._lane,
+                store._host,
                 keep=lambda moved, size: store.register_moved(self._next_key(), moved, size),
             )
 

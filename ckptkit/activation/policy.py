@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptkit.activation.budget import fit
-from ckptkit.activation.offload import Offload, Offloaded
+from ckptkit.activation.offload import HostMemory, Offloaded
 from ckptkit.activation.partition import Partition, group_for
 from ckptkit.activation.recompute import BufferCopies, Recomputed, Undo, selective
 from ckptkit.errors import UsageError
@@ -84,8 +84,8 @@ def checkpoint_activations(
             )
         fit(whole.modules, found, parsed.budget, step, undo)
     elif parsed.kind == "offload":
-        offload = Offload(pin_memory=pin_memory)
-        undo.put(found, lambda _, block, plain: Offloaded(block, plain, offload))
+        memory = HostMemory(pin=pin_memory)
+        undo.put(found, lambda _, block, plain: Offloaded(block, plain, memory))
     elif parsed.kind == "partition":
         partition = Partition(group_for(whole.modules[0], group))
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -120,19 +119,15 @@ class _EachTime(AbstractContextManager[None]):
 
     def __init__(self, make: Callable[[], Context]) -> None:
         self._make = make
-        self._entered: Context = nullcontext()
+        self._entered: Any = nullcontext()
 
     def __enter__(self) -> None:
         self._entered = self._make()
         self._entered.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        return self._entered.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> bool | None:
+        is_handled: bool | None = self._entered.__exit__(*error)
+        return is_handled
 
 
 class Undo:

@@ -26,7 +26,7 @@ from ckptkit.activation.memory import (
     plain_layer,
     storages_of,
 )
-from ckptkit.activation.offload import HostBuffers, Lane, Moved
+from ckptkit.activation.offload import HostMemory, Moved
 from ckptkit.activation.transport import (
     SocketTransport,
     ThreadTransport,
@@ -39,9 +39,8 @@ from ckptkit.model.document import parse_size
 
 _SHOWN = 8
 _PAUSE = 0.01  # seconds, before all ranks are asked again
-_Memories = tuple[
-    tuple[int, int], ...
-]  # the key and the bytes of each memory that a tensor lies in
+# The key and the bytes of each memory that a tensor lies in.
+_Memories = tuple[tuple[int, int], ...]
 
 
 class ActivationStore:
@@ -67,8 +66,7 @@ class ActivationStore:
         pin_memory: bool | None = None,
     ) -> None:
         self._budget = None if budget is None else parse_size(budget)
-        self._buffers = HostBuffers(pin=pin_memory) if offload else None
-        self._lane = Lane()
+        self._host = HostMemory(pin=pin_memory) if offload else None
         self._numbers = count()
         self._kept: dict[LayerId, _Activation] = {}
         self._holders: Counter[int] = Counter()
@@ -177,8 +175,8 @@ class ActivationStore:
     def close(self) -> None:
         """Forget everything, and free the host memory that activations were moved to."""
         self.clear()
-        if self._buffers is not None:
-            self._buffers.release()
+        if self._host is not None:
+            self._host.release()
 
     def __len__(self) -> int:
         return len(self.keys())
@@ -194,7 +192,7 @@ class ActivationStore:
 
     def _memories(self, tensor: torch.Tensor) -> _Memories:
         """Where a tensor is going to lie: what is moved gets memory of its own."""
-        if self._buffers is None:
+        if self._host is None:
             return tuple((each._cdata, each.nbytes()) for each in storages_of(tensor))
         if not is_plain(tensor):
             raise UsageError(
@@ -210,8 +208,8 @@ class ActivationStore:
     def _add(self, layer: LayerId, tensor: torch.Tensor, memories: _Memories) -> None:
         held: torch.Tensor | Moved = tensor.detach()
         ready = None
-        if self._buffers is not None:
-            held = Moved(bytes_of(tensor), self._buffers, self._lane)  # it waits for its own copy
+        if self._host is not None:
+            held = Moved(bytes_of(tensor), self._host)  # it waits for its own copy
         elif isinstance(held, torch.Tensor):
             held.requires_grad_(tensor.requires_grad)
             if held.device.type == "cuda":
@@ -417,10 +415,6 @@ class DistributedActivationStore:
         self._together("clear_everywhere", None)  # whoever still fetches has not come here yet
         self._store.clear()
         self._together("clear_everywhere", None)
-
-    def local_memory_stats(self) -> MemoryStats:
-        """Of this rank."""
-        return self._store.memory_stats()
 
     def memory_stats(self) -> GroupMemoryStats:
         """Of all ranks; rank 0 has the time."""

@@ -5,17 +5,15 @@ of its own: a message is a short document of plain values, and the bytes of the 
 
 from __future__ import annotations
 
-import hmac
-import math
-import os
 import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -24,9 +22,18 @@ import torch.distributed as dist
 
 from ckptkit.activation.memory import LayerId, bytes_of, is_plain
 from ckptkit.checkpoint.ranks import OneRank, Ranks, ThreadBarrier
-from ckptkit.errors import CkptkitError, NotFoundError, PeerError, UnsupportedTypeError
+from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.live.state.ranks import World, current_world, ranks_of
+from ckptkit.live.state.sockets import (
+    Listener,
+    connect,
+    memory_of,
+    own_address,
+    receive,
+    receive_into,
+    seconds_until,
+)
 
 _TOKEN = 32
 _MOST_IDLE = 4  # connections to a rank that wait for the next fetch
@@ -163,7 +170,7 @@ class SocketTransport:
         self._numbers = count()
         self._met: Ranks = OneRank()
         self._token = b""
-        self._responder: _Responder | None = None
+        self._listener: Listener | None = None
         self._addresses: list[tuple[str, int]] = []
         self._idle: list[list[socket.socket]] = [[] for _ in range(self.world_size)]
         self._lock = threading.Lock()
@@ -171,10 +178,9 @@ class SocketTransport:
     def serve(self, answer: Answer) -> None:
         heard = self.gather((socket.gethostname(), secrets.token_hex(_TOKEN // 2)))
         self._token = heard[0][1].encode()
-        is_one_machine = len({host for host, _ in heard}) == 1
-        host = "127.0.0.1" if is_one_machine else _own_address()
-        self._responder = _Responder(host, self._token, answer)
-        self._addresses = self.gather((host, self._responder.port))
+        host = own_address(name for name, _ in heard)
+        self._listener = Listener(host, self._token, partial(self._serve, answer))
+        self._addresses = self.gather((host, self._listener.port))
 
     def fetch(self, source: int, layer_id: LayerId, *, wait: float) -> torch.Tensor:
         seconds, where = self._timeout + wait, f"activation {layer_id!r}"
@@ -184,7 +190,10 @@ class SocketTransport:
                 sock.sendall(_message({"layer": layer_id, "wait": wait}))
                 said = _receive_document(sock, deadline)
                 if "shape" in said:
-                    return _receive_tensor(sock, said, deadline)
+                    tensor = empty_like(said, device="cpu")
+                    receive_into(sock, memory_of(tensor), deadline)
+                    tensor = tensor.to("cuda") if said.get("device") == "cuda" else tensor
+                    return tensor.requires_grad_(bool(said.get("requires_grad")))
         except TimeoutError:
             raise PeerError(
                 f"rank {source} did not answer within {seconds:g} s",
@@ -230,9 +239,9 @@ class SocketTransport:
             idle, self._idle = self._idle, []
         for sock in [each for socks in idle for each in socks]:
             sock.close()
-        if self._responder is not None:
-            self._responder.close()
-            self._responder = None  # it knows the store, which knows this
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None  # it knows the store, which knows this
 
     @contextmanager
     def _connection(self, source: int, deadline: float) -> Iterator[socket.socket]:
@@ -240,12 +249,9 @@ class SocketTransport:
         with self._lock:
             sock = self._idle[source].pop() if self._idle and self._idle[source] else None
         if sock is None:
-            sock = socket.create_connection(self._addresses[source], _left(deadline))
-            with suppress(OSError):  # what asks on it sees it too
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.sendall(self._token)
+            sock = connect(*self._addresses[source], self._token, seconds_until(deadline))
         try:
-            sock.settimeout(_left(deadline))
+            sock.settimeout(seconds_until(deadline))
             yield sock
         except BaseException:
             sock.close()  # what comes on it yet answers nobody
@@ -266,67 +272,17 @@ class SocketTransport:
                 what, hint="the ranks cannot meet again in this store: close it, and make another"
             ) from error
 
-
-class _Responder:
-    """Answers whoever knows the token, each on a thread of its own."""
-
-    def __init__(self, host: str, token: bytes, answer: Answer) -> None:
-        self._token = token
-        self._answer = answer
-        self._listening = socket.create_server((host, 0))
-        self.port: int = self._listening.getsockname()[1]
-        self._lock = threading.Lock()
-        self._open: dict[socket.socket, threading.Thread] = {}
-        self._is_closed = False
-        self._thread = threading.Thread(
-            target=self._accept, name="ckptkit-activations", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            threads = list(self._open.values())
-            for sock in [self._listening, *self._open]:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
-        for thread in (self._thread, *threads):
-            thread.join(5.0)
-        self._listening.close()
-
-    def _accept(self) -> None:
+    def _serve(self, answer: Answer, sock: socket.socket) -> None:
+        """Answer what one thread of another rank asks, until that closes its connection."""
         while True:
-            try:
-                sock, _ = self._listening.accept()
-            except OSError:
-                return
-            thread = threading.Thread(target=self._serve, args=(sock,), daemon=True)
-            with self._lock:
-                if self._is_closed:
-                    sock.close()
-                    return
-                self._open[sock] = thread
-            thread.start()
+            asked = _receive_document(sock)
+            self._reply(sock, answer, asked)
 
-    def _serve(self, sock: socket.socket) -> None:
-        try:
-            # A stranger may send anything: then its connection ends, and nothing else.
-            with sock, suppress(OSError, EOFError, CkptkitError):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                given = _receive(sock, _TOKEN, time.monotonic() + 10.0)
-                if hmac.compare_digest(bytes(given), self._token):
-                    while True:
-                        asked = _receive_document(sock, math.inf)
-                        self._reply(sock, asked)
-        finally:
-            with self._lock:
-                self._open.pop(sock, None)
-
-    def _reply(self, sock: socket.socket, asked: dict[str, Any]) -> None:
+    def _reply(self, sock: socket.socket, answer: Answer, asked: dict[str, Any]) -> None:
         data = memoryview(b"")
         try:
-            tensor = self._answer(asked["layer"], float(asked["wait"]))
-            said, data = described(tensor), _view(bytes_of(tensor.detach().cpu()))
+            tensor = answer(asked["layer"], float(asked["wait"]))
+            said, data = described(tensor), memory_of(bytes_of(tensor.detach().cpu()))
         except NotFoundError as error:
             said = {"missing": error.hint}
         except Exception as error:  # noqa: BLE001 — told to the rank that asked
@@ -365,65 +321,14 @@ def _message(document: dict[str, Any]) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def _receive_document(sock: socket.socket, deadline: float) -> dict[str, Any]:
-    (length,) = _LENGTH.unpack(_receive(sock, _LENGTH.size, deadline))
+def _receive_document(sock: socket.socket, deadline: float | None = None) -> dict[str, Any]:
+    (length,) = _LENGTH.unpack(receive(sock, _LENGTH.size, deadline))
     if length > _MOST:
         raise PeerError("no document of this protocol", value=length)
-    document = unpack(bytes(_receive(sock, length, deadline)), "a message")
+    document = unpack(bytes(receive(sock, length, deadline)), "a message")
     if not isinstance(document, dict):
         raise PeerError("no document of this protocol", value=document)
     return document
-
-
-def _receive_tensor(sock: socket.socket, said: dict[str, Any], deadline: float) -> torch.Tensor:
-    tensor = empty_like(said, device="cpu")
-    if tensor.numel():
-        _receive_into(sock, _view(bytes_of(tensor)), deadline)
-    if said.get("device") == "cuda":
-        tensor = tensor.to("cuda")
-    return tensor.requires_grad_(bool(said.get("requires_grad")))
-
-
-def _receive(sock: socket.socket, length: int, deadline: float) -> memoryview:
-    buffer = memoryview(bytearray(length))
-    _receive_into(sock, buffer, deadline)
-    return buffer
-
-
-def _receive_into(sock: socket.socket, view: memoryview, deadline: float) -> None:
-    """Fill memory; `EOFError` where the other side has ended."""
-    done = 0
-    while done < len(view):
-        sock.settimeout(_left(deadline))
-        count = sock.recv_into(view[done:])
-        if not count:
-            raise EOFError
-        done += count
-
-
-def _left(deadline: float) -> float | None:
-    """The seconds until then, as sockets take them."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return None if left == math.inf else left
-
-
-def _view(flat: torch.Tensor) -> memoryview:
-    array: Any = flat.numpy()
-    return memoryview(array)
-
-
-def _own_address() -> str:
-    """The address by which other machines reach this one: that on the way to the master's."""
-    master = os.environ.get("MASTER_ADDR", "")
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if master:
-            probe.connect((master, 1))  # sends nothing
-            host: str = probe.getsockname()[0]
-            if not host.startswith("127."):
-                return host
-    return socket.gethostbyname(socket.gethostname())
 
 
 def _missing(source: int, layer_id: LayerId, there: str) -> NotFoundError:

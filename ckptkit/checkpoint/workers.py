@@ -29,47 +29,35 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def share_out(items: Iterable[T], do: Callable[[T], None], count: int) -> None:
+def share_out(items: Iterable[T], do: Callable[[T], object], count: int) -> None:
     """Let some threads take the items in their order, each the next one as soon as it is done with
-    the one before; after an error, which is raised, nobody takes another.
-    """
-    pending = iter(items)
-    lock = threading.Lock()
-    stopped = threading.Event()
-
-    def work() -> None:
-        while not stopped.is_set():
-            with lock:
-                # A list, since an item may be anything.
-                item = list(islice(pending, 1))
-            if not item:
-                return
-            do(item[0])
-
-    run_threads(work, count, stopped)
-
-
-def run_threads(work: Callable[[], None], count: int, stopped: threading.Event) -> None:
-    """Run `work` in some threads until all return; the first error, or Ctrl-C, sets `stopped`
-    and is raised.
+    the one before; after an error, which is raised, or Ctrl-C nobody takes another.
     """
     if count <= 1:
-        work()
+        for item in items:
+            do(item)
         return
+    pending, lock, stopped = iter(items), threading.Lock(), threading.Event()
     errors: list[BaseException] = []
+    futures: list[Future[None]] = []
 
-    def noted() -> None:
+    def work() -> None:
         try:
-            work()
+            while not stopped.is_set():
+                with lock:
+                    # A list, since an item may be anything.
+                    item = list(islice(pending, 1))
+                if not item:
+                    return
+                do(item[0])
         except BaseException as error:
             errors.append(error)
             raise
 
-    futures: list[Future[None]] = []
     try:
         with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
             try:
-                futures += [executor.submit(noted) for _ in range(count)]
+                futures += [executor.submit(work) for _ in range(count)]
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 stopped.set()

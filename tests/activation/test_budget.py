@@ -7,7 +7,7 @@ from itertools import chain, combinations, count
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -46,7 +46,6 @@ def brute_force(costs: Costs, budget: int) -> float | None:
     )
 
 
-@settings(deadline=None)
 @given(STEPS, st.integers(0, 500))
 def test_the_choice_is_the_best_of_all(costs: Costs, budget: int) -> None:
     chosen = choose(costs, budget)

@@ -211,7 +211,7 @@ def test_a_copy_of_the_model_runs_its_own_blocks(policy: str) -> None:
         for parameter in model.layers.parameters():
             parameter.zero_()
     assert same(gradients([other], step_of(other)), gradients([wanted], step_of(wanted)))
-    moved = {id(forward._offload) for forward in forwards_of(other) if "offload" in policy}
+    moved = {id(forward._memory) for forward in forwards_of(other) if "offload" in policy}
     assert len(moved) == ("offload" in policy)
 
 

@@ -97,7 +97,7 @@ def test_one_process_needs_no_group() -> None:
         assert torch.equal(store.retrieve_or_fetch("a", 0), torch.ones(2))
         assert store.synchronize() == {}
         assert store.memory_stats().total == 8
-        assert store.local_memory_stats().count == 1
+        assert store.local.memory_stats().count == 1
     assert store.keys() == []
 
 
@@ -183,7 +183,7 @@ def ends(*_: object) -> torch.Tensor:
     os._exit(3)
 
 
-def sends_half(sock: socket.socket, _: object) -> None:
+def sends_half(sock: socket.socket, *_: object) -> None:
     """A process that is killed while it answers."""
     sock.sendall(_message(described(torch.ones(1_000_000))))
     sock.sendall(bytes(2_000_000))
@@ -223,10 +223,10 @@ def stop(store: Store, way: str) -> None:
         dist.barrier()
         return
     if way == "dies while it answers":
-        store._transport._responder._reply = sends_half  # type: ignore[attr-defined]
+        store._transport._reply = sends_half  # type: ignore[attr-defined]
     else:
-        answer = late if way == "hangs" else ends
-        store._transport._responder._answer = answer  # type: ignore[attr-defined]
+        local: Any = store.local
+        local.retrieve = late if way == "hangs" else ends
     dist.barrier()
     if way == "hangs":
         dist.barrier()
@@ -294,18 +294,18 @@ def failing_owner() -> list[str]:
             store.fetch("sparse", other)
         said.append(str(caught.value))
         store.memory_stats()
-        server = store._transport._responder  # type: ignore[attr-defined]
-        server._answer, before = runs_out, server._answer
+        local: Any = store.local
+        retrieve, local.retrieve = local.retrieve, runs_out
         store.memory_stats()
         with pytest.raises(PeerError) as caught:
             store.fetch("dense", other)
         said.append(str(caught.value))
         store.memory_stats()
-        server._answer = before
+        local.retrieve = retrieve
         store.memory_stats()
         assert store.fetch("dense", other).sum() == 4
         store.memory_stats()
-        assert len(server._open) == 1
+        assert len(store._transport._listener._open) == 1  # type: ignore[attr-defined]
         return said
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ckptkit.activation import ActivationMeter, checkpoint_activations, kept_bytes
-from ckptkit.activation.offload import HostBuffers, Lane, Offload, Offloaded, _Departure
+from ckptkit.activation.offload import HostMemory, Offloaded, _Departure
 from ckptkit.errors import UsageError
 from tests.activation.network import WIDTH, batch, gpt, loss_of
 
@@ -44,27 +44,27 @@ class SlowEvent(Event):
 
 
 def test_the_last_forward_may_be_on_its_way_and_changes_meanwhile_are_told() -> None:
-    lane = Lane()
+    memory = HostMemory()
     tensors = [torch.zeros(2) for _ in range(3)]
     sent: list[_Departure] = []
     for tensor in tensors:
-        lane.next_forward()
-        assert len(lane._pending) <= 1
+        memory.next_forward()
+        assert len(memory._pending) <= 1
         event: Any = Event()
-        sent.append(_Departure(tensor, tensor._version, event, lane._forward))
-        lane._pending.append(sent[-1])
+        sent.append(_Departure(tensor, tensor._version, event, memory._forward))
+        memory._pending.append(sent[-1])
     events: list[Any] = [each.event for each in sent]
     assert [event.has_come for event in events] == [True, False, False]
     tensors[1].add_(1)
-    lane.next_forward()
+    memory.next_forward()
     assert [each.was_changed for each in sent] == [False, True, False]
     events[2].has_come = True
-    lane.drain()
-    assert not lane._pending
+    memory.drain()
+    assert not memory._pending
 
 
 def test_host_memory_goes_to_another_only_when_its_copies_have_ended() -> None:
-    buffers, event = HostBuffers(pin=False), Event()
+    buffers, event = HostMemory(pin=False), Event()
     first = buffers.take(100)
     copies: Any = [event]
     buffers.give(first, copies)
@@ -74,7 +74,7 @@ def test_host_memory_goes_to_another_only_when_its_copies_have_ended() -> None:
 
 
 def test_lengths_that_vary_need_no_more_than_was_in_use_at_once() -> None:
-    buffers, most = HostBuffers(pin=False), 0
+    buffers, most = HostMemory(pin=False), 0
     generator = torch.Generator().manual_seed(0)
     for length in torch.randint(1, 1 << 20, (200,), generator=generator).tolist():
         taken = [buffers.take(length // part) for part in (1, 2, 3)]
@@ -89,7 +89,7 @@ def test_lengths_that_vary_need_no_more_than_was_in_use_at_once() -> None:
 
 
 def test_a_longer_buffer_serves_what_is_shorter() -> None:
-    buffers = HostBuffers(pin=False)
+    buffers = HostMemory(pin=False)
     first = buffers.take(1 << 20)
     buffers.give(first)
     assert buffers.take(1 << 19) is first
@@ -97,18 +97,18 @@ def test_a_longer_buffer_serves_what_is_shorter() -> None:
 
 
 def test_threads_may_let_go_at_once() -> None:
-    lane = Lane()
+    memory = HostMemory()
     for _ in range(200):
         tensor, event = torch.zeros(()), cast("Any", SlowEvent())
         tensor.add_(1)
-        lane._pending.append(_Departure(tensor, 0, event, 0))
-    sent = list(lane._pending)
-    threads = [threading.Thread(target=lane.drain) for _ in range(4)]
+        memory._pending.append(_Departure(tensor, 0, event, 0))
+    sent = list(memory._pending)
+    threads = [threading.Thread(target=memory.drain) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not lane._pending
+    assert not memory._pending
     assert all(each.was_changed for each in sent)
 
 
@@ -123,21 +123,21 @@ class Shared(nn.Module):
 
 
 def test_each_memory_is_moved_once_and_comes_back_as_all_its_views() -> None:
-    offload, block = Offload(), Shared()
+    memory, block = HostMemory(), Shared()
     x = torch.randn(1000, dtype=torch.float64, requires_grad=True)
     block(x).backward()
     wanted = torch.as_tensor(x.grad).clone()
     x.grad = None
-    run = Offloaded(block, block.forward, offload)
+    run = Offloaded(block, block.forward, memory)
     loss = run(x)
-    assert offload.buffers.in_use <= 8 * 8192  # some of them are more than y alone
+    assert memory.in_use <= 8 * 8192  # some of them are more than y alone
     loss.backward(retain_graph=True)
     assert torch.equal(torch.as_tensor(x.grad), wanted)
     loss.backward()
     assert torch.equal(torch.as_tensor(x.grad), 2 * wanted)
     del loss
     gc.collect()
-    assert offload.buffers.in_use == 0
+    assert memory.in_use == 0
 
 
 def test_forwards_may_overlap() -> None:

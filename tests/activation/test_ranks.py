@@ -119,12 +119,9 @@ def unlike(layout: str) -> list[str]:
 # What others have alike with these, or with what `as_distributed` gives below, takes minutes.
 _CORE = {
     "fsdp1:2",
-    "fsdp2:3",
     "hsdp:2x2",
     "zero2:2",
-    "tp:3",
     "fsdp:4, experts on ep:2",
-    "ddp:2 around tp:2",
     "pp:2, two stages each",
     "pp:2,fsdp:1,tp:2",
 }

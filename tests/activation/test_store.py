@@ -182,7 +182,7 @@ def test_the_oldest_are_dropped_when_the_budget_is_full(
 
 def test_host_memory_stays_within_the_budget() -> None:
     store = ActivationStore(offload=True, budget=1 << 16)
-    buffers = store._buffers
+    buffers = store._host
     assert buffers is not None
     taken = []
     for layer in range(12):
@@ -227,9 +227,9 @@ def test_host_memory_is_used_again() -> None:
             store.register(layer, torch.zeros(5000))
         store.clear()
     gc.collect()
-    assert store._buffers is not None
-    assert store._buffers.in_use == 0
-    assert sum(map(len, store._buffers._free.values())) <= 4
+    assert store._host is not None
+    assert store._host.in_use == 0
+    assert sum(map(len, store._host._free.values())) <= 4
 
 
 def test_threads_may_use_it_at_once() -> None:

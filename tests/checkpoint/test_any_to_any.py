@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptkit
@@ -15,7 +15,6 @@ from ckptkit.storage import MemoryStore
 from tests.checkpoint.cuts import parallel, placements, tensors
 from tests.checkpoint.saving import Tensor, same, save, take
 
-few = settings(deadline=None, max_examples=60)
 chunk_sizes = st.sampled_from([1, 16, 100, 4 << 20])
 
 
@@ -42,7 +41,6 @@ def read_as_rank(
     return local
 
 
-@few
 @given(written(), parallel(), st.data(), st.booleans())
 def test_every_part_of_any_other_strategy_is_read_bit_for_bit(
     saved: tuple[Strategy, dict[str, Tensor], int],
@@ -64,7 +62,6 @@ def test_every_part_of_any_other_strategy_is_read_bit_for_bit(
                 assert same(local, take(layout.part(rank), tensor.whole))
 
 
-@settings(few, max_examples=30)
 @given(written())
 def test_zarr_shows_the_same_bits(saved: tuple[Strategy, dict[str, Tensor], int]) -> None:
     strategy, state, chunk_bytes = saved
@@ -88,7 +85,6 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     return Box(tuple(offset), tuple(lengths))
 
 
-@few
 @given(written(), st.data(), st.booleans())
 def test_any_box_is_read_bit_for_bit(
     saved: tuple[Strategy, dict[str, Tensor], int], data: st.DataObject, verify: bool
@@ -103,7 +99,6 @@ def test_any_box_is_read_bit_for_bit(
             assert same(checkpoint.read(name, box, verify=verify), np.asarray(expected))
 
 
-@few
 @given(written())
 def test_each_part_is_the_one_that_the_writer_held(
     saved: tuple[Strategy, dict[str, Tensor], int],

@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptkit
@@ -81,7 +81,6 @@ def test_the_digest_is_that_of_the_definition_under_every_strategy(
     assert found.step == of_step(found.arrays, found.objects)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_any_tensor_cut_in_any_way_has_the_digest_of_its_values(data: st.DataObject) -> None:
     strategy = data.draw(cuts.parallel())

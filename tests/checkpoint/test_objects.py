@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptkit
@@ -38,7 +38,6 @@ leaves = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)
 @given(leaves, st.lists(leaves, min_size=3, max_size=3))
 def test_any_leaf_comes_back_as_it_was(value: Any, of_rank: list[Any]) -> None:
     def fill(writer: Writer) -> None:

@@ -54,7 +54,7 @@ def planned(step: Checkpoint, name: str, box: Box) -> ReadPlan:
     """How a box is read."""
     target = np.empty(box.shape, STATE[name].whole.dtype)
     request = step._request(name, box, target)
-    return plan_read(step.manifest, [request], step.packs.pace, verify=True)
+    return plan_read(step.manifest, step.packs, [request], step.packs.pace, verify=True)
 
 
 @pytest.mark.parametrize("verify", [True, False])

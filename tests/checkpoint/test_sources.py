@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import ckptkit
 from ckptkit import Writer
@@ -66,7 +66,6 @@ def test_what_is_broadcast_is_written_as_the_values_it_shows() -> None:
     assert same(written_alone(np.broadcast_to(row, (6, 10))), np.tile(row, (6, 1)))
 
 
-@settings(deadline=None, max_examples=40)
 @given(dtypes)
 def test_raw_bytes_are_written_under_the_dtype_that_is_named(dtype: str) -> None:
     values = random_values((4, 3), dtype)

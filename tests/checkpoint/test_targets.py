@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptkit
@@ -127,7 +127,6 @@ def test_what_is_not_there_is_not_found(checkpoint: Checkpoint) -> None:
 items = st.integers(-12, 11) | st.slices(12) | st.just(...)
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.lists(items, max_size=4).map(tuple))
 def test_indexing_selects_what_numpy_selects(checkpoint: Checkpoint, index: Any) -> None:
     try:

@@ -16,7 +16,17 @@ from ckptkit.errors import CkptkitError, CorruptionError
 from ckptkit.model import Box
 from ckptkit.storage import Store
 from tests.checkpoint.saving import Tensor, random_values, same, small_state
-from tests.faults.scene import HASTY, MIB, PATIENT, Scene, assert_clear, cases, finished, save
+from tests.faults.scene import (
+    HASTY,
+    MIB,
+    PATIENT,
+    Scene,
+    assert_clear,
+    cases,
+    finished,
+    save,
+    side_by_side,
+)
 from tests.faults.trouble import LIST, READ, READ_MANIFEST, Trouble
 from tests.servers.faults import (
     Answer,
@@ -28,6 +38,8 @@ from tests.servers.faults import (
     StallDownload,
     Truncate,
 )
+from tests.servers.moto import Moto
+from tests.servers.proxy import Proxy
 
 # Several requests for each of two packs.
 STATE = {
@@ -104,17 +116,19 @@ def test_a_step_is_loaded_all_the_same(scene: Scene, name: str) -> None:
     assert scene.proxy.met
 
 
-def test_a_load_that_cannot_succeed_fails_clearly(scene: Scene) -> None:
+def test_a_load_that_cannot_succeed_fails_clearly(moto: Moto, scene: Scene) -> None:
     assert save(scene.direct(), 2, STATE) == []
-    scene = replace(scene, pace={**HASTY, **REQUESTS})
-    for name, trouble in FAILING.items():
-        scene.proxy.forgive()
-        trouble.make(scene.proxy)
-        error = error_of(scene)
-        assert error is not None, name
-        assert_clear(error)
-        # On a busy machine nothing may be in time, before it comes to the fault.
-        assert scene.proxy.met or "in time" in str(error), name
+
+    def attempt(name: str) -> None:
+        with Proxy(moto.endpoint) as proxy:
+            FAILING[name].make(proxy)
+            error = error_of(replace(scene, proxy=proxy, pace={**HASTY, **REQUESTS}))
+            assert error is not None
+            assert_clear(error)
+            # On a busy machine nothing may be in time, before it comes to the fault.
+            assert proxy.met or "in time" in str(error)
+
+    side_by_side(FAILING, attempt)
 
 
 def error_of(scene: Scene) -> CkptkitError | None:

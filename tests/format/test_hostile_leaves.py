@@ -6,7 +6,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptkit.errors import FormatError
@@ -41,7 +41,6 @@ hostile = st.recursive(
 )
 
 
-@settings(max_examples=300)
 @given(st.binary(max_size=64) | hostile.map(msgpack.packb))
 @example(b"")
 @example(b"\xc1")

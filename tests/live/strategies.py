@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -442,6 +443,22 @@ LAYOUTS = {
     "pp:2,fsdp:1,tp:2": Layout(4, "pp:2,tp:2,fsdp:1", pp_fsdp_tp),
     **_FSDP1,
 }
+# Differ only in the number of ranks from one that stays, and are for long tests.
+LIKE_OTHERS = {
+    "ddp:2",
+    "fsdp2:2",
+    "fsdp2:4",
+    "zero1:2",
+    "tp:2",
+    "tp:4",
+    "pp:2",
+    "pp:4",
+    "fsdp1:2",
+}
+EACH_LAYOUT = [
+    pytest.param(layout, marks=pytest.mark.long if layout in LIKE_OTHERS else ())
+    for layout in LAYOUTS
+]
 
 
 def build(layout: str, seed: int = 0, make: MakeOptimizer = adamw) -> Job:

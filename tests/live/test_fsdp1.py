@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ def evaluate(job: Job) -> None:
         job.model(batch(0)[0])
 
 
-def stop_and_go_on(way: Way, folder: str) -> list[str]:
+def stop_and_go_on(way: Way, folder: str, names: Sequence[str]) -> list[str]:
     """What goes on otherwise than if it had not been stopped."""
     different = []
-    for name, make in OPTIMIZERS.items():
+    for name in names:
+        make = OPTIMIZERS[name]
         job = way.job(0, make)
         job.train(range(5))
         evaluate(job)
@@ -49,14 +51,26 @@ def stop_and_go_on(way: Way, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_goes_on_bit_for_bit(gloo: Pool, tmp_path: Path, way: str) -> None:
-    for different in gloo.run(WAYS[way].ranks, stop_and_go_on, WAYS[way], str(tmp_path)):
+    names = list(OPTIMIZERS) if way == "full, flat, on 3" else ["Adam, amsgrad"]
+    for different in gloo.run(WAYS[way].ranks, stop_and_go_on, WAYS[way], str(tmp_path), names):
         assert not different
 
 
-def move(way: Way, folder: str, *, out: bool) -> dict[str, float]:
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_training_goes_on_bit_for_bit_with_any_optimizer(
+    gloo: Pool, tmp_path: Path, way: str
+) -> None:
+    job = functools.partial(stop_and_go_on, names=list(OPTIMIZERS))
+    for different in gloo.run(WAYS[way].ranks, job, WAYS[way], str(tmp_path)):
+        assert not different
+
+
+def move(way: Way, folder: str, names: Sequence[str], *, out: bool) -> dict[str, float]:
     """By how much the losses change when a job of DDP goes on in FSDP1, or the reverse."""
     moved = {}
-    for name, make in OPTIMIZERS.items():
+    for name in names:
+        make = OPTIMIZERS[name]
         builders = (way.job, ddp) if out else (ddp, way.job)
         source, target = (build(seed, make) for seed, build in enumerate(builders))
         source.train(range(5))
@@ -69,8 +83,17 @@ def move(way: Way, folder: str, *, out: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize("out", [True, False], ids=["fsdp1 to ddp", "ddp to fsdp1"])
 @pytest.mark.parametrize("way", ["full", "full, flat", "no shard, flat"])
-def test_training_goes_on_elsewhere(gloo: Pool, tmp_path: Path, way: str, out: bool) -> None:
-    job = functools.partial(move, out=out)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["AdamW", "RMSprop"], id="two optimizers"),
+        pytest.param(list(OPTIMIZERS), marks=pytest.mark.long, id="every optimizer"),
+    ],
+)
+def test_training_goes_on_elsewhere(
+    gloo: Pool, tmp_path: Path, way: str, out: bool, names: list[str]
+) -> None:
+    job = functools.partial(move, names=names, out=out)
     for moved in gloo.run(WAYS[way].ranks, job, WAYS[way], str(tmp_path)):
         assert max(moved.values()) < 1e-5, moved
 

@@ -199,8 +199,23 @@ def options(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+# Kinds whose state has a shape of its own; that of the others is as AdamW's or SGD's.
+PECULIAR = ("AdamW, two groups", "Adafactor", "by row", "nested", "in lists", "Muon", "LBFGS")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_optimizer_goes_on_where_it_was(gloo: Pool, tmp_path: Path, kind: str) -> None:
+    go_on(gloo, tmp_path, kind, everywhere=kind in PECULIAR)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PECULIAR])
+def test_an_optimizer_goes_on_from_everywhere(gloo: Pool, tmp_path: Path, kind: str) -> None:
+    go_on(gloo, tmp_path, kind, everywhere=True)
+
+
+def go_on(gloo: Pool, tmp_path: Path, kind: str, *, everywhere: bool) -> None:
+    """Save in each place, and go on in each: from everywhere, or from the next place."""
     saved = {}
     places = [place for place in PLACES if (kind, place) not in IMPOSSIBLE]
     for layout in [*places, *MORE_PLACES.get(kind, ())]:
@@ -213,8 +228,10 @@ def test_an_optimizer_goes_on_where_it_was(gloo: Pool, tmp_path: Path, kind: str
     steps = {layout: (str(tmp_path / layout), saved[layout][0]) for layout in saved}
     deepest = max(name.count("/") for name in saved["plain"][0])
     assert deepest == {"nested": 5, "in lists": 4, "LBFGS": 3, "SGD": 1}.get(kind, 2)
-    for layout in saved:
-        for rank in gloo.run(LAYOUTS[layout].ranks, load, layout, kind, steps):
+    for layout, after in zip(saved, [*list(saved)[1:], *saved], strict=False):
+        sources = steps if everywhere else {source: steps[source] for source in (layout, after)}
+        for rank in gloo.run(LAYOUTS[layout].ranks, load, layout, kind, sources):
+            assert set(rank) == set(sources)
             for source, (differences, found, losses) in rank.items():
                 assert not differences, f"{source} into {layout}"
                 assert found == saved[source][1], f"{source} into {layout}"

@@ -19,7 +19,7 @@ from ckptkit.live import ShardedOptimizerState
 from ckptkit.live.state.tensors import as_spread
 from tests.live.network import network
 from tests.live.pool import Pool
-from tests.live.strategies import LAYOUTS, Job, build
+from tests.live.strategies import EACH_LAYOUT, LAYOUTS, Job, build
 
 NAMES = [name for name, _ in network(0).named_parameters()]
 UNEVEN = "layers.0.up.weight"  # 12 rows
@@ -100,7 +100,7 @@ def go_there_and_back(layout: str) -> int:
     return found
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_rank_0_hands_out_whole_states_and_gets_them_back(gloo: Pool, layout: str) -> None:
     kept = gloo.run(LAYOUTS[layout].ranks, go_there_and_back, layout)
     is_apart = layout.startswith(("pp", "zero1", "fsdp1"))

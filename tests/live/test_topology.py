@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -140,7 +140,6 @@ def layouts(draw: st.DrawFn) -> tuple[int, list[tuple[list[int], list[Any], list
     return world, found
 
 
-@settings(deadline=None, max_examples=40)
 @given(layouts(), st.data())
 def test_the_axes_cut_as_torch_does(
     job: tuple[int, list[tuple[list[int], list[Any], list[int]]]], data: st.DataObject

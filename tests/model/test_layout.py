@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckptkit.errors import LayoutError, StrategyError
@@ -162,7 +162,6 @@ def is_nothing(coords: list[list[int]] | None) -> bool:
     return coords is None or not all(coords)
 
 
-@settings(max_examples=300)
 @given(cases() | fused_cases())
 def test_placements_that_do_not_fit_are_refused_and_no_others(
     case: tuple[tuple[int, ...], Strategy, tuple[Placement, ...]],
@@ -177,7 +176,6 @@ def test_placements_that_do_not_fit_are_refused_and_no_others(
         layout_of(*case)
 
 
-@settings(max_examples=300)
 @given(fitting_cases())
 def test_a_part_holds_what_cutting_element_by_element_gives(
     case: tuple[Layout, list[list[list[int]] | None]],
@@ -202,7 +200,6 @@ def test_a_part_holds_what_cutting_element_by_element_gives(
         assert [place.offset for place in part.places] == sorted(p.offset for p in part.places)
 
 
-@settings(max_examples=300)
 @given(fitting_cases())
 def test_every_element_has_one_first_holder(
     case: tuple[Layout, list[list[list[int]] | None]],
@@ -226,7 +223,6 @@ def test_every_element_has_one_first_holder(
         assert sorted(places) == list(range(key[2]))
 
 
-@settings(max_examples=300)
 @given(fitting_cases())
 def test_replicas_are_the_ranks_that_hold_the_same(
     case: tuple[Layout, list[list[list[int]] | None]],
@@ -251,7 +247,6 @@ def test_replicas_are_the_ranks_that_hold_the_same(
         assert layout.first_rank == min(ranks[0] for ranks in groups.values())
 
 
-@settings(max_examples=300)
 @given(fitting_cases())
 def test_edges_are_those_of_all_ranks(
     case: tuple[Layout, list[list[list[int]] | None]],
@@ -266,7 +261,6 @@ def test_edges_are_those_of_all_ranks(
     assert layout.edges == tuple(tuple(sorted(ends)) for ends in interior)
 
 
-@settings(max_examples=100)
 @given(fitting_cases())
 def test_distinct_parts_cover_the_tensor_once_unless_shared_unevenly(
     case: tuple[Layout, list[list[list[int]] | None]],

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import RulesError
@@ -368,7 +368,6 @@ def test_pipelines_of_pipelines_are_one() -> None:
 KINDS = ["ddp:2", "fsdp:2", "fsdp:3", "zero1:2", "tp:2", "tp:3", "pp:2", "ep:2"]
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4), st.sampled_from([2, 4]))
 def test_any_target_holds_every_element_once(kinds: list[str], head: int) -> None:
     axes: dict[str, str] = {}

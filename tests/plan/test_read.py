@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptkit.model import Box, Grid
@@ -203,7 +203,6 @@ def test_nothing_to_read_is_no_request() -> None:
     assert coalesce(*columns([]), gap=1, limit=1) == []
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), max_size=30),
     st.integers(0, 20),

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckptkit.errors import LayoutError
@@ -110,7 +110,6 @@ def test_a_rank_writes_only_what_it_holds(arrays: list[Owned]) -> None:
                 assert any(own.contains(box) for own in part.boxes)
 
 
-@settings(deadline=None)
 @given(jobs() | fused())
 def test_replicas_write_equal_shares_but_for_one_chunk(arrays: list[Owned]) -> None:
     shares: dict[Hashable, dict[int, int]] = defaultdict(lambda: defaultdict(int))

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
@@ -66,7 +66,6 @@ def is_direct_here(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("base", [None, "/dev/shm"])
-@settings(max_examples=60, deadline=None)
 @given(extents=st.lists(sizes, max_size=12), congruent=st.booleans(), data=st.data())
 def test_any_extents_in_any_order_from_any_address_give_the_same_bytes(
     base: str | None, extents: list[int], congruent: bool, data: st.DataObject

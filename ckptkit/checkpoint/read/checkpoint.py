@@ -15,8 +15,8 @@ from ckptkit.checkpoint.locate import manifest_at, read_manifest
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import Place, described, store_at
 from ckptkit.checkpoint.read.packs import OpenPacks
-from ckptkit.checkpoint.read.reader import Reader, Request
-from ckptkit.checkpoint.workers import Progress
+from ckptkit.checkpoint.read.reader import Request, plan_read
+from ckptkit.checkpoint.workers import Progress, share_out
 from ckptkit.errors import FormatError, LayoutError, NotFoundError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
@@ -170,8 +170,11 @@ class Checkpoint(Closing):
         a time: without, what it likes best.
         """
         requests = [self._request(name, box, target) for name, box, target in wanted]
-        reader = Reader(self.manifest, self.packs, pace)
-        reader.read(requests, verify=verify, threads=threads, progress=progress)
+        pace = pace or self.packs.pace
+        plan = plan_read(
+            self.manifest, self.packs, requests, pace, verify=verify, progress=progress
+        )
+        share_out(plan.runs, plan.read, min(threads or pace.requests, len(plan.runs)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Opened again where it arrives: handles do not travel.

@@ -5,9 +5,7 @@ caller's memory.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -18,16 +16,15 @@ from isal import isal_zlib
 
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.read.packs import OpenPacks
-from ckptkit.checkpoint.workers import Progress, cores, run_threads
+from ckptkit.checkpoint.workers import Progress, cores
 from ckptkit.format.arrays import chunk_key
 from ckptkit.format.manifest import Manifest
 from ckptkit.model import Box
 from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, pieces_of, side_by_side
 from ckptkit.storage import Source, default_pool
-from ckptkit.storage.buffers import copy_bytes, copy_elements
+from ckptkit.storage.buffers import PAGE, copy_bytes, copy_elements
 
 BAND_BYTES = 4 << 20
-PAGE = 4096
 
 # Copies between addresses that are alike modulo a page, or differ modulo 32, run at half speed.
 _AHEAD = 256
@@ -35,232 +32,14 @@ _AHEAD = 256
 # Copied and checked at a time: so much stays in the cache of a core.
 _CACHED = 256 << 10
 
+# So many bytes between two pieces are read along everywhere: headers are no longer.
+GAP_BYTES = 4 << 10
+_KEPT_PIECES = 4096
+
 
 def default_threads() -> int:
     """As many as the processor has cores, within reason: reading is copying."""
     return min(8, cores())
-
-
-class Reader:
-    """Fills requests from the packs of one step, at the pace of their store or at another."""
-
-    def __init__(self, manifest: Manifest, packs: OpenPacks, pace: Pace | None = None) -> None:
-        self._manifest = manifest
-        self._packs = packs
-        self._pace = pace or packs.pace
-
-    def read(
-        self,
-        requests: Sequence[Request],
-        *,
-        verify: bool,
-        threads: int | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        """Fill the targets of all requests; CorruptionError names the first chunk that is not as
-        it was written.
-        """
-        plan = plan_read(self._manifest, requests, self._pace, verify=verify)
-        pending = iter(plan.runs)
-        lock = threading.Lock()
-        stopped = threading.Event()
-
-        def work() -> None:
-            # Always as much, so that loans find each other again.
-            with default_pool().take(BAND_BYTES + PAGE if self._pace.by_rows else 0) as scratch:
-                while not stopped.is_set():
-                    with lock:
-                        run = next(pending, None)
-                    if run is None:
-                        return
-                    self._read(plan, run, scratch, verify=verify)
-                    if progress:
-                        progress(int(plan.stop[run[1] - 1] - plan.start[run[0]]))
-
-        run_threads(work, min(threads or self._pace.requests, len(plan.runs)), stopped)
-
-    def _read(
-        self, plan: ReadPlan, run: tuple[int, int], scratch: memoryview, *, verify: bool
-    ) -> None:
-        first, last = run
-        start = int(plan.start[first])
-        size = int(plan.stop[first:last].max()) - start
-        with ExitStack() as stack:
-            source = stack.enter_context(self._packs.use(int(plan.pack[first])))
-            if self._pace.by_rows and first in plan.bands:
-                self._read_band(plan, run, source, scratch, verify=verify)
-            elif not self._pace.by_rows and size <= self._pace.request_bytes:
-                self._scatter(plan, run, source.fetch(start, size), verify=verify)
-            elif last == first + 1 and (direct := plan.direct(first)) is not None:
-                crc = self._fill(source, start, direct, verify=verify)
-                if verify:
-                    self._compare(plan, first, crc)
-            else:
-                if size > len(scratch):
-                    scratch = stack.enter_context(default_pool().take(size))
-                self._fill(source, start, scratch[:size], verify=False)
-                self._scatter(plan, run, scratch[:size], verify=verify)
-
-    def _fill(self, source: Source, start: int, memory: memoryview, *, verify: bool) -> int:
-        """Fill memory, by requests that are not too large where each is in memory besides; its
-        checksum, with `verify`.
-        """
-        if self._pace.by_rows:
-            source.read_into(start, memory)
-            return int(isal_zlib.crc32(memory)) if verify else 0
-        crc, step = 0, self._pace.request_bytes
-        for begin in range(0, len(memory), step):
-            target = memory[begin : begin + step]
-            crc = _copied(source.fetch(start + begin, len(target)), target, crc, verify=verify)
-        return crc
-
-    def _scatter(
-        self, plan: ReadPlan, run: tuple[int, int], memory: memoryview, *, verify: bool
-    ) -> None:
-        """Check what was read, and bring it where it belongs."""
-        row, last = run
-        base = int(plan.start[row])
-        while row < last:
-            end = plan.bands.get(row, row + 1)
-            data = memory[int(plan.start[row]) - base : int(plan.stop[end - 1]) - base]
-            if end > row + 1:
-                self._scatter_band(plan, (row, end), data, verify=verify)
-            elif (direct := plan.direct(row)) is not None:
-                crc = _copied(data, direct, 0, verify=verify)
-                if verify:
-                    self._compare(plan, row, crc)
-            else:
-                if verify:
-                    self._compare(plan, row, int(isal_zlib.crc32(data)))
-                request, piece = plan.piece(row)
-                _place(piece, data, _view(request.target, piece.target), partial=not verify)
-            row = end
-
-    def _scatter_band(
-        self, plan: ReadPlan, band: tuple[int, int], data: memoryview, *, verify: bool
-    ) -> None:
-        """Chunks side by side at once, so that the target's rows are written whole."""
-        first, last = band
-        size = int(plan.stop[first] - plan.start[first])
-        step = int(plan.start[first + 1] - plan.start[first])
-        if verify:
-            for row in range(first, last):
-                here = data[(row - first) * step :][:size]
-                self._compare(plan, row, int(isal_zlib.crc32(here)))
-        target, shape = _across(plan, band)
-        bits = target.dtype
-        *rows, column = _steps(shape, bits.itemsize)
-        copy_elements(np.ndarray(target.shape, bits, data, 0, (*rows, step, column)), target)
-
-    def _read_band(
-        self,
-        plan: ReadPlan,
-        run: tuple[int, int],
-        source: Source,
-        scratch: memoryview,
-        *,
-        verify: bool,
-    ) -> None:
-        """Some rows of all chunks at a time, so that the target's rows are written whole: more than
-        twice as fast as the short rows of one chunk, with gaps between them.
-        """
-        first, last = run
-        count = last - first
-        target, shape = _across(plan, run)
-        bits = target.dtype
-        row_bytes = math.prod(shape[1:]) * bits.itemsize
-        rows = max(1, min(shape[0], (len(scratch) - PAGE) // (count * row_bytes)))
-        slot = rows * row_bytes
-        starts, crcs = plan.start[first:last].tolist(), [0] * count
-        ahead = (target.__array_interface__["data"][0] + _AHEAD) % PAGE
-        with ExitStack() as stack:
-            if count * slot + PAGE > len(scratch):
-                scratch = stack.enter_context(default_pool().take(count * slot + PAGE))
-            memory = scratch[ahead : ahead + count * slot]
-            stored = np.frombuffer(memory, bits).reshape(count, rows, *shape[1:])
-            stored = np.moveaxis(stored, 0, -2)
-            for begin in range(0, shape[0], rows):
-                here = min(rows, shape[0] - begin)
-                for number, place in enumerate(starts):
-                    data = memory[number * slot : number * slot + here * row_bytes]
-                    source.read_into(place + begin * row_bytes, data)
-                    if verify:
-                        crcs[number] = isal_zlib.crc32(data, crcs[number])
-                target[begin : begin + here] = stored[:here]
-        if verify:
-            for number, crc in enumerate(crcs):
-                self._compare(plan, first + number, int(crc))
-
-    def _compare(self, plan: ReadPlan, row: int, actual: int) -> None:
-        if actual == int(plan.crc32[row]):
-            return
-        request, piece = plan.piece(row)
-        array = self._manifest.arrays[request.array]
-        key = chunk_key(array.name, array.grid.index(piece.chunk))
-        pack, start = int(plan.pack[row]), int(plan.start[row])
-        raise self._packs.corrupt(key, actual, int(plan.crc32[row]), pack, start)
-
-
-def _across(plan: ReadPlan, band: tuple[int, int]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
-    """Where chunks side by side belong, with a dim for them before the last one; and the shape
-    of each.
-    """
-    first, last = band
-    request, piece = plan.piece(first)
-    shape = piece.stored_shape
-    along = slice(piece.target[-1].start, plan.piece(last - 1)[1].target[-1].stop)
-    target = _view(request.target, (*piece.target[:-1], along))
-    return target.reshape(*shape[:-1], last - first, shape[-1]), shape
-
-
-def _copied(source: memoryview, target: memoryview, crc: int, *, verify: bool) -> int:
-    """Copy bytes, and go on with a checksum of them while they are in the cache."""
-    step = _CACHED if verify else max(1, len(source))
-    for begin in range(0, len(source), step):
-        block = source[begin : begin + step]
-        copy_bytes(block, target[begin : begin + step])
-        if verify:
-            crc = int(isal_zlib.crc32(block, crc))
-    return crc
-
-
-def _place(
-    piece: Piece,
-    data: memoryview,
-    target: npt.NDArray[Any],
-    *,
-    partial: bool,
-) -> None:
-    """Copy the needed elements out of a chunk, or out of the span of it that holds them."""
-    bits = target.dtype
-    if not partial:
-        elements = np.frombuffer(data, dtype=bits).reshape(piece.stored_shape)
-        copy_elements(elements[piece.source], target)
-        return
-    # Only the span from the first to the last needed element was read, so the first one is at 0.
-    shape = tuple(s.stop - s.start for s in piece.source)
-    copy_elements(
-        np.ndarray(shape, bits, data, 0, _steps(piece.stored_shape, bits.itemsize)), target
-    )
-
-
-def _view(array: npt.NDArray[Any], part: tuple[slice, ...]) -> npt.NDArray[Any]:
-    """A part as a view, also of an array without dims, which plain indexing would copy."""
-    index: Any = (*part, ...)
-    view: npt.NDArray[Any] = array[index]
-    return view
-
-
-def _steps(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    steps = [itemsize]
-    for extent in reversed(shape[1:]):
-        steps.append(steps[-1] * extent)
-    return tuple(reversed(steps)) if shape else ()
-
-
-# So many bytes between two pieces are read along everywhere: headers are no longer.
-GAP_BYTES = 4 << 10
-_KEPT_PIECES = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -274,8 +53,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPlan:
-    """All pieces of some requests, sorted by where they lie; columns with one row a piece."""
+    """All pieces of some requests, sorted by where they lie; columns with one row a piece. `read`
+    of each of its runs fills the requests.
+    """
 
+    manifest: Manifest
+    packs: OpenPacks
+    pace: Pace
+    verify: bool
+    progress: Progress | None
     requests: Sequence[Request]
     pieces: Sequence[Pieces]
     request: npt.NDArray[np.int64]
@@ -291,7 +77,7 @@ class ReadPlan:
     flat: Sequence[memoryview | None]
     """The memory of each request as bytes; None where it has gaps."""
     runs: list[tuple[int, int]]
-    piece_of: Callable[[Pieces, np.int64], Piece]
+    piece_of: Callable[[Pieces, int], Piece]
     """Keeps some pieces: those of arrays that are cut alike are the same."""
     bands: Mapping[int, int]
     """Rows [i, j) of one run that are chunks side by side along the last dim: in a file system
@@ -301,7 +87,7 @@ class ReadPlan:
     def piece(self, row: int) -> tuple[Request, Piece]:
         """One piece and the request it is for."""
         number = self.request[row]
-        return self.requests[number], self.piece_of(self.pieces[number], self.place[row])
+        return self.requests[number], self.piece_of(self.pieces[number], int(self.place[row]))
 
     def direct(self, row: int) -> memoryview | None:
         """The caller's memory, where a whole chunk lands there without a gap."""
@@ -310,9 +96,151 @@ class ReadPlan:
             return None
         return flat[begin : begin + int(self.stop[row] - self.start[row])]
 
+    def read(self, run: tuple[int, int]) -> None:
+        """Read one run, from any thread; CorruptionError names the first chunk that is not as it
+        was written.
+        """
+        first, last = run
+        start = int(self.start[first])
+        size = int(self.stop[first:last].max()) - start
+        with self.packs.use(int(self.pack[first])) as source:
+            direct = self.direct(first) if last == first + 1 else None
+            if self.pace.by_rows and first in self.bands:
+                self._read_band(run, source)
+            elif direct is not None and self.pace.by_rows:
+                source.read_into(start, direct)
+                if self.verify:
+                    self._compare(first, int(isal_zlib.crc32(direct)))
+            elif self.pace.by_rows:
+                with default_pool().take(max(size, BAND_BYTES + PAGE)) as memory:
+                    source.read_into(start, memory[:size])
+                    self._scatter(run, memory[:size])
+            elif size <= self.pace.request_bytes:
+                self._scatter(run, source.fetch(start, size))
+            elif direct is not None:
+                crc = self._fetch(source, start, direct, verify=self.verify)
+                if self.verify:
+                    self._compare(first, crc)
+            else:
+                with default_pool().take(size) as memory:
+                    self._fetch(source, start, memory, verify=False)
+                    self._scatter(run, memory)
+        if self.progress:
+            self.progress(int(self.stop[last - 1]) - start)
+
+    def _fetch(self, source: Source, start: int, memory: memoryview, *, verify: bool) -> int:
+        """Fill memory by requests that are not too large, since each is in memory besides; its
+        checksum, with `verify`.
+        """
+        crc, step = 0, self.pace.request_bytes
+        for begin in range(0, len(memory), step):
+            target = memory[begin : begin + step]
+            crc = _copied(source.fetch(start + begin, len(target)), target, crc, verify=verify)
+        return crc
+
+    def _scatter(self, run: tuple[int, int], memory: memoryview) -> None:
+        """Check what was read, and bring it where it belongs."""
+        row, last = run
+        base = int(self.start[row])
+        while row < last:
+            end = self.bands.get(row, row + 1)
+            data = memory[int(self.start[row]) - base : int(self.stop[end - 1]) - base]
+            if end > row + 1:
+                self._scatter_band((row, end), data)
+            elif (direct := self.direct(row)) is not None:
+                crc = _copied(data, direct, 0, verify=self.verify)
+                if self.verify:
+                    self._compare(row, crc)
+            else:
+                if self.verify:
+                    self._compare(row, int(isal_zlib.crc32(data)))
+                request, piece = self.piece(row)
+                target, bits = _view(request.target, piece.target), request.target.dtype
+                steps = _steps(piece.stored_shape, bits.itemsize)
+                if self.verify:
+                    elements = np.ndarray(piece.stored_shape, bits, data, 0, steps)[piece.source]
+                else:
+                    # Only the span of the needed elements was read, so the first one is at 0.
+                    shape = tuple(s.stop - s.start for s in piece.source)
+                    elements = np.ndarray(shape, bits, data, 0, steps)
+                copy_elements(elements, target)
+            row = end
+
+    def _scatter_band(self, band: tuple[int, int], data: memoryview) -> None:
+        """Chunks side by side at once, so that the target's rows are written whole."""
+        first, last = band
+        size = int(self.stop[first] - self.start[first])
+        step = int(self.start[first + 1] - self.start[first])
+        if self.verify:
+            for row in range(first, last):
+                here = data[(row - first) * step :][:size]
+                self._compare(row, int(isal_zlib.crc32(here)))
+        target, shape = self._across(band)
+        bits = target.dtype
+        *rows, column = _steps(shape, bits.itemsize)
+        copy_elements(np.ndarray(target.shape, bits, data, 0, (*rows, step, column)), target)
+
+    def _read_band(self, run: tuple[int, int], source: Source) -> None:
+        """Some rows of all chunks at a time, so that the target's rows are written whole: more than
+        twice as fast as the short rows of one chunk, with gaps between them.
+        """
+        first, last = run
+        count = last - first
+        target, shape = self._across(run)
+        bits = target.dtype
+        row_bytes = math.prod(shape[1:]) * bits.itemsize
+        rows = max(1, min(shape[0], BAND_BYTES // (count * row_bytes)))
+        slot = rows * row_bytes
+        starts, crcs = self.start[first:last].tolist(), [0] * count
+        ahead = (target.__array_interface__["data"][0] + _AHEAD) % PAGE
+        # Always as much, so that loans find each other again.
+        with default_pool().take(max(count * slot, BAND_BYTES) + PAGE) as scratch:
+            memory = data = scratch[ahead : ahead + count * slot]
+            stored = np.frombuffer(memory, bits).reshape(count, rows, *shape[1:])
+            stored = np.moveaxis(stored, 0, -2)
+            for begin in range(0, shape[0], rows):
+                here = min(rows, shape[0] - begin)
+                for number, place in enumerate(starts):
+                    data = memory[number * slot : number * slot + here * row_bytes]
+                    source.read_into(place + begin * row_bytes, data)
+                    if self.verify:
+                        crcs[number] = isal_zlib.crc32(data, crcs[number])
+                target[begin : begin + here] = stored[:here]
+            # The pool keeps no memory that somebody still looks at.
+            del data, stored, memory
+        if self.verify:
+            for number, crc in enumerate(crcs):
+                self._compare(first + number, int(crc))
+
+    def _across(self, band: tuple[int, int]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
+        """Where chunks side by side belong, with a dim for them before the last one; and the shape
+        of each.
+        """
+        first, last = band
+        request, piece = self.piece(first)
+        shape = piece.stored_shape
+        along = slice(piece.target[-1].start, self.piece(last - 1)[1].target[-1].stop)
+        target = _view(request.target, (*piece.target[:-1], along))
+        return target.reshape(*shape[:-1], last - first, shape[-1]), shape
+
+    def _compare(self, row: int, actual: int) -> None:
+        if actual == int(self.crc32[row]):
+            return
+        request, piece = self.piece(row)
+        array = self.manifest.arrays[request.array]
+        key = chunk_key(array.name, array.grid.index(piece.chunk))
+        pack, start = int(self.pack[row]), int(self.start[row])
+        raise self.packs.corrupt(key, actual, int(self.crc32[row]), pack, start)
+
 
 def plan_read(
-    manifest: Manifest, requests: Sequence[Request], pace: Pace, *, verify: bool
+    manifest: Manifest,
+    packs: OpenPacks,
+    requests: Sequence[Request],
+    pace: Pace,
+    *,
+    verify: bool,
+    progress: Progress | None = None,
 ) -> ReadPlan:
     """Which bytes to read for the requests. With `verify` always whole chunks, so that each can be
     checked.
@@ -352,6 +280,11 @@ def plan_read(
         steps = np.diff(start)
         bands = [(i, j) for i, j in bands if len(set(steps[i : j - 1].tolist())) == 1]
     return ReadPlan(
+        manifest,
+        packs,
+        pace,
+        verify,
+        progress,
         requests,
         pieces,
         request,
@@ -363,9 +296,34 @@ def plan_read(
         begin[order],
         [_flat(request.target) for request in requests],
         runs,
-        lru_cache(_KEPT_PIECES)(_piece_of),
+        lru_cache(_KEPT_PIECES)(Pieces.__getitem__),
         dict(bands),
     )
+
+
+def _copied(source: memoryview, target: memoryview, crc: int, *, verify: bool) -> int:
+    """Copy bytes, and go on with a checksum of them while they are in the cache."""
+    step = _CACHED if verify else max(1, len(source))
+    for begin in range(0, len(source), step):
+        block = source[begin : begin + step]
+        copy_bytes(block, target[begin : begin + step])
+        if verify:
+            crc = int(isal_zlib.crc32(block, crc))
+    return crc
+
+
+def _view(array: npt.NDArray[Any], part: tuple[slice, ...]) -> npt.NDArray[Any]:
+    """A part as a view, also of an array without dims, which plain indexing would copy."""
+    index: Any = (*part, ...)
+    view: npt.NDArray[Any] = array[index]
+    return view
+
+
+def _steps(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    steps = [itemsize]
+    for extent in reversed(shape[1:]):
+        steps.append(steps[-1] * extent)
+    return tuple(reversed(steps)) if shape else ()
 
 
 def _flat(target: npt.NDArray[Any]) -> memoryview | None:
@@ -373,10 +331,6 @@ def _flat(target: npt.NDArray[Any]) -> memoryview | None:
         return None
     flat: npt.NDArray[np.uint8] = target.reshape(-1).view(np.uint8)
     return flat.data
-
-
-def _piece_of(pieces: Pieces, place: np.int64) -> Piece:
-    return pieces[int(place)]
 
 
 def _joined(parts: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:

@@ -16,7 +16,7 @@ from isal import isal_zlib
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.reader import BAND_BYTES, default_threads
-from ckptkit.checkpoint.workers import Progress, cores, run_threads
+from ckptkit.checkpoint.workers import Progress, cores, share_out
 from ckptkit.errors import UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType, Grid
@@ -143,35 +143,34 @@ def stream(
     The arrays of one item have one shape. Where it matters, the bands of an item come in order;
     what `use` gets is overwritten once it has returned.
     """
-    pending, lock = _all_bands(items, limits), threading.Lock()
-    stopped, turns = threading.Event(), _Turns(len(items))
+    turns = _Turns(len(items))
+    sides = max(map(len, items), default=0)
+    # As many as there are threads; each band takes one, and leaves it to the next.
+    memories = [_BandMemory(sides) for _ in range(limits.workers)]
 
-    def work() -> None:
-        memory = _BandMemory(max(map(len, items), default=0))
+    def read(band: Band) -> None:
+        memory = memories.pop()
         try:
-            while not stopped.is_set():
-                with lock:
-                    band = next(pending, None)
-                if band is None:
-                    return
-                arrays = memory.shaped(items[band.item], band.box)
-                for readable, array in zip(items[band.item], arrays, strict=True):
-                    readable.read_into(band.box, array)
-                if ordered and not turns.wait(band):
-                    return
-                use(band, arrays)
-                turns.done(band)
-                if progress:
-                    progress(sum(array.nbytes for array in arrays))
-                _forget(limits.kept_bytes)
+            arrays = memory.shaped(items[band.item], band.box)
+            for readable, array in zip(items[band.item], arrays, strict=True):
+                readable.read_into(band.box, array)
+            if ordered and not turns.wait(band):
+                return
+            use(band, arrays)
+            turns.done(band)
+            if progress:
+                progress(sum(array.nbytes for array in arrays))
+            _forget(limits.kept_bytes)
         except BaseException:
             turns.stop()
             raise
+        finally:
+            memories.append(memory)
 
     # What was kept of another size before is no use now, and what is kept now is none later.
     _forget(limits.workers * BAND_BYTES)
     try:
-        run_threads(work, limits.workers, stopped)
+        share_out(_all_bands(items, limits), read, limits.workers)
     finally:
         _forget(limits.workers * 2 * BAND_BYTES)
 

@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from operator import call
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import step_name
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
-from ckptkit.checkpoint.read.reader import BAND_BYTES, Reader, Request
+from ckptkit.checkpoint.read.reader import BAND_BYTES, Request, plan_read
 from ckptkit.checkpoint.read.stream import check_chunk
 from ckptkit.checkpoint.reshard.selection import objects_of
 from ckptkit.checkpoint.reshard.target import ReshardTarget, TargetArray
@@ -66,6 +67,12 @@ _LEAST_PARTS = 2
 _MOST_PARTS = 9000
 
 
+class Read(Protocol):
+    """Fills requests from the packs of the source, within the budget."""
+
+    def __call__(self, requests: Sequence[Request], *, verify: bool) -> None: ...
+
+
 def copy_packs(
     target: ReshardTarget,
     ranks: Iterable[int],
@@ -78,55 +85,43 @@ def copy_packs(
     whichever pack. Where one fails, those that are not finished are removed, and those that are
     stay.
     """
-    reader = Reader(source.manifest, source.packs, budget.pace)
-    left: dict[Pack, int] = {}
-    lock = threading.Lock()
-    shared = SharedChunks(reader, budget.shared_bytes)
+    begun: list[Pack] = []
 
-    def segments_of(rank: int) -> Iterator[tuple[Pack, int]]:
-        fill = partial(_copy_chunks, reader, shared, budget)
-        pack = _begin_pack(target, rank, destination, budget, fill)
-        left[pack] = len(pack.segments)
-        if not pack.segments:
-            pack.finish()
-            del left[pack]
+    def read(requests: Sequence[Request], *, verify: bool) -> None:
+        plan = plan_read(source.manifest, source.packs, requests, budget.pace, verify=verify)
+        share_out(plan.runs, plan.read, min(budget.pace.requests, len(plan.runs)))
+
+    shared = SharedChunks(read, budget.shared_bytes) if budget.shared_bytes else None
+
+    def segments_of(rank: int) -> Iterator[Callable[[], None]]:
+        pack = _begin_pack(target, rank, destination, budget, read, shared, progress)
+        # Those that are finished are let go of.
+        begun[:] = [each for each in begun if not each.is_finished]
+        begun.append(pack)
         for number in range(len(pack.segments)):
-            yield pack, number
+            yield partial(pack.write_segment, number)
 
-    def segments() -> Iterator[tuple[Pack, int]]:
+    def segments() -> Iterator[Callable[[], None]]:
         """By turns from a few packs, which are begun as threads ask for work."""
         waiting = iter(ranks)
-        begun: deque[Iterator[tuple[Pack, int]]] = deque()
+        turns: deque[Iterator[Callable[[], None]]] = deque()
         while True:
-            begun.extend(map(segments_of, islice(waiting, budget.packs - len(begun))))
-            if not begun:
+            turns.extend(map(segments_of, islice(waiting, budget.packs - len(turns))))
+            if not turns:
                 return
-            turn = begun.popleft()
+            turn = turns.popleft()
             segment = next(turn, None)
             if segment is not None:
-                begun.append(turn)
+                turns.append(turn)
                 yield segment
 
-    def write(segment: tuple[Pack, int]) -> None:
-        pack, number = segment
-        size = pack.write_segment(number)
-        with lock:
-            left[pack] -= 1
-            is_last = not left[pack]
-        if is_last:
-            # While it is made durable the other threads go on with the next pack.
-            pack.finish()
-            with lock:
-                del left[pack]
-        if progress:
-            progress(size)
-
     try:
-        share_out(segments(), write, budget.workers)
+        share_out(segments(), call, budget.workers)
     except BaseException:
-        for pack in left:
-            with suppress(CkptkitError):
-                pack.abort()
+        for pack in begun:
+            if not pack.is_finished:
+                with suppress(CkptkitError):
+                    pack.abort()
         raise
 
 
@@ -146,7 +141,9 @@ def _begin_pack(
     rank: int,
     destination: Store,
     budget: Budget,
-    fill: Callable[[Sequence[TargetArray], Sequence[Slot]], Sequence[Slot]],
+    read: Read,
+    shared: SharedChunks | None,
+    progress: Progress | None,
 ) -> Pack:
     """Begin the pack of a rank; every segment of it can be written by any thread."""
     writes = target.chunks_of(rank)
@@ -160,7 +157,7 @@ def _begin_pack(
         objects_of(target.choice.objects, rank, target.world_size),
         documents_of(known, by_name, rank),
         [PackedArray(array.info, chunks) for array, chunks in mine],
-        partial(fill, origins),
+        ChunkCopier(origins, budget, read, shared).fill,
     )
     try:
         pack.begin(
@@ -170,6 +167,7 @@ def _begin_pack(
             pack.segments_at(_lasts(pack, origins, budget)),
             refers=rank > 0,
             memory=budget.sink_bytes,
+            progress=progress,
         )
     except AlreadyExistsError as error:
         raise PeerError(
@@ -201,39 +199,46 @@ def _lasts(pack: Pack, origins: Sequence[TargetArray], budget: Budget) -> list[i
     return [*lasts, end] if end else []
 
 
-def _copy_chunks(
-    reader: Reader,
-    shared: SharedChunks,
-    budget: Budget,
-    origins: Sequence[TargetArray],
-    slots: Sequence[Slot],
-) -> Sequence[Slot]:
-    """Fill chunks of a pack of the target from the packs of the source. Read for all of them at
-    once: each chunk of the source is read, and checked, once.
-    """
-    whole: list[tuple[Request, ArrayInfo]] = []
-    exact: list[Request] = []
-    casts: list[tuple[TargetArray, npt.NDArray[Any], npt.NDArray[Any]]] = []
-    for slot in slots:
-        array = origins[slot.array]
-        box, stored = chunk_view(array.info, slot.chunk, slot.memory)
-        source, values = array.source, stored
-        if array.is_cast:
-            values = np.empty(box.shape, source.dtype.bits)
-            casts.append((array, values, stored))
-        request = Request(array.number, box, values)
-        if budget.is_huge(source):
-            # Some at a time whose bytes lie close: the chunk is not in memory whole.
-            some = pieces_within(source.grid, box, source.dtype.itemsize, budget.chunk_bytes)
-            exact += [_part(request, each.within(box)) for each in some]
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkCopier:
+    """Fills chunks of one pack of the target from the packs of the source."""
+
+    origins: Sequence[TargetArray]
+    """The arrays of the pack, as its slots number them."""
+    budget: Budget
+    read: Read
+    shared: SharedChunks | None
+
+    def fill(self, slots: Sequence[Slot]) -> Sequence[Slot]:
+        """Fill some together: each chunk of the source is read, and checked, once for all."""
+        whole: list[tuple[Request, ArrayInfo]] = []
+        exact: list[Request] = []
+        casts: list[tuple[TargetArray, npt.NDArray[Any], npt.NDArray[Any]]] = []
+        for slot in slots:
+            array = self.origins[slot.array]
+            box, stored = chunk_view(array.info, slot.chunk, slot.memory)
+            source, values = array.source, stored
+            if array.is_cast:
+                values = np.empty(box.shape, source.dtype.bits)
+                casts.append((array, values, stored))
+            request = Request(array.number, box, values)
+            if self.budget.is_huge(source):
+                # Some at a time whose bytes lie close: the chunk is not in memory whole. It was
+                # compared with its checksum before (`check_huge_chunks`).
+                size = source.dtype.itemsize
+                some = pieces_within(source.grid, box, size, self.budget.chunk_bytes)
+                exact += [_part(request, each.within(box)) for each in some]
+            else:
+                whole.append((request, source))
+        if self.shared is not None:
+            self.shared.read(whole)
         else:
-            whole.append((request, source))
-    shared.read(whole)
-    if exact:
-        reader.read(exact, verify=False)
-    for array, values, stored in casts:
-        cast(array.name, values, stored, (array.source.dtype, array.info.dtype))
-    return slots
+            self.read([request for request, _ in whole], verify=True)
+        if exact:
+            self.read(exact, verify=False)
+        for array, values, stored in casts:
+            cast(array.name, values, stored, (array.source.dtype, array.info.dtype))
+        return slots
 
 
 def _part(request: Request, inside: tuple[slice, ...]) -> Request:
@@ -280,9 +285,8 @@ class SharedChunks:
     and kept within `nbytes`, those that were used last.
     """
 
-    def __init__(self, reader: Reader, nbytes: int) -> None:
-        self._reader = reader
-        self._is_used = nbytes > 0
+    def __init__(self, read: Read, nbytes: int) -> None:
+        self._read = read
         self._room = nbytes
         # By the number of an array of the source, and that of a chunk.
         self._kept: OrderedDict[tuple[int, int], SharedChunk] = OrderedDict()
@@ -299,7 +303,7 @@ class SharedChunks:
         try:
             for request, source in requests:
                 pieces = pieces_of(source.grid, request.box)
-                if not self._is_used or all(piece.is_whole for piece in pieces):
+                if all(piece.is_whole for piece in pieces):
                     direct.append(request)
                     continue
                 for piece in pieces:
@@ -315,7 +319,7 @@ class SharedChunks:
                         box = source.grid.box(source.grid.index(piece.chunk))
                         direct.append(Request(request.array, box, chunk.values))
             if direct:
-                self._reader.read(direct, verify=True)
+                self._read(direct, verify=True)
             while mine:
                 mine.pop().there.set()
             left = []
@@ -326,7 +330,7 @@ class SharedChunks:
                 else:
                     copy_elements(chunk.values[piece.source], part.target)
             if left:
-                self._reader.read(left, verify=True)
+                self._read(left, verify=True)
         finally:
             # Whoever waits for what was not read reads it for himself.
             for chunk in mine:

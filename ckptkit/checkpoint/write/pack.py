@@ -5,6 +5,7 @@ filled and written in segments by any threads, then finished.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -105,6 +106,7 @@ class Pack:
         self.documents = documents
         self.arrays = arrays
         self.segments: Sequence[Segment] = ()
+        self.is_finished = False
         self._rank = rank
         self._objects = tuple(objects)
         self._fill = fill
@@ -142,7 +144,7 @@ class Pack:
         self._staged = staged = pool.take(self._end)
 
         def copy(segment: Segment) -> None:
-            for _ in self._filled(segment, staged.view[segment.start : segment.stop]):
+            for _ in self._fill(self._slots(segment, staged.view[segment.start : segment.stop])):
                 pass
 
         share_out(self.segments_of(_STAGED_SEGMENT), copy, threads)
@@ -162,18 +164,11 @@ class Pack:
 
         With `refers` its record refers to rank 0's for the arrays, which are the same.
         """
-
-        def write(number: int) -> None:
-            size = self.write_segment(number)
-            if progress:
-                progress(size)
-
         try:
             segments = self.segments_of(store.abilities.part_size)
-            self.begin(store, prefix, save, segments, refers=refers)
+            self.begin(store, prefix, save, segments, refers=refers, progress=progress)
             try:
-                share_out(range(len(segments)), write, min(threads, len(segments)))
-                self.finish()
+                share_out(range(len(segments)), self.write_segment, min(threads, len(segments)))
             except BaseException:
                 self.abort()
                 raise
@@ -189,12 +184,18 @@ class Pack:
         *,
         refers: bool,
         memory: int | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Begin to write these segments, for a caller with threads of its own, who may say how much
         memory the store's sink can have.
         """
         self.segments = segments
         self._save = save
+        self._store = store
+        self._key = f"{data_prefix(prefix, save.save_id)}/{pack_name(self._rank)}"
+        self._progress = progress
+        self._left = len(segments)
+        self._writing = threading.Lock()
         # Of no arrays the tables are the same for any strategies: these have to be compared then.
         self._refers = refers and len(self.table.arrays) > 0
         name, record = record_name(self._rank), len(self._record())
@@ -205,33 +206,40 @@ class Pack:
         lengths = [*self._lengths.tolist(), record]
         closing = directory_length(names, lengths, [0, *ends], offset + record)
         extents = [segment.stop - segment.start for segment in segments]
-        key = f"{data_prefix(prefix, save.save_id)}/{pack_name(self._rank)}"
         extents.append(offset + record + closing - self._end)
-        self._sink: Sink = store.create(key, extents, memory=memory)
+        self._sink: Sink = store.create(self._key, extents, memory=memory)
+        if not segments:
+            try:
+                self._finish()
+            except BaseException:
+                self.abort()
+                raise
 
-    def write_segment(self, number: int) -> int:
-        """Fill and write one segment, from any thread; its size."""
+    def write_segment(self, number: int) -> None:
+        """Fill and write one segment, from any thread. Who writes the last one finishes the pack:
+        on return that is complete and durable.
+        """
         segment = self.segments[number]
         if self._staged is not None:
             memory = self._staged.view[segment.start : segment.stop]
-            for index, data in self._places(segment, memory):
-                self._crcs[index] = isal_zlib.crc32(data)
+            self._note_checksums(self._slots(segment, memory))
             self._put_headers(segment, memory)
             self._sink.write(number, memory)
         else:
             with self._sink.filling(number) as memory:
-                for index, data in self._filled(segment, memory):
-                    # At once, while the bytes are in the processor's cache.
-                    self._crcs[index] = isal_zlib.crc32(data)
-                # The pool keeps no memory that somebody still looks at.
-                data = memoryview(b"")
+                self._note_checksums(self._fill(self._slots(segment, memory)))
                 self._put_headers(segment, memory)
-        return segment.stop - segment.start
+        with self._writing:
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            # While it is made durable other threads go on, perhaps with the next pack.
+            self._finish()
+        if self._progress:
+            self._progress(segment.stop - segment.start)
 
-    def finish(self) -> None:
-        """With all segments written: write the record and the directory, and make the pack
-        durable.
-        """
+    def _finish(self) -> None:
+        """Write the record and the directory, and make the pack durable."""
         name, record = record_name(self._rank), self._record()
         offset = data_offset(name, len(record), self._end)
         entry = Entry(name, offset, len(record), int(isal_zlib.crc32(record)))
@@ -240,10 +248,14 @@ class Pack:
         tail = local_header(entry, self._end) + record + directory(chain(entries, [entry]))
         self._sink.write(len(self.segments), memoryview(tail))
         self._sink.finish()
+        self.is_finished = True
 
     def abort(self) -> None:
         """Leave nothing behind in the store."""
         self._sink.abort()
+        if self.is_finished:
+            # Ctrl-C came when a thread was at the very end of it.
+            self._store.delete([self._key])
 
     def release(self) -> None:
         """Free the staged copy."""
@@ -272,25 +284,25 @@ class Pack:
             first, start = last, ends[last - 1]
         return segments
 
-    def _places(self, segment: Segment, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Each entry of a segment, and the place of its data in the segment's memory."""
+    def _slots(self, segment: Segment, memory: memoryview) -> list[Slot]:
+        """Put the documents of a segment into its memory; the places of its chunks there."""
         span = slice(segment.first, segment.last)
         offsets, lengths = self._offsets[span].tolist(), self._lengths[span].tolist()
-        for number, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-            begin = offset - segment.start
-            yield segment.first + number, memory[begin : begin + length]
-
-    def _filled(self, segment: Segment, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Put the data of a segment into its memory; each entry as soon as it is there."""
         slots: list[Slot] = []
-        for index, data in self._places(segment, memory):
-            row = index - len(self.documents)
+        for entry, (offset, length) in enumerate(zip(offsets, lengths, strict=True), segment.first):
+            begin = offset - segment.start
+            data = memory[begin : begin + length]
+            row = entry - len(self.documents)
             if row < 0:
-                data[:] = self.documents[index][1]
-                yield index, data
+                data[:] = self.documents[entry][1]
             else:
-                slots.append(Slot(index, int(self._array[row]), int(self._chunk[row]), data))
-        yield from ((slot.entry, slot.memory) for slot in self._fill(slots))
+                slots.append(Slot(entry, int(self._array[row]), int(self._chunk[row]), data))
+        return slots
+
+    def _note_checksums(self, slots: Iterable[Slot]) -> None:
+        """Of each slot as soon as it is full, while its bytes are in the processor's cache."""
+        for slot in slots:
+            self._crcs[slot.entry] = isal_zlib.crc32(slot.memory)
 
     def _put_headers(self, segment: Segment, memory: memoryview) -> None:
         header = segment.start

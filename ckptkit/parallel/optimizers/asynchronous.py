@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from datetime import timedelta
-from ipaddress import ip_address
-from types import TracebackType
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -19,16 +16,21 @@ from torch._C._distributed_c10d import PrefixStore
 from ckptkit.checkpoint.ranks import leaving
 from ckptkit.errors import PeerError, UsageError
 from ckptkit.live.state.ranks import World, current_world, next_name, ranks_of
+from ckptkit.live.state.sockets import Listener, own_address
 from ckptkit.live.wrappers.entries import parameter_names
 from ckptkit.live.wrappers.training import Model
-from ckptkit.parallel.optimizers.shard import Clocks, MakeOptimizer, ParameterShard, shares
-from ckptkit.parallel.optimizers.sockets import (
-    TOKEN_BYTES,
+from ckptkit.parallel.optimizers.servers import (
     Access,
+    Clocks,
     InProcess,
+    MakeOptimizer,
     OverSocket,
-    ShardServer,
+    ParameterShard,
+    answer_worker,
+    shares,
 )
+
+_TOKEN_BYTES = 16
 
 
 class AsynchronousSGD:
@@ -74,7 +76,7 @@ class AsynchronousSGD:
         self._clocks = Clocks(self._workers, staleness, timeout, goes_on=on_loss == "continue")
         own = self._shares.get(self._world.rank, [])
         self._shard = ParameterShard({name: self._parameters[name] for name in own}, optimizer)
-        self._server: ShardServer | None = None
+        self._server: Listener | None = None
         self._met: dict[str, Any] | None = {}
         self._closed = False
         self._access = self._connect(next_name(self._world, "asynchronous"))
@@ -164,13 +166,8 @@ class AsynchronousSGD:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
             self.close()
         else:  # without a word, so that the others notice
             self._closed = True
@@ -204,8 +201,8 @@ class AsynchronousSGD:
                 _wait_for(addresses, f"rank {each}", self._timeout)
                 for each in range(self._world.size)
             ]
-            token, host = secrets.token_bytes(TOKEN_BYTES), own_address(hosts)
-            self._server = ShardServer(self._shard, self._clocks, host, token)
+            token, host = secrets.token_bytes(_TOKEN_BYTES), own_address(hosts)
+            self._server = Listener(host, token, partial(answer_worker, self._shard, self._clocks))
             addresses.set(f"server {rank}", f"{host}|{self._server.port}|{token.hex()}")
         found: dict[int, Access] = {}
         for server in used:
@@ -220,33 +217,6 @@ class AsynchronousSGD:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("closed: this worker has said that it has done its last step")
-
-
-def own_address(hosts: Iterable[str]) -> str:
-    """The address of this machine at which the ranks on these hosts reach it."""
-    others = sorted(set(hosts) - {socket.gethostname()})
-    for host in (os.environ.get("MASTER_ADDR", ""), *others):
-        found = _address_towards(host) if host else ""
-        if found and not ip_address(found.partition("%")[0]).is_loopback:
-            return found
-    if others:
-        raise PeerError(
-            "this machine knows no address of its own that other machines reach",
-            where=socket.gethostname(),
-            value=", ".join(others),
-            hint="set MASTER_ADDR to an address of rank 0 that is not a loopback one",
-        )
-    return "127.0.0.1"
-
-
-def _address_towards(host: str) -> str:
-    """The own address that messages to a host come from; empty where there is no way to it."""
-    with suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    return ""
 
 
 def _wait_for(store: PrefixStore, key: str, timeout: float) -> str:

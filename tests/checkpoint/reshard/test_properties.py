@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptkit
@@ -41,7 +41,6 @@ def _rules(draw: st.DrawFn, state: dict[str, Tensor]) -> dict[str, Any]:
     return {"rules": rules, "pipeline": pipeline, "default": "replicate"}
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_whatever_is_resharded_is_what_it_was(data: st.DataObject) -> None:
     source, to = data.draw(parallel()), data.draw(parallel())
@@ -67,7 +66,6 @@ def test_batches_cover_everything_in_order_and_stay_below_their_limit(
     assert all(last - first == 1 or sum(sizes[first:last]) <= limit for first, last in found)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_what_is_read_is_counted_as_a_loop_over_chunks_counts_it(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))

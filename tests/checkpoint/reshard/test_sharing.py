@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
@@ -73,7 +74,7 @@ class Disk:
         self.begun, self.gate = Event(), Event()
         self.failures = 0
 
-    def read(self, requests: list[Request], *, verify: bool) -> None:
+    def read(self, requests: Sequence[Request], *, verify: bool) -> None:
         assert verify
         self.begun.set()
         assert self.gate.wait(10)
@@ -86,8 +87,7 @@ class Disk:
 
 
 def shared_by(disk: Disk, nbytes: int) -> SharedChunks:
-    reader: Any = disk
-    return SharedChunks(reader, nbytes)
+    return SharedChunks(disk.read, nbytes)
 
 
 @pytest.mark.parametrize("failures", [0, 1])

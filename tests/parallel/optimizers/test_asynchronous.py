@@ -6,10 +6,11 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,10 +20,17 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import PeerError, UsageError
 from ckptkit.live import Checkpointer
+from ckptkit.live.state import sockets
+from ckptkit.live.state.sockets import Listener
 from ckptkit.parallel import AsynchronousSGD
-from ckptkit.parallel.optimizers import asynchronous
-from ckptkit.parallel.optimizers.shard import Clocks, ParameterShard, shares
-from ckptkit.parallel.optimizers.sockets import Kind, ShardServer, send
+from ckptkit.parallel.optimizers.servers import (
+    Clocks,
+    Kind,
+    ParameterShard,
+    answer_worker,
+    send_message,
+    shares,
+)
 from tests.live.pool import Died, Pool
 from tests.parallel.optimizers.problem import flat, loss_of, loss_unseen, network
 
@@ -268,8 +276,8 @@ def test_servers_listen_where_other_machines_reach_them(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", master)
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(asynchronous, "_address_towards", lambda host: WAYS.get(host, ""))
-    assert asynchronous.own_address(hosts) == expected
+    monkeypatch.setattr(sockets, "_address_towards", lambda host: WAYS.get(host, ""))
+    assert sockets.own_address(hosts) == expected
 
 
 def test_an_address_that_only_this_machine_knows_is_not_told_to_others(
@@ -277,7 +285,7 @@ def test_an_address_that_only_this_machine_knows_is_not_told_to_others(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(PeerError, match="no address of its own that other machines reach"):
-        asynchronous.own_address([socket.gethostname(), "nowhere.invalid"])
+        sockets.own_address([socket.gethostname(), "nowhere.invalid"])
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 100)), st.integers(1, 5))
@@ -290,26 +298,35 @@ def test_every_parameter_has_one_server_and_their_loads_are_alike(
     assert max(loads) - min(loads) <= max(sizes.values(), default=0)
 
 
+class Server(NamedTuple):
+    """What answers one worker, and what it has."""
+
+    shard: ParameterShard
+    clocks: Clocks
+    port: int
+
+
 @pytest.fixture
-def server() -> Any:
+def server() -> Iterator[Server]:
     shard = ParameterShard({"w": torch.zeros(3, dtype=torch.bfloat16)}, SGD)
-    found = ShardServer(shard, Clocks([0], None, 5, goes_on=False), "127.0.0.1", b"t" * 16)
-    yield found
-    found.close()
+    clocks = Clocks([0], None, 5, goes_on=False)
+    listener = Listener("127.0.0.1", b"t" * 16, partial(answer_worker, shard, clocks))
+    yield Server(shard, clocks, listener.port)
+    listener.close()
 
 
-def test_who_does_not_know_the_token_gets_no_answer(server: ShardServer) -> None:
+def test_who_does_not_know_the_token_gets_no_answer(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 5) as pipe:
-        send(pipe, Kind.HELLO, 0, [memoryview(b"x" * 16)])
+        pipe.sendall(b"x" * 16)
         assert pipe.recv(1) == b""
 
 
 @pytest.mark.parametrize("nonsense", [b"\xff" * 13, b"\x01\x00\x00\x00\x00" + b"\xff" * 8])
 def test_nonsense_ends_the_connection_and_counts_as_a_lost_worker(
-    server: ShardServer, nonsense: bytes
+    server: Server, nonsense: bytes
 ) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), 5) as pipe:
-        send(pipe, Kind.HELLO, 0, [memoryview(b"t" * 16)])
+    with sockets.connect("127.0.0.1", server.port, b"t" * 16, 5) as pipe:
+        send_message(pipe, Kind.HELLO, 0)
         pipe.sendall(nonsense)
         assert pipe.recv(1) == b""
     server.clocks.wait_until_empty()
@@ -317,10 +334,10 @@ def test_nonsense_ends_the_connection_and_counts_as_a_lost_worker(
         server.clocks.check()
 
 
-def test_a_gradient_of_another_shape_is_refused_and_changes_nothing(server: ShardServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), 5) as pipe:
-        send(pipe, Kind.HELLO, 0, [memoryview(b"t" * 16)])
-        send(pipe, Kind.PUSH, 0, [memoryview(b"\x01" + b"\x40" * 4)])
+def test_a_gradient_of_another_shape_is_refused_and_changes_nothing(server: Server) -> None:
+    with sockets.connect("127.0.0.1", server.port, b"t" * 16, 5) as pipe:
+        send_message(pipe, Kind.HELLO, 0)
+        send_message(pipe, Kind.PUSH, 0, [memoryview(b"\x01" + b"\x40" * 4)])
         assert pipe.recv(1) == bytes([Kind.FAILED])
     assert torch.equal(server.shard.pull()[0], torch.zeros(3, dtype=torch.bfloat16))
 

@@ -54,7 +54,9 @@ def run(arguments: list[str]) -> int:
         socket.send_fds(pipe, [asked[:1]], [0, 1, 2])
         pipe.sendall(asked[1:] + b"\n")
         code = pipe.recv(1)
-    return code[0] if code else 1
+    if not code:  # it was killed
+        os.kill(os.getpid(), signal.SIGKILL)
+    return code[0]
 
 
 def serve(module: str, place: str) -> None:

@@ -132,7 +132,18 @@ def twice(spec: str, location: str) -> tuple[bool, str]:
     return all(mine[name].equal(theirs[name]) for name in theirs), str(again.strategy)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in ON_FOUR if spec not in ("zero3:4", "tp:4")])
+# Each way to hold state, once.
+HELD = ("ddp:4", "zero1:4", "zero2:4", "tp:2,fsdp:2", "pp:2,zero1:2", "pp:2,fsdp:2")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, marks=() if spec in HELD else pytest.mark.long)
+        for spec in ON_FOUR
+        if spec not in ("zero3:4", "tp:4")
+    ],
+)
 def test_resumed_training_is_the_same_to_the_bit(gloo: Pool, tmp_path: Path, spec: str) -> None:
     for same, _ in gloo.run(ranks_of(spec), twice, spec, str(tmp_path)):
         assert same

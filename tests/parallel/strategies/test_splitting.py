@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import LayoutError, UsageError
@@ -31,7 +31,6 @@ def largest(weights: Sequence[int], begins: Sequence[int]) -> int:
     return max(sum(weights[a:b]) for a, b in pairwise([*begins, len(weights)]))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_it_is_the_most_even_of_those_that_work(data: st.DataObject) -> None:
     weights = data.draw(st.lists(st.integers(0, 100), min_size=2, max_size=7))

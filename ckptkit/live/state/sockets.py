@@ -1,0 +1,157 @@
+"""How a rank answers others while it computes: over TCP, on a thread for each connection.
+
+Meetings of ranks are for what all do together; here one asks another, at any time. What they say
+to each other is up to the two sides.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from ipaddress import ip_address
+from typing import Any
+
+import torch
+
+from ckptkit.errors import CkptkitError, PeerError
+
+_FOR_THE_TOKEN = 10.0  # seconds
+_FOR_THE_LAST_ANSWERS = 5.0
+
+
+class Listener:
+    """Serves whoever begins with the token, until it is closed.
+
+    `serve` returns or raises when the other side is gone or talks nonsense: a stranger may send
+    anything, and that ends this connection and nothing else.
+    """
+
+    def __init__(self, host: str, token: bytes, serve: Callable[[socket.socket], None]) -> None:
+        self._token = token
+        self._serve = serve
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, 0), family=family)
+        self.port: int = self._listening.getsockname()[1]
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._accept, name="ckptkit-listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer nobody any more; answers on their way are cut off."""
+        with self._lock:
+            self._is_closed = True
+            threads = list(self._open.values())
+            for sock in [self._listening, *self._open]:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+        for thread in (self._thread, *threads):
+            thread.join(_FOR_THE_LAST_ANSWERS)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listening.accept()
+            except OSError:
+                return
+            thread = threading.Thread(
+                target=self._talk, args=(sock,), name="ckptkit-answers", daemon=True
+            )
+            with self._lock:
+                if self._is_closed:
+                    sock.close()
+                    return
+                self._open[sock] = thread
+            thread.start()
+
+    def _talk(self, sock: socket.socket) -> None:
+        try:
+            with sock, suppress(OSError, EOFError, CkptkitError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                deadline = time.monotonic() + _FOR_THE_TOKEN
+                if hmac.compare_digest(receive(sock, len(self._token), deadline), self._token):
+                    sock.settimeout(None)
+                    self._serve(sock)
+        finally:
+            with self._lock:
+                self._open.pop(sock, None)
+
+
+def connect(host: str, port: int, token: bytes, timeout: float) -> socket.socket:
+    """A connection to a listener, which has been told the token."""
+    sock = socket.create_connection((host, port), timeout)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.sendall(token)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def receive(sock: socket.socket, size: int, deadline: float | None = None) -> bytearray:
+    """The next bytes; what `receive_into` says of time and end holds."""
+    data = bytearray(size)
+    receive_into(sock, memoryview(data), deadline)
+    return data
+
+
+def receive_into(sock: socket.socket, view: memoryview, deadline: float | None = None) -> None:
+    """Fill memory; `EOFError` where the other side has ended. A deadline bounds the whole, without
+    one the socket's own time-out bounds each piece.
+    """
+    while view:
+        if deadline is not None:
+            sock.settimeout(seconds_until(deadline))
+        count = sock.recv_into(view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+
+
+def seconds_until(deadline: float) -> float:
+    """What is left of a time; `TimeoutError` where nothing is, as no socket says of 0 seconds."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, to be sent or filled in place."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def own_address(hosts: Iterable[str]) -> str:
+    """The address of this machine at which the ranks on these hosts reach it."""
+    others = sorted(set(hosts) - {socket.gethostname()})
+    for host in (os.environ.get("MASTER_ADDR", ""), *others):
+        found = _address_towards(host) if host else ""
+        if found and not ip_address(found.partition("%")[0]).is_loopback:
+            return found
+    if others:
+        raise PeerError(
+            "this machine knows no address of its own that other machines reach",
+            where=socket.gethostname(),
+            value=", ".join(others),
+            hint="set MASTER_ADDR to an address of rank 0 that is not a loopback one",
+        )
+    return "127.0.0.1"
+
+
+def _address_towards(host: str) -> str:
+    """The own address that messages to a host come from; empty where there is no way to it."""
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    return ""
