@@ -27,7 +27,7 @@ from ckptkit.live.resume import (
     untied,
 )
 from ckptkit.live.snapshot import Snapshot
-from ckptkit.live.state.agreement import agree
+from ckptkit.live.state.agreement import put_together
 from ckptkit.live.state.extra import DataRanks, WorldSizeError, is_marked
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import listed
@@ -142,7 +142,7 @@ def compare(
     ]
     known = [held.name for held in snapshot.tensors] + [tied.name for tied in snapshot.tied]
     known += [join(MODEL, name) for name in snapshot.values]
-    agreement = agree(ranks, snapshot.topology, known, documents)
+    agreement = put_together(ranks, snapshot.topology, known, documents)
     fitting = [held for held in snapshot.tensors if array_for(held, checkpoint, snapshot, report)]
     # Optimizers name what they keep after the parameter, not after what that is made of.
     fits = {held.name for held in fitting}

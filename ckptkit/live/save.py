@@ -23,7 +23,7 @@ from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import canonical, dumps
 from ckptkit.format.names import inner_name, join, matches
 from ckptkit.live.snapshot import Snapshot, take_snapshot
-from ckptkit.live.state.agreement import agree
+from ckptkit.live.state.agreement import put_together
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import StoreRanks, World, copying_threads, listed
 from ckptkit.live.state.tensors import as_bits, checksum, dtype_of
@@ -127,7 +127,7 @@ def prepare(
     names = [held.name for held in snapshot.tensors] + [tied.name for tied in snapshot.tied]
     # Extra state is, as buffers are, that of the first rank which has the module.
     values = tensors_inline(snapshot.values, "model")
-    agreement = agree(ranks, topology, names, snapshot.optimizers, values, fingerprint)
+    agreement = put_together(ranks, topology, names, snapshot.optimizers, values, fingerprint)
 
     # Agree on the step and its details, which stages may tell differently, and on what ranks may
     # have of their own: values that nothing keeps the same, and keys of nested dictionaries. Only

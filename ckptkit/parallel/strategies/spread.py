@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, cast
@@ -29,13 +29,14 @@ from ckptkit.parallel.optimizers.methods import compression_of
 from ckptkit.parallel.ranks.job import init
 from ckptkit.parallel.strategies.data_parallel import Unit, check_parameters, replicated, shard
 from ckptkit.parallel.strategies.distributed import Distributed, all_ranks
-from ckptkit.parallel.strategies.optimizer import check_optimizer, optimizer_for
 from ckptkit.parallel.strategies.options import (
     SHARDED,
     MakeOptimizer,
     Precision,
     StageByHand,
     StrategyOptions,
+    check_optimizer,
+    check_step,
     group_size,
     microbatches_of,
     precision_of,
@@ -331,9 +332,60 @@ def _stepping(modules: list[nn.Module], job: _Job) -> Optimizer | None:
     # Each stage may have groups of its own.
     ranks = OneRank() if "pp" in job.names else all_ranks("optimizer")
     with leaving(ranks):
-        made = optimizer_for(modules, job.options, group)
+        made = _optimizer_for(modules, job.options, group)
         check_alike(ranks, {"optimizer_options": _described(made.param_groups)})
     return made
+
+
+def _optimizer_for(
+    modules: Sequence[nn.Module], options: StrategyOptions, group: dist.ProcessGroup | None = None
+) -> Optimizer:
+    """The optimizer of these modules; with a group, its state is shared out there (ZeRO-1), and
+    with `overlap` parameters may be on their way while the modules run.
+    """
+    if isinstance(options.optimizer, Optimizer):
+        return options.optimizer
+    parameters = dict.fromkeys(p for module in modules for p in module.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    if group is not None and trained:
+        # There, because it takes a while to import, and warns.
+        from ckptkit.parallel.strategies.zero1 import shared_out  # noqa: PLC0415
+
+        by_class = isinstance(options.optimizer, type)
+        every = None if by_class else _called(options, trained)
+        return shared_out(modules, trained, options, group, every)
+    made = _called(options, trained)
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in trained}
+    if len(meshes) > 1:
+        made.register_step_pre_hook(_one_by_one)
+    return made
+
+
+def _called(options: StrategyOptions, trained: Iterable[nn.Parameter]) -> Optimizer:
+    """What makes an optimizer, called; also where nothing is trained, as on a frozen stage, though
+    optimizers refuse an empty list.
+    """
+    make: Any = options.optimizer
+    nothing: Any = {"params": []} if isinstance(make, type) else nn.Parameter(torch.empty(0))
+    made = make([*trained] or [nothing], **options.optimizer_options)
+    if not isinstance(made, Optimizer):
+        raise UsageError("not an optimizer", where="optimizer()", value=type(made).__name__)
+    check_step(type(made))
+    if not trained:
+        for group in made.param_groups:
+            group["params"] = []
+    return made
+
+
+def _one_by_one(optimizer: Optimizer, *_: Any) -> None:
+    """Parameters of different meshes cannot go through one operation; in each step, because a load
+    brings the options of the strategy that saved.
+    """
+    for group in optimizer.param_groups:
+        if "foreach" in group:
+            group["foreach"] = False
+        if group.get("fused"):
+            group["fused"] = False
 
 
 def _said(model: nn.Module, strategy: Strategy, options: StrategyOptions) -> dict[str, Any]:
