@@ -123,7 +123,7 @@ class PipelineActivations:
         is smaller than 4 KiB stays then). What a step leaves that fails outside its stages, as in
         the loss, is forgotten when the next one begins.
         """
-        if keep_saved and self._store.has_budget:
+        if keep_saved and self._store._budget is not None:
             raise UsageError(
                 "what autograd saves cannot be evicted",
                 hint="use a store without a budget, and checkpoint_activations to recompute",

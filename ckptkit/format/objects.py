@@ -37,13 +37,13 @@ class ObjectInfo:
 
 def objects_to_docs(objects: Sequence[ObjectInfo]) -> list[Any]:
     """Entries sorted by name."""
-    return [_to_doc(item) for item in sorted(objects, key=lambda item: item.name)]
-
-
-def _to_doc(item: ObjectInfo) -> dict[str, Any]:
-    ranks = {} if item.ranks is None else {"ranks": item.ranks}
-    value = encode(item.value, item.name)
-    return {"name": item.name, "semantics": item.semantics, "value": value, **ranks}
+    docs: list[dict[str, Any]] = []
+    for item in sorted(objects, key=lambda item: item.name):
+        value = encode(item.value, item.name)
+        docs.append({"name": item.name, "semantics": item.semantics, "value": value})
+        if item.ranks is not None:
+            docs[-1]["ranks"] = item.ranks
+    return docs
 
 
 def objects_from_docs(fields: Fields) -> tuple[ObjectInfo, ...]:

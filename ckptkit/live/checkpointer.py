@@ -393,7 +393,8 @@ class Preemption:
                 "signals reach the main thread only",
                 hint="make the Checkpointer there, or leave on_sigterm out",
             )
-        self._store = None if world.store is None else PrefixStore(name, world.store)
+        store = world.rendezvous
+        self._store = None if store is None else PrefixStore(name, store)
         self._mode = mode
         self._finish = finish
         self._requested = False

@@ -30,13 +30,12 @@ _SHARE_OF_WAIT = 0.1  # what looking seldom adds to a wait
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World:
-    """The rank of this process, how many there are, and the store where they leave word for each
-    other.
-    """
+    """The rank of this process, how many there are, and where they leave word for each other."""
 
     rank: int = 0
     size: int = 1
-    store: Store | None = None
+    rendezvous: Store | None = None
+    """Torch's key-value store, which lives as long as the job; none where there is one rank."""
 
 
 def current_world() -> World:
@@ -65,12 +64,12 @@ _names: WeakKeyDictionary[dist.ProcessGroup, Iterator[str]] = WeakKeyDictionary(
 
 def next_name(world: World, what: str) -> str:
     """A name for one call, the same on all ranks because all make the same calls."""
-    group = dist.group.WORLD if world.store is not None else None
-    if world.store is None or group is None:
+    group = dist.group.WORLD if world.rendezvous is not None else None
+    if world.rendezvous is None or group is None:
         return what
     if group not in _names:
         # A store may outlive a process group, and what the ranks of that said must not be heard.
-        generation = world.store.add(f"ckptkit/generation/{world.rank}", 1)
+        generation = world.rendezvous.add(f"ckptkit/generation/{world.rank}", 1)
         _names[group] = (f"{generation}.{number}" for number in count(1))
     return f"{next(_names[group])}-{what}"
 
@@ -96,11 +95,11 @@ class StoreRanks(Ranks):
         timeout: float = DEFAULT_TIMEOUT,
         failure: str = Ranks.failure,
     ) -> None:
-        assert world.store is not None  # noqa: S101 — a job of several ranks has one
+        assert world.rendezvous is not None  # noqa: S101 — a job of several ranks has one
         self.rank = world.rank
         self.world_size = world.size
         self.failure = failure
-        self._store: Store = PrefixStore(f"ckptkit/{name}", world.store)
+        self._store: Store = PrefixStore(f"ckptkit/{name}", world.rendezvous)
         self._timeout = timeout
         self._shares = 0
         self._meetings = 0

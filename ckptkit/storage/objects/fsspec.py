@@ -13,7 +13,9 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from ckptkit.errors import CkptkitError, InvalidNameError, NotFoundError
-from ckptkit.storage.location import BUCKETS, Location
+from ckptkit.storage.base.location import BUCKETS, Location
+from ckptkit.storage.base.options import Settings
+from ckptkit.storage.base.store import Entries, Names, Stored, checked_size
 from ckptkit.storage.objects.amazon import BucketDetails, config_options, new_session
 from ckptkit.storage.objects.errors import (
     Answer,
@@ -24,10 +26,8 @@ from ckptkit.storage.objects.errors import (
     translated,
     trouble,
 )
-from ckptkit.storage.objects.server import Stat, Upload, retried
+from ckptkit.storage.objects.server import Stat, retried
 from ckptkit.storage.objects.upload import pieces_of
-from ckptkit.storage.options import Settings
-from ckptkit.storage.store import Entries, Names, Stored, checked_size
 
 # Google takes chunks of whole multiples of this.
 _CHUNK = 256 << 10
@@ -52,6 +52,7 @@ class FsspecClient:
         self._is_cloud = top.scheme in BUCKETS
         # Elsewhere the mode does not reach the server, or is not one step.
         self.exclusive = top.scheme in ("s3", "gs")
+        self.details = BucketDetails(top, settings) if top.scheme == "s3" else None
         self._made: dict[int, tuple[Any, str]] = {}
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
@@ -172,15 +173,6 @@ class FsspecClient:
         with ThreadPoolExecutor(min(len(keys), self._settings.concurrency)) as threads:
             list(threads.map(delete, keys))
 
-    def compares_bodies(self, scratch: str) -> bool | None:  # noqa: ARG002 — no telling
-        return None
-
-    def uploads(self, folder: str) -> Sequence[Upload]:  # noqa: ARG002 — no asking
-        return ()
-
-    def abort(self, upload: Upload) -> None:
-        """There are none."""
-
     def _limit(self, seconds: float, nbytes: int = 0) -> dict[str, float]:  # noqa: ARG002
         """How a call is told the seconds that it may take while so many bytes are sent."""
         return {}
@@ -243,14 +235,8 @@ class S3fsClient(FsspecClient):
     more than once, hide what the server said, or send one piece at a time.
     """
 
-    # aiohttp sends a PUT again by itself when a connection that it kept open ends without answer.
-
-    def __init__(self, top: Location, settings: Settings) -> None:
-        super().__init__(top, settings)
-        self._details = BucketDetails(top, settings)
-        self.compares_bodies = self._details.compares_bodies  # type: ignore[method-assign]
-        self.uploads = self._details.uploads  # type: ignore[method-assign]
-        self.abort = self._details.abort  # type: ignore[method-assign]
+    # Of `repeats`: aiohttp sends a PUT again by itself when a connection that it kept open ends
+    # without answer.
 
     def head(self, key: str) -> Stat:
         found = self._call("head_object", key)
