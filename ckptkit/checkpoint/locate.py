@@ -86,7 +86,7 @@ def _bytes(store: Store, prefix: str, most: int) -> bytes | None:
             tail = bytes(source.fetch(source.size - CRC_BYTES, CRC_BYTES))
             crc = int.from_bytes(tail[-4:], "big")
             if not store.abilities.waits_for_answers and tail[0] == CRC_MARK:
-                crc = _crc_of(source, source.size - 4)
+                crc = crc_of(source, 0, source.size - 4)
             check_sum(MANIFEST_KIND, tail, crc, where)
         with _in_memory(where, source.size):
             return store.read(key, 0, min(source.size, most))
@@ -105,12 +105,13 @@ def _in_memory(where: str, size: int) -> Iterator[None]:
         ) from error
 
 
-def _crc_of(source: Source, size: int) -> int:
+def crc_of(source: Source, start: int, size: int) -> int:
+    """The checksum of bytes that may be too many to be in memory at once."""
     crc = 0
     with default_pool().take(_BAND) as memory:
         for begin in range(0, size, _BAND):
             with memory[: min(_BAND, size - begin)] as band:
-                source.read_into(begin, band)
+                source.read_into(start + begin, band)
                 crc = int(isal_zlib.crc32(band, crc))
     return crc
 

@@ -60,7 +60,7 @@ def unpack(
                     written.mkdir()
                     threads = _threads(checkpoint, limit)
                     count = _write(checkpoint.zarr_store(), written, threads, progress)
-                    _sync_below(written)
+                    share_out(chain([written], written.rglob("*")), _sync, _SYNCING)
                     written = written.replace(target)
                     for path in (target, *made):
                         sync_folder(path.parent)
@@ -165,12 +165,6 @@ def _batches(keys: Iterable[str]) -> Iterator[list[str]]:
     left = iter(keys)
     while batch := list(islice(left, 16)):
         yield batch
-
-
-def _sync_below(root: Path) -> None:
-    """Make a folder and all in it durable."""
-    paths = chain([root], root.rglob("*"))
-    share_out(paths, _sync, _SYNCING)
 
 
 def _sync(path: Path) -> None:

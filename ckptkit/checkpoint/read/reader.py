@@ -20,7 +20,7 @@ from ckptkit.checkpoint.workers import Progress, cores
 from ckptkit.format.arrays import chunk_key
 from ckptkit.format.manifest import Manifest
 from ckptkit.model import Box
-from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, pieces_of, side_by_side
+from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, side_by_side
 from ckptkit.storage import Source, default_pool
 from ckptkit.storage.base.buffers import PAGE, copy_bytes, copy_elements
 
@@ -246,7 +246,7 @@ def plan_read(
     checked.
     """
     # Layers are alike: what one has found out holds for all.
-    cut, chunks, begins = cache(pieces_of), cache(Pieces.chunks), cache(Pieces.begins)
+    cut, chunks, begins = cache(Pieces), cache(Pieces.chunks), cache(Pieces.begins)
     pieces = [cut(manifest.arrays[r.array].grid, r.box) for r in requests]
     counts = [len(each) for each in pieces]
     rows = _joined(

@@ -38,7 +38,7 @@ from ckptkit.checkpoint.write.pack import (
 from ckptkit.errors import AlreadyExistsError, CkptkitError, PeerError, UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType
-from ckptkit.plan.read import Piece, batches, pieces_of, pieces_within
+from ckptkit.plan.read import Piece, Pieces, batches, pieces_within
 from ckptkit.storage import Store
 from ckptkit.storage.base.buffers import copy_elements
 
@@ -302,7 +302,7 @@ class SharedChunks:
         mine: list[SharedChunk] = []
         try:
             for request, source in requests:
-                pieces = pieces_of(source.grid, request.box)
+                pieces = Pieces(source.grid, request.box)
                 if all(piece.is_whole for piece in pieces):
                     direct.append(request)
                     continue
