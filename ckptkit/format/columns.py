@@ -89,6 +89,7 @@ def check_placed(
             "a chunk in a pack that is not listed", where=where, value=int(pack.max())
         )
     sizes = np.array(pack_sizes, dtype=np.uint64)[pack]
+    # The numbers are unsigned: `offset + length` may wrap, and so may `sizes - offset`.
     outside = (offset > sizes) | (length > sizes - np.minimum(offset, sizes))
     if outside.any():
         row = int(outside.argmax())

@@ -197,6 +197,7 @@ def _check_chunks(columns: dict[str, Any], table: ArrayTable) -> None:
         raise FormatError(
             "a chunk listed twice", where=f"chunks.chunk.{row}", value=int(chunk[row])
         )
+    # How large the pack is nobody knows yet; but no sum of the two may wrap.
     half = np.uint64(1 << 62)
     far = (columns["offset"] >= half) | (columns["length"] >= half)
     if far.any():
