@@ -126,7 +126,6 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str | Policy) -> Policy:
-        """The policy that a text means."""
         if isinstance(text, Policy):
             return text
         if text in _PLAIN:

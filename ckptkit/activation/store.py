@@ -92,7 +92,6 @@ class ActivationStore:
             self._add(layer, tensor, memories)
 
     def retrieve(self, layer_id: LayerId) -> torch.Tensor:
-        """The activation of a layer."""
         layer = plain_layer(layer_id)
         with self._lock:
             kept = self._kept.get(layer)
@@ -128,7 +127,6 @@ class ActivationStore:
         return made
 
     def has(self, layer_id: LayerId) -> bool:
-        """Whether the activation of a layer is kept."""
         with self._lock:
             return layer_id in self._kept
 
@@ -157,7 +155,6 @@ class ActivationStore:
                 kept.held.prefetch()
 
     def clear(self, layer_id: LayerId | None = None) -> None:
-        """Forget one activation, or all."""
         with self._lock:
             for each in [layer_id] if layer_id is not None else list(self._kept):
                 self._drop(each)
@@ -376,15 +373,12 @@ class DistributedActivationStore:
             time.sleep(_PAUSE)
 
     def has(self, layer_id: LayerId) -> bool:
-        """Whether this rank keeps it."""
         return self.local.has(layer_id)
 
     def keys(self) -> list[LayerId]:
-        """What this rank keeps, the oldest first."""
         return self.local.keys()
 
     def clear(self, layer_id: LayerId | None = None) -> None:
-        """Forget one activation, or all, on this rank."""
         self.local.clear(layer_id)
 
     def synchronize(self) -> dict[int, set[LayerId]]:

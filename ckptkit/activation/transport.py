@@ -87,7 +87,6 @@ class ThreadTransport:
 
     @classmethod
     def world(cls, size: int, *, timeout: float = 30.0) -> list[ThreadTransport]:
-        """One for each thread."""
         room = _ThreadRoom(timeout)
         ranks = ThreadBarrier.group(size, timeout) if size > 1 else [OneRank()]
         return [cls(each, room) for each in ranks]

@@ -59,6 +59,12 @@ def chunk_starts(arrays: Sequence[ArrayInfo]) -> I64:
     return starts
 
 
+def chunk_of_row(arrays: Sequence[ArrayInfo], starts: I64, row: int) -> tuple[ArrayInfo, int]:
+    """The array, and the number of its chunk, that a row of a table over all arrays is about."""
+    number = int(np.searchsorted(starts, row, side="right")) - 1
+    return arrays[number], row - int(starts[number])
+
+
 def stored_bytes(arrays: Sequence[ArrayInfo], starts: I64) -> U64:
     """The stored length of every chunk of all arrays, in table order."""
     constant = np.fromiter(

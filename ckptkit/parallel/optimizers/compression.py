@@ -145,7 +145,7 @@ class Compression(ABC):
         raise NotImplementedError
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """By which the checkpoint knows a parameter."""
+        """The name of a parameter in the checkpoint: unlike buckets, names outlive a job."""
         return self._names[cast("nn.Parameter", parameter)]
 
     def _hook(self, bucket: GradBucket) -> Sent:

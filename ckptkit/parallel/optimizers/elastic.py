@@ -344,7 +344,6 @@ def folder_in_memory(location: str) -> Path | None:
 
 
 def rule_of(rule: str | RateRule) -> RateRule:
-    """The rule of a name."""
     if callable(rule):
         return rule
     if rule not in _RULES:

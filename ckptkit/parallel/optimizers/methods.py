@@ -121,12 +121,10 @@ class BlockRun:
 
     @property
     def numel(self) -> int:
-        """How many elements they have."""
         return self.count * self.length
 
     @property
     def nbytes(self) -> int:
-        """How many bytes they are sent in."""
         return self.count * (_SCALE_BYTES + self.length)
 
 

@@ -209,7 +209,7 @@ class Clocks:
 
 
 class InProcess:
-    """Asks the server of this process; `begin_push` does not wait for the answer."""
+    """Asks the server of this process. A push has two halves: between them all servers work."""
 
     def __init__(self, shard: ParameterShard, clocks: Clocks, worker: int) -> None:
         self._shard, self._clocks, self._worker = shard, clocks, worker
@@ -235,7 +235,7 @@ class InProcess:
 
 
 class OverSocket:
-    """The same of a server in another process."""
+    """Asks a server in another process, by messages."""
 
     def __init__(
         self,
@@ -357,8 +357,6 @@ def answer_worker(shard: ParameterShard, clocks: Clocks, pipe: socket.socket) ->
 
 
 class Kind(IntEnum):
-    """What a message is."""
-
     HELLO = 0
     PUSH = 1
     PULL = 2
