@@ -266,4 +266,5 @@ def _elements(name: object, shape: object, data: object, where: str) -> np.ndarr
         raise FormatError("a typed array of an impossible shape", where=where, value=shape)
     if name == "bool" and data.strip(b"\0\1"):
         raise FormatError("a bool that is neither 0 nor 1", where=where)
+    # A copy that can be written to, as the array that was stored could.
     return np.frombuffer(bytearray(data), dtype=dtype.numpy).reshape(shape)

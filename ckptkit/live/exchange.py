@@ -6,7 +6,7 @@ trains.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -90,14 +90,7 @@ class Spoken:
     def to_doc(self) -> dict[str, Any]:
         """The same as plain values."""
         tensors = {name: spread.to_doc() for name, spread in self.tensors.items()}
-        return {
-            "tensors": tensors,
-            "values": dict(self.values),
-            "tied": dict(self.tied),
-            "problem": self.problem,
-            "is_involved": self.is_involved,
-            "strategy": self.strategy,
-        }
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"tensors": tensors}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,7 +26,6 @@ from ckptkit.errors import (
     NotFoundError,
     StorageError,
 )
-from ckptkit.storage.base.buffers import copy_bytes
 from ckptkit.storage.base.location import Location, temporary_beside
 from ckptkit.storage.base.options import Settings
 from ckptkit.storage.base.store import Entries, Names, checked_range
@@ -44,8 +43,6 @@ SETTLE_SECONDS = 0.2
 RACES = 8
 # For this much hashing it is worth asking whether the server does it.
 WORTH_ASKING = 128 << 20
-# What takes longer than an answer may take can never succeed.
-_MOST_AT_ONCE = 64 << 20
 _ETAG = re.compile(r'"?([0-9a-f]{32})(?:-([0-9]+))?"?')
 
 _log = logging.getLogger("ckptkit.storage")
@@ -175,20 +172,6 @@ class ObjectServer:
             return data
 
         return self._ask("reading", key, read_once)
-
-    def fetch(self, key: str, start: int, length: int) -> memoryview:
-        """The same bytes, as they came; copied only where one request cannot bring them."""
-        if length <= _MOST_AT_ONCE:
-            return self.read(key, start, length)
-        buffer = memoryview(bytearray(length))
-        self.read_into(key, start, buffer)
-        return buffer
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Fill the whole buffer from `start`."""
-        for done in range(0, buffer.nbytes, _MOST_AT_ONCE):
-            piece = buffer[done : done + _MOST_AT_ONCE]
-            copy_bytes(self.read(key, start + done, piece.nbytes), piece)
 
     def read_whole(self, key: str, most: int) -> bytes:
         """A small object, in one request."""

@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from ckptkit.errors import NotFoundError, UsageError
-from ckptkit.storage.base.buffers import default_pool
+from ckptkit.storage.base.buffers import copy_bytes, default_pool
 from ckptkit.storage.base.location import (
     BUCKETS,
     TEMPORARY,
@@ -45,6 +45,8 @@ _FILE_SYSTEMS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "az": ("adlfs", "
 _PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "GCSFS_")
 # As many as S3 deletes with one request.
 _BATCH = 1000
+# What takes longer than an answer may take can never succeed.
+_MOST_AT_ONCE = 64 << 20
 
 
 def open_objects(location: Location, options: Options) -> ObjectStore:
@@ -272,12 +274,18 @@ class ObjectSource(Closing):
         where = self._server.where(self._path)
         view = as_bytes(where, buffer)
         checked_range(where, self.size, offset, view.nbytes)
-        self._server.read_into(self._path, offset, view)
+        for done in range(0, view.nbytes, _MOST_AT_ONCE):
+            stretch = view[done : done + _MOST_AT_ONCE]
+            copy_bytes(self._server.read(self._path, offset + done, stretch.nbytes), stretch)
 
     def fetch(self, offset: int, length: int) -> memoryview:
-        """These bytes, as they came."""
+        """These bytes, as they came; copied only where one request cannot bring them."""
         checked_range(self._server.where(self._path), self.size, offset, length)
-        return self._server.fetch(self._path, offset, length) if length else memoryview(b"")
+        if 0 < length <= _MOST_AT_ONCE:
+            return self._server.read(self._path, offset, length)
+        buffer = memoryview(bytearray(length))
+        self.read_into(offset, buffer)
+        return buffer
 
     def close(self) -> None:
         """There is nothing to free."""
