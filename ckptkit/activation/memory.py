@@ -194,13 +194,12 @@ class MemoryStats:
         return f"{self.count} activations, {_in_words(self.current)} (peak {_in_words(self.peak)})"
 
     def to_dict(self) -> dict[str, int]:
-        """As plain values."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMemoryStats:
-    """The memory of the stores of all ranks, at one time.
+    """The memory of the stores of all ranks at one time, in bytes.
 
     >>> stats = GroupMemoryStats((MemoryStats(100, 300, 1), MemoryStats(200, 200, 2)), 0.0)
     >>> stats.total, stats.peak, stats.counts
@@ -213,12 +212,10 @@ class GroupMemoryStats:
 
     @property
     def per_rank(self) -> tuple[int, ...]:
-        """The bytes of each rank."""
         return tuple(rank.current for rank in self.ranks)
 
     @property
     def total(self) -> int:
-        """The bytes of all ranks."""
         return sum(self.per_rank)
 
     @property
@@ -228,17 +225,14 @@ class GroupMemoryStats:
 
     @property
     def mean(self) -> float:
-        """The bytes of a rank on average."""
         return self.total / max(len(self.ranks), 1)
 
     @property
     def max(self) -> int:
-        """The bytes of the rank that has most."""
         return max(self.per_rank, default=0)
 
     @property
     def min(self) -> int:
-        """The bytes of the rank that has least."""
         return min(self.per_rank, default=0)
 
     @property
@@ -256,7 +250,6 @@ class GroupMemoryStats:
         return "\n".join([f"activations of {len(self.ranks)} ranks at {when}: {what}", *lines])
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
         numbers = ("timestamp", "total", "peak", "mean", "max", "min")
         return {
             **{name: getattr(self, name) for name in numbers},

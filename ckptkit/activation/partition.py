@@ -187,7 +187,6 @@ class PartitionedActivations:
         self._pieces: dict[LayerId, _CutTensor] = {}
 
     def register(self, layer_id: LayerId, tensor: torch.Tensor) -> None:
-        """Keep this rank's piece."""
         piece = cut(tensor, self._group)
         self._store.register(layer_id, piece.own)
         # The store may move it: nothing else may hold it.
@@ -200,7 +199,6 @@ class PartitionedActivations:
         return gather(piece).requires_grad_(piece.requires_grad)
 
     def clear(self, layer_id: LayerId | None = None) -> None:
-        """Forget one activation, or all."""
         for each in [layer_id] if layer_id is not None else list(self._pieces):
             self._pieces.pop(each, None)
         self._store.clear(layer_id)

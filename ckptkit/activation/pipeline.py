@@ -113,7 +113,6 @@ class PipelineActivations:
         self.close()
 
     def memory_stats(self) -> MemoryStats:
-        """Of all that is kept."""
         return self._store.memory_stats()
 
     def attach(self, stages: Any, *, keep_saved: bool = False) -> Callable[[], None]:
@@ -123,7 +122,7 @@ class PipelineActivations:
         is smaller than 4 KiB stays then). What a step leaves that fails outside its stages, as in
         the loss, is forgotten when the next one begins.
         """
-        if keep_saved and self._store.has_budget:
+        if keep_saved and self._store._budget is not None:
             raise UsageError(
                 "what autograd saves cannot be evicted",
                 hint="use a store without a budget, and checkpoint_activations to recompute",
@@ -201,7 +200,6 @@ class _Follower:
         return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Forget the micro-batch."""
         with self._clean():
             result = self._weights(bwd_chunk_id, *args, **kwargs)
         self._kept.clear(bwd_chunk_id, stage=self._number)
@@ -269,6 +267,5 @@ class _SavedTensors:
             self._store.prefetch(key)
 
     def clear(self) -> None:
-        """Forget all of it."""
         for key in self._keys:
             self._store.clear(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -86,21 +87,16 @@ def checkpoint_activations(
     elif parsed.kind == "offload":
         memory = HostMemory(pin=pin_memory)
         undo.put(found, lambda _, block, plain: Offloaded(block, plain, memory))
-    elif parsed.kind == "partition":
-        partition = Partition(group_for(whole.modules[0], group))
-
-        def partitioned(name: str, block: nn.Module, plain: Callable[..., Any]) -> Recomputed:
-            return Recomputed(block, plain, around=partial(partition.around, name))
-
-        undo.put(found, partitioned)
     else:
         contexts, copies = selective if parsed.kind == "selective" else None, BufferCopies()
-        chosen = dict(list(found.items())[:: parsed.every])
+        is_cut = parsed.kind == "partition"
+        partition = Partition(group_for(whole.modules[0], group)) if is_cut else None
 
-        def recomputed(_: str, block: nn.Module, plain: Callable[..., Any]) -> Recomputed:
-            return Recomputed(block, plain, contexts=contexts, copies=copies)
+        def recomputed(name: str, block: nn.Module, plain: Callable[..., Any]) -> Recomputed:
+            around = nullcontext if partition is None else partial(partition.around, name)
+            return Recomputed(block, plain, contexts=contexts, around=around, copies=copies)
 
-        undo.put(chosen, recomputed)
+        undo.put(dict(list(found.items())[:: parsed.every]), recomputed)
     return Checkpointed(model, undo)
 
 
@@ -130,7 +126,6 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str | Policy) -> Policy:
-        """The policy that a text means."""
         if isinstance(text, Policy):
             return text
         if text in _PLAIN:

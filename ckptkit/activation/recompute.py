@@ -250,16 +250,16 @@ class CopyOnWrite(TorchDispatchMode):
                 if each.alias_info is not None and each.alias_info.is_write
             ]
             changing = {each._cdata for each in storages_in(written)}
-            for kept in self._kept():
-                if any(each._cdata in changing for each in storages_of(kept.val)):
-                    kept.val = kept.val.clone()
+            for kept in tree_leaves(
+                [list(each.values()) for each in self._keeping.storage.values()]
+            ):
+                value = getattr(kept, "val", None)
+                if isinstance(value, torch.Tensor) and any(
+                    each._cdata in changing for each in storages_of(value)
+                ):
+                    kept.val = value.clone()
                     kept.version = kept.val._version
         return func(*args, **kwargs)
-
-    def _kept(self) -> list[Any]:
-        found = self._keeping.storage.values()
-        entries = tree_leaves([list(each.values()) for each in found])
-        return [each for each in entries if isinstance(getattr(each, "val", None), torch.Tensor)]
 
 
 class _ForwardState:
@@ -310,7 +310,8 @@ class _ForwardState:
         versions = [(buffer, version_of(buffer)) for buffer, _ in needed.values()]
         changed = [each for each, copy in needed.values() if version_of(each) != copy.version]
         memories = [storage._cdata for storage in storages_in(changed)]
-        _check_apart(are_apart=len(memories) == len(set(memories)))
+        if len(memories) > len(set(memories)):
+            raise _known_otherwise()
         # What stands in the place of a buffer may be changed.
         fresh = {
             key: copy.tensor.to(each.device, copy=True) for key, (each, copy) in needed.items()
@@ -329,16 +330,18 @@ class _ForwardState:
         finally:
             _put_modes(modes)
             put_buffers(buffers)
-            # The forward knows the buffer by another name too, if it has changed it all the same.
-            _check_apart(are_apart=all(version_of(each) == version for each, version in versions))
+            # What stood in its place was to take the changes: who has changed the buffer all the
+            # same knows it otherwise. Looked at here and not below, as torch ends a recomputation
+            # that has given all it needs by an exception.
+            if any(version_of(each) != version for each, version in versions):
+                raise _known_otherwise()
 
 
-def _check_apart(*, are_apart: bool) -> None:
-    if not are_apart:
-        raise UsageError(
-            "a block changes a buffer that is known to it by something else than its name",
-            hint="let no other buffer or attribute view its memory, or leave the block out",
-        )
+def _known_otherwise() -> UsageError:
+    return UsageError(
+        "a block changes a buffer that is known to it by something else than its name",
+        hint="let no other buffer or attribute view its memory, or leave the block out",
+    )
 
 
 def _put_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:

@@ -75,11 +75,6 @@ class ActivationStore:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
 
-    @property
-    def has_budget(self) -> bool:
-        """Whether it drops what it has no room for."""
-        return self._budget is not None
-
     def register(self, layer_id: LayerId, tensor: torch.Tensor) -> None:
         """Keep the activation of a layer, in the place of one that it may have had."""
         layer = plain_layer(layer_id)
@@ -97,15 +92,16 @@ class ActivationStore:
             self._add(layer, tensor, memories)
 
     def retrieve(self, layer_id: LayerId) -> torch.Tensor:
-        """The activation of a layer."""
         layer = plain_layer(layer_id)
         with self._lock:
             kept = self._kept.get(layer)
             if kept is None:
+                names = sorted(map(str, self._kept))
+                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 raise NotFoundError(
                     "no activation of this layer is kept",
                     value=layer,
-                    hint=f"there are {sorted(map(str, self._kept))[:8]}",
+                    hint=f"it keeps {', '.join(names[:_SHOWN]) or 'nothing'}{more}",
                 )
             if isinstance(kept.held, torch.Tensor):
                 if kept.ready is not None:
@@ -131,7 +127,6 @@ class ActivationStore:
         return made
 
     def has(self, layer_id: LayerId) -> bool:
-        """Whether the activation of a layer is kept."""
         with self._lock:
             return layer_id in self._kept
 
@@ -160,7 +155,6 @@ class ActivationStore:
                 kept.held.prefetch()
 
     def clear(self, layer_id: LayerId | None = None) -> None:
-        """Forget one activation, or all."""
         with self._lock:
             for each in [layer_id] if layer_id is not None else list(self._kept):
                 self._drop(each)
@@ -288,35 +282,23 @@ class DistributedActivationStore:
         timeout: float = 30.0,
         store: ActivationStore | None = None,
     ) -> None:
-        self._store = ActivationStore() if store is None else store
+        self.local = ActivationStore() if store is None else store
+        """What this rank keeps; what is registered there can be fetched as well."""
         self._is_closed = False
         is_alone = group is None and (not dist.is_initialized() or dist.get_world_size() == 1)
         if transport is None and is_alone:
             transport = ThreadTransport.world(1, timeout=timeout)[0]
         self._transport = transport or SocketTransport(group, timeout=timeout)
+        self.rank = self._transport.rank
+        self.world_size = self._transport.world_size
         self._transport.serve(self._answer)
-
-    @property
-    def local(self) -> ActivationStore:
-        """What this rank keeps; what is registered there can be fetched as well."""
-        return self._store
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank in the group."""
-        return self._transport.rank
-
-    @property
-    def world_size(self) -> int:
-        """The ranks of the group."""
-        return self._transport.world_size
 
     def register(self, layer_id: LayerId, tensor: torch.Tensor) -> None:
         """Keep an activation here, where other ranks may fetch it."""
         if isinstance(tensor, torch.Tensor):  # the store refuses what is none
             described(tensor, where=str(layer_id))
         self._check_open(layer_id)
-        self._store.register(layer_id, tensor)
+        self.local.register(layer_id, tensor)
 
     def register_broadcast(
         self, layer_id: LayerId, tensor: torch.Tensor | None = None, *, source_rank: int = 0
@@ -344,14 +326,14 @@ class DistributedActivationStore:
 
     def retrieve(self, layer_id: LayerId) -> torch.Tensor:
         """An activation that this rank keeps."""
-        return self._store.retrieve(layer_id)
+        return self.local.retrieve(layer_id)
 
     def retrieve_or_recompute(
         self, layer_id: LayerId, fn: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """An activation that this rank keeps, or what `fn` makes."""
         self._check_open(layer_id)
-        return self._store.retrieve_or_recompute(layer_id, fn)
+        return self.local.retrieve_or_recompute(layer_id, fn)
 
     def retrieve_or_fetch(
         self, layer_id: LayerId, source_rank: int | None = None, *, wait: float = 0.0
@@ -365,7 +347,7 @@ class DistributedActivationStore:
             self._check(source_rank)
         _check_wait(wait)
         with suppress(NotFoundError):
-            return self._store.retrieve(layer_id)
+            return self.local.retrieve(layer_id)
         return self.fetch(layer_id, source_rank, wait=wait)
 
     def fetch(
@@ -391,34 +373,31 @@ class DistributedActivationStore:
             time.sleep(_PAUSE)
 
     def has(self, layer_id: LayerId) -> bool:
-        """Whether this rank keeps it."""
-        return self._store.has(layer_id)
+        return self.local.has(layer_id)
 
     def keys(self) -> list[LayerId]:
-        """What this rank keeps, the oldest first."""
-        return self._store.keys()
+        return self.local.keys()
 
     def clear(self, layer_id: LayerId | None = None) -> None:
-        """Forget one activation, or all, on this rank."""
-        self._store.clear(layer_id)
+        self.local.clear(layer_id)
 
     def synchronize(self) -> dict[int, set[LayerId]]:
         """Wait for all ranks; by rank, the layers that it lacks and another one keeps. It is empty
         where all keep the same.
         """
-        heard = [set(keys) for keys in self._together("synchronize", self._store.keys())]
+        heard = [set(keys) for keys in self._together("synchronize", self.local.keys())]
         every = set().union(*heard)
         return {rank: every - keys for rank, keys in enumerate(heard) if keys != every}
 
     def clear_everywhere(self) -> None:
         """Forget everything on all ranks; when it returns, none keeps anything."""
         self._together("clear_everywhere", None)  # whoever still fetches has not come here yet
-        self._store.clear()
+        self.local.clear()
         self._together("clear_everywhere", None)
 
     def memory_stats(self) -> GroupMemoryStats:
         """Of all ranks; rank 0 has the time."""
-        mine = self._store.memory_stats().to_dict()
+        mine = self.local.memory_stats().to_dict()
         heard = self._together("memory_stats", (mine, time.time()))
         return GroupMemoryStats(tuple(MemoryStats(**said) for said, _ in heard), heard[0][1])
 
@@ -426,9 +405,9 @@ class DistributedActivationStore:
         """Forget everything here and stop answering; ranks that ask later get an error."""
         if not self._is_closed:
             self._is_closed = True
-            self._store.wake()
+            self.local.wake()
             self._transport.close()
-            self._store.clear()
+            self.local.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -442,17 +421,12 @@ class DistributedActivationStore:
 
     def _answer(self, layer: LayerId, wait: float) -> torch.Tensor:
         """What this rank keeps, for itself or for another; called on threads of the transport."""
-        self._store.wait_for(layer, wait, until=lambda: self._is_closed)
+        self.local.wait_for(layer, wait, until=lambda: self._is_closed)
         try:
-            return self._store.retrieve(layer)
-        except NotFoundError:
-            names = sorted(map(str, self._store.keys()))
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            raise NotFoundError(
-                f"rank {self.rank} keeps no activation of this layer",
-                value=layer,
-                hint=f"it keeps {', '.join(names[:_SHOWN]) or 'nothing'}{more}",
-            ) from None
+            return self.local.retrieve(layer)
+        except NotFoundError as error:
+            error.what = f"rank {self.rank} keeps no activation of this layer"
+            raise
 
     def _together(self, call: str, value: Any) -> list[Any]:
         """What all ranks say, each of which has to be in the same call."""

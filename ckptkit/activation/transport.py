@@ -53,13 +53,8 @@ class Transport(Protocol):
     ranks. What goes wrong with another rank is a `PeerError` within the time-out, never a hang.
     """
 
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-
-    @property
-    def world_size(self) -> int:
-        """How many there are."""
+    rank: int
+    world_size: int
 
     def serve(self, answer: Answer) -> None:
         """Begin to answer the others."""
@@ -92,7 +87,6 @@ class ThreadTransport:
 
     @classmethod
     def world(cls, size: int, *, timeout: float = 30.0) -> list[ThreadTransport]:
-        """One for each thread."""
         room = _ThreadRoom(timeout)
         ranks = ThreadBarrier.group(size, timeout) if size > 1 else [OneRank()]
         return [cls(each, room) for each in ranks]
@@ -110,10 +104,7 @@ class ThreadTransport:
         if answer is None:
             why = "its store is closed" if came else "it did not come in time"
             raise PeerError(f"rank {source} does not answer: {why}")
-        try:
-            tensor = answer(layer_id, wait)
-        except NotFoundError as error:
-            raise _missing(source, layer_id, error.hint) from None
+        tensor = answer(layer_id, wait)
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     def gather(self, value: Any) -> list[Any]:
@@ -146,7 +137,7 @@ def meeting_of(group: dist.ProcessGroup) -> tuple[World, str]:
     """The ranks of a process group, and a name for them to meet under: another one for each call,
     which all of them make.
     """
-    rank, store = group.rank(), current_world().store
+    rank, store = group.rank(), current_world().rendezvous
     if store is None:
         return World(), ""
     # Groups apart may have one name, but never the same first rank.
@@ -206,7 +197,11 @@ class SocketTransport:
             ) from error
         if "failed" in said:
             raise PeerError(f"rank {source}: {said['failed']}", where=where)
-        raise _missing(source, layer_id, str(said.get("missing")))
+        raise NotFoundError(
+            f"rank {source} keeps no activation of this layer",
+            value=layer_id,
+            hint=str(said.get("missing")),
+        )
 
     def gather(self, value: Any) -> list[Any]:
         name = f"{self._name}/{next(self._numbers)}"
@@ -329,10 +324,3 @@ def _receive_document(sock: socket.socket, deadline: float | None = None) -> dic
     if not isinstance(document, dict):
         raise PeerError("no document of this protocol", value=document)
     return document
-
-
-def _missing(source: int, layer_id: LayerId, there: str) -> NotFoundError:
-    """What is raised where a rank asks another one for what that does not have."""
-    return NotFoundError(
-        f"rank {source} keeps no activation of this layer", value=layer_id, hint=there
-    )

@@ -28,8 +28,8 @@ from ckptkit.format.envelope import (
 from ckptkit.format.manifest import MANIFEST_KIND, Manifest
 from ckptkit.format.record import SaveInfo
 from ckptkit.storage import Source, Store, default_pool
-from ckptkit.storage.disk import link_in_the_way
-from ckptkit.storage.store import checked_size
+from ckptkit.storage.base.disk import link_in_the_way
+from ckptkit.storage.base.store import checked_size
 
 # Larger manifests, of more than two million chunks, are looked at before they are read.
 _AT_ONCE = 64 << 20
@@ -86,7 +86,7 @@ def _bytes(store: Store, prefix: str, most: int) -> bytes | None:
             tail = bytes(source.fetch(source.size - CRC_BYTES, CRC_BYTES))
             crc = int.from_bytes(tail[-4:], "big")
             if not store.abilities.waits_for_answers and tail[0] == CRC_MARK:
-                crc = _crc_of(source, source.size - 4)
+                crc = crc_of(source, 0, source.size - 4)
             check_sum(MANIFEST_KIND, tail, crc, where)
         with _in_memory(where, source.size):
             return store.read(key, 0, min(source.size, most))
@@ -105,12 +105,13 @@ def _in_memory(where: str, size: int) -> Iterator[None]:
         ) from error
 
 
-def _crc_of(source: Source, size: int) -> int:
+def crc_of(source: Source, start: int, size: int) -> int:
+    """The checksum of bytes that may be too many to be in memory at once."""
     crc = 0
     with default_pool().take(_BAND) as memory:
         for begin in range(0, size, _BAND):
             with memory[: min(_BAND, size - begin)] as band:
-                source.read_into(begin, band)
+                source.read_into(start + begin, band)
                 crc = int(isal_zlib.crc32(band, crc))
     return crc
 

@@ -59,6 +59,12 @@ def chunk_starts(arrays: Sequence[ArrayInfo]) -> I64:
     return starts
 
 
+def chunk_of_row(arrays: Sequence[ArrayInfo], starts: I64, row: int) -> tuple[ArrayInfo, int]:
+    """The array, and the number of its chunk, that a row of a table over all arrays is about."""
+    number = int(np.searchsorted(starts, row, side="right")) - 1
+    return arrays[number], row - int(starts[number])
+
+
 def stored_bytes(arrays: Sequence[ArrayInfo], starts: I64) -> U64:
     """The stored length of every chunk of all arrays, in table order."""
     constant = np.fromiter(
@@ -83,6 +89,7 @@ def check_placed(
             "a chunk in a pack that is not listed", where=where, value=int(pack.max())
         )
     sizes = np.array(pack_sizes, dtype=np.uint64)[pack]
+    # The numbers are unsigned: `offset + length` may wrap, and so may `sizes - offset`.
     outside = (offset > sizes) | (length > sizes - np.minimum(offset, sizes))
     if outside.any():
         row = int(outside.argmax())

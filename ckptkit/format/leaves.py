@@ -41,7 +41,8 @@ def encode(value: object, path: str = "", depth: int = 0) -> Any:
     if kind is str:
         return _text(value, path)
     if kind is int:
-        return _integer(value)  # type: ignore[arg-type]
+        small = _is_plain_integer(value)
+        return value if small else msgpack.ExtType(_INTEGER, _shortest(value))  # type: ignore[arg-type]
     if kind is list or kind is tuple:
         items = [encode(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]  # type: ignore[arg-type, var-annotated]
         return items if kind is list else msgpack.ExtType(_TUPLE, msgpack.packb(items))
@@ -187,12 +188,6 @@ def _text(value: object, path: str) -> object:
     return value
 
 
-def _integer(value: int) -> object:
-    if _is_plain_integer(value):
-        return value
-    return msgpack.ExtType(_INTEGER, _shortest(value))
-
-
 def _shortest(value: int) -> bytes:
     length = (value + (value < 0)).bit_length() // 8 + 1
     return value.to_bytes(length, "big", signed=True)
@@ -234,23 +229,19 @@ def _extension(code: int, payload: bytes, where: str, depth: int) -> object:
     if code == _DATETIME:
         return datetime.datetime.fromisoformat(payload.decode("ascii"))
     if code == _TUPLE:
-        return tuple(_of_length(unpack(payload, where, depth), None, where))
+        return tuple(_items(unpack(payload, where, depth), None, where))
+    # Arrays and scalars have no typed values inside.
     if code == _SCALAR:
-        name, data = _of_length(_flat(payload, where), 2, where)
+        name, data = _items(unpack(payload, where, MAX_DEPTH - 1), 2, where)
         return _elements(name, [], data, where)[()]
     if code == _ARRAY:
-        name, shape, data = _of_length(_flat(payload, where), 3, where)
+        name, shape, data = _items(unpack(payload, where, MAX_DEPTH - 1), 3, where)
         return _elements(name, shape, data, where)
     raise FormatError("a value of an unknown type", where=where, value=code)
 
 
-def _flat(payload: bytes, where: str) -> object:
-    """The payload of an array or a scalar, which has no typed values inside."""
-    return unpack(payload, where, MAX_DEPTH - 1)
-
-
-def _of_length(value: object, length: int | None, where: str) -> list[Any]:
-    if not isinstance(value, list) or (length is not None and len(value) != length):
+def _items(value: object, count: int | None, where: str) -> list[Any]:
+    if not isinstance(value, list) or (count is not None and len(value) != count):
         raise FormatError("a typed value of the wrong form", where=where)
     return value
 
@@ -275,4 +266,5 @@ def _elements(name: object, shape: object, data: object, where: str) -> np.ndarr
         raise FormatError("a typed array of an impossible shape", where=where, value=shape)
     if name == "bool" and data.strip(b"\0\1"):
         raise FormatError("a bool that is neither 0 nor 1", where=where)
+    # A copy that can be written to, as the array that was stored could.
     return np.frombuffer(bytearray(data), dtype=dtype.numpy).reshape(shape)

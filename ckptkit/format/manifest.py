@@ -21,6 +21,7 @@ from ckptkit.format.columns import (
     U32,
     U64,
     check_placed,
+    chunk_of_row,
     chunk_starts,
     columns_from_doc,
     columns_to_doc,
@@ -30,8 +31,7 @@ from ckptkit.format.envelope import check_head, packed_fields, seal, unseal
 from ckptkit.format.leaves import unpack, unpack_items
 from ckptkit.format.objects import (
     ObjectInfo,
-    check_items,
-    check_number,
+    check_values,
     objects_from_docs,
     objects_to_docs,
 )
@@ -88,9 +88,8 @@ class Manifest:
 
     def chunk_key(self, row: int) -> str:
         """The Zarr key of the chunk of a row."""
-        number = int(np.searchsorted(self.starts, row, side="right")) - 1
-        array = self.arrays[number]
-        return chunk_key(array.name, array.grid.index(row - int(self.starts[number])))
+        array, chunk = chunk_of_row(self.arrays, self.starts, row)
+        return chunk_key(array.name, array.grid.index(chunk))
 
     def to_bytes(self) -> bytes:
         table, entries = arrays_to_docs(self.arrays, self.aliases)
@@ -180,7 +179,7 @@ def _check_lengths(arrays: tuple[ArrayInfo, ...], starts: I64, length: U64) -> N
     wrong = np.flatnonzero(length != stored_bytes(arrays, starts))
     if len(wrong):
         row = int(wrong[0])
-        array = arrays[int(np.searchsorted(starts, row, side="right")) - 1]
+        array, _ = chunk_of_row(arrays, starts, row)
         raise FormatError(
             f"a chunk of {array.name} has a length that its grid does not give",
             where=f"chunks.length.{row}",
@@ -194,12 +193,4 @@ def _check_per_rank(objects: tuple[ObjectInfo, ...], world_size: int) -> None:
             continue
         if not isinstance(item.value, list) or len(item.value) != world_size:
             raise FormatError(f"not a list of {world_size} values", where=f"objects.{number}.value")
-        if item.semantics == "split":
-            check_items(item.value, f"objects.{number}.value")
-        if item.semantics == "sum":
-            for value in item.value:
-                check_number(value, f"objects.{number}.value")
-            if len({np.shape(value) for value in item.value}) > 1:
-                raise FormatError(
-                    "values of different shapes have no sum", where=f"objects.{number}.value"
-                )
+        check_values(item.semantics, item.value, f"objects.{number}.value")

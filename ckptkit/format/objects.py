@@ -37,13 +37,13 @@ class ObjectInfo:
 
 def objects_to_docs(objects: Sequence[ObjectInfo]) -> list[Any]:
     """Entries sorted by name."""
-    return [_to_doc(item) for item in sorted(objects, key=lambda item: item.name)]
-
-
-def _to_doc(item: ObjectInfo) -> dict[str, Any]:
-    ranks = {} if item.ranks is None else {"ranks": item.ranks}
-    value = encode(item.value, item.name)
-    return {"name": item.name, "semantics": item.semantics, "value": value, **ranks}
+    docs: list[dict[str, Any]] = []
+    for item in sorted(objects, key=lambda item: item.name):
+        value = encode(item.value, item.name)
+        docs.append({"name": item.name, "semantics": item.semantics, "value": value})
+        if item.ranks is not None:
+            docs[-1]["ranks"] = item.ranks
+    return docs
 
 
 def objects_from_docs(fields: Fields) -> tuple[ObjectInfo, ...]:
@@ -83,10 +83,7 @@ def total(values: Sequence[Any], where: str = "") -> Any:
     Scalars add up as plain numbers, so that whole ones stay exact. Arrays have the first rank's
     type widened to 64 bits, or what another rank's floats or complex numbers need.
     """
-    for value in values:
-        check_number(value, where)
-    if len({np.shape(value) for value in values}) > 1:
-        raise FormatError("values of different shapes have no sum", where=where)
+    check_values("sum", values, where)
     with np.errstate(all="ignore"):  # infinities and NaNs add up to what IEEE 754 says
         if all(isinstance(value, np.ndarray) for value in values):
             return _total_of_arrays([_numeric(value) for value in values], where)
@@ -174,17 +171,20 @@ def share_of_items(values: Sequence[Any], rank: int, world_size: int) -> Any:
     return share if isinstance(values[0], list) else tuple(share)
 
 
-def check_items(values: Sequence[object], where: str) -> None:
-    """Refuse what cannot be the items of all ranks: lists, tuples, or counts, of one kind."""
-    kinds = {type(value) for value in values}
-    if len(kinds) != 1 or not kinds <= {list, tuple, int}:
-        raise FormatError("not items to split over ranks", where=where, value=values)
-
-
-def check_number(value: object, where: str) -> None:
-    """Refuse what cannot be one of the values of a sum."""
-    if not is_number(value):
-        raise FormatError("not a number, in a sum over ranks", where=where, value=value)
+def check_values(semantics: str, values: Sequence[Any], where: str) -> None:
+    """Refuse what cannot be the values of ranks: of a sum numbers of one shape, of what is split
+    lists, tuples or counts.
+    """
+    if semantics == "split":
+        kinds = {type(value) for value in values}
+        if len(kinds) != 1 or not kinds <= {list, tuple, int}:
+            raise FormatError("not items to split over ranks", where=where, value=values)
+    if semantics == "sum":
+        for value in values:
+            if not is_number(value):
+                raise FormatError("not a number, in a sum over ranks", where=where, value=value)
+        if len({np.shape(value) for value in values}) > 1:
+            raise FormatError("values of different shapes have no sum", where=where)
 
 
 def is_number(value: object) -> bool:

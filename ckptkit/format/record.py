@@ -17,8 +17,7 @@ from ckptkit.format.leaves import check_leaf, encode
 from ckptkit.format.names import name_from_file
 from ckptkit.format.objects import (
     ObjectInfo,
-    check_items,
-    check_number,
+    check_values,
     objects_from_docs,
     objects_to_docs,
 )
@@ -153,10 +152,7 @@ class Record:
         objects = objects_from_docs(fields)
         fields.finish()
         for number, item in enumerate(objects):
-            if item.semantics == "sum":
-                check_number(item.value, f"objects.{number}.value")
-            if item.semantics == "split":
-                check_items([item.value], f"objects.{number}.value")
+            check_values(item.semantics, [item.value], f"objects.{number}.value")
         columns["array"] = table.numbers(columns["array"])
         _check_chunks(columns, table)
         return cls(save, rank, table, documents, objects=objects, refers=refers, **columns)
@@ -201,6 +197,7 @@ def _check_chunks(columns: dict[str, Any], table: ArrayTable) -> None:
         raise FormatError(
             "a chunk listed twice", where=f"chunks.chunk.{row}", value=int(chunk[row])
         )
+    # How large the pack is nobody knows yet; but no sum of the two may wrap.
     half = np.uint64(1 << 62)
     far = (columns["offset"] >= half) | (columns["length"] >= half)
     if far.any():

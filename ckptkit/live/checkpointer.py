@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
-from types import TracebackType
-from typing import Self, Unpack
+from types import FrameType, TracebackType
+from typing import Any, Self, Unpack
 
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.places import Place, step_name, store_at
@@ -21,11 +24,10 @@ from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
 from ckptkit.live.comparison import LoadOptions
-from ckptkit.live.preemption import Preemption
 from ckptkit.live.restore import NOT_LOADED, Restored, load_into
 from ckptkit.live.save import Arena, PreparedSave, SaveOptions, prepare
 from ckptkit.live.state.parts import HandCuts
-from ckptkit.live.state.ranks import StoreRanks, current_world, next_name, ranks_of
+from ckptkit.live.state.ranks import StoreRanks, World, current_world, next_name, ranks_of
 from ckptkit.live.tiers import Background, Tiers
 from ckptkit.live.wrappers.training import TrainingObjects, TrainingState
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
@@ -336,14 +338,12 @@ class Checkpointer:
         rank.
         """
         mine = "newest" if step is None else str(step)
-        asked = ranks.share(lambda: mine)
+        found: list[tuple[int, str]]
+        asked, found = ranks.share(lambda: (mine, self._tiers.candidates(step, fallback=fallback)))
         if asked != mine:
             raise UsageError(
                 f"rank 0 restores step {asked}, rank {self._world.rank} another one", value=mine
             )
-        found: list[tuple[int, str]] = ranks.share(
-            lambda: self._tiers.candidates(step, fallback=fallback)
-        )
         return found
 
     def _is_damage(self, error: Exception) -> bool:
@@ -376,6 +376,75 @@ class Checkpointer:
                 value=f"for {self._world.size} ranks, now there are {size}",
                 hint="make it after dist.init_process_group(…)",
             )
+
+
+class Preemption:
+    """Listens for SIGTERM, with which a scheduler takes the machine back in a minute.
+
+    `finish` lets the save under way end and then leaves the process. `save` only notes it: the
+    loop asks `should_stop` once in every step, and is told to stop at the same step on all ranks.
+    """
+
+    def __init__(self, world: World, name: str, mode: str, finish: Callable[[], None]) -> None:
+        if mode not in ("finish", "save"):
+            raise UsageError('on_sigterm is "finish" or "save"', value=mode)
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                "signals reach the main thread only",
+                hint="make the Checkpointer there, or leave on_sigterm out",
+            )
+        store = world.rendezvous
+        self._store = None if store is None else PrefixStore(name, store)
+        self._mode = mode
+        self._finish = finish
+        self._requested = False
+        self._is_saving = False
+        self._frame: FrameType | None = None
+        self._announced = False
+        self._before: Any = signal.signal(signal.SIGTERM, self._on_signal)
+
+    def should_stop(self, step: int) -> bool:
+        """Whether this is the step after which to save and leave, on all ranks alike.
+
+        Ranks may be one step apart, as those that exchange gradients are.
+        """
+        if self._store is None:
+            return self._requested
+        if self._requested and not self._announced:
+            self._announced = True
+            # A step that no rank has asked about yet, whichever is ahead.
+            self._store.compare_set("stop", "", str(step + 2))
+        if not self._store.check(["stop"]):
+            return False
+        return step >= int(self._store.get("stop"))
+
+    @contextmanager
+    def held_off(self) -> Iterator[None]:
+        """Note the signal only, and leave at the end: what is done inside is a save."""
+        self._is_saving = True
+        try:
+            yield
+        finally:
+            self._is_saving = False
+        if self._requested and self._mode == "finish":
+            self._leave()
+
+    def remove(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _on_signal(self, _: int, frame: FrameType | None) -> None:
+        self._requested = True
+        log.warning("SIGTERM: %s", "saving once more" if self._mode == "save" else "finishing")
+        self._frame = frame
+        if self._mode == "finish" and not self._is_saving:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._finish()
+        if callable(self._before):
+            self._before(signal.SIGTERM, self._frame)
+        raise SystemExit(128 + signal.SIGTERM)
 
 
 def save(  # noqa: PLR0913 — one keyword for each decision, all with defaults

@@ -27,9 +27,10 @@ from ckptkit.live.resume import (
     untied,
 )
 from ckptkit.live.snapshot import Snapshot
-from ckptkit.live.state.agreement import agree
+from ckptkit.live.state.agreement import put_together
 from ckptkit.live.state.extra import DataRanks, WorldSizeError, is_marked
 from ckptkit.live.state.parts import HandCuts, LiveTensor
+from ckptkit.live.state.ranks import listed
 from ckptkit.live.state.tensors import dtype_of
 from ckptkit.live.state.trees import put_tensors, with_own
 from ckptkit.live.wrappers.entries import StateMismatchError, parameter_names
@@ -86,13 +87,12 @@ class Report:
         return "\n".join(lines) or "nothing differs"
 
     def _listed(self, names: list[str]) -> str:
+        shown = []
+        for name in names[:_SHOWN]:
+            ranks = self.ranks.get(name, [])
+            shown.append(f"{name} (rank {listed(ranks)})" if ranks else name)
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        return ", ".join(name + self._who(name) for name in names[:_SHOWN]) + more
-
-    def _who(self, name: str) -> str:
-        ranks = self.ranks.get(name, [])
-        more = ", …" if len(ranks) > _SHOWN else ""
-        return f" (rank {', '.join(map(str, ranks[:_SHOWN]))}{more})" if ranks else ""
+        return ", ".join(shown) + more
 
 
 _KINDS = ("missing", "unexpected", "reshaped", "cast", "skipped", "untied")
@@ -142,7 +142,7 @@ def compare(
     ]
     known = [held.name for held in snapshot.tensors] + [tied.name for tied in snapshot.tied]
     known += [join(MODEL, name) for name in snapshot.values]
-    agreement = agree(ranks, snapshot.topology, known, documents)
+    agreement = put_together(ranks, snapshot.topology, known, documents)
     fitting = [held for held in snapshot.tensors if array_for(held, checkpoint, snapshot, report)]
     # Optimizers name what they keep after the parameter, not after what that is made of.
     fits = {held.name for held in fitting}
@@ -166,7 +166,8 @@ def compare(
     unexpected: list[str] = []
     if training.model is not None:
         trained = trained_by(agreement.optimizers)
-        unexpected = [name for name in map(_in_model, values) if name not in agreement.names]
+        extra = [join(MODEL, name) for name in values]
+        unexpected = [name for name in extra if name not in agreement.names]
         for name in checkpoint.arrays:
             if name.startswith(f"{MODEL}/") and name not in agreement.names:
                 unexpected.append(name)
@@ -249,10 +250,6 @@ def _extra_state(objects: Mapping[str, ObjectInfo]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FormatError("not what a save writes", where="objects.model", value=value)
     return put_tensors(value, no_array, MODEL)  # type: ignore[no-any-return]
-
-
-def _in_model(name: str) -> str:
-    return join(MODEL, name)
 
 
 def _compare_object(

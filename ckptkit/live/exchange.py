@@ -6,21 +6,21 @@ trains.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ckptkit.checkpoint.ranks import OneRank
-from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.errors import CkptkitError
 from ckptkit.format.leaves import dumps
-from ckptkit.live.state.parts import LiveTensor
-from ckptkit.live.state.ranks import GroupRanks, World, wire
+from ckptkit.live.state.parts import LiveTensor, indices
+from ckptkit.live.state.ranks import GroupRanks, World, listed, wire
 from ckptkit.live.state.topology import Topology
-from ckptkit.live.state.trees import put_tensors, tensors_inline
+from ckptkit.live.state.trees import no_tensor, put_tensors, tensors_inline
 from ckptkit.live.wrappers.entries import StateMismatchError
-from ckptkit.model import Box, Layout, Part, Placement, Replicate, Stage, parse_placement
+from ckptkit.model import Layout, Part, Placement, Replicate, Stage, parse_placement
 
 _SHOWN = 4
 
@@ -90,14 +90,7 @@ class Spoken:
     def to_doc(self) -> dict[str, Any]:
         """The same as plain values."""
         tensors = {name: spread.to_doc() for name, spread in self.tensors.items()}
-        return {
-            "tensors": tensors,
-            "values": dict(self.values),
-            "tied": dict(self.tied),
-            "problem": self.problem,
-            "is_involved": self.is_involved,
-            "strategy": self.strategy,
-        }
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"tensors": tensors}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +165,7 @@ class Exchange:
             spreads = {
                 n: list(map(TensorLayout.from_doc, several)) for n, several in tensors.items()
             }
-            plan = Plan(spreads, put_tensors(values, _no_tensor, ""), tied)
+            plan = Plan(spreads, put_tensors(values, no_tensor, ""), tied)
         if problem:
             raise StateMismatchError(problem, where=where)
         return plan
@@ -182,7 +175,7 @@ class Exchange:
         if self._world.size == 1:
             return value
         told = self._ranks.share(lambda: tensors_inline(value))
-        return put_tensors(told, _no_tensor, "")
+        return put_tensors(told, no_tensor, "")
 
     def gather(self, plan: Plan, held: Mapping[str, LiveTensor]) -> dict[str, torch.Tensor] | None:
         """The whole tensors of a plan, in host memory, on rank 0; None on the others."""
@@ -214,7 +207,12 @@ class Exchange:
                     if self._world.rank == 0:
                         self._give(held.get(name), rank, part, wholes[name].detach())
                     elif self._world.rank == rank:
-                        self._take(held[name], part)
+                        mine = held[name]
+                        values = torch.empty(
+                            part.shape, dtype=mine.local.dtype, device=wire(self._group)
+                        )
+                        dist.recv(_bytes(values), group=self._group, group_src=0)
+                        _fill(mine, values)
 
     def _fetch(
         self, held: LiveTensor | None, holder: int, part: Part, whole: torch.Tensor | None
@@ -222,33 +220,25 @@ class Exchange:
         """Let rank 0 have the part of a holder."""
         if whole is None:
             if holder == self._world.rank and held is not None:
-                dist.send(_bytes(held.local.to(wire())), group=self._group, group_dst=0)
+                dist.send(_bytes(held.local.to(wire(self._group))), group=self._group, group_dst=0)
             return
         if held is not None and holder == 0:
             values = held.local
         else:
-            values = torch.empty(part.shape, dtype=whole.dtype, device=wire())
+            values = torch.empty(part.shape, dtype=whole.dtype, device=wire(self._group))
             dist.recv(_bytes(values), group=self._group, group_src=holder)
-        for box, place in zip(part.boxes, part.places, strict=True):
-            inside = values[place.within(Box.whole(part.shape))]
-            whole[box.within(Box.whole(tuple(whole.shape)))] = inside.to("cpu")
+        for there, here in indices(part, tuple(whole.shape)):
+            whole[there] = values[here].to("cpu")
 
     def _give(self, held: LiveTensor | None, rank: int, part: Part, whole: torch.Tensor) -> None:
         """Let a rank have its part of a tensor."""
         values = torch.empty(part.shape, dtype=whole.dtype)
-        for box, place in zip(part.boxes, part.places, strict=True):
-            inside = whole[box.within(Box.whole(tuple(whole.shape)))]
-            values[place.within(Box.whole(part.shape))] = inside.to("cpu")
+        for there, here in indices(part, tuple(whole.shape)):
+            values[here] = whole[there].to("cpu")
         if rank != 0:
-            dist.send(_bytes(values.to(wire())), group=self._group, group_dst=rank)
+            dist.send(_bytes(values.to(wire(self._group))), group=self._group, group_dst=rank)
         elif held is not None:
             _fill(held, values)
-
-    def _take(self, held: LiveTensor, part: Part) -> None:
-        """Fill what this rank holds with what rank 0 gives."""
-        values = torch.empty(part.shape, dtype=held.local.dtype, device=wire())
-        dist.recv(_bytes(values), group=self._group, group_src=0)
-        _fill(held, values)
 
     def _layout(self, name: str, spread: TensorLayout) -> Layout:
         return self._topology.layout(name, spread.shape, dict(spread.placements))
@@ -298,23 +288,16 @@ def _fill(held: LiveTensor, values: torch.Tensor) -> None:
         if held.own is None:
             held.local.copy_(values)
             return
-        for box, place in zip(held.own.boxes, held.own.places, strict=True):
-            inside = values[box.within(Box.whole(held.shape))]
-            held.local[place.within(Box.whole(held.own.shape))] = inside.to(held.local.device)
+        for there, here in indices(held.own, held.shape):
+            held.local[here] = values[there].to(held.local.device)
 
 
 def _told(problems: Mapping[str, Sequence[int]], size: int) -> str:
     lines = []
     for problem, ranks in problems.items():
-        who = ", ".join(map(str, ranks[:_SHOWN])) + (", …" if len(ranks) > _SHOWN else "")
-        is_of_some = bool(ranks) and size > 1
-        lines.append(f"rank {who}: {problem}" if is_of_some else problem)
+        lines.append(f"rank {listed(ranks, _SHOWN)}: {problem}" if ranks and size > 1 else problem)
     more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return "\n".join(lines[:_SHOWN]) + more
-
-
-def _no_tensor(name: str) -> torch.Tensor:
-    raise FormatError("no rank has said anything of a tensor", value=name)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

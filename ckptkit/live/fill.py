@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint
 from ckptkit.errors import LayoutError
-from ckptkit.live.state.parts import LiveTensor
+from ckptkit.live.state.parts import LiveTensor, indices
 from ckptkit.live.state.ranks import wire
 from ckptkit.live.state.tensors import as_bits, dtype_of, torch_dtype
 from ckptkit.live.state.topology import Topology
@@ -91,7 +91,7 @@ def _boxes(topology: Topology, held: LiveTensor) -> list[tuple[Box, tuple[Any, .
             where=held.name,
             hint="if it was cut by hand, say how with rules={…}",
         )
-    places = [place.within(Box.whole(part.shape)) for place in part.places]
+    places = [here for _, here in indices(part, held.shape)]
     return [(box, (*place, ...)) for box, place in zip(part.boxes, places, strict=True)]
 
 

@@ -23,9 +23,9 @@ from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import canonical, dumps
 from ckptkit.format.names import inner_name, join, matches
 from ckptkit.live.snapshot import Snapshot, take_snapshot
-from ckptkit.live.state.agreement import agree
+from ckptkit.live.state.agreement import put_together
 from ckptkit.live.state.parts import HandCuts, LiveTensor
-from ckptkit.live.state.ranks import StoreRanks, World, copying_threads
+from ckptkit.live.state.ranks import StoreRanks, World, copying_threads, listed
 from ckptkit.live.state.tensors import as_bits, checksum, dtype_of
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import Keys, is_mark, own_apart, tensors_inline
@@ -36,7 +36,6 @@ from ckptkit.storage import AlignedBuffer, BufferPool, Store
 log = logging.getLogger("ckptkit.live")
 
 _ALIGNMENT = 64
-_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ def prepare(
     names = [held.name for held in snapshot.tensors] + [tied.name for tied in snapshot.tied]
     # Extra state is, as buffers are, that of the first rank which has the module.
     values = tensors_inline(snapshot.values, "model")
-    agreement = agree(ranks, topology, names, snapshot.optimizers, values, fingerprint)
+    agreement = put_together(ranks, topology, names, snapshot.optimizers, values, fingerprint)
 
     # Agree on the step and its details, which stages may tell differently, and on what ranks may
     # have of their own: values that nothing keeps the same, and keys of nested dictionaries. Only
@@ -255,14 +254,20 @@ def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[str, i
     that is lost keeps nobody waiting. Along an axis that cuts they are: who forgot a rule for one
     that was cut by hand would lose what the other ranks have.
     """
-    topology = snapshot.topology
-    return [
-        (held.name, held.first_replica(topology), checksum(held.name, held.local))
-        for held in snapshot.tensors
-        if not held.is_sure(topology)
-        and (held.role in ("buffer", "other") or held.is_whole_where_others_are_cut(topology))
-        and not matches(differing, held.name, inner_name(held.name, held.role))
-    ]
+    mesh = snapshot.topology.strategy.mesh
+    cutting = {axis.name for axis in mesh.axes if axis.kind not in ("ddp", "zero1", "pp")}
+    coords = list(zip(mesh.axes, mesh.coords(snapshot.topology.rank), strict=True))
+    found = []
+    for held in snapshot.tensors:
+        copied = held.unsure(snapshot.topology) - held.placements.keys()
+        if not copied - held.of_first:
+            continue
+        is_asked = held.role in ("buffer", "other") or copied & cutting
+        if is_asked and not matches(differing, held.name, inner_name(held.name, held.role)):
+            apart = copied - held.of_first
+            first = mesh.rank(tuple(0 if axis.name in apart else at for axis, at in coords))
+            found.append((held.name, first, checksum(held.name, held.local)))
+    return found
 
 
 def _check_replicas(ranks: Ranks, mine: list[tuple[str, int, int]]) -> None:
@@ -285,9 +290,8 @@ def _check_replicas(ranks: Ranks, mine: list[tuple[str, int, int]]) -> None:
 
 def _not_alike(name: str, those: Sequence[int], count: int) -> PeerError:
     more = f", and so are {count - 1} more" if count > 1 else ""
-    shown = ", ".join(map(str, those[:_SHOWN])) + (", …" if len(those) > _SHOWN else "")
     return PeerError(
-        f"the values of rank {shown} are not those of the first rank that holds the same, "
+        f"the values of rank {listed(those)} are not those of the first rank that holds the same, "
         f"which alone would be saved{more}",
         where=name,
         hint="if it is cut by hand, say how in rules={…}; in state={…} PerRank(…) keeps each "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.errors import CkptkitError, UnsupportedTypeError, UsageError
+from ckptkit.errors import CkptkitError, LayoutError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import join
 from ckptkit.live.exchange import Exchange
 from ckptkit.live.snapshot import Collector, rules_of, topology_of
@@ -25,7 +26,7 @@ from ckptkit.live.state.ranks import World, current_world
 from ckptkit.live.state.tensors import local_of, parts_of_tensor
 from ckptkit.live.wrappers.entries import ModelEntry, StateEntry, canonical_names, parameter_names
 from ckptkit.live.wrappers.fsdp1_optimizer import FlatPart, FSDP1Optimizer
-from ckptkit.live.wrappers.optimizers import Zero1Optimizer, fresh_state
+from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer, fresh_state
 from ckptkit.live.wrappers.training import TrainingState
 
 State = dict[str, Any]
@@ -65,7 +66,6 @@ class ShardedOptimizerState:
         """The class of the optimizer, of the one inside where it is wrapped."""
         is_wrapped = isinstance(self._adapter, Zero1Optimizer)
         self._stepping: Optimizer = cast("Any", optimizer).optim if is_wrapped else optimizer
-        self._states: MutableMapping[nn.Parameter, State] = self._adapter.state
         world = current_world() if group is None else _world_of(group)
         self.rank = world.rank
         """The number of this rank."""
@@ -79,29 +79,30 @@ class ShardedOptimizerState:
         self._rules = rules_of(training, HandCuts.of(rules))
         self._is_staged = training.model.is_staged
         stepped = {p for g in optimizer.param_groups for p in g["params"]}
-        self._flat: dict[str, FlatPart] = {}
+        self._parts: dict[str, FlatPart | _OwnPart] = {}
         if isinstance(self._adapter, FSDP1Optimizer):
-            self._flat = self._adapter.held
-            entries = _outside(training.model.modules, self._flat)
+            self._parts |= self._adapter.held
+            entries = _outside(training.model.modules, self._adapter.held)
         else:
             entries = [e for e in training.model.entries() if isinstance(e.value, nn.Parameter)]
-        self._first = parameter_names(entries)
+        first = parameter_names(entries)
         if given is None:
-            self._adapter.names_of(self._first, list(stepped))  # refuses those of another model
+            self._adapter.names_of(first, list(stepped))  # refuses those of another model
         elif unknown := [e.name for e in entries if e.value not in stepped]:
             raise UsageError("the optimizer does not step this parameter", where=unknown[0])
-        self._entries: dict[str, ModelEntry] = {e.name: e for e in entries if e.value in stepped}
-        self._known = self._flat.keys() | self._entries.keys()
+        for e in entries:
+            if e.value in stepped:
+                self._parts[e.name] = _OwnPart(self._adapter, e, first[e.value])
 
     @property
     def names(self) -> list[str]:
         """What the optimizer steps of this rank's model, tied parameters under their first name."""
-        flat = [name for name, part in self._flat.items() if part.piece.name == name]
-        return flat + [name for name, e in self._entries.items() if self._first[e.value] == name]
+        return [name for name, part in self._parts.items() if part.name == name]
 
     def has(self, name: str) -> bool:
         """Whether this rank keeps anything for a parameter."""
-        return bool(self._states.get(self._parameter(name))) and self._keeps(name)
+        part = self._part(name)
+        return bool(self._adapter.state.get(part.parameter)) and part.is_here
 
     def get(self, name: str) -> State:
         """What this rank keeps for a parameter, its tensors in the optimizer's own memory: with
@@ -111,14 +112,10 @@ class ShardedOptimizerState:
         """
         if not self.has(name):
             return {}
-        state = self._states.get(self._parameter(name), {})
-        part = self._flat.get(name)
-        found = {k: local_of(v) if torch.is_tensor(v) else v for k, v in state.items()}
-        if part is None:
-            return found
+        part = self._part(name)
         return {
-            k: part.piece.within(v) if torch.is_tensor(v) and v.ndim else v
-            for k, v in found.items()
+            key: part.elements(local_of(value)) if torch.is_tensor(value) else value
+            for key, value in self._adapter.state[part.parameter].items()
         }
 
     def create(self, name: str) -> State:
@@ -127,44 +124,58 @@ class ShardedOptimizerState:
         """
         if self.has(name):
             raise UsageError("there is state already", where=name, hint="remove it first")
-        if self._keeps(name):
-            parameter = self._parameter(name)
-            fresh = fresh_state(self._stepping, parameter)
-            if fresh:
-                self._states[parameter] = fresh
+        part = self._part(name)
+        if part.is_here and (fresh := fresh_state(self._stepping, part.parameter)):
+            self._adapter.state[part.parameter] = fresh
         return self.get(name)
+
+    def put(self, name: str, values: Mapping[str, Any]) -> None:
+        """Take over what `get` gave for a parameter, on this rank of a job of the same layout; what
+        is not there yet is created.
+        """
+        mine = self.get(name) if self.has(name) else self.create(name)
+        if mine.keys() != values.keys():
+            raise LayoutError(
+                "the optimizer keeps other things",
+                where=name,
+                value=(sorted(mine), sorted(values)),
+            )
+        plain = {key: value for key, value in values.items() if not torch.is_tensor(value)}
+        for key in values.keys() - plain.keys():
+            mine[key].copy_(values[key])
+        # Only tensors are the optimizer's own memory in `mine`.
+        self._part(name).take([], plain)
 
     def remove(self, name: str) -> None:
         """Forget what this rank keeps for a parameter, if it does."""
-        parameter = self._parameter(name)
-        if not self._is_alone(name):
+        part = self._part(name)
+        if not part.is_alone:
             raise UsageError(
                 _NOT_ALONE,
                 where=name,
                 hint="release() forgets all; FSDP with use_orig_params=True keeps them apart",
             )
-        self._states.pop(parameter, None)
+        self._adapter.state.pop(part.parameter, None)
 
     def release(self) -> None:
         """Forget everything: the memory is free, and the optimizer as before its first step."""
-        for name in self.names:
-            self._states.pop(self._parameter(name), None)
+        for part in self._parts.values():
+            self._adapter.state.pop(part.parameter, None)
 
     def clone(self) -> ShardedOptimizerState:
         """A copy in memory of its own, which no optimizer steps."""
-        twin = copy.copy(self)
-        twin._states = {
+        twin, adapter = copy.copy(self), cast("Any", copy.copy(self._adapter))
+        stepped = dict.fromkeys(part.parameter for part in self._parts.values())
+        adapter.state = {
             parameter: {
                 key: value.detach().clone() if torch.is_tensor(value) else copy.deepcopy(value)
-                for key, value in self._states[parameter].items()
+                for key, value in self._adapter.state[parameter].items()
             }
-            for parameter in map(self._parameter, self.names)
-            if self._states.get(parameter)
+            for parameter in stepped
+            if self._adapter.state.get(parameter)
         }
-        if isinstance(self._adapter, FSDP1Optimizer):
-            adapter = copy.copy(self._adapter)
-            adapter.copied = twin._states
-            twin._adapter, twin._flat = adapter, adapter.held
+        twin._adapter = adapter
+        twin._parts = {n: replace(part, adapter=adapter) for n, part in self._parts.items()}
         return twin
 
     def gather(self, name: str) -> State | None:
@@ -173,7 +184,7 @@ class ShardedOptimizerState:
         It is empty where no rank keeps any.
         """
         held, values, _ = self._held(name)
-        is_involved = name in self._known
+        is_involved = name in self._parts
         spoken = self._exchange.speak(held, values=values, is_involved=is_involved)
         plan = self._exchange.agree(spoken, name)
         tensors = self._exchange.gather(plan, held)
@@ -191,80 +202,61 @@ class ShardedOptimizerState:
         if problem:
             raise UsageError(problem, where=name)
         offered: State = wholes | others
-        keeps, knows = self._keeps(name), name in self._known
+        part = self._parts.get(name)
+        knows, keeps = part is not None, part is not None and part.is_here
         made = bool(offered) and keeps and not self.has(name)
         if made:
             self.create(name)
         held, values, entries = self._held(name) if offered else ({}, {}, [])
         if offered and keeps:
             problem = self._objection(offered, wholes, held, values)
-        if not offered and not self._is_alone(name):
+        if not offered and part is not None and not part.is_alone:
             problem = _NOT_ALONE
         try:
             spoken = self._exchange.speak(held, problem=problem, is_involved=knows)
             plan = self._exchange.agree(spoken, name)
         except CkptkitError:
-            if made:
-                self._states.pop(self._parameter(name), None)
+            if made and part is not None:
+                self._adapter.state.pop(part.parameter, None)
             raise
         if knows and not offered:
             self.remove(name)
         self._exchange.hand_out(plan, held, full or {})
         values = {key: copy.deepcopy(offered[key]) for key in values}
-        if name in self._flat and offered:
-            part = self._flat[name]
-            part.adapter.take(part, entries, values)
-        elif values:
-            self._states[self._parameter(name)] |= values
+        if offered and part is not None:
+            part.take(entries, values)
 
-    def _is_alone(self, name: str) -> bool:
-        return name not in self._flat or self._flat[name].is_alone
-
-    def _parameter(self, name: str) -> nn.Parameter:
-        """What the optimizer steps: with FSDP1 a view of it, or the flat one that it is in."""
-        if name not in self._known:
+    def _part(self, name: str) -> FlatPart | _OwnPart:
+        if name not in self._parts:
             raise UsageError(
                 "the optimizer steps no parameter of this name on this rank",
                 value=name,
                 hint=f"such as {', '.join(self.names[:3])}; a stage has only its own parameters",
             )
-        if name in self._flat:
-            return self._flat[name].piece.holder
-        parameter: nn.Parameter = self._entries[name].value
-        return parameter
-
-    def _keeps(self, name: str) -> bool:
-        """Whether the state of a parameter, or a shard of it, is this rank's to keep."""
-        if name in self._flat:
-            return self._flat[name].is_here
-        return name in self._entries and self._adapter.keeps(self._parameter(name))
+        return self._parts[name]
 
     def _held(self, name: str) -> tuple[dict[str, LiveTensor], State, list[StateEntry]]:
         """The tensors that this rank keeps for a parameter as the job holds them, and the rest;
         and what they were read from. A collective where FSDP1 has cut it.
         """
-        if name not in self._known:
+        part = self._parts.get(name)
+        if part is None:
             return {}, {}, []
         reading = Collector(self._topology, self._rules, staged=self._is_staged)
-        if name in self._flat:
-            part = self._flat[name]
-            name, found = part.piece.name, part.adapter.rows(part)
-        else:
-            entry = self._entries[name]
-            reading.add_model([entry])
-            state = self._states.get(entry.value, {})
-            found = [self._adapter.entry(name, k, v, entry.value) for k, v in state.items()]
+        if isinstance(part, _OwnPart):
+            reading.add_model([part.entry])
+        found = part.entries()
         reading.add_optimizer(found)
         for each in found:
             if torch.is_tensor(each.value) and parts_of_tensor(each.value):
                 raise UnsupportedTypeError(
                     "a tensor made of others cannot be gathered or scattered",
-                    where=join("optimizer", name, each.key),
+                    where=join("optimizer", each.parameter, each.key),
                     hint="save and load it with a Checkpointer",
                 )
         by_name = {held.name: held for held in reading.tensors}
         tensors = {
-            e.key: by_name[join("optimizer", name, e.key)]
+            e.key: by_name[join("optimizer", e.parameter, e.key)]
             for e in found
             if torch.is_tensor(e.value)
         }
@@ -289,6 +281,41 @@ class ShardedOptimizerState:
             if here != given:
                 return f"{key} is {here or 'no tensor'} here, rank 0 has {given or 'no tensor'}"
         return ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OwnPart:
+    """What an optimizer has on this rank of a parameter that it steps itself; a `FlatPart` is what
+    it has of one that lies in a flat one.
+    """
+
+    adapter: PlainOptimizer
+    entry: ModelEntry
+    name: str
+    """The first, where it has several."""
+
+    is_alone: ClassVar[bool] = True
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter: nn.Parameter = self.entry.value
+        return parameter
+
+    @property
+    def is_here(self) -> bool:
+        return self.adapter.keeps(self.parameter)
+
+    def elements(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def entries(self) -> list[StateEntry]:
+        name, parameter = self.entry.name, self.parameter
+        state = self.adapter.state.get(parameter, {})
+        return [self.adapter.entry(name, key, value, parameter) for key, value in state.items()]
+
+    def take(self, _: Sequence[StateEntry], values: State) -> None:
+        if values:
+            self.adapter.state[self.parameter] |= values
 
 
 def _offer(full: Mapping[str, Any] | None) -> tuple[str, dict[str, str], State]:

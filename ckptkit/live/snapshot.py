@@ -200,13 +200,12 @@ def topology_of(
     tensors = (tensor for _, by_name in nested.values() for tensor in by_name.values())
     lines += dtensor_lines([t for t in tensors if isinstance(t, DTensor)], fully_sharded=True)
     if ranks is not None and any(line.kind == "pp" and line.size > 1 for line in lines):
-        docs = ranks.agree([line.to_doc() for line in lines], _distinct)
+        docs = ranks.agree(
+            [line.to_doc() for line in lines],
+            lambda heard: list({tuple(line): line for lines in heard for line in lines}.values()),
+        )
         lines = [*(Line.through(world.rank, doc) for doc in docs), *lines]
     return Topology.of(world.rank, world.size, lines)
-
-
-def _distinct(heard: list[Any]) -> list[Any]:
-    return list({tuple(line): line for lines in heard for line in lines}.values())
 
 
 def rules_of(training: TrainingState, rules: HandCuts | None) -> HandCuts:

@@ -63,19 +63,6 @@ class Box:
             shape.append(stop - start)
         return Box(tuple(offset), tuple(shape))
 
-    def subtract(self, other: Box) -> list[Box]:
-        """Disjoint boxes that cover what is in this box and not in the other."""
-        common = self.intersect(other)
-        if common is None:
-            return [] if self.is_empty else [self]
-        left: list[Box] = []
-        rest = self
-        for dim, (start, stop) in enumerate(zip(common.offset, common.stop, strict=True)):
-            before, rest = rest.split(dim, start)
-            rest, after = rest.split(dim, stop)
-            left += [box for box in (before, after) if not box.is_empty]
-        return left
-
     def within(self, outer: Box) -> tuple[slice, ...]:
         """The slices that select the box in an array that holds exactly `outer`."""
         if not outer.contains(self):

@@ -134,15 +134,12 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, int]:
         if known is not None:
             found.setdefault(name, known)
     heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
-    if heads and _shares_keys(config):
+    # Falcon and others say so apart, and give a number of heads that then means nothing.
+    is_shared = config.get("multi_query") is True
+    if heads and is_shared and config.get("new_decoder_architecture") is not True:
         found["num_key_value_heads"] = 1
     elif heads:
         found.setdefault("num_key_value_heads", heads)
     if heads and hidden and hidden % heads == 0:
         found.setdefault("head_dim", hidden // heads)
     return found
-
-
-def _shares_keys(config: Mapping[str, Any]) -> bool:
-    """Falcon and others say so apart, and give a number of heads that then means nothing."""
-    return config.get("multi_query") is True and config.get("new_decoder_architecture") is not True

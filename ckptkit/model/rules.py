@@ -140,7 +140,30 @@ class Rules:
     @classmethod
     def from_doc(cls, doc: object, *, where: str = "rules") -> Rules:
         """The rules of a document; a RulesError lists all that is wrong with it."""
-        return _rules_from(doc, where)
+        problems = _Problems()
+        # A preset says by what names it is known; where rules are named, that is not asked.
+        found = problems.fields(doc, where, ("rules", "pipeline", "default", "sizes", "detect"))
+        found.pop("detect", None)
+        if not found and not problems.found:
+            problems.add(where, "is empty; it has at least `rules` or `pipeline`")
+        listed = found.get("rules", [])
+        if not isinstance(listed, list | tuple) or len(listed) > _MAX_RULES:
+            problems.add("rules", f"must be a list, not {_shown(listed)}")
+            listed = []
+        rules = tuple(_rule(each, f"rules.{i}", problems) for i, each in enumerate(listed))
+        pipeline = None
+        if found.get("pipeline") is not None:
+            pipeline = _pipeline(found["pipeline"], "pipeline", problems)
+        default = found.get("default", "error")
+        if default not in ("error", "replicate"):
+            problems.add("default", f"must be error or replicate, not {_shown(default)}")
+        sizes = _sizes(found.get("sizes", {}), "sizes", problems)
+        if problems.found:
+            count = len(problems.found)
+            what = "not rules" if count == 1 else f"not rules, for {count} reasons"
+            lines = "\n  ".join(problems.found[:50])
+            raise RulesError(f"{what}:\n  {lines}", where=where, hint=_HINT)
+        return cls(where, rules, pipeline, default, sizes)
 
     @property
     def known(self) -> dict[str, int]:
@@ -214,34 +237,6 @@ class _Problems:
         except (LayoutError, RulesError) as error:
             self.add(where, str(error).replace("\nhint: ", "; "))
             return otherwise
-
-
-def _rules_from(doc: object, where: str) -> Rules:
-    """The rules of a document that was parsed from YAML or JSON."""
-    problems = _Problems()
-    # A preset says by what names it is known; where rules are named, that is not asked.
-    found = problems.fields(doc, where, ("rules", "pipeline", "default", "sizes", "detect"))
-    found.pop("detect", None)
-    if not found and not problems.found:
-        problems.add(where, "is empty; it has at least `rules` or `pipeline`")
-    listed = found.get("rules", [])
-    if not isinstance(listed, list | tuple) or len(listed) > _MAX_RULES:
-        problems.add("rules", f"must be a list, not {_shown(listed)}")
-        listed = []
-    rules = tuple(_rule(each, f"rules.{i}", problems) for i, each in enumerate(listed))
-    pipeline = None
-    if found.get("pipeline") is not None:
-        pipeline = _pipeline(found["pipeline"], "pipeline", problems)
-    default = found.get("default", "error")
-    if default not in ("error", "replicate"):
-        problems.add("default", f"must be error or replicate, not {_shown(default)}")
-    sizes = _sizes(found.get("sizes", {}), "sizes", problems)
-    if problems.found:
-        count = len(problems.found)
-        what = "not rules" if count == 1 else f"not rules, for {count} reasons"
-        lines = "\n  ".join(problems.found[:50])
-        raise RulesError(f"{what}:\n  {lines}", where=where, hint=_HINT)
-    return Rules(where, rules, pipeline, default, sizes)
 
 
 def _rule(doc: object, where: str, problems: _Problems) -> Rule:

@@ -122,13 +122,9 @@ def _axes(item: str, text: str) -> list[Axis]:
         raise _refusal(
             f"{_shortened(item)} has no size", text, "an axis is <kind>:<size>, such as fsdp:8"
         )
-    if kind == "hsdp" and not named:
-        return _hybrid(size, text)
-    return [_axis(name if named else kind, kind, size, text)]
-
-
-def _hybrid(sizes: str, text: str) -> list[Axis]:
-    outer, times, inner = (piece.strip() for piece in sizes.partition("x"))
+    if kind != "hsdp" or named:
+        return [_axis(name if named else kind, kind, size, text)]
+    outer, times, inner = (piece.strip() for piece in size.partition("x"))
     if not times:
         raise _refusal("hsdp takes two sizes", text, "replicas x shards, such as hsdp:2x4")
     return [_axis("ddp", "ddp", outer, text), _axis("fsdp", "fsdp", inner, text)]
@@ -181,7 +177,13 @@ class Axis:
                 hint="lower-case letters, digits and _, at most 64",
             )
         if self.kind not in KINDS:
-            raise StrategyError("unknown kind of axis", value=self.kind, hint=_kind_hint(self.kind))
+            close = difflib.get_close_matches(self.kind[:40], KINDS, n=1, cutoff=0.5)
+            guess = f"did you mean {close[0]}? " if close else ""
+            raise StrategyError(
+                "unknown kind of axis",
+                value=self.kind,
+                hint=f"{guess}accepted are {', '.join(KINDS)}, hsdp:<n>x<m>, or single",
+            )
         if type(self.size) is not int or not 1 <= self.size <= MAX_WORLD_SIZE:
             raise StrategyError(
                 f"the size of axis {self.name} must be an integer from 1 to 2**24",
@@ -251,9 +253,3 @@ class Mesh:
                 return i
         names = ", ".join(axis.name for axis in self.axes) or "none"
         raise StrategyError("no such axis", value=name, hint=f"the axes of this mesh: {names}")
-
-
-def _kind_hint(kind: str) -> str:
-    close = difflib.get_close_matches(kind[:40], KINDS, n=1, cutoff=0.5)
-    guess = f"did you mean {close[0]}? " if close else ""
-    return f"{guess}accepted are {', '.join(KINDS)}, hsdp:<n>x<m>, or single"

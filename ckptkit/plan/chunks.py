@@ -1,8 +1,11 @@
-"""How large the chunks of an array are, given the borders its writers need."""
+"""How large the chunks of an array are, given the borders its writers need, and perhaps the chunks
+that it has already.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -18,6 +21,12 @@ _SHORTEST_RUN = 512  # bytes: copying shorter rows is slower than the disk
 _SHORT_RUN = 4096  # bytes: copying shorter rows is slower than reading them
 _PARTS, _FEWER_PARTS = 8, 4
 _MOST_BORDERS = 1 << 16
+
+# What copying chunks unread saves is worth up to this many of them, with a request and a row of the
+# manifest each, where a new grid would have one.
+_MUCH_SMALLER = 4
+# As far as `choose_grid` itself may miss what is asked for, so that a grid it made is kept.
+_MUCH_LARGER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,63 @@ def choose_grid(
         ]
         chosen = _Climb(free, itemsize, chunk_bytes).run(shape)
     return _grid(shape, chosen)
+
+
+def target_grid(
+    source: Grid,
+    itemsize: int,
+    edges: tuple[tuple[int, ...], ...],
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> Grid:
+    """The source's own grid, so that chunks go over as they are, where it has a border at every
+    edge and its chunks are neither much smaller nor much larger than a new grid's.
+
+    Of chunks that are much smaller, whole ones are joined.
+    """
+    chosen = choose_grid(source.shape, itemsize, edges, chunk_bytes)
+    is_large = source.chunk_elements * itemsize > _MUCH_LARGER * chunk_bytes
+    if is_large or not _has_borders(source, edges):
+        return chosen
+    for grid in (source, _of_whole_chunks(source, chosen, edges)):
+        if grid.chunk_elements * _MUCH_SMALLER >= chosen.chunk_elements:
+            return grid
+    return chosen
+
+
+def inner_borders(grid: Grid, dim: int) -> Sequence[int]:
+    """Where chunks meet along a dim."""
+    if grid.is_regular:
+        return range(grid.chunk_shape[dim], grid.shape[dim], grid.chunk_shape[dim])
+    return grid.edges[dim]
+
+
+def _has_borders(grid: Grid, edges: tuple[tuple[int, ...], ...]) -> bool:
+    for dim, cuts in enumerate(edges):
+        if not cuts:
+            continue
+        if grid.is_regular:
+            if any(cut % grid.chunk_shape[dim] for cut in cuts):
+                return False
+        elif not set(cuts) <= set(grid.edges[dim]):
+            return False
+    return True
+
+
+def _of_whole_chunks(source: Grid, like: Grid, edges: tuple[tuple[int, ...], ...]) -> Grid:
+    """The grid of whole chunks of the source that comes closest to another, with a border at every
+    edge.
+    """
+    if not source.is_regular:
+        return source
+    shape = []
+    for dim, own in enumerate(source.chunk_shape):
+        longest = _longest(source.shape[dim], inner_borders(like, dim))
+        count = max(1, longest // own)
+        if edges[dim]:
+            most = math.gcd(*edges[dim]) // own
+            count = next(n for n in range(min(count, most), 0, -1) if most % n == 0)
+        shape.append(own * count)
+    return Grid.regular(source.shape, tuple(shape))
 
 
 class _Climb:
@@ -155,7 +221,7 @@ def _fits_regular(extent: int, cuts: tuple[int, ...]) -> bool:
     return 2 * math.gcd(*cuts) > _longest(extent, cuts)
 
 
-def _longest(extent: int, borders: tuple[int, ...]) -> int:
+def _longest(extent: int, borders: Sequence[int]) -> int:
     return max(b - a for a, b in pairwise((0, *borders, extent)))
 
 

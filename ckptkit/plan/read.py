@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
-from typing import overload
+from typing import cast, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.model import Box, Grid
+from ckptkit.model import Box, Grid, Layout, Replicas
+from ckptkit.plan.chunks import inner_borders
+from ckptkit.plan.write import chunks_in
 
 I64 = npt.NDArray[np.int64]
 
@@ -134,11 +136,6 @@ class Pieces(Sequence[Piece]):
             first = (first[:, None] * stored[None, :] + start[None, :]).reshape(-1)
             last = (last[:, None] * stored[None, :] + (stop - 1)[None, :]).reshape(-1)
         return first, last + 1
-
-
-def pieces_of(grid: Grid, box: Box) -> Pieces:
-    """The pieces of the chunks of a grid that fill a box."""
-    return Pieces(grid, box)
 
 
 def pieces_within(grid: Grid, box: Box, itemsize: int, limit: int) -> Iterator[Box]:
@@ -316,4 +313,114 @@ def batches(sizes: Sequence[int] | I64, limit: int) -> list[tuple[int, int]]:
         last = max(first + 1, int(np.searchsorted(ends, begin + limit, side="right")))
         found.append((first, last))
         first, begin = last, int(ends[last - 1])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is read to fill some chunks: at most so many requests, and so many bytes."""
+
+    requests: int
+    nbytes: int
+
+
+@lru_cache(maxsize=65536)
+def reading_of(
+    source: Grid, target: Grid, boxes: tuple[Box, ...], itemsizes: tuple[int, int], limit: int
+) -> Reading:
+    """What is read, chunks of the source whole, to fill the target's chunks of some boxes in
+    batches of at most `limit` bytes, of whichever item is larger; itemsizes are the source's and
+    the target's.
+    """
+    parts = [np.zeros(0, dtype=np.int64), *(chunks_in(target, box) for box in boxes)]
+    chunks = np.concatenate(parts)
+    if source == target:
+        return Reading(len(chunks), int(source.stored_elements(chunks).sum()) * itemsizes[0])
+    sizes = target.stored_elements(chunks) * max(itemsizes)
+    runs = batches(sizes, limit)
+    batch = np.repeat(np.arange(len(runs)), [last - first for first, last in runs])
+    needed, owner = _overlapping(source, target, chunks)
+    # Once in a batch, however many of its chunks need it.
+    keys = np.unique(batch[owner] * np.int64(source.chunk_count) + needed)
+    return Reading(
+        len(keys),
+        int(source.stored_elements(keys % source.chunk_count).sum()) * itemsizes[0],
+    )
+
+
+def _overlapping(source: Grid, target: Grid, chunks: I64) -> tuple[I64, I64]:
+    """For every pair of overlapping chunks: the source's number, and the place of the target's in
+    `chunks`.
+    """
+    number = np.zeros(len(chunks), dtype=np.int64)
+    place = np.arange(len(chunks))
+    if not source.shape:
+        return number, place
+    index = np.unravel_index(chunks, target.counts)
+    for dim, at in enumerate(index):
+        first, last = _spans(source, target, dim)
+        low, count = first[at][place], (last - first)[at][place]
+        repeat = np.repeat(np.arange(len(place)), count)
+        within = np.arange(len(repeat)) - np.repeat(np.cumsum(count) - count, count)
+        number = number[repeat] * source.counts[dim] + low[repeat] + within
+        place = place[repeat]
+    return number, place
+
+
+def _spans(source: Grid, target: Grid, dim: int) -> tuple[I64, I64]:
+    """For each index of the target along a dim the first source index that overlaps it, and the
+    one after the last.
+    """
+    inner, outer = (
+        np.array([0, *inner_borders(grid, dim), grid.shape[dim]], dtype=np.int64)
+        for grid in (source, target)
+    )
+    first = np.searchsorted(inner, outer[:-1], side="right") - 1
+    return first, np.searchsorted(inner, outer[1:], side="left")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spread:
+    """What each rank's pack has of an array, and what is read for all of them together."""
+
+    nbytes: npt.NDArray[np.float64]
+    reading: Reading
+
+
+@lru_cache(maxsize=16384)
+def spread(
+    layout: Layout, source: Grid, target: Grid, itemsizes: tuple[int, int], limit: int
+) -> Spread:
+    """How an array goes from one grid into the packs of a layout; itemsizes are the source's and
+    the target's. What ranks hold alike is in equal shares.
+    """
+    nbytes = np.zeros(layout.strategy.world_size)
+    requests = read = 0
+    # Parts that overlap have holders of each stretch of their own: no part stands for others then.
+    every = range(len(nbytes)) if layout.is_tangled else layout.distinct_ranks()
+    for rank in every:
+        first: tuple[Box, ...] = ()
+        for share in layout.shares(rank):
+            stored = sum(
+                int(target.stored_elements(chunks_in(target, box)).sum()) * itemsizes[1]
+                for box in share.boxes
+            )
+            ranks = [rank] if layout.is_tangled else _members(layout, share.replicas)
+            nbytes[ranks] += stored / share.replicas.count
+            # What ranks hold alike is read once, by whichever of them writes it.
+            first += share.boxes if share.replicas.index == 0 else ()
+        reading = reading_of(source, target, first, itemsizes, limit)
+        requests, read = requests + reading.requests, read + reading.nbytes
+    return Spread(nbytes, Reading(requests, read))
+
+
+def _members(layout: Layout, replicas: Replicas) -> list[int]:
+    """The ranks that hold the same: along each axis some, in all combinations."""
+    sizes = layout.strategy.mesh.sizes
+    ranks = np.zeros(1, dtype=np.int64)
+    for axis, along in enumerate(replicas.key):
+        members = np.array(list(cast("Iterable[int]", along)), dtype=np.int64)
+        stride = math.prod(sizes[axis + 1 :])
+        ranks = (ranks[:, None] + stride * members[None, :]).reshape(-1)
+    found: list[int] = ranks.tolist()
     return found

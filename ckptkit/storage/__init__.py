@@ -1,16 +1,17 @@
-"""Bytes under a location: files with direct I/O, memory, and servers in `objects/`."""
+"""Bytes under a location: files with direct I/O, memory, and servers in `objects/`; what all of
+them stand on is in `base/`.
+"""
 
 from __future__ import annotations
 
 import os
-from importlib import import_module
 
-from ckptkit.storage.buffers import AlignedBuffer, BufferPool, default_pool
+from ckptkit.storage.base.buffers import AlignedBuffer, BufferPool, default_pool
+from ckptkit.storage.base.location import Location
+from ckptkit.storage.base.options import NO_OPTIONS, Address, Options, checked_names
+from ckptkit.storage.base.store import Abilities, Sink, Source, Store, Stored
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.location import Location
 from ckptkit.storage.memory import MemoryStore
-from ckptkit.storage.options import NO_OPTIONS, Address, Options, checked_names
-from ckptkit.storage.store import Abilities, Sink, Source, Store, Stored
 
 __all__ = [
     "NO_OPTIONS",
@@ -45,7 +46,6 @@ def open_store(
     if parsed.scheme in ("file", "memory"):
         checked_names(options)
         return MemoryStore(parsed) if parsed.scheme == "memory" else LocalStore(parsed)
-    # Loaded by its name, as a plugin is: it stands on this room, and costs time to import.
-    objects = import_module("ckptkit.storage.objects.store")
-    found: Store = objects.open_objects(parsed, options)
-    return found
+    from ckptkit.storage.objects.store import open_objects  # noqa: PLC0415 — costs time
+
+    return open_objects(parsed, options)

@@ -1,19 +1,25 @@
-"""Objects as files below a folder."""
+"""Objects as files below a folder: read by exact ranges, written past the page cache, each byte
+straight to its place.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import FileIO
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
 from ckptkit.errors import CorruptionError, NotFoundError, UsageError
-from ckptkit.storage.disk import (
+from ckptkit.storage.base.buffers import AlignedBuffer, address_of, copy_bytes, default_pool
+from ckptkit.storage.base.disk import (
+    BLOCK,
+    DirectFile,
     entered,
     refusals,
     remove_empty,
@@ -21,8 +27,9 @@ from ckptkit.storage.disk import (
     sync_file,
     sync_folder,
     sync_nearest,
+    where_folders_vanish,
 )
-from ckptkit.storage.location import (
+from ckptkit.storage.base.location import (
     Location,
     checked_key,
     deletable_key,
@@ -31,9 +38,9 @@ from ckptkit.storage.location import (
     is_temporary,
     new_temporary,
 )
-from ckptkit.storage.options import Address
-from ckptkit.storage.sink import LocalSink
-from ckptkit.storage.store import (
+from ckptkit.storage.base.options import Address
+from ckptkit.storage.base.sink import Parts
+from ckptkit.storage.base.store import (
     Abilities,
     Closing,
     Entries,
@@ -46,8 +53,8 @@ from ckptkit.storage.store import (
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_BOUNCE = 4 << 20
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_TRIES = 16
 
 
 class LocalStore:
@@ -127,13 +134,8 @@ class LocalStore:
         path = self._path(key)
         view = as_bytes(str(path), data)
         with refusals(str(path)):
-            for _ in range(_TRIES - 1):
-                # A store that empties the folder removes it, with the temporary name in it.
-                with suppress(FileNotFoundError):
-                    self._put(path, view, exclusive=exclusive)
-                    break
-            else:
-                self._put(path, view, exclusive=exclusive)
+            # A deletion that empties the folder removes it, with our temporary name in it.
+            where_folders_vanish(lambda: self._put(path, view, exclusive=exclusive))
             sync_folder(path.parent)
 
     def _put(self, path: Path, data: memoryview, *, exclusive: bool) -> None:
@@ -317,3 +319,168 @@ class LocalSource(Closing):
 
     def close(self) -> None:
         self._file.close()
+
+
+class LocalSink:
+    """A new file of the store; visible under its name, incomplete until `finish`.
+
+    Under its name, because a crash then leaves something that is listed and can be deleted. With
+    `again` it has a name of its own until then, and replaces what is there.
+    """
+
+    def __init__(
+        self, root: Path, path: Path, extents: Sequence[int], *, again: bool = False
+    ) -> None:
+        self._root = root
+        self._name = path
+        self._path = path.with_name(new_temporary()) if again else path
+        self._where = str(path)
+        self._parts = Parts(self._where, extents)
+        self._pool = default_pool()
+        self._made: list[Path] = []
+        self._finished = False
+        # Blocks that several parts share: collected piece by piece, written as one; and how many
+        # bytes each still lacks.
+        self._edges: dict[int, AlignedBuffer] = {}
+        self._wanted: dict[int, int] = {}
+        self._edging = threading.Lock()
+        self._file = self._open()
+        self._blocks = self._file.direct
+        try:
+            with refusals(self._where):
+                self._file.reserve(self._parts.total)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _open(self) -> DirectFile:
+        try:
+            with refusals(self._where):
+                return where_folders_vanish(self._created)
+        except BaseException:
+            self._remove_folders()
+            raise
+
+    def _created(self) -> DirectFile:
+        with entered(self._root, self._path.parent, self._made) as folder:
+            return DirectFile(self._path.name, folder)
+
+    def write(self, part: int, data: memoryview) -> None:
+        """Write one part, from the buffer itself where its address suits its offset."""
+        with refusals(self._where), self._parts.writing(part, data) as (offset, view):
+            if not self._blocks:
+                self._file.write([view] if view.nbytes else [], offset)
+            elif view.nbytes:
+                self._write_blocks(offset, view)
+
+    @contextmanager
+    def filling(self, part: int) -> Iterator[memoryview]:
+        with self._parts.loan(part) as memory:
+            yield memory
+            self.write(part, memory)
+
+    def finish(self) -> None:
+        """Make the file durable, then its name and the way to it."""
+        self._parts.complete()
+        with refusals(self._where):
+            self._file.seal(self._parts.total)
+            try:
+                self._name_it()
+            except FileNotFoundError:
+                raise NotFoundError(
+                    "the file was deleted or replaced while it was written",
+                    where=self._where,
+                    hint="two writers share a name, or something cleans up too early",
+                ) from None
+            sync_folder(self._path.parent)
+            sync_above(self._path.parent, self._root, self._made)
+            self._file.close()
+        self._finished = True
+
+    def _name_it(self) -> None:
+        """Give the file its name, where it still has the one that it was made with."""
+        with entered(self._root, self._path.parent) as folder:
+            if not self._file.is_at(self._path.name, folder):
+                raise FileNotFoundError
+            if self._path != self._name:
+                names = self._path.name, self._name.name
+                os.replace(*names, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def abort(self) -> None:
+        """Remove the file, and the folders that are empty then."""
+        self._parts.close()
+        if self._finished:
+            return
+        self._finished = True
+        for block in self._edges.values():
+            block.give_back()
+        self._edges.clear()
+        with suppress(OSError), entered(self._root, self._path.parent) as folder:
+            # Not what another writer put in its place.
+            if self._file.is_at(self._path.name, folder):
+                os.unlink(self._path.name, dir_fd=folder)
+        with suppress(OSError):
+            self._file.close()
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
+        # Whoever made a folder could not remove it while this file was in it.
+        remove_empty(self._path.parent, self._root, bare=True)
+        for folder in reversed(self._made):
+            if self._root not in folder.parents:
+                with suppress(OSError):
+                    folder.rmdir()
+
+    def _write_blocks(self, offset: int, view: memoryview) -> None:
+        """Write the whole blocks of a part, with those at its borders that it completes.
+
+        These go out in one call with the part's own, so that they cost no request of their own.
+        """
+        end = offset + view.nbytes
+        first, last = -(-offset // BLOCK) * BLOCK, end // BLOCK * BLOCK
+        head = self._edge(offset, view[: min(first, end) - offset])
+        tail = self._edge(last, view[last - offset :]) if last >= first else None
+        middle = view[first - offset : last - offset] if last > first else view[:0]
+        try:
+            if middle.nbytes and self._file.direct and address_of(middle) % BLOCK:
+                self._bounce(first, middle)
+                if head is not None:
+                    self._file.write([head.view], first - BLOCK)
+                if tail is not None:
+                    self._file.write([tail.view], last)
+                return
+            run = [head.view] if head is not None else []
+            run += [middle] if middle.nbytes else []
+            run += [tail.view] if tail is not None else []
+            self._file.write(run, first if head is None else first - BLOCK)
+        finally:
+            for block in (head, tail):
+                if block is not None:
+                    block.give_back()
+
+    def _edge(self, offset: int, piece: memoryview) -> AlignedBuffer | None:
+        """Take a piece that lies inside one block; returns the block when that completes it."""
+        if not piece.nbytes:
+            return None
+        begin = offset // BLOCK * BLOCK
+        with self._edging:
+            block = self._edges.get(begin)
+            if block is None:
+                block = self._edges[begin] = self._pool.take(BLOCK)
+                size = self._wanted[begin] = min(BLOCK, self._parts.total - begin)
+                # What lies behind the end of the file reaches the disk too, until the file is cut.
+                block.view[size:] = bytes(BLOCK - size)
+            block.view[offset - begin : offset - begin + piece.nbytes] = piece
+            self._wanted[begin] -= piece.nbytes
+            if self._wanted[begin]:
+                return None
+            del self._wanted[begin]
+            return self._edges.pop(begin)
+
+    def _bounce(self, first: int, middle: memoryview) -> None:
+        """Write from memory at an unsuitable address by way of some at a suitable one."""
+        with self._pool.take(min(_BOUNCE, middle.nbytes)) as bounce:
+            for begin in range(0, middle.nbytes, _BOUNCE):
+                piece = middle[begin : begin + _BOUNCE]
+                copy_bytes(piece, bounce[: piece.nbytes])
+                self._file.write([bounce[: piece.nbytes]], first + begin)

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from ckptkit.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
-from ckptkit.storage.location import Location, checked_key, deletable_key, folder_of
-from ckptkit.storage.options import Address
-from ckptkit.storage.sink import BufferSink, Parts
-from ckptkit.storage.store import (
+from ckptkit.storage.base.location import Location, deletable_key, folder_of
+from ckptkit.storage.base.options import Address
+from ckptkit.storage.base.sink import BufferSink, Parts
+from ckptkit.storage.base.store import (
     Abilities,
     Closing,
     Entries,
+    KeyedStore,
     Names,
     Stored,
     as_bytes,
@@ -60,7 +61,7 @@ _unnamed: WeakValueDictionary[str, _Shelf] = WeakValueDictionary()
 _registry_lock = threading.Lock()
 
 
-class MemoryStore:
+class MemoryStore(KeyedStore):
     """A store in memory; stores of one `memory://` name in a process show the same objects.
 
     Without a location it is private: it lives as long as the stores that show it.
@@ -69,15 +70,12 @@ class MemoryStore:
     abilities = Abilities(part_size=1 << 20)
 
     def __init__(self, location: Location | None = None) -> None:
-        self.location = location or Location("memory", f"private-{secrets.token_hex(8)}")
-        if self.location.scheme != "memory":
-            raise UsageError(
-                "not a memory location", where=str(self.location), hint="use open_store"
-            )
-        # Only this process knows what is behind it.
-        self.address = Address(self.location)
-        name, _, folder = self.location.path.partition("/")
-        self._folder = f"{folder}/" if folder else ""
+        place = location or Location("memory", f"private-{secrets.token_hex(8)}")
+        if place.scheme != "memory":
+            raise UsageError("not a memory location", where=str(place), hint="use open_store")
+        name, _, folder = place.path.partition("/")
+        # Only this process knows what is behind the address.
+        super().__init__(Address(place), folder)
         with _registry_lock:
             found = _named.get(name) or _unnamed.get(name) or _Shelf()
             if location is None:
@@ -87,19 +85,15 @@ class MemoryStore:
         self._shelf = found
 
     def children(self, prefix: str = "") -> Names:
-        folder = self._below(prefix)
-        with self._shelf.lock:
-            below = [path[len(folder) :] for path in self._shelf.objects if path.startswith(folder)]
-        return sorted({name.partition("/")[0] for name in below})
-
-    def links(self, prefix: str = "") -> dict[str, str]:
-        folder_of(prefix)
-        return {}
+        folder = folder_of(prefix)
+        start = len(folder) + 1 if folder else 0
+        return sorted({it.key[start:].partition("/")[0] for it in self.list(prefix)})
 
     def list(self, prefix: str = "") -> Entries:
-        folder, root = self._below(prefix), len(self._folder)
+        below, root = self._below(prefix), len(self._folder)
+        start = f"{below}/" if below else ""
         with self._shelf.lock:
-            found = [item for item in self._shelf.objects.items() if item[0].startswith(folder)]
+            found = [item for item in self._shelf.objects.items() if item[0].startswith(start)]
         return [Stored(path[root:], len(item.data), item.modified) for path, item in sorted(found)]
 
     def size(self, key: str) -> int:
@@ -162,9 +156,6 @@ class MemoryStore:
         for key in keys:
             self._get(key)
 
-    def room(self) -> int | None:
-        return None
-
     def leftovers(self, prefix: str = "", *, deep: bool = True) -> Entries:  # noqa: ARG002
         """Nothing: what is not finished dies with the process."""
         folder_of(prefix)
@@ -175,16 +166,6 @@ class MemoryStore:
             path = self._folder + deletable_key(key)
             with self._shelf.lock:
                 self._shelf.objects.pop(path, None)
-
-    def _path(self, key: str) -> str:
-        return self._folder + checked_key(key)
-
-    def _below(self, prefix: str) -> str:
-        folder = folder_of(prefix)
-        return f"{self._folder}{folder}/" if folder else self._folder
-
-    def _where(self, key: str) -> str:
-        return f"{self.location}/{key}"
 
     def _get(self, key: str) -> bytes | bytearray:
         path = self._path(key)

@@ -54,13 +54,13 @@ def fetch_is_a_copy(store: Store) -> None:
 def busy_owner(store: Store) -> bool:
     """Rank 0 computes and calls nothing until the others have what they asked for."""
     asked: list[object] = []
-    retrieve = store._store.retrieve
+    retrieve = store.local.retrieve
 
     def spy(layer_id: str | int) -> torch.Tensor:
         asked.append(layer_id)
         return retrieve(layer_id)
 
-    store._store.retrieve = spy  # type: ignore[method-assign]
+    store.local.retrieve = spy  # type: ignore[method-assign]
     if store.rank:
         return torch.equal(store.retrieve_or_fetch("a", 0, wait=20.0), torch.ones(1000))
     store.register("a", torch.ones(1000))

@@ -326,7 +326,7 @@ def test_what_cannot_be_sent_is_refused_where_it_is_registered(tensor: torch.Ten
 def test_what_goes_away_meanwhile_is_fetched() -> None:
     mine, other = (Store(transport=each) for each in ThreadTransport.world(2))
     other.register("a", torch.ones(2))
-    mine._store.has = lambda layer_id: True  # type: ignore[method-assign]
+    mine.local.has = lambda layer_id: True  # type: ignore[method-assign]
     assert torch.equal(mine.retrieve_or_fetch("a", 1), torch.ones(2))
     mine.close()
     other.close()

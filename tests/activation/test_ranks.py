@@ -293,7 +293,7 @@ def nested_units() -> list[int]:
         inputs, targets = batch()
         loss = network.loss_of(model(inputs), targets)
         forward: Any = vars(model.layers["0"])["forward"]
-        moved.append(forward._offload.buffers.in_use)
+        moved.append(forward._memory.in_use)
         loss.backward()
         undo()
     return moved

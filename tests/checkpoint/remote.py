@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ckptkit.storage import Abilities, MemoryStore, Sink, Store
-from ckptkit.storage.store import Closing, Entries
+from ckptkit.storage.base.store import Closing, Entries
 from tests.storage.counting import CountingStore
 
 MIB = 1 << 20

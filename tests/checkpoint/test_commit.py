@@ -200,6 +200,26 @@ def test_many_ranks_need_a_barrier_that_fits() -> None:
         Writer(MemoryStore(), step=1, strategy="fsdp:3", rank=0, barrier=first)
 
 
+@pytest.mark.parametrize("kind", [LocalStore, MemoryStore])
+def test_what_is_interrupted_when_its_pack_is_just_complete_leaves_nothing(
+    kind: type[Store], tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path) if kind is LocalStore else MemoryStore()
+
+    def interrupt(nbytes: int) -> None:
+        assert nbytes
+        # By now the pack has its name: it has one segment.
+        assert len(store.list()) == 1
+        raise KeyboardInterrupt
+
+    writer = Writer(store, step=1, progress=interrupt)
+    writer.add("model/w", np.arange(4))
+    with pytest.raises(KeyboardInterrupt):
+        writer.commit()
+    assert not store.list()
+    assert Run(store).steps() == []
+
+
 def test_a_step_without_anything_in_it_is_a_step() -> None:
     store = MemoryStore()
     save_by(store, lambda writer: None, strategy="fsdp:2")

@@ -129,6 +129,16 @@ ODD: dict[str, Any] = {
 }
 
 
+def test_a_keyword_that_no_step_has_is_refused_rather_than_not_saved(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'optimiser'"):
+            checkpointer.save(1, model=model, optimiser=SGD(model.parameters()))  # type: ignore[call-arg]
+        checkpointer.save(1, model=model)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'modle'"):
+        load(tmp_path, modle=model)  # type: ignore[call-arg]
+
+
 def test_sets_and_dates_come_back_as_what_they_were(tmp_path: Path) -> None:
     each = {"replicated": ODD, "ranks": PerRank(ODD), "items": Split([ODD["set"], ODD["date"]])}
     save(tmp_path / "a", step=1, extra=each, state={"mine": ODD, "own": PerRank(ODD)})

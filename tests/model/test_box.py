@@ -44,19 +44,6 @@ def test_an_intersection_is_what_both_hold(pair: tuple[Box, Box]) -> None:
 
 
 @given(pairs)
-def test_a_difference_and_the_intersection_are_the_box(pair: tuple[Box, Box]) -> None:
-    a, b = pair
-    left = a.subtract(b)
-    assert not any(box.is_empty for box in left)
-    common = a.intersect(b)
-    nothing = Box((0,) * a.ndim, (0,) * a.ndim)
-    if a.ndim:
-        assert (mask(*left, common or nothing) == mask(a)).all()
-    else:
-        assert left == []
-
-
-@given(pairs)
 def test_within_selects_the_box_from_an_array_of_the_outer_one(pair: tuple[Box, Box]) -> None:
     inner, outer = pair
     if not outer.contains(inner):
@@ -95,7 +82,6 @@ def test_a_box_of_no_dims_is_one_point() -> None:
     point = Box.whole(())
     assert (point.size, point.is_empty, point.stop) == (1, False, ())
     assert point.intersect(point) == point
-    assert point.subtract(point) == []
 
 
 def test_size_stop_and_ndim() -> None:

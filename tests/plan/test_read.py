@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptkit.model import Box, Grid
-from ckptkit.plan.read import coalesce, join_runs, pieces_of, pieces_within
+from ckptkit.plan.read import Pieces, coalesce, join_runs, pieces_within
 
 
 @st.composite
@@ -52,7 +52,7 @@ def test_pieces_put_together_are_the_slice(case: tuple[Grid, Box]) -> None:
     grid, box = case
     array, chunks = stored_chunks(grid)
     target = np.full(box.shape, -9)
-    pieces = pieces_of(grid, box)
+    pieces = Pieces(grid, box)
     spans = []
     for piece in pieces:
         chunk = chunks[piece.chunk]
@@ -73,7 +73,7 @@ def test_pieces_put_together_are_the_slice(case: tuple[Grid, Box]) -> None:
 def test_whole_chunks_without_a_gap_in_the_target_are_found(case: tuple[Grid, Box]) -> None:
     grid, box = case
     target = np.arange(box.size).reshape(box.shape)
-    pieces = pieces_of(grid, box)
+    pieces = Pieces(grid, box)
     found = pieces.begins()
     assert len(found) == len(pieces)
     for piece, begin in zip(pieces, found.tolist(), strict=True):
@@ -87,7 +87,7 @@ def test_whole_chunks_without_a_gap_in_the_target_are_found(case: tuple[Grid, Bo
 
 @given(grids_and_boxes())
 def test_pieces_are_a_sequence(case: tuple[Grid, Box]) -> None:
-    pieces = pieces_of(*case)
+    pieces = Pieces(*case)
     assert len(pieces) == len(list(pieces)) == len(pieces.chunks())
     assert pieces[:] == list(pieces)
     assert pieces[::-2] == list(pieces)[::-2]
@@ -110,7 +110,7 @@ def test_a_box_is_cut_until_what_each_piece_needs_of_a_chunk_lies_close(
         whole[inside] += 1
         if not piece.is_empty:
             firsts.append(int(places[inside].min()))
-        for start, stop in zip(*pieces_of(grid, piece).element_spans(), strict=True):
+        for start, stop in zip(*Pieces(grid, piece).element_spans(), strict=True):
             assert piece.size == 1 or (stop - start) * itemsize <= limit
     expected = np.zeros_like(whole)
     expected[at(box.within(Box.whole(grid.shape)))] = 1
@@ -125,7 +125,7 @@ def test_a_box_that_lies_close_already_is_one_piece() -> None:
 
 def test_a_piece_of_an_absurd_grid_is_found() -> None:
     grid = Grid.regular((2**40, 2**20), (2**20, 2**20))
-    pieces = pieces_of(grid, Box((2**39 + 5, 3), (10, 10)))
+    pieces = Pieces(grid, Box((2**39 + 5, 3), (10, 10)))
     assert len(pieces) == 1
     assert (pieces[0].chunk, pieces[0].source) == (2**19, (slice(5, 15), slice(3, 13)))
 

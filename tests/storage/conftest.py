@@ -13,7 +13,7 @@ from tests.servers.s3_server import Bucket
 @pytest.fixture(autouse=True)
 def _quick_way_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is slow here: what takes long is broken, and is asked again at once."""
-    monkeypatch.setattr("ckptkit.storage.options.LEAST_RATE", 1e9)
+    monkeypatch.setattr("ckptkit.storage.base.options.LEAST_RATE", 1e9)
     for module in ("server", "obstore"):
         monkeypatch.setattr(f"ckptkit.storage.objects.{module}.FIRST_PAUSE", 0.01)
 

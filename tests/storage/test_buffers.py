@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import UsageError
 from ckptkit.storage import BufferPool, default_pool
-from ckptkit.storage.buffers import PAGE, address_of, copy_elements
+from ckptkit.storage.base.buffers import PAGE, address_of, copy_elements
 
 
 @given(st.integers(1, 3 << 20), st.integers(0, 1 << 40))

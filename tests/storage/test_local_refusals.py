@@ -25,7 +25,7 @@ from ckptkit.errors import (
     StorageError,
 )
 from ckptkit.storage import LocalStore
-from ckptkit.storage.disk import refusal
+from ckptkit.storage.base.disk import refusal
 
 MB = 1 << 20
 
@@ -67,8 +67,8 @@ def test_a_full_disk_shows_before_any_data_is_written(small: LocalStore) -> None
 def test_a_disk_that_fills_up_while_writing_fails_the_write(
     small: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.storage.disk._libc_fallocate", lambda: None)
-    monkeypatch.setattr("ckptkit.storage.disk._room", lambda descriptor: 1 << 40)
+    monkeypatch.setattr("ckptkit.storage.base.disk._libc_fallocate", lambda: None)
+    monkeypatch.setattr("ckptkit.storage.base.disk._room", lambda descriptor: 1 << 40)
     sink = small.create("data/a", [3 * MB] * 4)
     sink.write(0, memoryview(bytes(3 * MB)))
     sink.write(3, memoryview(bytes(3 * MB)))
@@ -106,7 +106,7 @@ def test_a_limit_on_file_sizes_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reserves: bool
 ) -> None:
     if not reserves:
-        monkeypatch.setattr("ckptkit.storage.disk._libc_fallocate", lambda: None)
+        monkeypatch.setattr("ckptkit.storage.base.disk._libc_fallocate", lambda: None)
     store = LocalStore(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MB + 100, hard))

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
 from ckptkit.storage import BufferPool, LocalStore
-from ckptkit.storage.buffers import address_of
-from ckptkit.storage.disk import BLOCK, DirectFile
+from ckptkit.storage.base.buffers import address_of
+from ckptkit.storage.base.disk import BLOCK, DirectFile
 
 Pwritev = Callable[[int, Sequence[memoryview], int], int]
 
@@ -142,7 +142,7 @@ def refuse_direct_flag(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "no direct writes here")
         return flags
 
-    monkeypatch.setattr("ckptkit.storage.disk.fcntl.fcntl", refuse)
+    monkeypatch.setattr("ckptkit.storage.base.disk.fcntl.fcntl", refuse)
 
 
 def refuse_direct_writes(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:

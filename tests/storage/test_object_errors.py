@@ -26,11 +26,11 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.storage import Address, Location, Store, open_store
+from ckptkit.storage.base.options import Settings
 from ckptkit.storage.objects import errors
 from ckptkit.storage.objects.amazon import profile_endpoint
 from ckptkit.storage.objects.errors import Transient, obstore_translation, translation
 from ckptkit.storage.objects.server import RACES
-from ckptkit.storage.options import Settings
 from tests.servers.faults import Answer, Strip
 from tests.servers.http_wire import Head
 from tests.servers.proxy import Proxy
@@ -326,7 +326,7 @@ def test_a_creator_that_was_overwritten_on_such_a_server_hears_of_it(
 ) -> None:
     store = open_store(bucket.url, {**bucket.options, "engine": engine})
     other = open_store(bucket.url, bucket.options)
-    monkeypatch.setattr("ckptkit.storage.objects.server.ObjectServer._listens", _no)
+    monkeypatch.setattr("ckptkit.storage.objects.server.ObjectServer._refuses_to_replace", _no)
 
     def settle(_: float) -> None:
         other.put("a", b"theirs")

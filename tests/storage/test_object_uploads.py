@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ckptkit.storage import Location
+from ckptkit.storage.base.options import Settings
 from ckptkit.storage.objects import amazon
-from ckptkit.storage.options import Settings
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 

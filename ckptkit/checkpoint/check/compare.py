@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
@@ -28,7 +28,7 @@ from ckptkit.checkpoint.read.stream import (
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import UsageError
 from ckptkit.format.names import check_used, inner_name, matches, pattern_list
-from ckptkit.format.objects import ObjectInfo, whole
+from ckptkit.format.objects import whole
 from ckptkit.model import DType
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Options
@@ -138,39 +138,33 @@ def diff(  # noqa: PLR0913 — one keyword for each decision, all with defaults
         sides = [stack.enter_context(open_checkpoint(store)) for store in stores]
         chosen = _chosen(sides, *patterns)
         stored = [stored_arrays(c, limits.chunk_bytes, limits.pace(c.store)) for c in sides]
-        names = sorted({name for side in stored for name in side if name in chosen})
-        pairs = {name: _pair(name, stored) for name in names}
-        values = _values(pairs.values(), tolerance, limits, progress)
+        names = sorted(chosen.intersection({*stored[0], *stored[1]}))
+        pairs = {name: (stored[0].get(name), stored[1].get(name)) for name in names}
+        # Tied arrays are read, and counted, once.
+        alike = [pair for pair in dict.fromkeys(pairs.values()) if _kind(*pair) == "values"]
+        values = _values(alike, tolerance, limits, progress)
         arrays = [_array_difference(name, *pair, values.get(pair)) for name, pair in pairs.items()]
-        objects = _Objects(sides, chosen, tolerance)
+        count, objects = _compare_objects(sides, chosen, tolerance)
         return Diff(
             _compared(sides[0]),
             _compared(sides[1]),
             tuple(found for found in arrays if found is not None),
-            tuple(objects.differences()),
+            objects,
             len(pairs),
-            len(objects.names),
-            sum(x.nbytes for x, y in {p for p in pairs.values() if _is_alike(*p)} if x and y),
+            count,
+            sum(ours.nbytes for ours, _ in alike if ours is not None),
         )
-
-
-_Pair = tuple[Readable | None, Readable | None]
 
 
 def _compared(checkpoint: Checkpoint) -> Compared:
     return Compared(checkpoint.location, checkpoint.step, str(checkpoint.strategy))
 
 
-def _pair(name: str, stored: Sequence[Mapping[str, Readable]]) -> _Pair:
-    a, b = (side.get(name) for side in stored)
-    return a, b
-
-
-def _is_alike(a: Readable | None, b: Readable | None) -> bool:
-    return _kind(a, b) == "values"
+_Pair = tuple[Readable | None, Readable | None]
 
 
 def _kind(a: Readable | None, b: Readable | None) -> str:
+    """What makes two arrays different, unless their values are all that can."""
     if a is None or b is None:
         return "only_b" if a is None else "only_a"
     if a.shape != b.shape:
@@ -179,81 +173,73 @@ def _kind(a: Readable | None, b: Readable | None) -> str:
 
 
 def _values(
-    pairs: Iterable[_Pair], tolerance: Tolerance, limits: Limits, progress: Progress | None
+    pairs: Sequence[_Pair], tolerance: Tolerance, limits: Limits, progress: Progress | None
 ) -> dict[_Pair, Apart]:
-    """Where the arrays of pairs that are alike have other values; tied ones are read once."""
-    distinct = [pair for pair in dict.fromkeys(pairs) if _is_alike(*pair)]
+    """Where the arrays of pairs that are alike have other values."""
+    items = [[side for side in pair if side is not None] for pair in pairs]
     found: dict[_Pair, Apart] = {}
     lock = threading.Lock()
 
     def compare(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
-        pair = distinct[band.item]
+        pair, dtype = pairs[band.item], items[band.item][0].dtype
         ours, theirs = (side.reshape(-1) for side in values)
-        here = apart(_dtype(pair), ours, theirs, tolerance, band.start)
+        here = apart(dtype, ours, theirs, tolerance, band.start)
         if here is not None:
             with lock:
                 found[pair] = here.joined(found[pair]) if pair in found else here
 
-    items = [[side for side in pair if side is not None] for pair in distinct]
     stream(items, compare, limits, progress=progress)
     return found
-
-
-def _dtype(pair: _Pair) -> Any:
-    return next(side.dtype for side in pair if side is not None)
 
 
 def _array_difference(
     name: str, a: Readable | None, b: Readable | None, found: Apart | None
 ) -> ArrayDifference | None:
     kind = _kind(a, b)
+    form_a, form_b = (
+        None if side is None else ArrayForm(side.shape, side.dtype.name) for side in (a, b)
+    )
     if kind != "values":
-        return ArrayDifference(name, kind, _form(a), _form(b))
+        return ArrayDifference(name, kind, form_a, form_b)
     if found is None or a is None:
         return None
     first = tuple(int(place) for place in np.unravel_index(found.first, a.shape))
     values = ValueDifference(found.count, a.size, found.most, first)
-    return ArrayDifference(name, kind, _form(a), _form(b), values)
+    return ArrayDifference(name, kind, form_a, form_b, values)
 
 
-def _form(array: Readable | None) -> ArrayForm | None:
-    return None if array is None else ArrayForm(array.shape, array.dtype.name)
-
-
-class _Objects:
-    """The objects of both steps, as far as they are wanted."""
-
-    def __init__(self, sides: Sequence[Checkpoint], chosen: set[str], tolerance: Tolerance) -> None:
-        self._a, self._b = (
-            {o.name: o for o in state_objects(side.manifest.objects, side.arrays)} for side in sides
-        )
-        self._tolerance = tolerance
-        self.names = sorted(chosen.intersection({*self._a, *self._b}))
-
-    def differences(self) -> Iterator[ObjectDifference]:
-        """Those that differ."""
-        for name in self.names:
-            a, b = self._a.get(name), self._b.get(name)
-            if a is None or b is None:
-                kind = "only_b" if a is None else "only_a"
-                yield ObjectDifference(name, kind, _value(a), _value(b))
-            elif a.semantics != b.semantics:
-                yield ObjectDifference(name, "semantics", a.semantics, b.semantics)
-            elif object_digest(a) != object_digest(b):
-                ours, theirs = whole(a), whole(b)
-                if not is_near(ours, theirs, self._tolerance):
-                    yield ObjectDifference(name, "value", ours, theirs)
-
-
-def _value(item: ObjectInfo | None) -> Any:
-    return None if item is None else whole(item)
+def _compare_objects(
+    sides: Sequence[Checkpoint], chosen: set[str], tolerance: Tolerance
+) -> tuple[int, tuple[ObjectDifference, ...]]:
+    """How many objects of both steps are wanted, and which of them differ."""
+    ours, theirs = (
+        {o.name: o for o in state_objects(side.manifest.objects, side.arrays)} for side in sides
+    )
+    names = sorted(chosen.intersection({*ours, *theirs}))
+    found = []
+    for name in names:
+        a, b = ours.get(name), theirs.get(name)
+        if a is not None and b is not None and a.semantics != b.semantics:
+            found.append(ObjectDifference(name, "semantics", a.semantics, b.semantics))
+            continue
+        x, y = (None if item is None else whole(item) for item in (a, b))
+        if a is None or b is None:
+            found.append(ObjectDifference(name, "only_b" if a is None else "only_a", x, y))
+        elif object_digest(a) != object_digest(b) and not is_near(x, y, tolerance):
+            found.append(ObjectDifference(name, "value", x, y))
+    return len(names), tuple(found)
 
 
 def _chosen(
     sides: Sequence[Checkpoint], include: tuple[str, ...], exclude: tuple[str, ...]
 ) -> set[str]:
     """The names of arrays and objects of both steps that are wanted."""
-    names = list(_names(sides))
+    # Each with its name inside of its group.
+    names: list[tuple[str, str]] = []
+    for side in sides:
+        names += [(name, inner_name(name, array.role)) for name, array in side.arrays.items()]
+        objects = [item.name for item in side.manifest.objects]
+        names += [(name, name.partition("/")[2] or name) for name in objects]
     # What means nothing must not make two steps the same.
     check_used((*include, *exclude), names, "nothing in either step has such a name")
     return {
@@ -261,15 +247,6 @@ def _chosen(
         for name, inner in names
         if (not include or matches(include, name, inner)) and not matches(exclude, name, inner)
     }
-
-
-def _names(sides: Sequence[Checkpoint]) -> Iterator[tuple[str, str]]:
-    """Every name, with the one inside of its group."""
-    for side in sides:
-        for name, array in side.arrays.items():
-            yield name, inner_name(name, array.role)
-        for item in side.manifest.objects:
-            yield item.name, item.name.partition("/")[2] or item.name
 
 
 Array = npt.NDArray[Any]

@@ -85,9 +85,14 @@ def digest_of(
     manifest has them.
     """
     distinct = list({id(array): array for array in arrays.values()}.values())
-    found = _digests(distinct, limits, progress)
-    by_identity = {id(array): text for array, text in zip(distinct, found, strict=True)}
-    of_arrays = {name: by_identity[id(arrays[name])] for name in sorted(arrays)}
+    hashers = [xxhash.xxh3_128(_heading(array)) for array in distinct]
+
+    def add(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
+        hashers[band.item].update(values[0].reshape(-1).view(np.uint8).data)
+
+    stream([[array] for array in distinct], add, limits, ordered=True, progress=progress)
+    texts = {id(array): hasher.hexdigest() for array, hasher in zip(distinct, hashers, strict=True)}
+    of_arrays = {name: texts[id(arrays[name])] for name in sorted(arrays)}
     of_objects = {item.name: object_digest(item) for item in state_objects(objects, of_arrays)}
     return Digest(_step_digest(of_arrays, of_objects), of_arrays, of_objects)
 
@@ -103,18 +108,6 @@ def object_digest(item: ObjectInfo) -> str:
     hasher = xxhash.xxh3_128(_OBJECT + item.semantics.encode() + b"\0")
     hasher.update(canonical(whole(item), item.name))
     return hasher.hexdigest()
-
-
-def _digests(
-    arrays: Sequence[Readable], limits: Limits, progress: Progress | None
-) -> Iterable[str]:
-    hashers = [xxhash.xxh3_128(_heading(array)) for array in arrays]
-
-    def add(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
-        hashers[band.item].update(values[0].reshape(-1).view(np.uint8).data)
-
-    stream([[array] for array in arrays], add, limits, ordered=True, progress=progress)
-    return [hasher.hexdigest() for hasher in hashers]
 
 
 def _heading(array: Readable) -> bytes:

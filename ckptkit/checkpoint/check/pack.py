@@ -15,11 +15,11 @@ from isal import isal_zlib
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.read.packs import PackRecord
 from ckptkit.checkpoint.workers import Progress, share_out
+from ckptkit.checkpoint.write.assemble import missing_groups
 from ckptkit.checkpoint.write.pack import groups_pack
 from ckptkit.errors import CorruptionError
-from ckptkit.format.arrays import DOCUMENT, array_document, chunk_key, group_document, key_of
+from ckptkit.format.arrays import DOCUMENT, array_document, chunk_key, group_document
 from ckptkit.format.manifest import Manifest
-from ckptkit.format.names import ancestors
 from ckptkit.format.pack import Entry, data_offset, directory, local_header
 from ckptkit.format.record import Record
 from ckptkit.storage import Store, default_pool
@@ -88,14 +88,11 @@ class PackBytes:
         return cls(found, end, closing)
 
     @classmethod
-    def of_groups(cls, manifest: Manifest, records: Iterable[Record]) -> PackBytes:
+    def of_groups(cls, records: Sequence[Record]) -> PackBytes:
         """Those of the pack of group documents that no rank wrote: which belong in it follows from
         what the records say is elsewhere.
         """
-        written = {document.name for record in records for document in record.documents}
-        groups = {group for array in manifest.arrays for group in ancestors(array.name)}
-        missing = sorted(group for group in groups if key_of(group) not in written)
-        return cls(None, 0, groups_pack(missing))
+        return cls(None, 0, groups_pack(missing_groups(records)))
 
     @property
     def size(self) -> int:

@@ -19,7 +19,7 @@ from ckptkit.checkpoint.workers import Progress, at_once, share_out
 from ckptkit.errors import AlreadyExistsError, UsageError
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Location
-from ckptkit.storage.disk import entered, make_folders, refusals, sync_folder
+from ckptkit.storage.base.disk import entered, make_folders, refusals, sync_folder
 
 _WRITING = 4
 # More than there are cores: the file system then writes its journal once for several files.
@@ -60,7 +60,7 @@ def unpack(
                     written.mkdir()
                     threads = _threads(checkpoint, limit)
                     count = _write(checkpoint.zarr_store(), written, threads, progress)
-                    _sync_below(written)
+                    share_out(chain([written], written.rglob("*")), _sync, _SYNCING)
                     written = written.replace(target)
                     for path in (target, *made):
                         sync_folder(path.parent)
@@ -165,12 +165,6 @@ def _batches(keys: Iterable[str]) -> Iterator[list[str]]:
     left = iter(keys)
     while batch := list(islice(left, 16)):
         yield batch
-
-
-def _sync_below(root: Path) -> None:
-    """Make a folder and all in it durable."""
-    paths = chain([root], root.rglob("*"))
-    share_out(paths, _sync, _SYNCING)
 
 
 def _sync(path: Path) -> None:

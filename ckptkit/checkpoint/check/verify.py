@@ -104,7 +104,7 @@ def verify(
             key = f"{folder}/{manifest.packs[number].name}"
             try:
                 file = PackFile(store, key, store.size(key), each, progress)
-                faults = file.faults(PackBytes.of_groups(manifest, records))
+                faults = file.faults(PackBytes.of_groups(records))
             except CkptkitError as error:
                 findings.append(_as_finding(error, described(store, key)))
             else:

@@ -23,7 +23,7 @@ from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import whole
 from ckptkit.model import Box, DType, Grid, Layout, Part, Strategy, layout_of
 from ckptkit.storage import Address, Options, Store
-from ckptkit.storage.store import Closing
+from ckptkit.storage.base.store import Closing
 
 if TYPE_CHECKING:
     import zarr

@@ -18,7 +18,7 @@ from ckptkit.format.manifest import Manifest, PackInfo, pack_name
 from ckptkit.format.pack import END_BYTES, Entry, find_record
 from ckptkit.format.record import Record
 from ckptkit.storage import Source, Store
-from ckptkit.storage.store import Closing
+from ckptkit.storage.base.store import Closing
 
 # Processes may often open 1,024 files; what is beyond this is opened for each read.
 _KEPT_OPEN = 400
@@ -77,48 +77,44 @@ class OpenPacks:
         try:
             source = self._store.open(self._key(pack), written)
         except NotFoundError as error:
-            raise self._missing(pack) from error
+            raise self._unlike(pack, None) from error
         if source.size != written:
             source.close()
-            raise self._of_size(pack, source.size)
+            raise self._unlike(pack, source.size)
         return source if self._store.abilities.open_survives_delete else _Looked(self, pack, source)
 
     def explained(self, pack: int, error: CkptkitError) -> CkptkitError:
         """What a read said that found the pack missing or short, where opening it asks nothing."""
         if isinstance(error, NotFoundError):
-            return self._missing(pack)
+            return self._unlike(pack, None)
         try:
             size = self._store.size(self._key(pack))
         except CkptkitError:
             return error
-        return self._of_size(pack, size) if size != self._packs[pack].size else error
+        return self._unlike(pack, size) if size != self._packs[pack].size else error
 
-    def _missing(self, pack: int) -> CkptkitError:
-        """Why a pack is not there: a step is given up before its packs go, so its manifest says
-        whether this one was.
+    def _unlike(self, pack: int, size: int | None) -> CkptkitError:
+        """What to raise for a pack of another size than was written; None for one that is missing.
+
+        A step is given up before its packs go, so its manifest says whether a missing one was.
         """
-        try:
-            now = read_manifest(self._store, self._prefix).save.save_id
-        except NotFoundError:
-            return self._gone("deleted")
-        except FormatError:
-            now = self._save_id
-        if now != self._save_id:
-            return self._gone("overwritten")
-        return self._damaged(pack, "a pack of the step is missing")
-
-    def _gone(self, how: str) -> NotFoundError:
-        return NotFoundError(
-            f"the step was {how} while it was read",
-            where=described(self._store, self._prefix),
-            hint="open it again, or the run for its newest step",
-        )
-
-    def _of_size(self, pack: int, size: int) -> CorruptionError:
-        written = self._packs[pack].size
-        return self._damaged(pack, f"the pack has {size} bytes, written were {written}")
-
-    def _damaged(self, pack: int, what: str) -> CorruptionError:
+        how, what = "", "a pack of the step is missing"
+        if size is not None:
+            what = f"the pack has {size} bytes, written were {self._packs[pack].size}"
+        else:
+            try:
+                if read_manifest(self._store, self._prefix).save.save_id != self._save_id:
+                    how = "overwritten"
+            except NotFoundError:
+                how = "deleted"
+            except FormatError:
+                pass
+        if how:
+            return NotFoundError(
+                f"the step was {how} while it was read",
+                where=described(self._store, self._prefix),
+                hint="open it again, or the run for its newest step",
+            )
         return CorruptionError(
             what,
             where=self.where(pack),

@@ -20,9 +20,9 @@ from ckptkit.checkpoint.workers import Progress, cores
 from ckptkit.format.arrays import chunk_key
 from ckptkit.format.manifest import Manifest
 from ckptkit.model import Box
-from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, pieces_of, side_by_side
+from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, side_by_side
 from ckptkit.storage import Source, default_pool
-from ckptkit.storage.buffers import PAGE, copy_bytes, copy_elements
+from ckptkit.storage.base.buffers import PAGE, copy_bytes, copy_elements
 
 BAND_BYTES = 4 << 20
 
@@ -105,6 +105,8 @@ class ReadPlan:
         size = int(self.stop[first:last].max()) - start
         with self.packs.use(int(self.pack[first])) as source:
             direct = self.direct(first) if last == first + 1 else None
+            # From a file system: into the caller's memory where that has the chunk's shape, since
+            # every other way is a copy more.
             if self.pace.by_rows and first in self.bands:
                 self._read_band(run, source)
             elif direct is not None and self.pace.by_rows:
@@ -115,6 +117,8 @@ class ReadPlan:
                 with default_pool().take(max(size, BAND_BYTES + PAGE)) as memory:
                     source.read_into(start, memory[:size])
                     self._scatter(run, memory[:size])
+            # Over a network: what a request brings is in memory of its own, and is copied from
+            # there in any case. Only a chunk that is larger than a request takes several.
             elif size <= self.pace.request_bytes:
                 self._scatter(run, source.fetch(start, size))
             elif direct is not None:
@@ -246,7 +250,7 @@ def plan_read(
     checked.
     """
     # Layers are alike: what one has found out holds for all.
-    cut, chunks, begins = cache(pieces_of), cache(Pieces.chunks), cache(Pieces.begins)
+    cut, chunks, begins = cache(Pieces), cache(Pieces.chunks), cache(Pieces.begins)
     pieces = [cut(manifest.arrays[r.array].grid, r.box) for r in requests]
     counts = [len(each) for each in pieces]
     rows = _joined(
@@ -274,6 +278,8 @@ def plan_read(
     else:
         runs = coalesce(pack, start, stop, gap=gap, limit=limit)
         runs = join_runs(runs, pack, start, stop, gap=pace.gap_bytes, limit=limit)
+        # A band is brought to the target by strides over one request's memory: within one run, at
+        # equal distances.
         apart = np.zeros(max(0, len(start) - 1), np.bool_)
         apart[[first - 1 for first, _ in runs[1:]]] = True
         bands = side_by_side(pieces, request, place, pack, apart)

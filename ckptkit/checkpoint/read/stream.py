@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from isal import isal_zlib
 
+from ckptkit.checkpoint.locate import crc_of
 from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.reader import BAND_BYTES, default_threads
@@ -20,7 +20,7 @@ from ckptkit.checkpoint.workers import Progress, cores, share_out
 from ckptkit.errors import UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType, Grid
-from ckptkit.plan.read import pieces_of, pieces_within
+from ckptkit.plan.read import Pieces, pieces_within
 from ckptkit.storage import BufferPool, Store, default_pool
 
 STREAM_MEMORY = 256 << 20
@@ -352,7 +352,7 @@ def _stored(
         if largest * itemsize <= chunk_bytes and touched * itemsize <= worth_it:
             checkpoint.read_many([(info.name, box, out)], pace=pace)
             return
-        chunks = pieces_of(grid, box).chunks()
+        chunks = Pieces(grid, box).chunks()
         with lock:
             if checked is None:
                 checked = np.zeros(grid.chunk_count, np.bool_)
@@ -375,11 +375,7 @@ def check_chunk(checkpoint: Checkpoint, row: int) -> None:
     pack, start, length = (
         int(column[row]) for column in (manifest.pack, manifest.offset, manifest.length)
     )
-    found = 0
-    with packs.use(pack) as source, default_pool().take(BAND_BYTES) as memory:
-        for begin in range(0, length, BAND_BYTES):
-            with memory[: min(BAND_BYTES, length - begin)] as data:
-                source.read_into(start + begin, data)
-                found = int(isal_zlib.crc32(data, found))
+    with packs.use(pack) as source:
+        found = crc_of(source, start, length)
     if found != manifest.crc32[row]:
         raise packs.corrupt(manifest.chunk_key(row), found, int(manifest.crc32[row]), pack, start)

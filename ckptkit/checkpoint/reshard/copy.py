@@ -38,9 +38,9 @@ from ckptkit.checkpoint.write.pack import (
 from ckptkit.errors import AlreadyExistsError, CkptkitError, PeerError, UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType
-from ckptkit.plan.read import Piece, batches, pieces_of, pieces_within
+from ckptkit.plan.read import Piece, Pieces, batches, pieces_within
 from ckptkit.storage import Store
-from ckptkit.storage.buffers import copy_elements
+from ckptkit.storage.base.buffers import copy_elements
 
 # Writers of one file wait for each other, where it is not written past the page cache; of many, few
 # would be complete when a run is cut off.
@@ -95,7 +95,7 @@ def copy_packs(
 
     def segments_of(rank: int) -> Iterator[Callable[[], None]]:
         pack = _begin_pack(target, rank, destination, budget, read, shared, progress)
-        # Those that are finished are let go of.
+        # Those that are finished are let go of: each holds the names of all its chunks.
         begun[:] = [each for each in begun if not each.is_finished]
         begun.append(pack)
         for number in range(len(pack.segments)):
@@ -302,7 +302,7 @@ class SharedChunks:
         mine: list[SharedChunk] = []
         try:
             for request, source in requests:
-                pieces = pieces_of(source.grid, request.box)
+                pieces = Pieces(source.grid, request.box)
                 if all(piece.is_whole for piece in pieces):
                     direct.append(request)
                     continue

@@ -43,9 +43,10 @@ _NAMED = 8
 _LOOKS = 0.5
 
 
-def ranks_to_copy(options: ReshardOptions) -> range:
+def ranks_to_copy(options: ReshardOptions, source: Store, destination: Store) -> range:
     """The ranks whose packs are asked for: all, or of a slice:i/n every n-th beginning with rank i,
-    the share of one of n machines. What is no engine is refused.
+    the share of one of n machines. What is no engine is refused, and one whose workers do not see
+    both stores.
     """
     engine, count = options.engine, options.strategy.world_size
     name = engine if isinstance(engine, str) else ""
@@ -59,6 +60,13 @@ def ranks_to_copy(options: ReshardOptions) -> range:
     known = name in ("threads", "processes", "ray") or name.startswith(("dask://", "ray://"))
     if not known and not isinstance(engine, Executor):
         raise UsageError("no such engine", value=engine, hint=f"accepted are {ENGINES}")
+    for store in (source, destination):
+        if not options.is_here and store.location.scheme == "memory":
+            raise UsageError(
+                "what is in the memory of this process no other worker sees",
+                where=str(store.location),
+                hint="use the engine threads",
+            )
     return range(count)
 
 
@@ -88,13 +96,6 @@ def copy_elsewhere(
     """Have an executor's workers copy packs, each told the rank of one that is done; the first
     error stops what has not begun.
     """
-    for store in (source.store, destination):
-        if store.location.scheme == "memory":
-            raise UsageError(
-                "what is in the memory of this process no other worker sees",
-                where=str(store.location),
-                hint="use the engine threads",
-            )
     engine, alone = target.options.engine, budget.alone()
     # What a worker need not know, and could not be sent.
     options = replace(target.options, engine="threads")

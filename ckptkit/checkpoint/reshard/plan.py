@@ -140,7 +140,7 @@ def plan_reshard(
     """
     options = ReshardOptions(**keywords)
     source, store = stores_at(src, dst, storage_options, source_options)
-    memory, mine = parse_size(options.memory), ranks_to_copy(options)
+    memory, ranks = parse_size(options.memory), ranks_to_copy(options, source, store)
     workers = max(4, min(8, cores())) if options.workers is None else options.workers
     if workers < 1:
         raise UsageError("at least one worker is needed", value=workers)
@@ -166,16 +166,17 @@ def plan_reshard(
         fixed=max(0, resident_bytes() - before),
         is_here=options.is_here,
     )
-    prefix, ranks = step_name(target.save.step), range(target.world_size)
+    prefix = step_name(target.save.step)
     is_there = _is_there(target, checkpoint, store, digest_to_come=options.digest)
     # By their names alone; a digest is still to become part of these.
     names = set(store.children(data_prefix(prefix, target.save.save_id)))
-    finished = [] if options.digest else [rank for rank in ranks if pack_name(rank) in names]
+    every = range(target.world_size)
+    finished = [] if options.digest else [rank for rank in every if pack_name(rank) in names]
     cost = cost_of(target, budget.batch_bytes)
     # With a digest to come nobody knows yet which packs are these: the run looks again.
     may_go_on = options.digest and bool(store.children(under(prefix, DATA)))
     if not is_there and not may_go_on:
-        _check_room(store, cost, [rank for rank in mine if rank not in finished])
+        _check_room(store, cost, [rank for rank in ranks if rank not in finished])
     return ReshardPlan(
         **vars(cost),
         source=checkpoint.location,
@@ -192,6 +193,7 @@ def plan_reshard(
         workers=budget.workers,
         finished=tuple(finished),
         seconds=_seconds(checkpoint, store, prefix, budget, cost) if probe else None,
+        ranks=ranks,
         checkpoint=checkpoint,
         store=store,
         target=target,
@@ -221,6 +223,8 @@ class ReshardPlan(ReshardCost):
     finished: tuple[int, ...]
     """Ranks whose packs an earlier run has completed."""
     seconds: float | None
+    ranks: Sequence[int] = field(repr=False)
+    """Those whose packs `run` writes: all, but for a slice."""
     checkpoint: Checkpoint = field(repr=False)
     store: Store = field(repr=False)
     target: ReshardTarget = field(repr=False)
@@ -238,10 +242,9 @@ class ReshardPlan(ReshardCost):
             done = Resharded(self.destination, self.step, save_id, count, tuple(range(count)))
             if _is_there(target, source, store):
                 return done
-            mine = ranks_to_copy(options)
-            finished = finished_packs(target, store, mine, progress=progress)
+            finished = finished_packs(target, store, self.ranks, progress=progress)
             done = replace(done, finished=tuple(sorted(finished)), committed=not options.is_slice)
-            missing = [rank for rank in mine if rank not in finished]
+            missing = [rank for rank in self.ranks if rank not in finished]
             _check_room(store, self, missing)
             check_huge_chunks(target, source, budget)
             if options.is_here:
@@ -380,8 +383,6 @@ def _wait_until_quiet(store: Store, key: str) -> None:
     """Return when nobody has written an unfinished pack for a while: it may belong to another run,
     which must not lose it.
     """
-    if not store.abilities.modified_times:
-        return
     last = _modified(store, key)
     age = QUIET_SECONDS if last is None else time.time() - last
     if age < QUIET_SECONDS:

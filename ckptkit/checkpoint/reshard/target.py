@@ -24,10 +24,10 @@ from ckptkit.format.names import DIGEST_ALGORITHM, inner_name
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import Layout, Rules, Strategy, layout_of
 from ckptkit.model.document import parse_size
-from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
+from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, target_grid
 from ckptkit.plan.cuts import Tensor
 from ckptkit.plan.place import decide, place
-from ckptkit.plan.regrid import spread, target_grid
+from ckptkit.plan.read import spread
 from ckptkit.plan.write import Owned, chunks_to_write
 from ckptkit.storage import Options
 from ckptkit.version import __version__

@@ -21,7 +21,7 @@ from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
 from ckptkit.checkpoint.workers import Progress, ask_all, share_out
 from ckptkit.checkpoint.write.assemble import assemble
-from ckptkit.checkpoint.write.commit import commit, committed_save_id, discard
+from ckptkit.checkpoint.write.commit import commit, commit_together, committed_save_id, discard
 from ckptkit.errors import (
     CorruptionError,
     FormatError,
@@ -111,16 +111,7 @@ class _Copying:
             return 0
         sent, problem = self._send(ranks)
         self._agree(ranks, problem)
-        if ranks.rank == 0:
-            self._commit()
-            ranks.share(lambda: "committed")
-            return sent
-        try:
-            ranks.share(lambda: "")
-        except PeerError:
-            # Rank 0 may have committed before it was lost, as in `Writer.commit`.
-            if committed_save_id(self._target, self._prefix) != self.save_id:
-                raise
+        commit_together(ranks, self._target, self._prefix, save_id, self._commit)
         return sent
 
     def _is_there(self) -> bool:
@@ -217,7 +208,7 @@ class _Copying:
         info = self._manifest.packs[pack]
         if info.record is None:
             records = [found.record for found in self._records()]
-            return PackBytes.of_groups(self._manifest, records)
+            return PackBytes.of_groups(records)
         # The records of other ranks may refer to rank 0's.
         self._record(0)
         found = self._record(pack)

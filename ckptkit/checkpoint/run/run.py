@@ -265,23 +265,22 @@ def plan_prune(
     kept = kept_steps(older, keep_last=keep_last, keep_every=keep_every) | spared
     # Without a grace all is old, whatever the clock says that things were stamped with.
     before = (time.time() if now is None else now) - grace if grace > 0 else math.inf
-    can_tell = grace <= 0 or store.abilities.modified_times  # whether a save is under way
     removals = []
     for step, manifest in manifests.items():
         folder = folders[step]
         named = None if manifest is None else manifest.save.save_id
         if named is not None and step not in kept:
             removals.append(_step(store, step, folder, named))
-        elif can_tell:
-            if named is None:
-                removals += _begun(store, step, folder, before)
-            else:
-                removals += _orphans(store, step, folder, named, before)
-            if store.abilities.claims_names:
-                removals += _leftovers(store.leftovers(folder), before)
-    if can_tell and store.abilities.claims_names:
+            continue
+        if named is None:
+            removals += _begun(store, step, folder, before)
+        else:
+            removals += _orphans(store, step, folder, named, before)
+        if store.abilities.claims_names:
+            removals += _leftovers(store.leftovers(folder), before)
+    if store.abilities.claims_names:
         removals += _leftovers(store.leftovers(deep=False), before)
-    elif can_tell:
+    else:
         # Of uploads that nothing was visible of yet no listing knows the step. Those beside the
         # steps may be anybody's.
         unknown = {None, *(folders.keys() - manifests.keys())}

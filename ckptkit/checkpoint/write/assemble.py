@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ckptkit.errors import CorruptionError, FormatError, PeerError
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import Alias, ArrayInfo, check_names, key_of
-from ckptkit.format.columns import chunk_starts
+from ckptkit.format.columns import chunk_of_row, chunk_starts
 from ckptkit.format.leaves import canonical
 from ckptkit.format.manifest import Manifest, PackInfo
 from ckptkit.format.names import DATA_RANK, ancestors
@@ -190,9 +190,8 @@ def _check_each_once(
 def _chunk_at(
     row: int, arrays: Sequence[ArrayInfo], starts: npt.NDArray[np.int64]
 ) -> dict[str, Any]:
-    index = int(np.searchsorted(starts, row, side="right")) - 1
-    array = arrays[index]
-    box = array.grid.box(array.grid.index(row - int(starts[index])))
+    array, chunk = chunk_of_row(arrays, starts, row)
+    box = array.grid.box(array.grid.index(chunk))
     return {
         "where": array.name,
         "value": box,

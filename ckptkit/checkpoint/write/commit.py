@@ -25,10 +25,12 @@ everywhere of two jobs that overwrite one step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 from ckptkit.checkpoint.locate import manifest_bytes, refuse_begun
 from ckptkit.checkpoint.places import MANIFEST, data_prefix, described, under
+from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.packs import PackRecord, read_record
 from ckptkit.checkpoint.workers import asked_in_threads, at_once
 from ckptkit.checkpoint.write.assemble import assemble, missing_groups
@@ -37,6 +39,7 @@ from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
     FormatError,
+    PeerError,
     StepExistsError,
 )
 from ckptkit.format.array_table import ArrayTables
@@ -89,6 +92,22 @@ def commit(store: Store, prefix: str, manifest: Manifest, *, overwrite: bool = F
     if old is not None and old != manifest.save.save_id:
         # The step is committed; what cannot be freed now is an orphan that `prune` finds.
         discard(store, prefix, old)
+
+
+def commit_together(
+    ranks: Ranks, store: Store, prefix: str, save_id: str, make: Callable[[], None]
+) -> None:
+    """Rank 0 makes the step exist, and tells the others without waiting for them."""
+    if ranks.rank == 0:
+        make()
+        ranks.share(lambda: "committed")
+        return
+    try:
+        ranks.share(lambda: "")
+    except PeerError:
+        # Rank 0 may have committed before it was lost, or before it could say so.
+        if committed_save_id(store, prefix) != save_id:
+            raise
 
 
 def publish(store: Store, prefix: str, manifest: Manifest, *, replace: bool) -> None:

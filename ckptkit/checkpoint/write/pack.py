@@ -41,9 +41,10 @@ from ckptkit.format.pack import (
 )
 from ckptkit.format.record import Record, SaveInfo
 from ckptkit.model import Box, Grid, Layout, Part
+from ckptkit.plan.read import batches
 from ckptkit.plan.write import Owned, chunks_to_write, writes_document
 from ckptkit.storage import AlignedBuffer, BufferPool, Sink, Store
-from ckptkit.storage.buffers import copy_elements
+from ckptkit.storage.base.buffers import copy_elements
 
 I64 = npt.NDArray[np.int64]
 
@@ -209,6 +210,7 @@ class Pack:
         extents.append(offset + record + closing - self._end)
         self._sink: Sink = store.create(self._key, extents, memory=memory)
         if not segments:
+            # Nobody will write a last one, who would finish the pack.
             try:
                 self._finish()
             except BaseException:
@@ -265,14 +267,8 @@ class Pack:
 
     def segments_of(self, size: int) -> list[Segment]:
         """Segments of about so many bytes."""
-        ends = self._offsets + self._lengths
-        lasts: list[int] = []
-        first = start = 0
-        while first < len(ends):
-            first = max(first + 1, int(np.searchsorted(ends, start + size, side="right")))
-            start = int(ends[first - 1])
-            lasts.append(first)
-        return self.segments_at(lasts)
+        sizes = np.diff(self._offsets + self._lengths, prepend=0)
+        return self.segments_at([last for _, last in batches(sizes, size)])
 
     def segments_at(self, lasts: Sequence[int]) -> list[Segment]:
         """Segments that end before these entries."""

@@ -18,7 +18,7 @@ from ckptkit.checkpoint.ranks import OneRank, Ranks, in_one_line
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress
 from ckptkit.checkpoint.write.commit import (
     commit,
-    committed_save_id,
+    commit_together,
     discard,
     gather,
     refuse_committed,
@@ -28,7 +28,6 @@ from ckptkit.errors import (
     GivenUpError,
     InvalidNameError,
     LayoutError,
-    PeerError,
     StepExistsError,
     UnsupportedTypeError,
     UsageError,
@@ -229,17 +228,8 @@ class Writer:
                     discard(store, prefix, save_id, pack_name(ranks.rank))
                 raise
 
-            # Commit: rank 0 does, and tells the others without waiting for them.
-            if ranks.rank == 0:
-                self._make_exist(save_id)
-                ranks.share(lambda: "committed")
-                return
-            try:
-                ranks.share(lambda: "")
-            except PeerError:
-                # Rank 0 may have committed before it was lost, or before it could say so.
-                if committed_save_id(store, prefix) != save_id:
-                    raise
+            # Commit.
+            commit_together(ranks, store, prefix, save_id, lambda: self._make_exist(save_id))
         except BaseException as error:
             self._give_up(in_one_line(error))
             raise

@@ -30,7 +30,7 @@ class Agreement:
     """On rank 0: the extra state of all stages."""
 
 
-def agree(
+def put_together(
     ranks: Ranks,
     topology: Topology,
     names: Iterable[str],

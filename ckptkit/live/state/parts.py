@@ -37,6 +37,7 @@ from ckptkit.model import (
 )
 
 HowCut: TypeAlias = Placement | Cut | Experts
+Index: TypeAlias = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,14 +74,7 @@ class LiveTensor:
             return self
         whole = self.tensor.full_tensor().detach()
         # Torch knows strided pieces that differ in size by more than one way of counting.
-        is_whole = all(
-            same_bits(
-                whole[box.within(Box.whole(self.shape))],
-                self.local[place.within(Box.whole(self.own.shape))],
-            )
-            for box, place in zip(self.own.boxes, self.own.places, strict=True)
-        )
-        if not is_whole:
+        if not all(same_bits(whole[a], self.local[b]) for a, b in indices(self.own, self.shape)):
             raise LayoutError(
                 "torch gathers this DTensor to something else than what its rank holds",
                 where=self.name,
@@ -88,36 +82,27 @@ class LiveTensor:
             )
         part = topology.part(self.name, self.shape, self.placements)
         local = torch.empty(part.shape, dtype=whole.dtype)
-        for box, place in zip(part.boxes, part.places, strict=True):
-            local[place.within(Box.whole(part.shape))] = whole[box.within(Box.whole(self.shape))]
+        for there, here in indices(part, self.shape):
+            local[here] = whole[there]
         return replace(self, local=local, own=None, tensor=None)
 
     def saved_placements(self, topology: Topology) -> dict[str, Placement]:
         """How the axes cut what is saved. Ranks that hold the same share the writing; where they
         may differ, as buffers do, a mixture would be nobody's values: the first rank's are saved.
         """
-        return dict.fromkeys(self._unsure(topology), Owner(0)) | dict(self.placements)
+        return dict.fromkeys(self.unsure(topology), Owner(0)) | dict(self.placements)
 
-    def first_replica(self, topology: Topology) -> int:
-        """The rank whose values are saved for this rank's, which nothing keeps the same."""
-        mesh = topology.strategy.mesh
-        unsure = self._unsure(topology) - self.placements.keys() - self.of_first
-        coords = zip(mesh.axes, mesh.coords(topology.rank), strict=True)
-        return mesh.rank(tuple(0 if axis.name in unsure else coord for axis, coord in coords))
-
-    def is_sure(self, topology: Topology) -> bool:
-        """Whether nobody's values but this rank's are saved for it, or such that are the same."""
-        return not self._unsure(topology) - self.placements.keys() - self.of_first
-
-    def is_whole_where_others_are_cut(self, topology: Topology) -> bool:
-        """Whether nobody says that it is cut along an axis that is there to cut."""
-        unsure = self._unsure(topology) - self.placements.keys()
-        axes = topology.strategy.mesh.axes
-        return any(a.name in unsure for a in axes if a.kind not in ("ddp", "zero1", "pp"))
-
-    def _unsure(self, topology: Topology) -> set[str]:
+    def unsure(self, topology: Topology) -> set[str]:
+        """The axes along which nothing keeps its values the same on all ranks."""
         axes = topology.strategy.mesh.axes
         return {axis.name for axis in axes if axis.size > 1 and axis.name not in self.alike_along}
+
+
+def indices(part: Part, shape: tuple[int, ...]) -> list[tuple[Index, Index]]:
+    """For each box of a part: the index of it in the whole tensor, and in what the rank holds."""
+    whole, own = Box.whole(shape), Box.whole(part.shape)
+    pairs = zip(part.boxes, part.places, strict=True)
+    return [(box.within(whole), place.within(own)) for box, place in pairs]
 
 
 @dataclass(frozen=True, slots=True)

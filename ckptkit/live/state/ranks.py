@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -30,13 +30,12 @@ _SHARE_OF_WAIT = 0.1  # what looking seldom adds to a wait
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World:
-    """The rank of this process, how many there are, and the store where they leave word for each
-    other.
-    """
+    """The rank of this process, how many there are, and where they leave word for each other."""
 
     rank: int = 0
     size: int = 1
-    store: Store | None = None
+    rendezvous: Store | None = None
+    """Torch's key-value store, which lives as long as the job; none where there is one rank."""
 
 
 def current_world() -> World:
@@ -65,12 +64,12 @@ _names: WeakKeyDictionary[dist.ProcessGroup, Iterator[str]] = WeakKeyDictionary(
 
 def next_name(world: World, what: str) -> str:
     """A name for one call, the same on all ranks because all make the same calls."""
-    group = dist.group.WORLD if world.store is not None else None
-    if world.store is None or group is None:
+    group = dist.group.WORLD if world.rendezvous is not None else None
+    if world.rendezvous is None or group is None:
         return what
     if group not in _names:
         # A store may outlive a process group, and what the ranks of that said must not be heard.
-        generation = world.store.add(f"ckptkit/generation/{world.rank}", 1)
+        generation = world.rendezvous.add(f"ckptkit/generation/{world.rank}", 1)
         _names[group] = (f"{generation}.{number}" for number in count(1))
     return f"{next(_names[group])}-{what}"
 
@@ -96,11 +95,11 @@ class StoreRanks(Ranks):
         timeout: float = DEFAULT_TIMEOUT,
         failure: str = Ranks.failure,
     ) -> None:
-        assert world.store is not None  # noqa: S101 — a job of several ranks has one
+        assert world.rendezvous is not None  # noqa: S101 — a job of several ranks has one
         self.rank = world.rank
         self.world_size = world.size
         self.failure = failure
-        self._store: Store = PrefixStore(f"ckptkit/{name}", world.store)
+        self._store: Store = PrefixStore(f"ckptkit/{name}", world.rendezvous)
         self._timeout = timeout
         self._shares = 0
         self._meetings = 0
@@ -243,24 +242,21 @@ class GroupRanks(Ranks):
         return f"rank {self.rank}: {problem}"
 
     def _tell(self, data: bytes) -> bytes:
-        size = torch.tensor(len(data), device=wire())
+        size = torch.tensor(len(data), device=wire(self._group))
         dist.broadcast(size, group=self._group, group_src=0)
-        if self.rank == 0:
-            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(wire())
-        else:
-            tensor = torch.empty(int(size), dtype=torch.uint8, device=wire())
-        dist.broadcast(tensor, group=self._group, group_src=0)
-        return data if self.rank == 0 else tensor.cpu().numpy().tobytes()
+        return bytes_of_first(data if self.rank == 0 else None, int(size), self._group)
 
     def _meet(self, data: bytes | None) -> list[bytes]:
         # A collective takes as much from every rank: what is short is filled up.
-        mine = torch.tensor(len(data or b""), device=wire())
+        mine = torch.tensor(len(data or b""), device=wire(self._group))
         sizes = [torch.zeros_like(mine) for _ in range(self.world_size)]
         dist.all_gather(sizes, mine, group=self._group)
         most = max(map(int, sizes))
         if data is None or not most:
             return []
-        padded = torch.frombuffer(bytearray(data.ljust(most)), dtype=torch.uint8).to(wire())
+        padded = torch.frombuffer(bytearray(data.ljust(most)), dtype=torch.uint8).to(
+            wire(self._group)
+        )
         heard = [torch.empty_like(padded) for _ in sizes] if self.rank == 0 else None
         dist.gather(padded, heard, group=self._group, group_dst=0)
         pairs = zip(heard or (), sizes, strict=False)
@@ -280,6 +276,11 @@ class _reachable:  # noqa: N801 — reads as a statement
             ) from error
 
 
+def listed(ranks: Sequence[int], most: int = 8) -> str:
+    """Some ranks as an error names them: the first, and a mark where there are more."""
+    return ", ".join(map(str, ranks[:most])) + (", …" if len(ranks) > most else "")
+
+
 def copying_threads(world: World) -> int:
     """How many threads of this rank may copy memory at a time: with more than there are cores for
     all ranks of the machine, copying only gets slower.
@@ -289,21 +290,23 @@ def copying_threads(world: World) -> int:
     return max(1, min(8, cores() // ranks))
 
 
-def wire() -> torch.device:
-    """Where the backend of the default group wants the tensors of a collective to be."""
-    if "cpu:" in dist.get_backend_config():
+def wire(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where the backend of a group, by default that of the job, wants the tensors of a collective
+    to be.
+    """
+    if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     found = torch.accelerator.current_accelerator()
     return torch.device("cpu") if found is None else found
 
 
-def bytes_of_first(data: bytes | None, size: int) -> bytes:
-    """Rank 0's bytes on every rank of the default group, by a collective, which carries more than
-    a store does; all ranks know how many there are.
+def bytes_of_first(data: bytes | None, size: int, group: dist.ProcessGroup | None = None) -> bytes:
+    """Rank 0's bytes on every rank of a group, by a collective, which carries more than a store
+    does; all ranks know how many there are.
     """
     if data is None:
-        tensor = torch.empty(size, dtype=torch.uint8, device=wire())
+        tensor = torch.empty(size, dtype=torch.uint8, device=wire(group))
     else:
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(wire())
-    dist.broadcast(tensor, src=0)
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(wire(group))
+    dist.broadcast(tensor, group=group, group_src=0)
     return bytes(tensor.cpu().numpy()) if data is None else data

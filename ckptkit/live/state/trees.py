@@ -158,6 +158,11 @@ def unmarked(value: Any, where: str) -> Any:
     return put_tensors(value, None, where)
 
 
+def no_tensor(name: str) -> torch.Tensor:
+    """Refuse the mark of a tensor where there can be none."""
+    raise FormatError("not a value without tensors", where=name)
+
+
 def is_mark(tree: Mapping[Any, Any]) -> bool:
     """Whether a dictionary of a taken tree stands for one value."""
     return len(tree) == 1 and next(iter(tree)) in (REFERENCE, _TENSOR, *_MADE_BY)

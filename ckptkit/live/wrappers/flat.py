@@ -20,8 +20,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit.errors import UnsupportedTypeError
-from ckptkit.format.leaves import dumps, unpack
+from ckptkit.format.leaves import dumps
 from ckptkit.live.state.lines import SharedOut
+from ckptkit.live.state.ranks import GroupRanks, World
 from ckptkit.live.wrappers.entries import canonical_names
 
 JoinedMeshes = dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
@@ -292,18 +293,15 @@ def of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return found
 
 
-def told_to_all(value: object, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+def told_to_all(value: object, group: dist.ProcessGroup) -> list[Any]:
     """What each rank of a group has to say, in plain values; what one cannot say all raise."""
+    problem = ""
     try:
-        told = dumps(["", value])
+        dumps(value)
     except UnsupportedTypeError as error:
-        told = dumps([str(error), None])
-    data = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(device)
-    sizes = of_all_ranks(torch.tensor([len(told)], device=device), group).tolist()
-    padded = data.new_zeros(max(sizes))
-    padded[: len(told)] = data
-    rows = of_all_ranks(padded, group).view(len(sizes), -1).cpu()
-    heard = [unpack(bytes(r[:n].numpy()), "a rank") for r, n in zip(rows, sizes, strict=True)]
+        problem, value = str(error), None
+    ranks = GroupRanks(World(group.rank(), group.size()), group)
+    heard = ranks.agree([problem, value], list)
     for rank, (problem, _) in zip(dist.get_process_group_ranks(group), heard, strict=True):
         if problem:
             raise UnsupportedTypeError(f"rank {rank}: {problem}")

@@ -7,7 +7,7 @@ state is cut and put together here, in the same two ways.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.live.state.tensors import dtype_name, local_of, parts_of_tensor
-from ckptkit.live.state.trees import put_tensors, take_tensors, tensors_inline
+from ckptkit.live.state.trees import no_tensor, put_tensors, take_tensors, tensors_inline
 from ckptkit.live.wrappers.entries import Names, Saved, SavedState, StateEntry, StateMismatchError
 from ckptkit.live.wrappers.flat import Flat, FlatSlice, flats_of, told_to_all
-from ckptkit.live.wrappers.optimizers import PlainOptimizer, no_tensor, step_without_effect
+from ckptkit.live.wrappers.optimizers import PlainOptimizer, step_without_effect
 
 _KeptByName = dict[str, dict[str, list[Any]]]
 """By parameter and key the name of the dtype of the elements that are kept there, or none and one
@@ -37,6 +37,16 @@ class FlatPart:
     piece: FlatSlice
 
     @property
+    def name(self) -> str:
+        """The first, where it has several."""
+        return self.piece.name
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What the optimizer steps: a view of it, or the flat one that it is in."""
+        return self.piece.holder
+
+    @property
     def is_alone(self) -> bool:
         """Whether nothing else has its state with that of this parameter."""
         return self.piece.is_view or len(self.flat.slices) == 1
@@ -45,6 +55,21 @@ class FlatPart:
     def is_here(self) -> bool:
         """Whether its state, or that of the flat one that it is in, is this rank's to keep."""
         return not self.piece.is_view or self.piece.count > 0
+
+    def elements(self, value: torch.Tensor) -> torch.Tensor:
+        """Its own in what is kept for the flat one."""
+        return self.piece.within(value) if value.ndim else value
+
+    def entries(self) -> list[StateEntry]:
+        """Copies of this rank's rows of what is kept. A collective."""
+        (kept,) = self.adapter._kept([self.flat])
+        return self.adapter._entries_of(self.flat, {self.name: kept.get(self.name, {})})
+
+    def take(self, entries: Sequence[StateEntry], values: dict[str, Any]) -> None:
+        """Take over the rows, filled, and the values. A collective."""
+        whole = {e.key: e.value for e in entries if not _is_rows(e)}
+        self.adapter._absorb_rows(self.flat, list(filter(_is_rows, entries)))
+        self.adapter._absorb_values(self.flat, {self.name: whole | values})
 
 
 class FSDP1Optimizer(PlainOptimizer):
@@ -57,8 +82,6 @@ class FSDP1Optimizer(PlainOptimizer):
         self._flats: list[Flat] = []
         self._whole: dict[nn.Parameter, str] = {}
         self._saved: SavedState | None = None
-        self.copied: MutableMapping[nn.Parameter, dict[str, Any]] | None = None
-        """What counts as the optimizer's state instead of its own."""
         for flat in (flat for module in modules for flat in flats_of(module)):
             held = tuple(piece for piece in flat.slices if piece.holder in mine)
             for piece in held:
@@ -69,10 +92,6 @@ class FSDP1Optimizer(PlainOptimizer):
                 self._flats.append(replace(flat, slices=held))
 
     @property
-    def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
-        return super().state if self.copied is None else self.copied
-
-    @property
     def held(self) -> dict[str, FlatPart]:
         """By every name of a parameter that lies in a flat one, what this rank has of it."""
         return {
@@ -81,18 +100,6 @@ class FSDP1Optimizer(PlainOptimizer):
             for piece in flat.slices
             for name in (piece.name, *piece.also)
         }
-
-    def rows(self, part: FlatPart) -> list[StateEntry]:
-        """Copies of this rank's rows of what is kept for one parameter. A collective."""
-        (kept,) = self._kept([part.flat])
-        name = part.piece.name
-        return self._entries_of(part.flat, {name: kept.get(name, {})})
-
-    def take(self, part: FlatPart, entries: Sequence[StateEntry], values: dict[str, Any]) -> None:
-        """Take over the rows, filled, and the values of one parameter. A collective."""
-        whole = {e.key: e.value for e in entries if not _is_rows(e)}
-        self._absorb_rows(part.flat, list(filter(_is_rows, entries)))
-        self._absorb_values(part.flat, {part.piece.name: whole | values})
 
     def names_of(self, names: Names, parameters: Sequence[nn.Parameter]) -> list[str]:
         """The names of parameters; a flat one has those of all that it is made of."""
@@ -157,7 +164,7 @@ class FSDP1Optimizer(PlainOptimizer):
                 groups.setdefault(flat.group, []).append(number)
         for group, numbers in groups.items():
             mine = [tensors_inline(found[number]) for number in numbers]
-            heard = told_to_all(mine, group, flats[numbers[0]].device)
+            heard = told_to_all(mine, group)
             for number, *of_ranks in zip(numbers, *heard, strict=True):
                 together: _KeptByName = {}
                 for kept in of_ranks:  # of each value what the first rank says that has it

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adagrad, Optimizer
 
-from ckptkit.errors import FormatError, InvalidNameError, UnsupportedTypeError, UsageError
+from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import join
 from ckptkit.live.state.lines import Line, SharedOut, line_of
 from ckptkit.live.state.tensors import as_plain, as_spread, parts_of_tensor
-from ckptkit.live.state.trees import arrays_in, put_tensors, take_tensors
+from ckptkit.live.state.trees import arrays_in, no_tensor, put_tensors, take_tensors
 from ckptkit.live.wrappers.entries import Names, Saved, SavedState, StateEntry, StateMismatchError
 
 T = TypeVar("T")
@@ -31,17 +31,13 @@ class PlainOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self.state: MutableMapping[nn.Parameter, dict[str, Any]] = cast("Any", optimizer.state)
+        """What it keeps on this rank, by parameter."""
 
     @property
     def kind(self) -> str:
         """The name of the class that does the steps."""
         return type(self._optimizer).__name__
-
-    @property
-    def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
-        """What it keeps, by parameter."""
-        state: Any = self._optimizer.state
-        return state  # type: ignore[no-any-return]
 
     def lines(self) -> list[Line]:
         """The lines of ranks over which it spreads its state; none where that is cut as its
@@ -226,11 +222,6 @@ def _saved_in(item: Any) -> Iterator[Saved]:
             yield from _saved_in(each)
 
 
-def no_tensor(name: str) -> torch.Tensor:
-    """Refuse the mark of a tensor where there can be none."""
-    raise FormatError("not a value without tensors", where=name)
-
-
 def _name_of(names: Names, parameter: nn.Parameter) -> str:
     if parameter not in names:
         raise InvalidNameError(
@@ -277,6 +268,7 @@ class Zero1Optimizer(PlainOptimizer):
         # torch annotates little of what is asked of it here.
         self._zero = cast("Any", optimizer)
         self._zero._check_overlap_initialized()
+        self.state = self._zero.optim.state
 
     @staticmethod
     def recognises(optimizer: Optimizer) -> bool:
@@ -289,11 +281,6 @@ class Zero1Optimizer(PlainOptimizer):
     def kind(self) -> str:
         """The name of the class of the optimizer inside."""
         return type(self._zero.optim).__name__
-
-    @property
-    def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
-        """What this rank keeps."""
-        return self._zero.optim.state  # type: ignore[no-any-return]
 
     def lines(self) -> list[Line]:
         """The ranks that share the parameters out among them."""

@@ -201,7 +201,7 @@ def run_by_mpirun(job: LaunchJob, output: Output) -> Outcome:
             "there is no mpirun on this machine", hint="pip install 'ckptkit[mpi]' brings one"
         )
     for number in SIGNALS:
-        signal.signal(number, _interrupt)
+        signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
     each = (sys.executable, str(Path(of_rank.__file__)), *job.command)
     command = [mpirun, "-n", str(job.nproc_per_node), *each]
     outcome = Outcome(ok=True)
@@ -277,10 +277,6 @@ def _end(mpirun: subprocess.Popen[bytes]) -> None:
             mpirun.kill()
             mpirun.wait()
     _kill_groups([mpirun.pid])
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _told_of_failure(streams: Streams, output: Output) -> bool:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore
 
 from ckptkit.checkpoint.ranks import leaving
-from ckptkit.errors import PeerError, UsageError
+from ckptkit.errors import UsageError
 from ckptkit.live.state.ranks import World, current_world, next_name, ranks_of
 from ckptkit.live.state.sockets import Listener, own_address
 from ckptkit.live.wrappers.entries import parameter_names
@@ -79,7 +77,7 @@ class AsynchronousSGD:
         self._server: Listener | None = None
         self._met: dict[str, Any] | None = {}
         self._closed = False
-        self._access = self._connect(next_name(self._world, "asynchronous"))
+        self._access = self._connect()
         self._pull()
 
     @property
@@ -188,47 +186,34 @@ class AsynchronousSGD:
             for name, value in zip(self._shares[server], values, strict=True):
                 self._parameters[name].copy_(value)
 
-    def _connect(self, name: str) -> dict[int, Access]:
+    def _connect(self) -> dict[int, Access]:
         """Reach all servers; a rank that is no worker asks them too, when all meet."""
-        rank, store = self._world.rank, self._world.store
+        world, shard, clocks = self._world, self._shard, self._clocks
         used = [server for server in self._servers if self._shares[server]]
-        if store is None:
-            return dict.fromkeys(used, InProcess(self._shard, self._clocks, rank))
-        addresses = PrefixStore(f"ckptkit/{name}", store)
-        addresses.set(f"rank {rank}", socket.gethostname())
-        if rank in used:
-            hosts = [
-                _wait_for(addresses, f"rank {each}", self._timeout)
-                for each in range(self._world.size)
-            ]
-            token, host = secrets.token_bytes(_TOKEN_BYTES), own_address(hosts)
-            self._server = Listener(host, token, partial(answer_worker, self._shard, self._clocks))
-            addresses.set(f"server {rank}", f"{host}|{self._server.port}|{token.hex()}")
+        name = next_name(world, "asynchronous")
+        ranks = ranks_of(world, name, self._timeout, "no training begins")
+        with leaving(ranks):
+            hosts = ranks.agree(socket.gethostname(), list)
+            address = None
+            if world.rank in used and world.size > 1:
+                host, token = own_address(hosts), secrets.token_bytes(_TOKEN_BYTES)
+                self._server = Listener(host, token, partial(answer_worker, shard, clocks))
+                address = host, self._server.port, token
+            addresses = ranks.agree(address, list)
         found: dict[int, Access] = {}
         for server in used:
-            if server == rank:
-                found[server] = InProcess(self._shard, self._clocks, rank)
+            if server == world.rank:
+                found[server] = InProcess(shard, clocks, world.rank)
             else:
                 like = [self._parameters[name].detach() for name in self._shares[server]]
-                address = _wait_for(addresses, f"server {server}", self._timeout)
-                found[server] = OverSocket(server, address, rank, like, self._timeout)
+                found[server] = OverSocket(
+                    server, addresses[server], world.rank, like, self._timeout
+                )
         return found
 
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("closed: this worker has said that it has done its last step")
-
-
-def _wait_for(store: PrefixStore, key: str, timeout: float) -> str:
-    try:
-        store.wait([key], timedelta(seconds=timeout))
-    except RuntimeError as error:
-        raise PeerError(
-            f"did not come within {timeout:g} s",
-            where=key,
-            hint="every rank makes an AsynchronousSGD",
-        ) from error
-    return bytes(store.get(key)).decode()
 
 
 def _ranks(what: str, ranks: Sequence[int] | None, world: World) -> list[int]:

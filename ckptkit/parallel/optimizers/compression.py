@@ -136,24 +136,16 @@ class Compression(ABC):
         of a job of as many ranks, and otherwise not.
         """
 
-    def scatter_reduce(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over all ranks of the piece that is this rank's, of one for each rank."""
-        data = [self._packed(piece) for piece in pieces]
-        total = torch.zeros_like(pieces[0], dtype=torch.float32)
-        for received in self.wire.exchange(data, data[0].numel()):
-            total += self._unpacked(received, total.numel())
-        return total
-
-    def _packed(self, values: torch.Tensor) -> torch.Tensor:
-        """The bytes that are sent for some elements."""
+    def packed(self, values: torch.Tensor) -> torch.Tensor:
+        """The bytes that are sent for some elements, where nothing is left unsent."""
         raise NotImplementedError
 
-    def _unpacked(self, data: torch.Tensor, numel: int) -> torch.Tensor:
+    def unpacked(self, data: torch.Tensor, numel: int) -> torch.Tensor:
         """The elements that they stand for."""
         raise NotImplementedError
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """By which the checkpoint knows a parameter."""
+        """The name of a parameter in the checkpoint: unlike buckets, names outlive a job."""
         return self._names[cast("nn.Parameter", parameter)]
 
     def _hook(self, bucket: GradBucket) -> Sent:
@@ -243,11 +235,15 @@ class _CompressedReduceScatter(ReduceScatter):
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002
     ) -> None:
         """Fill the output with this rank's piece of the sum, or of the mean."""
-        wire = self._compression.wire
+        compression, wire = self._compression, self._compression.wire
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise UsageError("no sum and no mean", where="compression", value=str(op))
         wire.uncompressed += input_tensor.nbytes * (wire.size - 1) // wire.size
-        total = self._compression.scatter_reduce(input_tensor.chunk(group.size()))
+        pieces = input_tensor.chunk(group.size())
+        data = [compression.packed(piece) for piece in pieces]
+        total = torch.zeros_like(pieces[0], dtype=torch.float32)
+        for received in wire.exchange(data, data[0].numel()):
+            total += compression.unpacked(received, total.numel())
         output_tensor.copy_(total / wire.size if op == dist.ReduceOp.AVG else total)
 
 

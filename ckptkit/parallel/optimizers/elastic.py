@@ -261,13 +261,13 @@ class ElasticTraining:
     def _leave(self) -> None:
         """Rank 0 goes last: with it may go the store that the others still ask how they met."""
         world, key = self._world, f"ckptkit/{next_name(self._world, 'left')}"
-        if world.store is None:
+        if world.rendezvous is None:
             return
-        left = world.store.add(key, int(world.rank != 0))
+        left = world.rendezvous.add(key, int(world.rank != 0))
         deadline = time.monotonic() + _STAY
         while world.rank == 0 and left < world.size - 1 and time.monotonic() < deadline:
             time.sleep(_PAUSE)
-            left = world.store.add(key, 0)
+            left = world.rendezvous.add(key, 0)
 
     def _ranks(self) -> Ranks:
         name = next_name(self._world, "elastic")
@@ -344,7 +344,6 @@ def folder_in_memory(location: str) -> Path | None:
 
 
 def rule_of(rule: str | RateRule) -> RateRule:
-    """The rule of a name."""
     if callable(rule):
         return rule
     if rule not in _RULES:

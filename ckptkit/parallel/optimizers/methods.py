@@ -76,10 +76,10 @@ class Cast(Compression):
             return _HOOKS[self.spec](self.wire.group, bucket)
         return done(buffer.copy_(self.wire.mean(buffer.to(_HALVES[self.spec]))))
 
-    def _packed(self, values: torch.Tensor) -> torch.Tensor:
+    def packed(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(_HALVES[self.spec]).contiguous().view(torch.uint8)
 
-    def _unpacked(self, data: torch.Tensor, numel: int) -> torch.Tensor:
+    def unpacked(self, data: torch.Tensor, numel: int) -> torch.Tensor:
         return data.clone().view(_HALVES[self.spec])[:numel].float()
 
 
@@ -104,11 +104,11 @@ class Int8(Compression):
         found = [decoded(data, runs) for data, runs in zip(means, shares, strict=True)]
         return done(buffer.copy_(torch.cat(found)))
 
-    def _packed(self, values: torch.Tensor) -> torch.Tensor:
+    def packed(self, values: torch.Tensor) -> torch.Tensor:
         # Blocks of 512 whatever the tensors: one piece has a part of each of a whole unit.
         return encoded(values.float(), runs_of([values.numel()]))
 
-    def _unpacked(self, data: torch.Tensor, numel: int) -> torch.Tensor:
+    def unpacked(self, data: torch.Tensor, numel: int) -> torch.Tensor:
         return decoded(data, runs_of([numel]))
 
 
@@ -121,12 +121,10 @@ class BlockRun:
 
     @property
     def numel(self) -> int:
-        """How many elements they have."""
         return self.count * self.length
 
     @property
     def nbytes(self) -> int:
-        """How many bytes they are sent in."""
         return self.count * (_SCALE_BYTES + self.length)
 
 

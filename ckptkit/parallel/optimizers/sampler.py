@@ -44,7 +44,6 @@ class GlobalSampler:
         self.position += count
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on all ranks."""
         return {
             "position": self.position,
             "size": self._size,

@@ -209,7 +209,7 @@ class Clocks:
 
 
 class InProcess:
-    """Asks the server of this process; `begin_push` does not wait for the answer."""
+    """Asks the server of this process. A push has two halves: between them all servers work."""
 
     def __init__(self, shard: ParameterShard, clocks: Clocks, worker: int) -> None:
         self._shard, self._clocks, self._worker = shard, clocks, worker
@@ -235,17 +235,21 @@ class InProcess:
 
 
 class OverSocket:
-    """The same of a server in another process."""
+    """Asks a server in another process, by messages."""
 
     def __init__(
-        self, server: int, address: str, worker: int, like: Sequence[torch.Tensor], timeout: float
+        self,
+        server: int,
+        address: tuple[str, int, bytes],
+        worker: int,
+        like: Sequence[torch.Tensor],
+        timeout: float,
     ) -> None:
         self._server, self._worker, self._timeout = server, worker, timeout
         self._like = list(like)
-        host, port, token = address.split("|")
         self._largest = _STATES * sum(t.nbytes for t in self._like) + _SLACK_OF_ANSWERS
         with self._talking():
-            self._pipe = connect(host, int(port), bytes.fromhex(token), timeout)
+            self._pipe = connect(*address, timeout)
         # An answer may wait for other workers as long as they may take, and then says so.
         self._pipe.settimeout(2 * timeout)
         self._send(Kind.HELLO)
@@ -323,37 +327,36 @@ def answer_worker(shard: ParameterShard, clocks: Clocks, pipe: socket.socket) ->
     kind, worker, _ = receive_message(pipe, 0)
     if kind != Kind.HELLO:
         return
+    here = InProcess(shard, clocks, worker)
     try:
         while kind != Kind.LEAVE:
             kind, _, data = receive_message(pipe, largest)
             answer: list[memoryview] = []
             try:
                 if kind == Kind.PUSH:
-                    shard.push(gradients_in(data, shard.like))
-                    clocks.tick(worker)
+                    here.begin_push(gradients_in(data, shard.like))
+                    answer = [memory_of(value) for value in here.end_push()]
+                elif kind == Kind.PULL:
+                    answer = [memory_of(value) for value in here.pull()]
+                elif kind == Kind.STATE:
+                    answer = [memoryview(dumps(tensors_inline(here.state()), "state"))]
+                elif kind == Kind.STEPS:
+                    answer = [memoryview(dumps(here.steps(), "steps"))]
                 elif kind == Kind.OPTIONS:
                     options = unpack(bytes(data), "options")
-                    shard.set_options(options if isinstance(options, dict) else {})
+                    here.set_options(options if isinstance(options, dict) else {})
                 elif kind == Kind.LEAVE:
-                    clocks.leave(worker)
+                    here.leave()
             except Exception as error:  # noqa: BLE001 — told to the worker, who raises it
                 told = memoryview(in_one_line(error).encode())
                 send_message(pipe, Kind.FAILED, worker, [told])
-                continue
-            if kind in (Kind.PUSH, Kind.PULL):
-                answer = [memory_of(value) for value in shard.pull()]
-            elif kind == Kind.STATE:
-                answer = [memoryview(dumps(tensors_inline(shard.state()), "state"))]
-            elif kind == Kind.STEPS:
-                answer = [memoryview(dumps(clocks.steps, "steps"))]
-            send_message(pipe, Kind.DONE, worker, answer)
+            else:
+                send_message(pipe, Kind.DONE, worker, answer)
     finally:
         clocks.lose(worker)  # unless it has left
 
 
 class Kind(IntEnum):
-    """What a message is."""
-
     HELLO = 0
     PUSH = 1
     PULL = 2

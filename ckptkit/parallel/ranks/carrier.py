@@ -137,7 +137,6 @@ def carried_op(op: str, dtype: torch.dtype) -> str:
 
 
 def combine(total: torch.Tensor, other: torch.Tensor, op: str) -> None:
-    """Reduce two flat tensors into the first."""
     if op == "sum":
         total += other
     elif op == "max":
@@ -159,12 +158,10 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorForm:
-        """The form of a tensor."""
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Its dtype, as torch knows it."""
         found = getattr(torch, self.dtype, None)
         if not isinstance(found, torch.dtype):
             raise FormatError("a rank sends values of a dtype unknown here", value=self.dtype)
@@ -172,7 +169,6 @@ class TensorForm:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes."""
         return self.torch_dtype.itemsize * torch.Size(self.shape).numel()
 
     def __str__(self) -> str:

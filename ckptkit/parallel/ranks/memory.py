@@ -108,7 +108,6 @@ class Hub:
         return [told[other] for other in range(size)]
 
     def put(self, name: object, data: torch.Tensor) -> None:
-        """Leave a message."""
         with self._changed:
             self._messages.setdefault(name, deque()).append(data)
             self._changed.notify_all()

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
-from ckptkit.errors import CkptkitError, LayoutError, UsageError
+from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.live import Restored, ShardedOptimizerState, distributed_model, load, save
 from ckptkit.live.state.ranks import current_world, next_name, ranks_of
 from ckptkit.live.state.tensors import local_of
@@ -323,11 +323,7 @@ class Distributed:
         found: dict[str, Any] = {"model": whole.local_state_dict()}
         if self._optimizer is not None:
             kept = self.optimizer_state()
-            found["optimizer"] = {
-                name: {key: _local(value) for key, value in kept.get(name).items()}
-                for name in kept.names
-                if kept.has(name)
-            }
+            found["optimizer"] = {name: kept.get(name) for name in kept.names if kept.has(name)}
             unsaid = ("params", "param_names")
             found["groups"] = [
                 {key: value for key, value in group.items() if key not in unsaid}
@@ -344,18 +340,7 @@ class Distributed:
         for name in set(kept.names) - state["optimizer"].keys():
             kept.remove(name)
         for name, values in state["optimizer"].items():
-            mine = kept.get(name) if kept.has(name) else kept.create(name)
-            if mine.keys() != values.keys():
-                raise LayoutError(
-                    "the optimizer keeps other things",
-                    where=name,
-                    value=(sorted(mine), sorted(values)),
-                )
-            for key, value in values.items():
-                if torch.is_tensor(value):
-                    _local(mine[key]).copy_(value)
-                else:
-                    mine[key] = value
+            kept.put(name, values)
         for group, options in zip(self._optimizer.param_groups, state["groups"], strict=True):
             group.update(options)
 
@@ -372,10 +357,6 @@ def _with_own(state: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """The state, and what the caller has of its own among the options."""
     own = options.pop("state", None)
     return state | {"state": {**state.get("state", {}), **own}} if own else state
-
-
-def _local(value: Any) -> Any:
-    return local_of(value) if torch.is_tensor(value) else value
 
 
 def _norm_of_all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
@@ -25,6 +26,7 @@ Precision: TypeAlias = torch.dtype | MixedPrecisionPolicy
 SHARDED = ("fsdp", "zero2", "zero3")
 """The kinds whose parameters `fully_shard` cuts."""
 
+_BY_CLASS = "pass the class and optimizer_options=, or a function of parameters"
 _DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
@@ -116,6 +118,69 @@ class StrategyOptions:
                 value=f"{self.compression}, {self.schedule}:{self.stages_per_rank}",
                 hint='schedule="1f1b"',
             )
+
+
+def check_optimizer(model: nn.Module, options: StrategyOptions, strategy: Strategy) -> None:
+    """Refuse an optimizer that could not step the spread model, before anything is spread."""
+    optimizer, settings = options.optimizer, dict(options.optimizer_options)
+    if optimizer is None:
+        if settings:
+            raise UsageError("optimizer_options without an optimizer", value=settings)
+        return
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(
+            "nothing of the model is trained",
+            value=type(model).__name__,
+            hint="unfreeze some of it with requires_grad_(); or leave optimizer= out",
+        )
+    if isinstance(optimizer, Optimizer):
+        check_step(type(optimizer))
+        if settings:
+            raise UsageError("optimizer_options are for a class", value=settings)
+        known = set(model.parameters())
+        if any(p not in known for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError(
+                "the optimizer has parameters that are not the model's",
+                value=type(optimizer).__name__,
+                hint=f"make it for this model; or {_BY_CLASS}",
+            )
+        is_replaced = sharder_of(strategy) or any(a.kind == "zero1" for a in strategy.mesh.axes)
+        if is_replaced or size_of(strategy, "tp") > 1 or size_of(strategy, "pp") > 1:
+            raise UsageError(
+                "the optimizer was made before the model was spread, which changes its parameters",
+                value=f"{type(optimizer).__name__}, {strategy}",
+                hint=_BY_CLASS,
+            )
+        return
+    if not callable(optimizer):
+        raise UsageError("no optimizer", value=optimizer, hint=_BY_CLASS)
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        check_step(optimizer)
+    try:
+        signature = inspect.signature(optimizer)
+    except ValueError:
+        return  # written in C, and says nothing about itself
+    try:
+        signature.bind([], **settings)
+    except TypeError as error:
+        taken = [name for name in signature.parameters if name != "self"][1:]
+        raise UsageError(
+            f"the optimizer cannot be called with these: {error}",
+            where="optimizer_options",
+            value=settings,
+            hint=f"it takes {', '.join(taken) or 'parameters only'}",
+        ) from error
+
+
+def check_step(kind: type[Optimizer]) -> None:
+    """Refuse one that asks for losses as it goes, which each rank has for its share alone."""
+    wanted = inspect.signature(kind.step).parameters.get("closure")
+    if wanted is not None and wanted.default is inspect.Parameter.empty:
+        raise UsageError(
+            "an optimizer that cannot make a step without a closure",
+            value=kind.__name__,
+            hint="choose one that needs gradients only, such as torch.optim.AdamW",
+        )
 
 
 def precision_of(what: object) -> Precision | None:

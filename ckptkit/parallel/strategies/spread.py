@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -28,13 +29,14 @@ from ckptkit.parallel.optimizers.methods import compression_of
 from ckptkit.parallel.ranks.job import init
 from ckptkit.parallel.strategies.data_parallel import Unit, check_parameters, replicated, shard
 from ckptkit.parallel.strategies.distributed import Distributed, all_ranks
-from ckptkit.parallel.strategies.optimizer import check_optimizer, optimizer_for
 from ckptkit.parallel.strategies.options import (
     SHARDED,
     MakeOptimizer,
     Precision,
     StageByHand,
     StrategyOptions,
+    check_optimizer,
+    check_step,
     group_size,
     microbatches_of,
     precision_of,
@@ -46,6 +48,7 @@ from ckptkit.parallel.strategies.options import (
 from ckptkit.parallel.strategies.pipeline import StagePipeline
 from ckptkit.parallel.strategies.stages import split_into_stages
 from ckptkit.parallel.strategies.tensor_parallel import parallelize, plan_of, try_out
+from ckptkit.plan.read import batches
 
 _SYNC_BYTES = 250 * 2**20
 
@@ -114,30 +117,26 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
         check_parameters(plain, strategy, options.group_below)
         check_optimizer(plain, options, strategy)
         check_alike(ranks, _said(plain, strategy, options))
-    here, mesh = device_of(plain, device), None
-    if strategy.mesh.axes:
-        shape = tuple(axis.size for axis in strategy.mesh.axes)
-        mesh = init_device_mesh(
-            here.type, shape, mesh_dim_names=tuple(_mesh_names(strategy).values())
-        )
+    job = _Job.of(strategy, options, device_of(plain, device))
+    here, mesh = job.device, job.mesh
     tp, pp = size_of(strategy, "tp"), size_of(strategy, "pp")
 
     # Begin alike: with the same numbers where ranks compute the same, with the values of rank 0.
     plan = plan_of(plain, tp, options) if tp > 1 else {}
     if tp > 1:
-        _give_random_numbers(_submesh(mesh, strategy, "tp").get_group(), here)
+        _give_random_numbers(job.along("tp").get_group(), here)
     # DDP gives its values to all ranks itself, where it has something to train.
-    by_wrapper = set(_mesh_names(strategy)) <= {"ddp", "zero1"}
+    by_wrapper = job.names.keys() <= {"ddp", "zero1"}
     by_wrapper &= any(parameter.requires_grad for parameter in plain.parameters())
     if strategy.world_size > 1 and not by_wrapper:
         _give_values(plain, here)
     if plan and options.example is not None:
-        try_out(plain, _submesh(mesh, strategy, "tp"), plan, options.example, here)
+        try_out(plain, job.along("tp"), plan, options.example, here)
 
     # Cut the model into stages, keep those of this rank, cut these by the plan and wrap them.
     modules, numbers, count = [plain], [0], pp * options.stages_per_rank
     if pp > 1:
-        first = _submesh(mesh, strategy, "pp").get_local_rank()
+        first = job.along("pp").get_local_rank()
         numbers = [first + pp * turn for turn in range(options.stages_per_rank)]
         ranks = all_ranks("stages")
         with leaving(ranks):
@@ -145,7 +144,7 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
             check_alike(ranks, {"split into stages": stages.said()})
         modules = stages.made(numbers, options.split)
     units: list[Unit] = []
-    modules = [_wrapped(m, strategy, options, mesh, here, plan, units) for m in modules]
+    modules = [_wrapped(module, job, plan, units) for module in modules]
 
     # What steps, what compresses, and what runs the stages.
     compressor = None if options.compression is None else compression_of(options.compression)
@@ -155,7 +154,7 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
             compressor.attach(module)
     pipeline = None
     if pp > 1:
-        group = _submesh(mesh, strategy, "pp").get_group()
+        group = job.along("pp").get_group()
         pipeline = StagePipeline(modules, numbers, count, options, here, group)
     made = Distributed(
         strategy,
@@ -163,7 +162,7 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
         modules,
         mesh=mesh,
         device=here,
-        optimizer=_stepping(modules, strategy, options, mesh),
+        optimizer=_stepping(modules, job),
         pipeline=pipeline,
         compression=compressor,
         units=units,
@@ -273,69 +272,120 @@ def device_of(model: nn.Module, given: torch.device | str | None) -> torch.devic
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _mesh_names(strategy: Strategy) -> dict[str, str]:
-    """By kind, what a DeviceMesh calls the axes: stages of ZeRO that are FSDP are called that, as
-    checkpoints know them.
-    """
-    return {
-        axis.kind: "fsdp" if axis.name == axis.kind and axis.kind in SHARDED else axis.name
-        for axis in strategy.mesh.axes
-    }
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """What is spread how, and over which mesh."""
+
+    strategy: Strategy
+    options: StrategyOptions
+    device: torch.device
+    names: Mapping[str, str]
+    """By kind, what the mesh calls its axes."""
+    mesh: DeviceMesh | None
+    """None for one rank alone."""
+
+    @classmethod
+    def of(cls, strategy: Strategy, options: StrategyOptions, device: torch.device) -> _Job:
+        """The mesh is made by all ranks together."""
+        # Stages of ZeRO that are FSDP are called that, as checkpoints know them.
+        names = {
+            axis.kind: "fsdp" if axis.name == axis.kind and axis.kind in SHARDED else axis.name
+            for axis in strategy.mesh.axes
+        }
+        shape, mesh = strategy.mesh.sizes, None
+        if shape:
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=tuple(names.values()))
+        return cls(strategy, options, device, names, mesh)
+
+    def along(self, *kinds: str) -> DeviceMesh:
+        """The part of the mesh along the axes of these kinds that there are."""
+        assert self.mesh is not None  # noqa: S101 — there is one where there are axes
+        found = tuple(self.names[kind] for kind in kinds if kind in self.names)
+        return self.mesh[found[0] if len(found) == 1 else found]
 
 
-def _submesh(mesh: DeviceMesh | None, strategy: Strategy, *kinds: str) -> DeviceMesh:
-    """The part of the mesh along the axes of these kinds that there are."""
-    assert mesh is not None  # noqa: S101 — there is one where there are axes
-    names = _mesh_names(strategy)
-    found = tuple(names[kind] for kind in kinds if kind in names)
-    return mesh[found[0] if len(found) == 1 else found]
-
-
-def _wrapped(
-    module: nn.Module,
-    strategy: Strategy,
-    options: StrategyOptions,
-    mesh: DeviceMesh | None,
-    device: torch.device,
-    plan: Mapping[str, Any],
-    units: list[Unit],
-) -> nn.Module:
+def _wrapped(module: nn.Module, job: _Job, plan: Mapping[str, Any], units: list[Unit]) -> nn.Module:
     """A model or a stage, cut by the plan, and then spread by an engine of data parallelism."""
-    sharder, kinds = sharder_of(strategy), _mesh_names(strategy).keys()
-    is_stage = size_of(strategy, "pp") > 1
+    options, sharder = job.options, sharder_of(job.strategy)
+    is_stage = size_of(job.strategy, "pp") > 1
     if not sharder and isinstance(options.precision, torch.dtype):
-        cast_ = torch.autocast(device.type, options.precision)
+        cast_ = torch.autocast(job.device.type, options.precision)
         vars(module)["forward"] = cast_(module.forward)
     if plan:
-        parallelize(module, _submesh(mesh, strategy, "tp"), plan)
+        parallelize(module, job.along("tp"), plan)
     if sharder:  # which moves the model to the device unit by unit
-        units += shard(module, _submesh(mesh, strategy, "ddp", sharder), options, sharder)
+        units += shard(module, job.along("ddp", sharder), options, sharder)
         return module
-    module = module.to(device)
-    if "ddp" in kinds and (plan or (is_stage and options.compression is None)):
-        units += shard(module, _submesh(mesh, strategy, "ddp"), options, None)
-    elif "ddp" in kinds or "zero1" in kinds:
-        group = _submesh(mesh, strategy, "ddp", "zero1").get_group()
-        module = replicated(module, group, device, is_stage=is_stage)
+    module = module.to(job.device)
+    if "ddp" in job.names and (plan or (is_stage and options.compression is None)):
+        units += shard(module, job.along("ddp"), options, None)
+    elif "ddp" in job.names or "zero1" in job.names:
+        group = job.along("ddp", "zero1").get_group()
+        module = replicated(module, group, job.device, is_stage=is_stage)
     return module
 
 
-def _stepping(
-    modules: list[nn.Module],
-    strategy: Strategy,
-    options: StrategyOptions,
-    mesh: DeviceMesh | None,
-) -> Optimizer | None:
-    if options.optimizer is None:
+def _stepping(modules: list[nn.Module], job: _Job) -> Optimizer | None:
+    if job.options.optimizer is None:
         return None
-    kinds = _mesh_names(strategy).keys()
-    group = _submesh(mesh, strategy, "zero1").get_group() if "zero1" in kinds else None
+    group = job.along("zero1").get_group() if "zero1" in job.names else None
     # Each stage may have groups of its own.
-    ranks = OneRank() if "pp" in kinds else all_ranks("optimizer")
+    ranks = OneRank() if "pp" in job.names else all_ranks("optimizer")
     with leaving(ranks):
-        made = optimizer_for(modules, options, group)
+        made = _optimizer_for(modules, job.options, group)
         check_alike(ranks, {"optimizer_options": _described(made.param_groups)})
     return made
+
+
+def _optimizer_for(
+    modules: Sequence[nn.Module], options: StrategyOptions, group: dist.ProcessGroup | None = None
+) -> Optimizer:
+    """The optimizer of these modules; with a group, its state is shared out there (ZeRO-1), and
+    with `overlap` parameters may be on their way while the modules run.
+    """
+    if isinstance(options.optimizer, Optimizer):
+        return options.optimizer
+    parameters = dict.fromkeys(p for module in modules for p in module.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    if group is not None and trained:
+        # There, because it takes a while to import, and warns.
+        from ckptkit.parallel.strategies.zero1 import shared_out  # noqa: PLC0415
+
+        by_class = isinstance(options.optimizer, type)
+        every = None if by_class else _called(options, trained)
+        return shared_out(modules, trained, options, group, every)
+    made = _called(options, trained)
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in trained}
+    if len(meshes) > 1:
+        made.register_step_pre_hook(_one_by_one)
+    return made
+
+
+def _called(options: StrategyOptions, trained: Iterable[nn.Parameter]) -> Optimizer:
+    """What makes an optimizer, called; also where nothing is trained, as on a frozen stage, though
+    optimizers refuse an empty list.
+    """
+    make: Any = options.optimizer
+    nothing: Any = {"params": []} if isinstance(make, type) else nn.Parameter(torch.empty(0))
+    made = make([*trained] or [nothing], **options.optimizer_options)
+    if not isinstance(made, Optimizer):
+        raise UsageError("not an optimizer", where="optimizer()", value=type(made).__name__)
+    check_step(type(made))
+    if not trained:
+        for group in made.param_groups:
+            group["params"] = []
+    return made
+
+
+def _one_by_one(optimizer: Optimizer, *_: Any) -> None:
+    """Parameters of different meshes cannot go through one operation; in each step, because a load
+    brings the options of the strategy that saved.
+    """
+    for group in optimizer.param_groups:
+        if "foreach" in group:
+            group["foreach"] = False
+        if group.get("fused"):
+            group["fused"] = False
 
 
 def _said(model: nn.Module, strategy: Strategy, options: StrategyOptions) -> dict[str, Any]:
@@ -393,25 +443,14 @@ def _give_values(model: nn.Module, device: torch.device) -> None:
     never more than a few tensors, as the whole model may be too large for it.
     """
     group = cast("dist.ProcessGroup", dist.group.WORLD)
-    for few in _packed(dict.fromkeys((*model.parameters(), *model.buffers()))):
+    tensors = [*dict.fromkeys((*model.parameters(), *model.buffers()))]
+    for first, last in batches([tensor.nbytes for tensor in tensors], _SYNC_BYTES):
+        few = tensors[first:last]
         there = [tensor.detach().to(device) for tensor in few]
         _broadcast_coalesced(group, there, _SYNC_BYTES, 0)
         for tensor, values in zip(few, there, strict=True):
             if tensor.device != values.device:
                 tensor.detach().copy_(values)
-
-
-def _packed(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    few: list[torch.Tensor] = []
-    held = 0
-    for tensor in tensors:
-        if few and held + tensor.nbytes > _SYNC_BYTES:
-            yield few
-            few, held = [], 0
-        few.append(tensor)
-        held += tensor.nbytes
-    if few:
-        yield few
 
 
 def _give_random_numbers(group: dist.ProcessGroup, device: torch.device) -> None:

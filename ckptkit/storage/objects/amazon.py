@@ -9,16 +9,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CkptkitError, NotFoundError, StorageError, UsageError
-from ckptkit.storage.location import Location
+from ckptkit.storage.base.location import Location
+from ckptkit.storage.base.options import Settings, checked_endpoint
 from ckptkit.storage.objects.errors import Transient, answer_of, below, translated, trouble
-from ckptkit.storage.objects.server import Upload
-from ckptkit.storage.options import Settings, checked_endpoint
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -171,6 +171,17 @@ def s3_credentials(
     return renewed, region
 
 
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A multipart upload that was begun and neither completed nor aborted."""
+
+    key: str
+    identity: str
+    modified: float
+    """Unix seconds: when it was begun, or its newest part arrived."""
+    size: int
+
+
 class BucketDetails:
     """What neither engine asks of an S3 bucket: obstore cannot, and s3fs has no public way to."""
 
@@ -180,7 +191,11 @@ class BucketDetails:
         self._making = threading.Lock()
         self._clients: dict[int, Any] = {}
         self._has_warned = False
-        self._compares: bool | None = None
+        self._asking = threading.Lock()
+        self._asked = False
+        self.compares_bodies: bool | None = None
+        """Whether the server refuses a body other than the one that was signed; None where nobody
+        has asked, or there is no telling."""
 
     def uploads(self, folder: str) -> list[Upload]:
         """The uploads below `folder/` that were begun, with the bytes that were uploaded already.
@@ -214,24 +229,24 @@ class BucketDetails:
                 "abort_multipart_upload", upload.key, Key=upload.key, UploadId=upload.identity
             )
 
-    def compares_bodies(self, scratch: str) -> bool | None:
-        """Whether the server compares a body with the hash that its signature holds: only sending
-        another one than was signed tells. None where there is no telling.
+    def learn(self, scratch: str) -> None:
+        """Find out, once, what `compares_bodies` says: only sending another body than was signed
+        tells, to a name that nobody uses.
         """
         if self._settings.anonymous or find_spec("botocore") is None:
-            return None
-        if self._compares is not None:  # all stores of a bucket share a client
-            return self._compares
+            return
         where = below(self._top, scratch)
-        try:
-            with translated(where, self._settings.secrets):
-                client = new_client(self._settings, where)
-                client.meta.events.register("before-send.s3.PutObject", _exchange_body)
-                self._compares = _refuses(client, self._top.path, scratch)
-                return self._compares
-        except (CkptkitError, Transient) as error:
-            _log.debug("%s: whether bodies are compared cannot be found out: %s", where, error)
-            return None
+        with self._asking:
+            if self._asked:  # all stores of a bucket share a client
+                return
+            self._asked = True
+            try:
+                with translated(where, self._settings.secrets):
+                    client = new_client(self._settings, where)
+                    client.meta.events.register("before-send.s3.PutObject", _exchange_body)
+                    self.compares_bodies = _refuses(client, self._top.path, scratch)
+            except (CkptkitError, Transient) as error:
+                _log.debug("%s: whether bodies are compared cannot be found out: %s", where, error)
 
     def _pages(self, method: str, at: str, field: str, **asked: Any) -> Iterator[dict[str, Any]]:
         if "Key" not in asked:

@@ -19,8 +19,8 @@ from ckptkit.errors import (
     NotFoundError,
     StorageError,
 )
-from ckptkit.storage.disk import refusal
-from ckptkit.storage.location import Location
+from ckptkit.storage.base.disk import refusal
+from ckptkit.storage.base.location import Location
 
 
 class Transient(Exception):  # noqa: N818 — no error until the retries are used up
@@ -155,12 +155,6 @@ def trouble(kind: str, where: str) -> CkptkitError | Transient:
         return Transient(reason, within=within)
     error, what, hint = _KINDS[kind]
     return error(what, where=where, hint=hint)
-
-
-def taken(where: str) -> AlreadyExistsError:
-    """There is an object of this name."""
-    _, what, hint = _KINDS["taken"]
-    return AlreadyExistsError(what, where=where, hint=hint)
 
 
 def said(answer: Answer, where: str, secrets: Iterable[str] = ()) -> CkptkitError | Transient:

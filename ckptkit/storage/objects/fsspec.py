@@ -13,7 +13,9 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from ckptkit.errors import CkptkitError, InvalidNameError, NotFoundError
-from ckptkit.storage.location import BUCKETS, Location
+from ckptkit.storage.base.location import BUCKETS, Location
+from ckptkit.storage.base.options import Settings
+from ckptkit.storage.base.store import Entries, Names, Stored, checked_size
 from ckptkit.storage.objects.amazon import BucketDetails, config_options, new_session
 from ckptkit.storage.objects.errors import (
     Answer,
@@ -24,10 +26,7 @@ from ckptkit.storage.objects.errors import (
     translated,
     trouble,
 )
-from ckptkit.storage.objects.server import Stat, Upload, retried
-from ckptkit.storage.objects.upload import pieces_of
-from ckptkit.storage.options import Settings
-from ckptkit.storage.store import Entries, Names, Stored, checked_size
+from ckptkit.storage.objects.server import Stat, retried
 
 # Google takes chunks of whole multiples of this.
 _CHUNK = 256 << 10
@@ -52,6 +51,7 @@ class FsspecClient:
         self._is_cloud = top.scheme in BUCKETS
         # Elsewhere the mode does not reach the server, or is not one step.
         self.exclusive = top.scheme in ("s3", "gs")
+        self.details = BucketDetails(top, settings) if top.scheme == "s3" else None
         self._made: dict[int, tuple[Any, str]] = {}
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
@@ -172,15 +172,6 @@ class FsspecClient:
         with ThreadPoolExecutor(min(len(keys), self._settings.concurrency)) as threads:
             list(threads.map(delete, keys))
 
-    def compares_bodies(self, scratch: str) -> bool | None:  # noqa: ARG002 — no telling
-        return None
-
-    def uploads(self, folder: str) -> Sequence[Upload]:  # noqa: ARG002 — no asking
-        return ()
-
-    def abort(self, upload: Upload) -> None:
-        """There are none."""
-
     def _limit(self, seconds: float, nbytes: int = 0) -> dict[str, float]:  # noqa: ARG002
         """How a call is told the seconds that it may take while so many bytes are sent."""
         return {}
@@ -243,14 +234,8 @@ class S3fsClient(FsspecClient):
     more than once, hide what the server said, or send one piece at a time.
     """
 
-    # aiohttp sends a PUT again by itself when a connection that it kept open ends without answer.
-
-    def __init__(self, top: Location, settings: Settings) -> None:
-        super().__init__(top, settings)
-        self._details = BucketDetails(top, settings)
-        self.compares_bodies = self._details.compares_bodies  # type: ignore[method-assign]
-        self.uploads = self._details.uploads  # type: ignore[method-assign]
-        self.abort = self._details.abort  # type: ignore[method-assign]
+    # Of `repeats`: aiohttp sends a PUT again by itself when a connection that it kept open ends
+    # without answer.
 
     def head(self, key: str) -> Stat:
         found = self._call("head_object", key)
@@ -410,3 +395,24 @@ def _modified(info: Mapping[str, Any]) -> float:
         return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
     # What has no time must never seem old enough to be cleaned up.
     return float(found) if isinstance(found, int | float) else time.time()
+
+
+def pieces_of(blocks: Iterator[memoryview], size: int) -> Iterator[bytes]:
+    """Copies of all bytes, in pieces of `size`, which outlive the blocks."""
+    held: list[memoryview] = []
+    missing = size
+    # Nothing may be held of what the next block is waited for.
+    while (block := next(blocks, None)) is not None:
+        while block is not None:
+            count = min(missing, block.nbytes)
+            held.append(block[:count])
+            block = block[count:] if count < block.nbytes else None
+            missing -= count
+            if not missing:
+                piece = b"".join(held)
+                held.clear()
+                missing = size
+                yield piece
+                del piece
+    if held:
+        yield b"".join(held)

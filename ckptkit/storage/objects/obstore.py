@@ -17,18 +17,18 @@ from obstore.exceptions import BaseError, InvalidPathError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from ckptkit.errors import InvalidNameError, NotFoundError, StorageError, UsageError
-from ckptkit.storage.location import Location
+from ckptkit.storage.base.location import Location
+from ckptkit.storage.base.options import Settings
+from ckptkit.storage.base.store import Entries, Names, Stored, checked_size
 from ckptkit.storage.objects.amazon import BucketDetails, s3_credentials
 from ckptkit.storage.objects.errors import (
     Transient,
     below,
     obstore_answer,
     obstore_translation,
-    taken,
+    trouble,
 )
-from ckptkit.storage.objects.server import FIRST_PAUSE, LONGEST_PAUSE, Stat, Upload
-from ckptkit.storage.options import Settings
-from ckptkit.storage.store import Entries, Names, Stored, checked_size
+from ckptkit.storage.objects.server import FIRST_PAUSE, LONGEST_PAUSE, Stat
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
@@ -65,8 +65,7 @@ class ObstoreClient:
         self._settings = settings
         self._stores: dict[tuple[int, bool, bool], AnyStore] = {}
         self._building = threading.Lock()
-        # Google and Azure forget what was begun after a week, and do not list it.
-        self._details = BucketDetails(top, settings) if top.scheme == "s3" else None
+        self.details = BucketDetails(top, settings) if top.scheme == "s3" else None
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
         with self._answers(key):
@@ -138,16 +137,6 @@ class ObstoreClient:
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
 
-    def compares_bodies(self, scratch: str) -> bool | None:
-        return self._details.compares_bodies(scratch) if self._details else None
-
-    def uploads(self, folder: str) -> Sequence[Upload]:
-        return self._details.uploads(folder) if self._details else ()
-
-    def abort(self, upload: Upload) -> None:
-        if self._details:
-            self._details.abort(upload)
-
     def _store(self, *, in_flight: int = 0, retries: bool = False, signs: bool = True) -> AnyStore:
         """The store for requests that send about so many bytes at a time, or none.
 
@@ -177,8 +166,9 @@ class ObstoreClient:
         try:
             yield
         except ObstoreAlreadyExists as error:
-            again = obstore_answer(error).code == "ConditionalRequestConflict"
-            raise (Transient("two creators at once") if again else taken(where)) from None
+            if obstore_answer(error).code == "ConditionalRequestConflict":
+                raise Transient("two creators at once") from None
+            raise trouble("taken", where) from None
         except (InvalidPathError, ValueError) as error:
             if not isinstance(error, InvalidPathError) and "Could not parse path" not in str(error):
                 raise

@@ -26,11 +26,11 @@ from ckptkit.errors import (
     NotFoundError,
     StorageError,
 )
-from ckptkit.storage.buffers import copy_bytes
-from ckptkit.storage.location import Location, temporary_beside
-from ckptkit.storage.objects.errors import Transient, UnsupportedError, below, taken
-from ckptkit.storage.options import Settings
-from ckptkit.storage.store import Entries, Names, checked_range
+from ckptkit.storage.base.location import Location, temporary_beside
+from ckptkit.storage.base.options import Settings
+from ckptkit.storage.base.store import Entries, Names, checked_range
+from ckptkit.storage.objects.amazon import BucketDetails, Upload
+from ckptkit.storage.objects.errors import Transient, UnsupportedError, below, trouble
 
 T = TypeVar("T")
 
@@ -43,8 +43,6 @@ SETTLE_SECONDS = 0.2
 RACES = 8
 # For this much hashing it is worth asking whether the server does it.
 WORTH_ASKING = 128 << 20
-# What takes longer than an answer may take can never succeed.
-_MOST_AT_ONCE = 64 << 20
 _ETAG = re.compile(r'"?([0-9a-f]{32})(?:-([0-9]+))?"?')
 
 _log = logging.getLogger("ckptkit.storage")
@@ -58,17 +56,6 @@ class Stat:
     etag: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """A multipart upload that was begun and neither completed nor aborted."""
-
-    key: str
-    identity: str
-    modified: float
-    """Unix seconds: when it was begun, or its newest part arrived."""
-    size: int
-
-
 class Client(Protocol):
     """One bucket, or one file system of fsspec; keys are whole, below no prefix.
 
@@ -80,7 +67,7 @@ class Client(Protocol):
 
     @property
     def exclusive(self) -> bool:
-        """Whether `put(create=True)` says so to the server; servers that do not listen exist."""
+        """Whether `put(create=True)` says so to the server; some replace an object all the same."""
 
     @property
     def repeats(self) -> bool:
@@ -89,6 +76,10 @@ class Client(Protocol):
     @property
     def copies(self) -> bool:
         """Whether it keeps a copy of each piece of an upload while that is sent."""
+
+    @property
+    def details(self) -> BucketDetails | None:
+        """Who knows what only Amazon's own library can ask; None elsewhere than at S3."""
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
         """At most `length` (not 0) bytes from `start`; fewer where the object ends before."""
@@ -130,17 +121,6 @@ class Client(Protocol):
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, in any order; missing ones are fine."""
 
-    def compares_bodies(self, scratch: str) -> bool | None:
-        """Whether the server refuses a body that is not the one that was signed; None where that
-        cannot be found out. Asks by an object of a name that nobody uses.
-        """
-
-    def uploads(self, folder: str) -> Sequence[Upload]:
-        """The multipart uploads below `folder/` that were begun; none where there is no asking."""
-
-    def abort(self, upload: Upload) -> None:
-        """Abort a multipart upload; a missing one is fine."""
-
 
 @dataclass(slots=True)
 class Known:
@@ -148,10 +128,8 @@ class Known:
 
     is_store: bool | None = None
     """Web servers that answer anything with some page say of each folder that it is empty, too."""
-    listens: bool | None = None
-    """It refuses to replace an object, in a race too, where it is asked to."""
-    compares_bodies: bool | None = None
-    """It refuses a body other than the one that was signed."""
+    refuses_to_replace: bool | None = None
+    """Where it is asked to, in a race too."""
     etags_tell: bool = True
     """Its ETags are MD5s, and tell what it has stored."""
 
@@ -169,8 +147,6 @@ class ObjectServer:
         self._place = place or top
         self._retry = partial(retried, settings.deadline)
         self._probing = threading.Lock()
-        self._asking = threading.Lock()
-        self._asked = False
 
     def where(self, key: str) -> str:
         """A key as users know it."""
@@ -196,20 +172,6 @@ class ObjectServer:
             return data
 
         return self._ask("reading", key, read_once)
-
-    def fetch(self, key: str, start: int, length: int) -> memoryview:
-        """The same bytes, as they came; copied only where one request cannot bring them."""
-        if length <= _MOST_AT_ONCE:
-            return self.read(key, start, length)
-        buffer = memoryview(bytearray(length))
-        self.read_into(key, start, buffer)
-        return buffer
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Fill the whole buffer from `start`."""
-        for done in range(0, buffer.nbytes, _MOST_AT_ONCE):
-            piece = buffer[done : done + _MOST_AT_ONCE]
-            copy_bytes(self.read(key, start + done, piece.nbytes), piece)
 
     def read_whole(self, key: str, most: int) -> bytes:
         """A small object, in one request."""
@@ -254,7 +216,7 @@ class ObjectServer:
         won, if one of them is slower than `SETTLE_SECONDS` between looking and writing.
         """
         self.learn(key)
-        if self.known.listens:
+        if self.known.refuses_to_replace:
             self._create_asking(key, data)
             return
         try:
@@ -262,28 +224,29 @@ class ObjectServer:
         except NotFoundError:
             self.put(key, data)
         else:
-            raise taken(self.where(key))
+            raise trouble("taken", self.where(key))
         time.sleep(SETTLE_SECONDS)
         if not self._ask("reading back", key, lambda: self._holds(key, data)):
-            raise taken(self.where(key))
+            raise trouble("taken", self.where(key))
 
     def learn(self, key: str) -> None:
         """Find out whether the server refuses to replace an object, by objects beside `key` that
         nobody else uses.
         """
         with self._probing:
-            if self.known.listens is not None:
+            if self.known.refuses_to_replace is not None:
                 return
             scratch = [temporary_beside(key) for _ in range(1 + RACES)]
-            self.known.listens = self.client.exclusive and self._listens(scratch)
-        if not self.known.listens:
+            refuses = self.client.exclusive and self._refuses_to_replace(scratch)
+            self.known.refuses_to_replace = refuses
+        if not self.known.refuses_to_replace:
             _log.warning(
                 "%s does not refuse to replace objects in a race: two jobs that save one step at "
                 "once are told apart only by looking again",
                 self._place,
             )
 
-    def _listens(self, scratch: Names) -> bool:
+    def _refuses_to_replace(self, scratch: Names) -> bool:
         try:
             self._create_asking(scratch[0], memoryview(b"1"))
             self._create_asking(scratch[0], memoryview(b"2"))
@@ -357,17 +320,23 @@ class ObjectServer:
         self, key: str, blocks: Iterator[memoryview], piece_size: int, concurrency: int
     ) -> str | None:
         """Store the bytes of all blocks as one object, each let go of once it is there."""
-        signs = self.known.compares_bodies is not False
+        signs = self._compares_bodies is not False
         return self.client.upload(key, blocks, piece_size, concurrency, signs=signs)
 
     def uploads(self, folder: str) -> Sequence[Upload]:
-        """The multipart uploads that were begun below a folder."""
-        return self._ask("listing uploads", folder, lambda: self.client.uploads(folder))
+        """The multipart uploads that were begun below a folder: Google and Azure forget theirs
+        after a week, and list none.
+        """
+        details = self.client.details
+        if details is None:
+            return ()
+        return self._ask("listing uploads", folder, lambda: details.uploads(folder))
 
     def abort(self, uploads: Iterable[Upload]) -> None:
-        """Abort multipart uploads."""
-        for upload in uploads:
-            self._ask("aborting", upload.key, partial(self.client.abort, upload))
+        """Abort some that `uploads` found."""
+        if details := self.client.details:
+            for upload in uploads:
+                self._ask("aborting", upload.key, partial(details.abort, upload))
 
     # Whether what arrived is what was sent
 
@@ -377,13 +346,13 @@ class ObjectServer:
         """
         if not self.settings.is_plain or not self.known.etags_tell:
             return None
-        if size >= WORTH_ASKING:
-            with self._asking:
-                if not self._asked:
-                    scratch = temporary_beside(key)
-                    self.known.compares_bodies = self.client.compares_bodies(scratch)
-                self._asked = True
-        return None if self.known.compares_bodies else ExpectedEtag(piece_size)
+        if size >= WORTH_ASKING and self.client.details:
+            self.client.details.learn(temporary_beside(key))
+        return None if self._compares_bodies else ExpectedEtag(piece_size)
+
+    @property
+    def _compares_bodies(self) -> bool | None:
+        return self.client.details.compares_bodies if self.client.details else None
 
     def distrust_etags(self, key: str) -> None:
         """An object is as it was sent, but its ETag says otherwise: those of this server mean

@@ -13,39 +13,40 @@ from operator import attrgetter
 from pathlib import Path
 
 from ckptkit.errors import NotFoundError, UsageError
-from ckptkit.storage.buffers import default_pool
-from ckptkit.storage.location import (
+from ckptkit.storage.base.buffers import copy_bytes, default_pool
+from ckptkit.storage.base.location import (
     BUCKETS,
     TEMPORARY,
     Location,
-    checked_key,
     deletable_key,
-    folder_of,
     is_leftover,
     is_temporary,
 )
-from ckptkit.storage.objects.amazon import aws_files, profile_endpoint
-from ckptkit.storage.objects.errors import taken
-from ckptkit.storage.objects.server import Client, ObjectServer, Upload
-from ckptkit.storage.objects.upload import ObjectSink
-from ckptkit.storage.options import Address, Options, Settings, read_settings
-from ckptkit.storage.sink import BufferSink, Parts
-from ckptkit.storage.store import (
+from ckptkit.storage.base.options import Address, Options, Settings, read_settings
+from ckptkit.storage.base.sink import BufferSink, Parts
+from ckptkit.storage.base.store import (
     Abilities,
     Closing,
     Entries,
+    KeyedStore,
     Names,
     Sink,
     Stored,
     as_bytes,
     checked_range,
 )
+from ckptkit.storage.objects.amazon import Upload, aws_files, profile_endpoint
+from ckptkit.storage.objects.errors import trouble
+from ckptkit.storage.objects.server import Client, ObjectServer
+from ckptkit.storage.objects.upload import ObjectSink
 
 # The module that reaches them if obstore is not there, and the extra that brings both.
 _FILE_SYSTEMS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "az": ("adlfs", "azure")}
 _PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "GCSFS_")
 # As many as S3 deletes with one request.
 _BATCH = 1000
+# What takes longer than an answer may take can never succeed.
+_MOST_AT_ONCE = 64 << 20
 
 
 def open_objects(location: Location, options: Options) -> ObjectStore:
@@ -113,17 +114,15 @@ def _client(top: Location, settings: Settings) -> Client:
     return S3fsClient(top, settings) if top.scheme == "s3" else FsspecClient(top, settings)
 
 
-class ObjectStore:
+class ObjectStore(KeyedStore):
     """A store in a folder of a bucket, or of another file system of fsspec.
 
     There are no folders: a name may be an object and have others below it.
     """
 
     def __init__(self, client: Client, address: Address, settings: Settings) -> None:
-        self.address = address
-        self.location: Location = address.location
-        top, folder = _split(self.location)
-        self._folder = f"{folder}/" if folder else ""
+        top, folder = _split(address.location)
+        super().__init__(address, folder)
         self._server = ObjectServer(client, top, settings, self.location)
         self._abilities = Abilities(
             part_size=settings.part_size,
@@ -138,23 +137,16 @@ class ObjectStore:
         )
         self._unsafe = replace(self._abilities, exclusive_create=False)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self.location)!r})"
-
     @property
     def abilities(self) -> Abilities:
         """Few large requests, many at a time; whether creators are told apart is known once
         somebody has asked (`learn`) or created something.
         """
-        return self._unsafe if self._server.known.listens is False else self._abilities
+        return self._unsafe if self._server.known.refuses_to_replace is False else self._abilities
 
     def children(self, prefix: str = "") -> Names:
         found = self._server.children(self._below(prefix))
         return sorted({name for name in found if name and not is_temporary(name)})
-
-    def links(self, prefix: str = "") -> dict[str, str]:
-        folder_of(prefix)
-        return {}
 
     def list(self, prefix: str = "") -> Entries:
         found = self._entries(prefix)
@@ -192,7 +184,7 @@ class ObjectStore:
             except NotFoundError:
                 pass
             else:
-                raise taken(self._server.where(path))
+                raise trouble("taken", self._server.where(path))
         if parts.total <= self._abilities.part_size:
             buffer = default_pool().take(parts.total)
 
@@ -221,9 +213,6 @@ class ObjectStore:
     def learn(self, prefix: str = "") -> None:
         """Some twenty small requests, once: whether creators are told apart."""
         self._server.learn(f"{self._below(prefix)}/x".lstrip("/"))
-
-    def room(self) -> int | None:
-        return None
 
     def leftovers(self, prefix: str = "", *, deep: bool = True) -> Entries:  # noqa: ARG002
         """Multipart uploads that were begun, where the server can be asked for them (S3, with
@@ -263,16 +252,6 @@ class ObjectStore:
         plain = (it for it in entries if not {"", ".", ".."} & set(it.key.split("/")))
         return sorted(plain, key=attrgetter("key"))
 
-    def _path(self, key: str) -> str:
-        return self._folder + checked_key(key)
-
-    def _where(self, key: str) -> str:
-        return f"{self.location}/{key}"
-
-    def _below(self, prefix: str) -> str:
-        folder = folder_of(prefix)
-        return (self._folder + folder).rstrip("/")
-
 
 def _has_temporary(key: str) -> bool:
     return any(is_temporary(part) for part in key.split("/"))
@@ -295,12 +274,18 @@ class ObjectSource(Closing):
         where = self._server.where(self._path)
         view = as_bytes(where, buffer)
         checked_range(where, self.size, offset, view.nbytes)
-        self._server.read_into(self._path, offset, view)
+        for done in range(0, view.nbytes, _MOST_AT_ONCE):
+            stretch = view[done : done + _MOST_AT_ONCE]
+            copy_bytes(self._server.read(self._path, offset + done, stretch.nbytes), stretch)
 
     def fetch(self, offset: int, length: int) -> memoryview:
-        """These bytes, as they came."""
+        """These bytes, as they came; copied only where one request cannot bring them."""
         checked_range(self._server.where(self._path), self.size, offset, length)
-        return self._server.fetch(self._path, offset, length) if length else memoryview(b"")
+        if 0 < length <= _MOST_AT_ONCE:
+            return self._server.read(self._path, offset, length)
+        buffer = memoryview(bytearray(length))
+        self.read_into(offset, buffer)
+        return buffer
 
     def close(self) -> None:
         """There is nothing to free."""

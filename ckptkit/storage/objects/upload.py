@@ -1,4 +1,9 @@
-"""A large object being written: sent to the server in pieces while its parts come in."""
+"""A large object being written: sent to the server in pieces while its parts come in.
+
+A *part* is what the caller of the sink writes at once. A *piece* is what the server is sent at
+once: S3 calls that a part of the upload. A *block* is the memory between the two: a whole part, or,
+of a part that is longer than a piece, as much as a piece has.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,10 @@ from itertools import accumulate, chain
 import numpy as np
 
 from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError, StorageError
-from ckptkit.storage.buffers import AlignedBuffer, copy_bytes, default_pool
+from ckptkit.storage.base.buffers import AlignedBuffer, copy_bytes, default_pool
+from ckptkit.storage.base.sink import Parts
 from ckptkit.storage.objects.errors import Transient
 from ckptkit.storage.objects.server import ExpectedEtag, ObjectServer
-from ckptkit.storage.sink import Parts
 
 # S3 takes 10,000 parts.
 _MOST_PIECES = 9_000
@@ -223,11 +228,9 @@ class UploadWindow:
     """The blocks of an object, which take about `most` bytes of memory at a time: filled in any
     order, handed over in order.
 
-    A block is a part, or a piece of one that is longer than the `piece_size` bytes which a server
-    is sent at a time. Engines read a block from this very memory while they send it, and may keep
-    it to send it again: it is used for another one only once nothing refers to it any more. The
-    last block waits for `seal`, for with it the object is complete. `seen` looks at each one that
-    leaves.
+    Engines read a block from this very memory while they send it, and may keep it to send it again:
+    it is used for another one only once nothing refers to it any more. The last block waits for
+    `seal`, for with it the object is complete. `seen` looks at each one that leaves.
     """
 
     def __init__(
@@ -436,24 +439,3 @@ class UploadWindow:
         self._changed.wait_for(lambda: self._stopped or ready())
         if self._stopped:
             raise Stopped
-
-
-def pieces_of(blocks: Iterator[memoryview], size: int) -> Iterator[bytes]:
-    """Copies of all bytes, in pieces of `size`."""
-    held: list[memoryview] = []
-    missing = size
-    # Nothing may be held of what the next block is waited for.
-    while (block := next(blocks, None)) is not None:
-        while block is not None:
-            count = min(missing, block.nbytes)
-            held.append(block[:count])
-            block = block[count:] if count < block.nbytes else None
-            missing -= count
-            if not missing:
-                piece = b"".join(held)
-                held.clear()
-                missing = size
-                yield piece
-                del piece
-    if held:
-        yield b"".join(held)

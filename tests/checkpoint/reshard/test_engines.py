@@ -153,4 +153,6 @@ def test_what_is_in_memory_no_other_worker_sees(source: Path) -> None:
     store = MemoryStore()
     with pytest.raises(UsageError, match="no other worker sees"):
         reshard(source, store, "tp:4", engine="processes")
+    with pytest.raises(UsageError, match="no other worker sees"):
+        ckptkit.plan_reshard(source, store, to="tp:4", engine="processes")
     assert not store.list()

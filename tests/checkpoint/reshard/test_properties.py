@@ -13,8 +13,7 @@ import ckptkit
 from ckptkit import Strategy
 from ckptkit.format.leaves import dumps
 from ckptkit.model import Box, Grid
-from ckptkit.plan.read import batches
-from ckptkit.plan.regrid import reading_of
+from ckptkit.plan.read import batches, reading_of
 from ckptkit.storage import MemoryStore
 from tests.checkpoint.cuts import parallel, tensors
 from tests.checkpoint.reshard.toy import assert_packs_fit_ranks

@@ -257,37 +257,6 @@ def test_one_who_has_left_is_not_waited_for() -> None:
     clocks.wait_until_empty()
 
 
-WAYS = {"master": "10.0.0.1", "there": "10.0.0.2", "local": "127.0.1.1"}
-
-
-@pytest.mark.parametrize(
-    ("master", "hosts", "expected"),
-    [
-        ("master", ["here", "there"], "10.0.0.1"),
-        ("local", ["here", "there"], "10.0.0.2"),
-        ("", ["here", "nowhere", "there"], "10.0.0.2"),
-        ("master", ["here", "here"], "10.0.0.1"),
-        ("local", ["here"], "127.0.0.1"),
-        ("", ["here"], "127.0.0.1"),
-    ],
-)
-def test_servers_listen_where_other_machines_reach_them(
-    monkeypatch: pytest.MonkeyPatch, master: str, hosts: list[str], expected: str
-) -> None:
-    monkeypatch.setenv("MASTER_ADDR", master)
-    monkeypatch.setattr(socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(sockets, "_address_towards", lambda host: WAYS.get(host, ""))
-    assert sockets.own_address(hosts) == expected
-
-
-def test_an_address_that_only_this_machine_knows_is_not_told_to_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(PeerError, match="no address of its own that other machines reach"):
-        sockets.own_address([socket.gethostname(), "nowhere.invalid"])
-
-
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 100)), st.integers(1, 5))
 def test_every_parameter_has_one_server_and_their_loads_are_alike(
     sizes: dict[str, int], servers: int

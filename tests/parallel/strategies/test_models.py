@@ -379,6 +379,30 @@ def test_a_rank_can_go_back_to_before_the_first_step(gloo: Pool, spec: str) -> N
     assert all(gloo.run(2, back_to_the_start, spec))
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in a plain number."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, _: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+
+
+def test_numbers_that_an_optimizer_keeps_go_back_too() -> None:
+    made = as_distributed(nn.Linear(4, 2), "single", optimizer=Counting)
+    made.optimizer.step()
+    aside = copied(made.state_dict())
+    made.optimizer.step()
+    other = as_distributed(nn.Linear(4, 2), "single", optimizer=Counting)
+    for each in (made, other):
+        each.load_state_dict(aside)
+        assert [kept["step"] for kept in each.optimizer.state.values()] == [1, 1]
+
+
 def by_hand() -> list[str]:
     """The parameters of stages that the caller has made."""
     made: Distributed = spread("pp:2", split=lambda model, parts: model.keep(_grouped(parts)))

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 from ckptkit.errors import CorruptionError, FormatError, UsageError
-from ckptkit.storage.location import Location
-from ckptkit.storage.options import Address
+from ckptkit.storage.base.location import Location, checked_key, folder_of
+from ckptkit.storage.base.options import Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,6 @@ class Abilities:
     each read asks for the name again, and nothing asks before."""
     has_folders: bool = True
     """A name is an object or a folder, and a folder may be empty."""
-    modified_times: bool = True
-    """`Stored.modified` means something."""
     clock_of_its_own: bool = False
     """`Stored.modified` is by the clock of a server, which may be wrong."""
     waits_for_answers: bool = False
@@ -214,6 +212,34 @@ class Store(Protocol):
 
         Folders left empty, those of missing keys included, go too where the store has folders.
         """
+
+
+class KeyedStore:
+    """What stores share in which a folder is only the beginning of a name: memory and servers."""
+
+    def __init__(self, address: Address, folder: str) -> None:
+        self.address = address
+        self.location: Location = address.location
+        self._folder = f"{folder}/" if folder else ""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.location)!r})"
+
+    def links(self, prefix: str = "") -> dict[str, str]:
+        folder_of(prefix)
+        return {}
+
+    def room(self) -> int | None:
+        return None
+
+    def _path(self, key: str) -> str:
+        return self._folder + checked_key(key)
+
+    def _below(self, prefix: str) -> str:
+        return (self._folder + folder_of(prefix)).rstrip("/")
+
+    def _where(self, key: str) -> str:
+        return f"{self.location}/{key}"
 
 
 class Closing(ABC):

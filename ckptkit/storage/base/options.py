@@ -12,7 +12,7 @@ from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from ckptkit.errors import UsageError
-from ckptkit.storage.location import BUCKETS, Location
+from ckptkit.storage.base.location import BUCKETS, Location
 
 Options = Mapping[str, object]
 NO_OPTIONS: Options = MappingProxyType({})

@@ -60,7 +60,10 @@ class AlignedBuffer:
             return
         with suppress(BufferError):
             self.view.release()
-            _refuse_watchers(memory)
+            # To its own size: that changes nothing, but it is refused while any view is alive,
+            # which cannot be asked for.
+            with suppress(SystemError):
+                memory.resize(len(memory))
             self._pool.keep(memory)
 
     def __enter__(self) -> memoryview:
@@ -106,7 +109,12 @@ class BufferPool:
             return
         with self._lock:
             while self._kept_bytes + length > self._limit:
-                self._drop_one()
+                oldest, waiting = next(iter(self._kept.items()))
+                if waiting:
+                    waiting.pop()
+                    self._kept_bytes -= oldest
+                else:
+                    del self._kept[oldest]
             # Sizes that come back move to the end, where they are dropped last.
             kept = self._kept.pop(length, [])
             kept.append(memory)
@@ -124,26 +132,11 @@ class BufferPool:
             self._kept.clear()
             self._kept_bytes = 0
 
-    def _drop_one(self) -> None:
-        length, kept = next(iter(self._kept.items()))
-        if kept:
-            kept.pop()
-            self._kept_bytes -= length
-        else:
-            del self._kept[length]
-
 
 @cache
 def default_pool() -> BufferPool:
     """The pool of this process."""
     return BufferPool()
-
-
-def _refuse_watchers(memory: mmap.mmap) -> None:
-    """BufferError while any view of the memory is alive."""
-    # To its own size: changes nothing, but checks what cannot be asked for.
-    with suppress(SystemError):
-        memory.resize(len(memory))
 
 
 def _rounded(size: int) -> int:

@@ -10,9 +10,10 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from ckptkit.errors import (
     AccessError,
@@ -23,11 +24,14 @@ from ckptkit.errors import (
     NotFoundError,
     StorageError,
 )
-from ckptkit.storage.location import is_temporary
+from ckptkit.storage.base.location import is_temporary
+
+T = TypeVar("T")
 
 BLOCK = 4096
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_TRIES = 16
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _FOLDER = os.O_DIRECTORY | os.O_CLOEXEC
 # A folder that may be passed but not read can still be gone through.
@@ -134,6 +138,16 @@ def _is_link(name: str, descriptor: int) -> bool:
     except FileNotFoundError:
         return False
     return stat.S_ISLNK(status.st_mode)
+
+
+def where_folders_vanish(make: Callable[[], T]) -> T:
+    """What `make` returns, which makes a file and the folders above it: asked again where one of
+    these is gone, because another writer that ends removes what it finds empty.
+    """
+    for _ in range(_TRIES - 1):
+        with suppress(FileNotFoundError):
+            return make()
+    return make()
 
 
 def make_folders(path: Path) -> list[Path]:
