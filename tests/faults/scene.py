@@ -125,7 +125,7 @@ def side_by_side(names: Iterable[str], test: Callable[[str], None]) -> None:
         except BaseException as error:  # noqa: BLE001 — told with its name
             wrong[name] = error
 
-    with ThreadPoolExecutor(8) as threads:
+    with ThreadPoolExecutor(10) as threads:
         list(threads.map(one, names))
     for name, error in wrong.items():
         raise AssertionError(f"{name} (of {sorted(wrong)}): {error}") from error

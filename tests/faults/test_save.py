@@ -129,15 +129,17 @@ def test_a_step_of_several_parts_is_saved_whole_or_not_at_all(scene: Scene, name
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("fault", [Answer(503), Stall()], ids=["503", "stall"])
 def test_a_server_that_goes_away_fails_the_save_and_nothing_else(
-    moto: Moto, bucket: Bucket, fault: Fault, engine: str
+    moto: Moto, bucket: Bucket, engine: str
 ) -> None:
-    def attempt(after: str) -> None:
-        with scene_of(moto, bucket, f"after-{after}", engine) as scene:
-            be_whole_or_absent(scene, Trouble(fault, times=None, skip=int(after)), NEXT)
+    faults: dict[str, Fault] = {"503": Answer(503), "stall": Stall()}
 
-    side_by_side(map(str, (0, 2, 5, 8, 11)), attempt)
+    def attempt(name: str) -> None:
+        fault, _, after = name.partition("-after-")
+        with scene_of(moto, bucket, name, engine) as scene:
+            be_whole_or_absent(scene, Trouble(faults[fault], times=None, skip=int(after)), NEXT)
+
+    side_by_side([f"{fault}-after-{n}" for fault in faults for n in (0, 2, 5, 8, 11)], attempt)
 
 
 def survive(scene: Scene, trouble: Trouble, state: State) -> None:

@@ -36,7 +36,7 @@ PIECE = 5 << 20
 
 @pytest.fixture
 def store(bucket: Bucket, proxy: Proxy, engine: str) -> Store:
-    more = {"engine": engine, "timeout": 2, "deadline": 20, "part_size": PIECE}
+    more = {"engine": engine, "timeout": 1, "deadline": 20, "part_size": PIECE}
     return open_store(f"{bucket.url}/run", bucket.through(proxy.endpoint, **more))
 
 

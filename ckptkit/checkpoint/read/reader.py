@@ -105,6 +105,8 @@ class ReadPlan:
         size = int(self.stop[first:last].max()) - start
         with self.packs.use(int(self.pack[first])) as source:
             direct = self.direct(first) if last == first + 1 else None
+            # From a file system: into the caller's memory where that has the chunk's shape, since
+            # every other way is a copy more.
             if self.pace.by_rows and first in self.bands:
                 self._read_band(run, source)
             elif direct is not None and self.pace.by_rows:
@@ -115,6 +117,8 @@ class ReadPlan:
                 with default_pool().take(max(size, BAND_BYTES + PAGE)) as memory:
                     source.read_into(start, memory[:size])
                     self._scatter(run, memory[:size])
+            # Over a network: what a request brings is in memory of its own, and is copied from
+            # there in any case. Only a chunk that is larger than a request takes several.
             elif size <= self.pace.request_bytes:
                 self._scatter(run, source.fetch(start, size))
             elif direct is not None:
@@ -274,6 +278,8 @@ def plan_read(
     else:
         runs = coalesce(pack, start, stop, gap=gap, limit=limit)
         runs = join_runs(runs, pack, start, stop, gap=pace.gap_bytes, limit=limit)
+        # A band is brought to the target by strides over one request's memory: within one run, at
+        # equal distances.
         apart = np.zeros(max(0, len(start) - 1), np.bool_)
         apart[[first - 1 for first, _ in runs[1:]]] = True
         bands = side_by_side(pieces, request, place, pack, apart)

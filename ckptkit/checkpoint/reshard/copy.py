@@ -95,7 +95,7 @@ def copy_packs(
 
     def segments_of(rank: int) -> Iterator[Callable[[], None]]:
         pack = _begin_pack(target, rank, destination, budget, read, shared, progress)
-        # Those that are finished are let go of.
+        # Those that are finished are let go of: each holds the names of all its chunks.
         begun[:] = [each for each in begun if not each.is_finished]
         begun.append(pack)
         for number in range(len(pack.segments)):

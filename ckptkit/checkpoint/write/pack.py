@@ -210,6 +210,7 @@ class Pack:
         extents.append(offset + record + closing - self._end)
         self._sink: Sink = store.create(self._key, extents, memory=memory)
         if not segments:
+            # Nobody will write a last one, who would finish the pack.
             try:
                 self._finish()
             except BaseException:
