@@ -19,8 +19,9 @@ from ckptkit.checkpoint.reshard.target import Explained, explain_rules
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import CkptkitError
+from ckptkit.format.objects import PerRank, Replicated, Split, Sum
 from ckptkit.format.zarr_dtypes import register as _register
-from ckptkit.model import PerRank, Replicated, Split, Strategy, Sum
+from ckptkit.model import Strategy
 from ckptkit.storage import open_store
 from ckptkit.version import __version__
 

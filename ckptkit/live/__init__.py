@@ -17,6 +17,7 @@ if tuple(map(int, re.findall(r"\d+", str(torch.__version__))[:2])) < _OLDEST_TOR
         hint="pip install -U torch; what needs no torch, such as `ckpt` and ckptkit.open, works",
     )
 
+from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.live.checkpointer import Checkpointer, save
 from ckptkit.live.comparison import Report
 from ckptkit.live.restore import Restored, load
@@ -34,7 +35,6 @@ from ckptkit.live.shards import (
 from ckptkit.live.state.extra import Extra, WorldSizeError, rng_state, set_rng_state
 from ckptkit.live.state_dict import load_state
 from ckptkit.live.wrappers.entries import StateMismatchError
-from ckptkit.model import PerDataRank, PerRank, Replicated, Split, Sum
 
 __all__ = [
     "CheckpointHelper",

@@ -16,7 +16,7 @@ from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import FormatError
 from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
-from ckptkit.format.objects import ObjectInfo
+from ckptkit.format.objects import ObjectInfo, PerDataRank, PerRank
 from ckptkit.live.resume import (
     Resumed,
     differing,
@@ -35,7 +35,6 @@ from ckptkit.live.state.tensors import dtype_of
 from ckptkit.live.state.trees import put_tensors, with_own
 from ckptkit.live.wrappers.entries import StateMismatchError, parameter_names
 from ckptkit.live.wrappers.training import TrainingState
-from ckptkit.model import PerDataRank, PerRank
 
 _SHOWN = 8
 

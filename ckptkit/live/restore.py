@@ -21,6 +21,7 @@ from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.names import WRAPPED
+from ckptkit.format.objects import PerDataRank, PerRank, Replicated
 from ckptkit.live.comparison import (
     LoadOptions,
     Match,
@@ -49,7 +50,6 @@ from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state.trees import arrays_in, put_tensors, replace_leaves, unmarked
 from ckptkit.live.wrappers.entries import StateMismatchError, parameter_names
 from ckptkit.live.wrappers.training import TrainingObjects, TrainingState
-from ckptkit.model import PerDataRank, PerRank, Replicated
 from ckptkit.storage import Options, Store
 
 log = logging.getLogger("ckptkit.live")

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import InvalidNameError, UsageError
 from ckptkit.format.names import ALIKE, WRAPPED, join
+from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.live.state.extra import DataRanks
 from ckptkit.live.state.lines import Line, check_upwards, dtensor_lines, kind_of, mesh_lines
 from ckptkit.live.state.parts import (
@@ -32,17 +33,7 @@ from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import plain_extra, take_tensors, tensors_inline
 from ckptkit.live.wrappers.entries import ModelEntry, StateEntry, parameter_names
 from ckptkit.live.wrappers.training import TrainingState
-from ckptkit.model import (
-    PerDataRank,
-    PerRank,
-    Placement,
-    Replicated,
-    Shard,
-    Split,
-    Strategy,
-    Strided,
-    Sum,
-)
+from ckptkit.model import Placement, Shard, Strategy, Strided
 
 Trees: TypeAlias = Mapping[str, tuple[Any, dict[str, torch.Tensor]]]
 """Of each nested dictionary what it has besides tensors, and these by name."""

@@ -6,7 +6,6 @@ from ckptkit.model.box import MAX_COORDINATE, Box, Gap, check_cover, flat_boxes
 from ckptkit.model.dtype import DTYPES, DType
 from ckptkit.model.grid import MAX_CHUNKS, Grid
 from ckptkit.model.layout import Layout, Part, Replicas, Share, layout_of
-from ckptkit.model.object import PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.model.placement import (
     Owner,
     Placement,
@@ -39,22 +38,17 @@ __all__ = [
     "Mesh",
     "Owner",
     "Part",
-    "PerDataRank",
-    "PerRank",
     "Pipeline",
     "Placement",
     "Replicas",
     "Replicate",
-    "Replicated",
     "Rule",
     "Rules",
     "Shard",
     "Share",
-    "Split",
     "Stage",
     "Strategy",
     "Strided",
-    "Sum",
     "check_cover",
     "flat_boxes",
     "layout_of",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ckptkit
 from ckptkit import PerRank, Sum, Writer
 from ckptkit.errors import CkptkitError, InvalidNameError, PeerError, UnsupportedTypeError
-from ckptkit.model import Replicated
+from ckptkit.format.objects import Replicated
 from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import random_values, same, save_by
 

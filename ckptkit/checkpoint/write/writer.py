@@ -36,20 +36,17 @@ from ckptkit.format.arrays import ROLES, TOO_LARGE, Alias, ArrayInfo, is_address
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.format.manifest import pack_name
 from ckptkit.format.names import ancestors, checked_path
-from ckptkit.format.objects import ObjectInfo, check_total, is_number
-from ckptkit.format.record import SaveInfo
-from ckptkit.model import (
-    DType,
+from ckptkit.format.objects import (
+    ObjectInfo,
     PerRank,
-    Placement,
-    Replicate,
     Replicated,
     Split,
-    Strategy,
     Sum,
-    layout_of,
-    parse_placement,
+    check_total,
+    is_number,
 )
+from ckptkit.format.record import SaveInfo
+from ckptkit.model import DType, Placement, Replicate, Strategy, layout_of, parse_placement
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid
 from ckptkit.storage import BufferPool, Options, default_pool
 from ckptkit.version import __version__

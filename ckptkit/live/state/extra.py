@@ -13,8 +13,8 @@ import torch
 from ckptkit.errors import CkptkitError, FormatError, UsageError
 from ckptkit.format.leaves import dumps
 from ckptkit.format.names import DATA_RANK
-from ckptkit.format.objects import ObjectInfo, share_of_items, share_of_total, total
-from ckptkit.model import PerRank, Strategy
+from ckptkit.format.objects import ObjectInfo, PerRank, share_of_items, share_of_total, total
+from ckptkit.model import Strategy
 
 # Ranks that differ along these read data of their own, and so do those that experts are spread
 # over; ranks along `tp` and `pp` work on the same.

@@ -18,20 +18,11 @@ import torch
 from ckptkit.errors import FormatError, UnsupportedTypeError
 from ckptkit.format.leaves import canonical
 from ckptkit.format.names import DATA_RANK, OWN, REFERENCE, escape
-from ckptkit.format.objects import ObjectInfo
+from ckptkit.format.objects import ObjectInfo, PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.live.state.parts import LiveTensor
 from ckptkit.live.state.tensors import as_bits, check_plain, dtype_of, local_of, torch_dtype
 from ckptkit.live.state.topology import Topology
-from ckptkit.model import (
-    DType,
-    Owner,
-    PerDataRank,
-    PerRank,
-    Placement,
-    Replicated,
-    Split,
-    Sum,
-)
+from ckptkit.model import DType, Owner, Placement
 
 _TENSOR = "ckptkit.tensor"
 _MAX_DEPTH = 28

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import matches, pattern_list
+from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.live.state.lines import Line, line_of
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.wrappers import fsdp1, modules
 from ckptkit.live.wrappers.entries import ModelEntry
 from ckptkit.live.wrappers.fsdp1_optimizer import FSDP1Optimizer
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer
-from ckptkit.model import PerDataRank, PerRank, Replicated, Split, Sum
 
 
 class TrainingObjects(TypedDict, total=False):

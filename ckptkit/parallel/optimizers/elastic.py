@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, FormatError, UsageError
+from ckptkit.format.objects import PerRank
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.restore import Restored
 from ckptkit.live.state.extra import rng_state, set_rng_state
 from ckptkit.live.state.ranks import World, current_world, next_name, ranks_of
-from ckptkit.model import PerRank
 from ckptkit.parallel.optimizers.sampler import GlobalSampler, seed_of
 
 log = logging.getLogger("ckptkit.parallel")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from ckptkit.errors import UnsupportedTypeError
-from ckptkit.model import PerRank, Replicated, Sum
+from ckptkit.format.objects import PerRank, Replicated, Sum
 
 
 @pytest.mark.parametrize("kind", [Replicated, PerRank, Sum])
