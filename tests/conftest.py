@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # How many examples a property is tried on: `make test` takes few, and `make test-long` many.
-settings.register_profile("few", deadline=None, max_examples=40)
-settings.register_profile("many", deadline=None, max_examples=1000)
+# No example has a time limit: on a machine that is busy any of them may be slow.
+UNHURRIED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("few", max_examples=40, **UNHURRIED)
+settings.register_profile("many", max_examples=1000, **UNHURRIED)
 settings.load_profile("few")
 
 # Started in the background by a shell, pytest ignores Ctrl-C, and all that tests start would too.
