@@ -41,9 +41,6 @@ from tests.servers.faults import (
 from tests.servers.moto import Moto
 from tests.servers.s3_server import Bucket
 
-# Seeds of plans that leave a damaged manifest behind a save that failed.
-NOT_KEPT = (49,)
-
 
 def random_trouble(rng: random.Random) -> Trouble:
     at = rng.choice([0, 1, 10, 100, 1000])
@@ -71,17 +68,7 @@ def test_no_plan_of_faults_breaks_a_promise(moto: Moto, bucket: Bucket) -> None:
 
 @pytest.mark.long
 def test_no_plan_of_many_breaks_a_promise(moto: Moto, bucket: Bucket) -> None:
-    try_plans(moto, bucket, [seed for seed in range(8, 80) if seed not in NOT_KEPT])
-
-
-@pytest.mark.long
-@pytest.mark.xfail(
-    reason="a manifest that the server damages at every attempt stays, if a look at it fails too",
-    strict=False,  # which request is which depends on the moment
-)
-@pytest.mark.parametrize("seed", NOT_KEPT)
-def test_a_plan_that_breaks_a_promise(moto: Moto, bucket: Bucket, seed: int) -> None:
-    try_plans(moto, bucket, [seed])
+    try_plans(moto, bucket, range(8, 80))
 
 
 def try_plans(moto: Moto, bucket: Bucket, seeds: Sequence[int]) -> None:
@@ -89,7 +76,7 @@ def try_plans(moto: Moto, bucket: Bucket, seeds: Sequence[int]) -> None:
 
     def attempt(seed: str) -> None:
         rng = random.Random(int(seed))
-        with scene_of(moto, bucket, f"plan-{seed}", rng.choice(ENGINES)) as scene:
+        with scene_of(moto, bucket, rng.choice(ENGINES)) as scene:
             for _ in range(rng.randint(1, 4)):
                 random_trouble(rng).make(scene.proxy)
             keep_promises(scene)

@@ -117,7 +117,7 @@ def test_a_step_of_several_parts_is_saved_all_the_same(scene: Scene, name: str) 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_is_saved_whole_or_not_at_all(moto: Moto, bucket: Bucket, engine: str) -> None:
     def attempt(name: str) -> None:
-        with scene_of(moto, bucket, name, engine) as scene:
+        with scene_of(moto, bucket, engine) as scene:
             be_whole_or_absent(scene, UNSURE[name], NEXT)
 
     side_by_side(UNSURE, attempt)
@@ -136,7 +136,7 @@ def test_a_server_that_goes_away_fails_the_save_and_nothing_else(
 
     def attempt(name: str) -> None:
         fault, _, after = name.partition("-after-")
-        with scene_of(moto, bucket, name, engine) as scene:
+        with scene_of(moto, bucket, engine) as scene:
             be_whole_or_absent(scene, Trouble(faults[fault], times=None, skip=int(after)), NEXT)
 
     side_by_side([f"{fault}-after-{n}" for fault in faults for n in (0, 2, 5, 8, 11)], attempt)

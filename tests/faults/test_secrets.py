@@ -81,7 +81,7 @@ def test_no_error_and_no_log_holds_it(
     errors: list[BaseException] = []
 
     def attempt(name: str) -> None:
-        with scene_of(moto, told, name, engine) as scene:
+        with scene_of(moto, told, engine) as scene:
             scene.proxy.inject(TROUBLES[name], times=None, every=EVERY.get(name, 1))
             errors.extend(save(scene.store(), 2, STATE))
             for read in (ckptkit.open, lambda store: store.delete(["nothing"])):

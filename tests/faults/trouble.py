@@ -8,13 +8,13 @@ from tests.servers.faults import Fault, Match, everything, kind
 from tests.servers.proxy import Proxy
 
 PACK = kind("PUT", path=".zip")
-MANIFEST = kind("PUT", path="manifest")
+MANIFEST = kind("PUT", path="manifest.msgpack")
 PART = kind("PUT", query="partNumber")
 BEGIN = kind("POST", query="uploads")
 COMPLETE = kind("POST", query="uploadId")
 LIST = kind("LIST")
 READ = kind("GET", path=".zip")
-READ_MANIFEST = kind("GET", path="manifest")
+READ_MANIFEST = kind("GET", path="manifest.msgpack")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -217,12 +218,12 @@ class ObjectServer:
         """
         self.learn(key)
         if self.known.refuses_to_replace:
-            self._create_asking(key, data)
+            self._create(key, data)
             return
         try:
             self.head(key)
         except NotFoundError:
-            self.put(key, data)
+            self._create(key, data, asks=False)
         else:
             raise trouble("taken", self.where(key))
         time.sleep(SETTLE_SECONDS)
@@ -248,8 +249,8 @@ class ObjectServer:
 
     def _refuses_to_replace(self, scratch: Names) -> bool:
         try:
-            self._create_asking(scratch[0], memoryview(b"1"))
-            self._create_asking(scratch[0], memoryview(b"2"))
+            self._create(scratch[0], memoryview(b"1"))
+            self._create(scratch[0], memoryview(b"2"))
         except AlreadyExistsError:
             # It refuses whoever comes later; now those that come at once.
             with ThreadPoolExecutor(2) as creators:
@@ -281,27 +282,34 @@ class ObjectServer:
             where = self.where(scratch[0])
             _log.warning("the scratch object %s may stay: %s", where, error.what)
 
-    def _create_asking(self, key: str, data: memoryview) -> None:
-        """Store an object whole where the server says that there is none: AlreadyExistsError."""
-        ours = False
+    def _create(self, key: str, data: memoryview, *, asks: bool = True) -> None:
+        """Store an object whole where the server says that there is none: AlreadyExistsError. What
+        it has damaged at every attempt is deleted: nobody can read it, and it has the name.
+        """
+        etags: list[str | None] = []  # of what was stored here, and was not what was sent
 
         def attempt(number: int) -> None:
-            nonlocal ours
-            if ours:
-                # Nobody else could take the name, but what lies there is not what was sent.
-                return self._put_once(key, data)
             try:
-                etag = self.client.put(key, data, create=True)
+                # Once it was stored nobody else could take the name, but what lies there is not
+                # what was sent.
+                is_new = asks and not etags
+                etags.append(self.client.put(key, data, create=is_new))
             except AlreadyExistsError:
                 # An attempt whose answer was lost may have been the one that took the name.
                 again = number > 1 or self.client.repeats
                 if not again or not self._holds(key, data):
                     raise
-                return None
-            ours = True
-            return self._check(key, data, etag)
+                return
+            self._check(key, data, etags[-1])
 
-        self._retry("creating", self.where(key), attempt)
+        try:
+            self._retry("creating", self.where(key), attempt)
+        except StorageError:
+            # Not what has another ETag: it may be whole, its answer lost, or by now another job's.
+            with suppress(CkptkitError, Transient):
+                if etags and self.client.head(key).etag in {*etags} - {None}:
+                    self.client.delete([key])
+            raise
 
     def _put_once(self, key: str, data: memoryview) -> None:
         self._check(key, data, self.client.put(key, data, create=False))
