@@ -71,7 +71,8 @@ def _bytes(store: Store, prefix: str, most: int) -> bytes | None:
     """A manifest, or its beginning where it has more than `most` bytes.
 
     Before a large one is in memory its ends are looked at: a file with a hole of 4 GiB costs
-    nothing to make. So is its checksum where that needs no second request over a network.
+    nothing to make. In a file system its checksum is compared first too; over a network that would
+    be a second read of all of it.
     """
     key = under(prefix, MANIFEST)
     try:

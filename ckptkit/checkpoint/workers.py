@@ -95,7 +95,7 @@ def ask_all(
 
 
 def asked_in_threads(ask: Callable[[T], R], items: Iterable[T], count: int) -> Iterator[R]:
-    """The same, by so many threads."""
+    """What `ask` says of each item, in their order, asked by so many threads."""
     left = iter(items)
     with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
         under_way = [executor.submit(ask, item) for item in islice(left, 2 * count)]

@@ -89,14 +89,6 @@ class Checkpointer:
         if when_busy not in ("wait", "skip"):
             raise UsageError('when_busy is "wait" or "skip"', value=when_busy)
         self._world = current_world()
-        self._name = next_name(self._world, "run")
-        cuts = HandCuts()
-        if rules is not None:
-            # Here rather than in the first save: that a rank lacks the file is a reason for all.
-            ranks = ranks_of(self._world, f"{self._name}/rules", timeout, "rules were not read")
-            with leaving(ranks):
-                cuts = HandCuts.of(rules)
-                ranks.wait()
         self._store = store_at(location, storage_options)
         self._run = Run(self._store)
         self._tiers = Tiers(
@@ -106,6 +98,15 @@ class Checkpointer:
             overwrite=overwrite,
             is_first=self._world.rank == 0,
         )
+        self._name = next_name(self._world, "run")
+        cuts = HandCuts()
+        if rules is not None:
+            # Here rather than in the first save: that a rank lacks the file is a reason for all.
+            # So all ranks pass rules, or none does.
+            ranks = ranks_of(self._world, f"{self._name}/rules", timeout, "rules were not read")
+            with leaving(ranks):
+                cuts = HandCuts.of(rules)
+                ranks.wait()
         self._asynchronous = asynchronous
         self._skips = when_busy == "skip"
         self._options = SaveOptions(
@@ -166,7 +167,8 @@ class Checkpointer:
         with quiet, ExitStack() as after:
             # First of all, so that what goes wrong on one rank from here on reaches the others.
             ranks = self._meeting("save")
-            # Whatever becomes of the save: all ranks go through the same rounds of copying.
+            # With `local`: whatever becomes of the save, all ranks go through the same rounds of
+            # copying. This one's begins when `after` ends.
             after.callback(self._tiers.turn(self._copying(), step))
             with leaving(ranks):
                 training = TrainingState.of(**objects)
@@ -321,7 +323,7 @@ class Checkpointer:
     def _finish(self, save: PreparedSave, after: ExitStack) -> None:
         with after:
             try:
-                save.commit()
+                save.write()
                 self._tiers.saved(save.step)
             finally:
                 self._writing = None  # it knows the memory that it wrote

@@ -1,4 +1,6 @@
-"""Saving the state of a live job: look, agree, lay out, stage where asked to, write, commit."""
+"""What `Checkpointer.save` does: `prepare` looks, agrees, lays out and, where asked to, stages;
+`PreparedSave.write` writes and commits. The call itself is in `checkpointer`.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ class PreparedSave:
         self.cancelled.set()
         self.ranks.cancel("the save was cancelled")
 
-    def commit(self) -> None:
+    def write(self) -> None:
         """Write, and make the step exist."""
         with leaving(self.ranks):
             self.writer.commit()
@@ -105,7 +107,7 @@ def prepare(
     started = time.perf_counter()
 
     # Look at what this rank holds. Where that is not as its placements say it is moved, and what
-    # lies on devices is copied into host memory: nothing of the training's is needed any more then.
+    # lies on devices is copied into host memory. For tensors on the CPU only `stage` sees to that.
     snapshot = take_snapshot(
         world, training, extra=extra, mesh=options.mesh, rules=options.rules, ranks=ranks
     )

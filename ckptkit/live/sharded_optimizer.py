@@ -166,7 +166,7 @@ class ShardedOptimizerState:
         """A copy in memory of its own, which no optimizer steps."""
         twin, adapter = copy.copy(self), cast("Any", copy.copy(self._adapter))
         stepped = dict.fromkeys(part.parameter for part in self._parts.values())
-        adapter.state = {
+        adapter.copied = {
             parameter: {
                 key: value.detach().clone() if torch.is_tensor(value) else copy.deepcopy(value)
                 for key, value in self._adapter.state[parameter].items()

@@ -23,7 +23,7 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.shape):
-            raise LayoutError("offset and shape of a box differ in rank", value=self)
+            raise LayoutError("offset and shape of a box differ in the number of dims", value=self)
         for start, length in zip(self.offset, self.shape, strict=True):
             if start < 0 or length < 0:
                 raise LayoutError("a box cannot have negative numbers", value=self)

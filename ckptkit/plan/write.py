@@ -1,6 +1,4 @@
-"""Who writes which chunks: the same answer on every rank, without a word between them (DESIGN
-section 3).
-"""
+"""Who writes which chunks: the same answer on every rank, without a word between them."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """One array as a rank knows it."""
+    """What has to be known of an array to decide who writes its chunks."""
 
     name: str
     layout: Layout

@@ -81,7 +81,11 @@ class OpenPacks:
         if source.size != written:
             source.close()
             raise self._unlike(pack, source.size)
-        return source if self._store.abilities.open_survives_delete else _Looked(self, pack, source)
+        return (
+            source
+            if self._store.abilities.open_survives_delete
+            else _UncheckedPack(self, pack, source)
+        )
 
     def explained(self, pack: int, error: CkptkitError) -> CkptkitError:
         """What a read said that found the pack missing or short, where opening it asks nothing."""
@@ -125,8 +129,8 @@ class OpenPacks:
         return f"{self._folder}/{self._packs[pack].name}"
 
 
-class _Looked(Closing):
-    """An open pack of a store that was not asked whether it is there, and whole."""
+class _UncheckedPack(Closing):
+    """An open pack that nobody has asked the store about. A read that fails finds out why."""
 
     def __init__(self, sources: OpenPacks, pack: int, source: Source) -> None:
         self._sources = sources

@@ -71,8 +71,8 @@ class ReadPlan:
     stop: npt.NDArray[np.int64]
     crc32: npt.NDArray[np.uint32]
     begin: npt.NDArray[np.int64]
-    """The byte at which a piece begins that is a whole chunk, in one piece in its request's memory,
-    where that has no gaps; -1 for the others.
+    """Of a whole chunk that lands without gaps: the byte of its request's memory where it begins;
+    -1 for the others.
     """
     flat: Sequence[memoryview | None]
     """The memory of each request as bytes; None where it has gaps."""

@@ -42,7 +42,7 @@ from ckptkit.plan.read import Piece, Pieces, batches, pieces_within
 from ckptkit.storage import Store
 from ckptkit.storage.base.buffers import copy_elements
 
-# Writers of one file wait for each other, where it is not written past the page cache; of many, few
+# Two: threads that write one file through the page cache wait for each other. With many at once few
 # would be complete when a run is cut off.
 PACKS_AT_ONCE = 2
 # As the parts of local files are when a job writes them: larger ones are no faster to write, and
@@ -58,9 +58,9 @@ _SPARE = 24 * _MIB
 # What a worker in a process of its own has in memory before it does anything.
 _PROCESS_BYTES = 96 * _MIB
 # Of all memory, what may be on its way from a store that is asked over a network, and to one.
-_SHARE = 4
+_ON_ITS_WAY = 4
 # Of all memory, what may be kept of chunks that several packs need, where reading costs more.
-_SHARED = 16
+_KEPT_CHUNKS = 16
 # A sink that holds fewer parts waits for each.
 _LEAST_PARTS = 2
 # Parts of very large packs are larger, since servers take only so many.
@@ -403,9 +403,9 @@ class Budget:
         chunk of the target, `pack_bytes` about how large the largest pack will be, and `fixed`
         what is in use besides. Unless it is here, each worker has a process and a pack of its own.
         """
-        share, can = memory // _SHARE, destination.abilities
+        share, can = memory // _ON_ITS_WAY, destination.abilities
         is_far = source.abilities.waits_for_answers
-        kept = memory // _SHARED if is_far and is_here else 0
+        kept = memory // _KEPT_CHUNKS if is_far and is_here else 0
         sink_bytes, packs = None, PACKS_AT_ONCE if is_here else workers
         if can.waits_for_answers:
             part = max(can.part_size, -(-pack_bytes // _MOST_PARTS))

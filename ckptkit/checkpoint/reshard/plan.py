@@ -236,6 +236,7 @@ class ReshardPlan(ReshardCost):
         options, prefix = target.options, step_name(target.save.step)
         with source:
             if options.digest:
+                # Raises where another step is in the way, before all of the source is read.
                 _is_there(target, source, store, digest_to_come=True)
                 target = replace(target, digest=_digest(source, target))
             save_id, count = target.save.save_id, target.world_size
@@ -335,12 +336,12 @@ def finished_packs(
         if pack_name(rank) not in there:
             continue
         if not _is_finished(target, store, folder, rank, progress):
-            # Elsewhere than in a file system nobody is still writing what can be seen.
-            waited = store.abilities.claims_names
-            if waited:
+            # Where a pack is visible before it is finished, another run may still be writing it.
+            may_be_open = store.abilities.claims_names
+            if may_be_open:
                 _wait_until_quiet(store, key)
             # Another run may have finished it meanwhile, or even have made the step.
-            if not (waited and _is_finished(target, store, folder, rank, progress)):
+            if not (may_be_open and _is_finished(target, store, folder, rank, progress)):
                 if committed_save_id(store, prefix) == save_id:
                     raise _at_work(described(store, key))
                 store.delete([key])

@@ -117,8 +117,9 @@ class ReshardTarget:
 
     @cached_property
     def save(self) -> SaveInfo:
-        """The same however often, wherever and by whom it is made, so that packs which were
-        finished before an interruption, or by another machine, are those that are needed.
+        """What the records of the new step say of it. It depends on the source and the options
+        alone, so that packs which were finished before an interruption, or by another machine, are
+        those that are needed.
 
         Its time is that of the source: that is how old the state is.
         """

@@ -147,7 +147,8 @@ class Run:
         """Delete steps, committed or not: the manifest first, so that no crash leaves half a
         step that looks whole. Of a step whose folder is a symbolic link only that goes.
         """
-        folders = step_folders(self._store)
+        has_folders = self._store.abilities.has_folders
+        folders = step_folders(self._store).values() if has_folders else ()
         for step in steps:
             prefix = step_name(step)
             if prefix in self._store.links():
@@ -155,7 +156,7 @@ class Run:
                 continue
             entries, keys = keys_of(self._store, prefix)
             is_there = bool(entries) or len(keys) > 1
-            if self._store.abilities.has_folders and prefix in folders.values():
+            if prefix in folders:
                 # A deletion that was killed leaves empty folders. They go with a name in them.
                 data, is_there = under(prefix, DATA), True
                 inner = [] if DATA in self._store.links(prefix) else self._store.children(data)

@@ -80,7 +80,8 @@ it."""
 class Segment:
     """The entries [first, last) and the bytes of the pack they take, headers included.
 
-    Entries are never cut, so that a header's CRC is known when it is written.
+    Entries are never cut, so that a header's CRC is known when it is written. Segment n is part n
+    of the store's sink, whose last part is the record and the directory.
     """
 
     first: int

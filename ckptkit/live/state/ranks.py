@@ -212,11 +212,18 @@ class GroupRanks(Ranks):
     what it says. Only what goes wrong with an answer of rank 0 is raised on all.
     """
 
-    def __init__(self, world: World, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.rank = world.rank
         self.world_size = world.size
         self.failure = "nothing was done"
         self._group = group
+        # A caller may know more than `wire`: not every job says which device is the current one.
+        self._wire = wire(group) if device is None else device
 
     def share(self, answer: Callable[[], Any]) -> Any:
         problem: Exception | None = None
@@ -242,21 +249,19 @@ class GroupRanks(Ranks):
         return f"rank {self.rank}: {problem}"
 
     def _tell(self, data: bytes) -> bytes:
-        size = torch.tensor(len(data), device=wire(self._group))
+        size = torch.tensor(len(data), device=self._wire)
         dist.broadcast(size, group=self._group, group_src=0)
-        return bytes_of_first(data if self.rank == 0 else None, int(size), self._group)
+        return bytes_of_first(data if self.rank == 0 else None, int(size), self._group, self._wire)
 
     def _meet(self, data: bytes | None) -> list[bytes]:
         # A collective takes as much from every rank: what is short is filled up.
-        mine = torch.tensor(len(data or b""), device=wire(self._group))
+        mine = torch.tensor(len(data or b""), device=self._wire)
         sizes = [torch.zeros_like(mine) for _ in range(self.world_size)]
         dist.all_gather(sizes, mine, group=self._group)
         most = max(map(int, sizes))
         if data is None or not most:
             return []
-        padded = torch.frombuffer(bytearray(data.ljust(most)), dtype=torch.uint8).to(
-            wire(self._group)
-        )
+        padded = torch.frombuffer(bytearray(data.ljust(most)), dtype=torch.uint8).to(self._wire)
         heard = [torch.empty_like(padded) for _ in sizes] if self.rank == 0 else None
         dist.gather(padded, heard, group=self._group, group_dst=0)
         pairs = zip(heard or (), sizes, strict=False)
@@ -300,13 +305,19 @@ def wire(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu") if found is None else found
 
 
-def bytes_of_first(data: bytes | None, size: int, group: dist.ProcessGroup | None = None) -> bytes:
+def bytes_of_first(
+    data: bytes | None,
+    size: int,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> bytes:
     """Rank 0's bytes on every rank of a group, by a collective, which carries more than a store
     does; all ranks know how many there are.
     """
+    device = wire(group) if device is None else device
     if data is None:
-        tensor = torch.empty(size, dtype=torch.uint8, device=wire(group))
+        tensor = torch.empty(size, dtype=torch.uint8, device=device)
     else:
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(wire(group))
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     dist.broadcast(tensor, group=group, group_src=0)
     return bytes(tensor.cpu().numpy()) if data is None else data

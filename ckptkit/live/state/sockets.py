@@ -133,7 +133,9 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def own_address(hosts: Iterable[str]) -> str:
     """The address of this machine at which the ranks on these hosts reach it."""
     others = sorted(set(hosts) - {socket.gethostname()})
-    for host in (os.environ.get("MASTER_ADDR", ""), *others):
+    # The own name last, where there are others: it is mostly the name of a loopback address.
+    own = [socket.gethostname()] if others else []
+    for host in (os.environ.get("MASTER_ADDR", ""), *others, *own):
         found = _address_towards(host) if host else ""
         if found and not ip_address(found.partition("%")[0]).is_loopback:
             return found

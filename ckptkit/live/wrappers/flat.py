@@ -293,14 +293,16 @@ def of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return found
 
 
-def told_to_all(value: object, group: dist.ProcessGroup) -> list[Any]:
-    """What each rank of a group has to say, in plain values; what one cannot say all raise."""
+def told_to_all(value: object, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """What each rank of a group has to say, in plain values; what one cannot say all raise. It goes
+    by way of the device that FSDP communicates with.
+    """
     problem = ""
     try:
         dumps(value)
     except UnsupportedTypeError as error:
         problem, value = str(error), None
-    ranks = GroupRanks(World(group.rank(), group.size()), group)
+    ranks = GroupRanks(World(group.rank(), group.size()), group, device)
     heard = ranks.agree([problem, value], list)
     for rank, (problem, _) in zip(dist.get_process_group_ranks(group), heard, strict=True):
         if problem:

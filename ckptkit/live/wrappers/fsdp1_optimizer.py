@@ -164,7 +164,7 @@ class FSDP1Optimizer(PlainOptimizer):
                 groups.setdefault(flat.group, []).append(number)
         for group, numbers in groups.items():
             mine = [tensors_inline(found[number]) for number in numbers]
-            heard = told_to_all(mine, group)
+            heard = told_to_all(mine, group, flats[numbers[0]].device)
             for number, *of_ranks in zip(numbers, *heard, strict=True):
                 together: _KeptByName = {}
                 for kept in of_ranks:  # of each value what the first rank says that has it

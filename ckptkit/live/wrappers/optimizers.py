@@ -31,8 +31,14 @@ class PlainOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self.state: MutableMapping[nn.Parameter, dict[str, Any]] = cast("Any", optimizer.state)
+        self.copied: MutableMapping[nn.Parameter, dict[str, Any]] | None = None
+        """What is looked at in place of the optimizer's own state."""
+
+    @property
+    def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
         """What it keeps on this rank, by parameter."""
+        # Asked each time: torch's `load_state_dict` puts another dictionary there.
+        return cast("Any", self._optimizer.state) if self.copied is None else self.copied
 
     @property
     def kind(self) -> str:
@@ -268,7 +274,10 @@ class Zero1Optimizer(PlainOptimizer):
         # torch annotates little of what is asked of it here.
         self._zero = cast("Any", optimizer)
         self._zero._check_overlap_initialized()
-        self.state = self._zero.optim.state
+
+    @property
+    def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
+        return cast("Any", self._zero.optim.state) if self.copied is None else self.copied
 
     @staticmethod
     def recognises(optimizer: Optimizer) -> bool:

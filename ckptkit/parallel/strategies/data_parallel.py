@@ -87,8 +87,9 @@ def shard(
     model: nn.Module, mesh: DeviceMesh, options: StrategyOptions, sharder: str | None
 ) -> list[Unit]:
     """Cut the parameters of a model over the last axis of a mesh, repeated over the one before, by
-    `fully_shard`; without a sharder keep what tensor parallelism has cut alike over the mesh by
-    `replicate`, as DDP cannot. Returns what is gathered together.
+    `fully_shard`; without a sharder keep them alike over the mesh by `replicate`: what tensor
+    parallelism has cut, or a stage of a pipeline, DDP does not bear. Returns what is
+    gathered together.
     """
     units = units_of(model, options.group_below)
     inside = {id(p) for unit in units for m in unit.modules for p in m.parameters()}
@@ -108,13 +109,13 @@ def shard(
         if options.offload:
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
         # ZeRO-2 keeps all parameters whole from the forward pass to the backward pass. Elsewhere
-        # only the outermost unit stays so, by None, and the last as defined, which a backward pass
-        # mostly begins with.
-        again = False if sharder == "zero2" else None
+        # torch, told None, keeps only those of the outermost unit. The unit that was defined last
+        # is kept too: with it a backward pass mostly begins.
+        default = False if sharder == "zero2" else None
         for unit in units:
-            kept = False if len(units) > 1 and unit is units[-1] else again
-            fully_shard(list(unit.modules), reshard_after_forward=kept, **settings)
-        fully_shard(model, reshard_after_forward=again, **settings)
+            reshards = False if len(units) > 1 and unit is units[-1] else default
+            fully_shard(list(unit.modules), reshard_after_forward=reshards, **settings)
+        fully_shard(model, reshard_after_forward=default, **settings)
     model.register_forward_hook(_after_forward)
     return [*units, *own]
 

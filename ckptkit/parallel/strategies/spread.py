@@ -162,7 +162,7 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
         modules,
         mesh=mesh,
         device=here,
-        optimizer=_stepping(modules, job),
+        optimizer=_optimizer_of(modules, job),
         pipeline=pipeline,
         compression=compressor,
         units=units,
@@ -287,7 +287,7 @@ class _Job:
     @classmethod
     def of(cls, strategy: Strategy, options: StrategyOptions, device: torch.device) -> _Job:
         """The mesh is made by all ranks together."""
-        # Stages of ZeRO that are FSDP are called that, as checkpoints know them.
+        # The mesh calls zero2 and zero3 `fsdp`, as checkpoints do.
         names = {
             axis.kind: "fsdp" if axis.name == axis.kind and axis.kind in SHARDED else axis.name
             for axis in strategy.mesh.axes
@@ -325,7 +325,7 @@ def _wrapped(module: nn.Module, job: _Job, plan: Mapping[str, Any], units: list[
     return module
 
 
-def _stepping(modules: list[nn.Module], job: _Job) -> Optimizer | None:
+def _optimizer_of(modules: list[nn.Module], job: _Job) -> Optimizer | None:
     if job.options.optimizer is None:
         return None
     group = job.along("zero1").get_group() if "zero1" in job.names else None
@@ -362,8 +362,8 @@ def _optimizer_for(
 
 
 def _called(options: StrategyOptions, trained: Iterable[nn.Parameter]) -> Optimizer:
-    """What makes an optimizer, called; also where nothing is trained, as on a frozen stage, though
-    optimizers refuse an empty list.
+    """Call what makes the optimizer, also where nothing is trained (a frozen stage): optimizers
+    refuse an empty list.
     """
     make: Any = options.optimizer
     nothing: Any = {"params": []} if isinstance(make, type) else nn.Parameter(torch.empty(0))

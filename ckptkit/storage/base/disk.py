@@ -251,7 +251,8 @@ def _cleared(name: str, parent: int) -> bool:
 class DirectFile:
     """A new file, written past the page cache where the file system allows it.
 
-    It wants blocks while `direct` is true, and takes anything otherwise.
+    While `direct` is true it takes whole blocks only, at offsets and from addresses that are
+    multiples of a block; otherwise it takes anything.
     """
 
     def __init__(self, path: Path | str, folder: int | None = None) -> None:

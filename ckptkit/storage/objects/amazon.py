@@ -246,6 +246,7 @@ class BucketDetails:
                     client.meta.events.register("before-send.s3.PutObject", _exchange_body)
                     self.compares_bodies = _refuses(client, self._top.path, scratch)
             except (CkptkitError, Transient) as error:
+                self._asked = False  # the next large upload asks again
                 _log.debug("%s: whether bodies are compared cannot be found out: %s", where, error)
 
     def _pages(self, method: str, at: str, field: str, **asked: Any) -> Iterator[dict[str, Any]]:

@@ -44,6 +44,7 @@ SETTLE_SECONDS = 0.2
 RACES = 8
 # For this much hashing it is worth asking whether the server does it.
 WORTH_ASKING = 128 << 20
+_DAMAGED = "the server stored other bytes than were sent"
 _ETAG = re.compile(r'"?([0-9a-f]{32})(?:-([0-9]+))?"?')
 
 _log = logging.getLogger("ckptkit.storage")
@@ -286,33 +287,38 @@ class ObjectServer:
         """Store an object whole where the server says that there is none: AlreadyExistsError. What
         it has damaged at every attempt is deleted: nobody can read it, and it has the name.
         """
-        etags: list[str | None] = []  # of what was stored here, and was not what was sent
+        ours = not asks
+        damaged: set[str | None] = set()  # ETags
 
         def attempt(number: int) -> None:
+            nonlocal ours
             try:
-                # Once it was stored nobody else could take the name, but what lies there is not
-                # what was sent.
-                is_new = asks and not etags
-                etags.append(self.client.put(key, data, create=is_new))
+                # Once it is ours nobody else could take the name, but what lies there is not what
+                # was sent.
+                etag = self.client.put(key, data, create=not ours)
             except AlreadyExistsError:
                 # An attempt whose answer was lost may have been the one that took the name.
                 again = number > 1 or self.client.repeats
                 if not again or not self._holds(key, data):
                     raise
                 return
-            self._check(key, data, etags[-1])
+            ours = True
+            if self._is_damaged(key, data, etag):
+                damaged.add(etag)
+                raise Transient(_DAMAGED)
 
         try:
             self._retry("creating", self.where(key), attempt)
         except StorageError:
             # Not what has another ETag: it may be whole, its answer lost, or by now another job's.
             with suppress(CkptkitError, Transient):
-                if etags and self.client.head(key).etag in {*etags} - {None}:
+                if damaged and self.client.head(key).etag in damaged:
                     self.client.delete([key])
             raise
 
     def _put_once(self, key: str, data: memoryview) -> None:
-        self._check(key, data, self.client.put(key, data, create=False))
+        if self._is_damaged(key, data, self.client.put(key, data, create=False)):
+            raise Transient(_DAMAGED)
 
     def _holds(self, key: str, data: memoryview) -> bool:
         try:
@@ -369,16 +375,19 @@ class ObjectServer:
         self.known.etags_tell = False
         _log.info("the ETags of %s are no MD5s; they are not looked at any more", self.where(key))
 
-    def _check(self, key: str, data: memoryview, etag: str | None) -> None:
+    def _is_damaged(self, key: str, data: memoryview, etag: str | None) -> bool:
+        """Whether the server stored other bytes than were sent."""
         expected = self.expected_etag(key, data.nbytes, max(1, data.nbytes))
         if expected is None:
-            return
+            return False
         expected.add(data)
         expected.end()
-        if expected.differs(etag):
-            if not self._holds(key, data):
-                raise Transient("the server stored other bytes than were sent")
-            self.distrust_etags(key)
+        if not expected.differs(etag):
+            return False
+        if not self._holds(key, data):
+            return True
+        self.distrust_etags(key)
+        return False
 
 
 def retried(deadline: float, operation: str, where: str, do: Callable[[int], T]) -> T:

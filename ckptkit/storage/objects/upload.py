@@ -34,7 +34,7 @@ _log = logging.getLogger("ckptkit.storage")
 
 
 def piece_size(total: int, preferred: int) -> int:
-    """The bytes per part of an upload: as preferred, or as many as few enough parts need."""
+    """The bytes per piece of an upload: as preferred, or as many as few enough pieces need."""
     needed = -(-total // _MOST_PIECES)
     return max(preferred, -(-needed // _PIECE_STEP) * _PIECE_STEP)
 
@@ -53,13 +53,13 @@ class ObjectSink:
         self._parts = parts
         preferred, many = server.settings.part_size, server.settings.concurrency
         self._size = piece_size(self._parts.total, preferred)
-        # What the engine copies needs the same memory twice.
+        # What the client copies needs the same memory twice.
         each = self._size * (2 if server.client.copies else 1)
-        most = max(2, many + 2 if memory is None else memory // each)
-        self._concurrency = min(many, most, -(-self._parts.total // self._size))
+        most_pieces = max(2, many + 2 if memory is None else memory // each)
+        self._concurrency = min(many, most_pieces, -(-self._parts.total // self._size))
         self._expected = server.expected_etag(key, self._parts.total, self._size)
         seen = self._expected.add if self._expected else None
-        self._window = UploadWindow(parts.sizes, self._size, most * self._size, seen)
+        self._window = UploadWindow(parts.sizes, self._size, most_pieces * self._size, seen)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._etag: str | None = None
@@ -237,11 +237,11 @@ class UploadWindow:
         self,
         extents: Sequence[int],
         piece_size: int,
-        most: int,
+        most_bytes: int,
         seen: Callable[[memoryview], None] | None = None,
     ) -> None:
         self._piece_size = piece_size
-        self._most = max(_LEAST_PIECES * piece_size, most)
+        self._most = max(_LEAST_PIECES * piece_size, most_bytes)
         self._seen = seen
         counts = [-(-extent // piece_size) for extent in extents]
         # The blocks of part n are those from first n to first n + 1.
@@ -344,8 +344,8 @@ class UploadWindow:
     def _may_take(self, number: int) -> bool:
         if self._used + self._length(number) <= self._most:
             return True
-        # Beyond, so that waiting ends; for the block that all the others wait for, if there is
-        # somebody who has it. Not while memory will come free without another block.
+        # More than that only so that not all wait for ever: where nothing is being filled or sent,
+        # no memory will come free. Then for the next block, or for any where nobody has that.
         is_next = number == self._next or self._next not in self._waiting
         return is_next and not (self._sendable() or self._may_leave(self._next) or self._busy)
 
