@@ -82,7 +82,8 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
 
     Every rank calls it alike, with the whole model; values are those of rank 0. The model given is
     taken over. Called again with what it made (the Distributed, or its model while that is in use)
-    and the same strategy it returns the same, and refuses other choices.
+    and the same strategy it returns the same, and refuses other choices. Each keyword has a
+    paragraph in docs/strategies.md.
     """
     # Look at the model, and decide: a refusal changes nothing, and is one on all ranks.
     if spec != "single":
