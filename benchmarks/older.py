@@ -24,7 +24,7 @@ import ckptkit
 from ckptkit.model import Box
 
 HERE = Path(__file__).resolve().parents[1]
-TURNS, REPEATS = 4, 5
+TURNS, REPEATS = 6, 5
 
 State = Mapping[str, npt.NDArray[Any]]
 
