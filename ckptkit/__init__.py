@@ -4,11 +4,16 @@ anyone.
 
 from __future__ import annotations
 
-from ckptkit.checkpoint.check.compare import ArrayDifference, Diff, ObjectDifference, diff
-from ckptkit.checkpoint.check.digest import Digest, digest
-from ckptkit.checkpoint.check.rebuild import rebuild
+from ckptkit.checkpoint.check.state import (
+    ArrayDifference,
+    Diff,
+    Digest,
+    ObjectDifference,
+    diff,
+    digest,
+)
 from ckptkit.checkpoint.check.unpack import unpack
-from ckptkit.checkpoint.check.verify import Finding, verify
+from ckptkit.checkpoint.check.verify import Finding, rebuild, verify
 from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint as open  # noqa: A004
