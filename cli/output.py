@@ -205,6 +205,7 @@ class Bar:
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
+            # A thread that is still at work may count on, and must not begin a bar now.
             self._wanted = False
             if self._shown is not None:
                 self._shown.stop()
