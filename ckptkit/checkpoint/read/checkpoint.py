@@ -117,9 +117,12 @@ class Checkpoint(Closing):
     @property
     def zarr(self) -> zarr.Group:
         """The step as a read-only Zarr group, every chunk checked as it is read."""
-        # Here, because importing zarr takes half a second.
+        # Here, because importing zarr takes longer than most commands do.
         import zarr  # noqa: PLC0415
 
+        from ckptkit.format.zarr_dtypes import register  # noqa: PLC0415
+
+        register()
         return zarr.open_group(self.zarr_store(), mode="r")
 
     def zarr_store(self) -> ZarrView:
