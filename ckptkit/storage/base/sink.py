@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import index
 
@@ -116,38 +117,32 @@ class Parts:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class BufferSink:
     """A new object that is in memory until it is finished, and then stored at once."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        memory: memoryview,
-        store: Callable[[], None],
-        forget: Callable[[], None],
-    ) -> None:
-        self._parts = parts
-        self._memory = memory
-        self._store = store
-        self._forget = forget
+    parts: Parts
+    memory: memoryview
+    store: Callable[[], None]
+    forget: Callable[[], None]
 
     def write(self, part: int, data: memoryview) -> None:
-        with self._parts.writing(part, data) as (offset, view):
-            copy_bytes(view, self._memory[offset : offset + view.nbytes])
+        with self.parts.writing(part, data) as (offset, view):
+            copy_bytes(view, self.memory[offset : offset + view.nbytes])
 
     @contextmanager
     def filling(self, part: int) -> Iterator[memoryview]:
-        size = self._parts.size(part)
+        size = self.parts.size(part)
         with (
-            self._parts.claiming(part, size) as offset,
-            self._memory[offset : offset + size] as memory,
+            self.parts.claiming(part, size) as offset,
+            self.memory[offset : offset + size] as memory,
         ):
             yield memory
 
     def finish(self) -> None:
-        self._parts.complete()
-        self._store()
+        self.parts.complete()
+        self.store()
 
     def abort(self) -> None:
-        self._parts.close()
-        self._forget()
+        self.parts.close()
+        self.forget()
