@@ -365,7 +365,8 @@ class LocalSink:
 
     def write(self, part: int, data: memoryview) -> None:
         """Write one part, from the buffer itself where its address suits its offset."""
-        with refusals(self._where), self._parts.writing(part, data) as (offset, view):
+        view = as_bytes(self._where, data)
+        with refusals(self._where), self._parts.claiming(part, view.nbytes) as offset:
             if not self._in_blocks:
                 self._file.write([view] if view.nbytes else [], offset)
             elif view.nbytes:
@@ -441,7 +442,12 @@ class LocalSink:
         middle = view[first - offset : last - offset] if last > first else view[:0]
         try:
             if middle.nbytes and self._file.direct and address_of(middle) % BLOCK:
-                self._bounce(first, middle)
+                # By way of memory at a suitable address.
+                with self._pool.take(min(_BOUNCE, middle.nbytes)) as bounce:
+                    for begin in range(0, middle.nbytes, _BOUNCE):
+                        piece = middle[begin : begin + _BOUNCE]
+                        copy_bytes(piece, bounce[: piece.nbytes])
+                        self._file.write([bounce[: piece.nbytes]], first + begin)
                 if head is not None:
                     self._file.write([head.view], first - BLOCK)
                 if tail is not None:
@@ -474,11 +480,3 @@ class LocalSink:
                 return None
             del self._wanted[begin]
             return self._edges.pop(begin)
-
-    def _bounce(self, first: int, middle: memoryview) -> None:
-        """Write from memory at an unsuitable address by way of some at a suitable one."""
-        with self._pool.take(min(_BOUNCE, middle.nbytes)) as bounce:
-            for begin in range(0, middle.nbytes, _BOUNCE):
-                piece = middle[begin : begin + _BOUNCE]
-                copy_bytes(piece, bounce[: piece.nbytes])
-                self._file.write([bounce[: piece.nbytes]], first + begin)

@@ -25,7 +25,7 @@ class Parts:
             least = min(self.sizes)
             raise UsageError("a part cannot have a negative length", where=where, value=least)
         self.total = sum(self.sizes)
-        self._where = where
+        self.where = where
         self._offsets = list(accumulate(self.sizes, initial=0))
         self._largest = max(self.sizes, default=0)
         self._claimed = bytearray(len(self.sizes))
@@ -34,13 +34,6 @@ class Parts:
         self._closed = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-
-    @contextmanager
-    def writing(self, part: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Claim a part: yields its offset and its bytes; an error inside spoils the object."""
-        view = as_bytes(self._where, data)
-        with self.claiming(part, view.nbytes) as offset:
-            yield offset, view
 
     @contextmanager
     def claiming(self, part: int, size: int) -> Iterator[int]:
@@ -109,11 +102,11 @@ class Parts:
         self._changed.wait_for(lambda: self._running == 0)
 
     def _misuse(self, what: str) -> UsageError:
-        return UsageError(what, where=self._where, hint="write every part once, whole, then finish")
+        return UsageError(what, where=self.where, hint="write every part once, whole, then finish")
 
     def _spoiled(self) -> StorageError:
         return StorageError(
-            "an earlier write to this object failed", where=self._where, hint="abort and start over"
+            "an earlier write to this object failed", where=self.where, hint="abort and start over"
         )
 
 
@@ -127,7 +120,8 @@ class BufferSink:
     forget: Callable[[], None]
 
     def write(self, part: int, data: memoryview) -> None:
-        with self.parts.writing(part, data) as (offset, view):
+        view = as_bytes(self.parts.where, data)
+        with self.parts.claiming(part, view.nbytes) as offset:
             copy_bytes(view, self.memory[offset : offset + view.nbytes])
 
     @contextmanager

@@ -20,6 +20,7 @@ import numpy as np
 from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError, StorageError
 from ckptkit.storage.base.buffers import AlignedBuffer, copy_bytes, default_pool
 from ckptkit.storage.base.sink import Parts
+from ckptkit.storage.base.store import as_bytes
 from ckptkit.storage.objects.errors import Transient
 from ckptkit.storage.objects.server import ObjectServer
 
@@ -68,7 +69,8 @@ class ObjectSink:
 
     def write(self, part: int, data: memoryview) -> None:
         """Copy one part; what is whole is on its way."""
-        with self._parts.writing(part, data) as (_, view), self._under_way():
+        view = as_bytes(self._where, data)
+        with self._parts.claiming(part, view.nbytes), self._under_way():
             self._window.write(part, view)
 
     @contextmanager
