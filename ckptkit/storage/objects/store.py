@@ -57,7 +57,7 @@ def open_objects(location: Location, options: Options) -> ObjectStore:
     top, _ = _split(location)
     # What only one file system understands need not be hashable; fsspec keeps those itself.
     if settings.others:
-        client = _client(top, settings)
+        client = _new_client(top, settings)
     else:
         client = _shared_client(top, settings, _surroundings())
     return ObjectStore(client, Address(location, dict(options)), settings)
@@ -74,7 +74,7 @@ def _split(location: Location) -> tuple[Location, str]:
 @lru_cache(maxsize=16)
 def _shared_client(top: Location, settings: Settings, _surroundings: object) -> Client:
     """The client of all stores that are reached alike: they share its connections."""
-    return _client(top, settings)
+    return _new_client(top, settings)
 
 
 def _surroundings() -> object:
@@ -91,7 +91,7 @@ def _surroundings() -> object:
     return os.getpid(), tuple(sorted(found.items())), tuple(map(changed, files))
 
 
-def _client(top: Location, settings: Settings) -> Client:
+def _new_client(top: Location, settings: Settings) -> Client:
     engine = "fsspec"
     if top.scheme in BUCKETS:
         file_system, extra = _FILE_SYSTEMS[top.scheme]

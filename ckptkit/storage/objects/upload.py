@@ -92,6 +92,7 @@ class ObjectSink:
         """Make the object visible, once the server has every piece of it."""
         self._parts.complete()
         self._window.seal()
+        # It has begun: an object of several pieces has a part that is not empty.
         if self._thread is not None:
             self._thread.join()
         if self._error is not None and not self._is_there():
