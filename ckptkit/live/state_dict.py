@@ -235,9 +235,6 @@ def mapped(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, torch.Tens
     if checkpoint.store.location.scheme != "file":
         return {}
     manifest = checkpoint.manifest
-    rows = dict(
-        zip((info.name for info in manifest.arrays), manifest.starts.tolist(), strict=False)
-    )
     found: dict[str, torch.Tensor] = {}
     packs: dict[int, npt.NDArray[np.uint8] | None] = {}
     for name in names:
@@ -246,7 +243,7 @@ def mapped(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, torch.Tens
         # What pads a chunk lies behind the elements only along the first dim.
         if grid.chunk_count != 1 or grid.stored_shape(grid.index(0))[1:] != info.shape[1:]:
             continue
-        row = rows[info.name]
+        row = checkpoint.first_row(name)
         pack, offset = int(manifest.pack[row]), int(manifest.offset[row])
         if pack not in packs:
             packs[pack] = _mapped_pack(checkpoint, pack)
