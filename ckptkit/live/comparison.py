@@ -192,7 +192,10 @@ def compare(
     # For a step that was resharded since, nobody knows who read which share of the data.
     saved_by = None if "resharded" in checkpoint.details else checkpoint.strategy
     data = DataRanks(rank, size, snapshot.spread, saved_by)
-    values = _extra_state(objects)
+    values = objects[MODEL].value if MODEL in objects else {}
+    if not isinstance(values, dict):
+        raise FormatError("not what a save writes", where="objects.model", value=values)
+    values = put_tensors(values, no_array, MODEL)
     groups = [*training.stateful, *([OPTIMIZER] if training.optimizers else [])]
     report.missing += [group for group in groups if group not in objects]
     report.missing += [join(MODEL, name) for name in snapshot.values if name not in values]
@@ -287,13 +290,6 @@ def check_wrappers(snapshot: Snapshot, objects: Mapping[str, ObjectInfo]) -> Non
 def no_array(name: str) -> torch.Tensor:
     """What stands for the array that a value of no group may refer to."""
     raise FormatError("extra state has no arrays", where="objects.model", value=name)
-
-
-def _extra_state(objects: Mapping[str, ObjectInfo]) -> dict[str, Any]:
-    value = objects[MODEL].value if MODEL in objects else {}
-    if not isinstance(value, dict):
-        raise FormatError("not what a save writes", where="objects.model", value=value)
-    return put_tensors(value, no_array, MODEL)  # type: ignore[no-any-return]
 
 
 def _compare_object(

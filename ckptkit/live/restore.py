@@ -55,7 +55,7 @@ from ckptkit.live.state.ranks import (
 )
 from ckptkit.live.state.tensors import as_bits, dtype_of, torch_dtype
 from ckptkit.live.state.topology import Topology
-from ckptkit.live.state.trees import put_tensors, replace_leaves, unmarked
+from ckptkit.live.state.trees import put_tensors, replace_leaves
 from ckptkit.live.wrappers.entries import parameter_names
 from ckptkit.live.wrappers.training import TrainingObjects, TrainingState
 from ckptkit.model import Box, Replicate
@@ -178,7 +178,7 @@ def load_into(
             nbytes / seconds / 1e9,
         )
     extra = {
-        name.removeprefix("extra/"): replace(item, value=unmarked(item.value, name))
+        name.removeprefix("extra/"): replace(item, value=put_tensors(item.value, None, name))
         for name, item in match.objects.items()
         if name.startswith("extra/")
     }

@@ -33,7 +33,7 @@ from ckptkit.format.names import (
 from ckptkit.format.objects import whole
 from ckptkit.live.state.extra import is_marked
 from ckptkit.live.state.tensors import as_bits, torch_dtype
-from ckptkit.live.state.trees import arrays_in, parts_of, put_tensors, unmarked, with_value
+from ckptkit.live.state.trees import arrays_in, parts_of, put_tensors, with_value
 from ckptkit.model import Box
 from ckptkit.storage import Options
 
@@ -155,7 +155,7 @@ def _nested(
             continue
         if group == "extra" and inner:
             if patterns is None or matches(patterns, name, inner):
-                found.setdefault("extra", {})[inner] = unmarked(value, name)
+                found.setdefault("extra", {})[inner] = put_tensors(value, None, name)
         elif name == OPTIMIZER:
             has_some = any(each.startswith(f"{OPTIMIZER}/") for each in tensors)
             if patterns is None or _takes(patterns, name) or has_some:

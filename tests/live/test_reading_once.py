@@ -179,13 +179,15 @@ def load_without_memory(location: str) -> list[Any]:
     model = DistributedDataParallel(wide_model())
     started = time.monotonic()
 
-    def memory(size: int) -> torch.Tensor:
+    circle = restore._Circle
+
+    def with_memory(*args: Any) -> Any:
         if dist.get_rank() == 1:
-            raise MemoryError(f"no {size} bytes")
-        return torch.empty(size, dtype=torch.uint8)
+            raise MemoryError("no bytes left")
+        return circle(*args)
 
     with (
-        patch.object(restore, "_memory", memory),
+        patch.object(restore, "_Circle", with_memory),
         pytest.raises((CkptkitError, MemoryError)) as caught,
     ):
         load(location, model=model, read_once=True, timeout=20)

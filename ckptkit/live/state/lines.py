@@ -56,11 +56,6 @@ class Line:
         """How many ranks it joins."""
         return len(self.ranks)
 
-    @property
-    def is_line(self) -> bool:
-        """Whether it can be a line of a mesh whose ranks are numbered row by row."""
-        return self.size < 2 or self.ranks[0] // self.stride % self.size == 0
-
     def to_doc(self) -> list[object]:
         """What it says of the lines of all ranks, as plain values."""
         return [self.kind, self.stride, self.size, self.name, self.is_assumed]

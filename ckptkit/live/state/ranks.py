@@ -148,7 +148,7 @@ class StoreRanks(Ranks):
             with _reachable():
                 self._rendezvous.set(key, _DONE + data)  # type: ignore[arg-type] # bytes do
             return data
-        return self._outcome(key, lambda: late("rank 0", self._timeout))
+        return self._outcome(key)
 
     def _meet(self, data: bytes | None) -> list[bytes]:
         key = f"meeting/{self._meetings}"
@@ -162,39 +162,41 @@ class StoreRanks(Ranks):
                 is_last = self._rendezvous.add(f"{key}/count", 1) == self.world_size
             if is_last:
                 self._decide(key, _DONE)
-        self._outcome(key, lambda: self._give_up_waiting(key))
+        self._outcome(key)
         if data is None or self.rank > 0:
             return []
         with _reachable():
             return [bytes(self._rendezvous.get(f"{key}/{rank}")) for rank in range(self.world_size)]
 
-    def _give_up_waiting(self, key: str) -> PeerError | None:
-        ranks = range(self.world_size)
-        missing = [rank for rank in ranks if not self._rendezvous.check([f"{key}/{rank}"])]
-        who = ", ".join(f"rank {rank}" for rank in missing[:8]) or "another rank"
-        problem = late(who, self._timeout)
-        verdict = _FAILED + f"rank {self.rank}: {in_one_line(problem)}".encode()
-        return None if self._decide(key, verdict) == _DONE else problem
-
-    def _outcome(self, key: str, give_up: Callable[[], PeerError | None]) -> bytes:
-        """What was decided under a key; `give_up` says what it means that nothing was in time."""
+    def _outcome(self, key: str) -> bytes:
+        """What was decided under a key. What is shared rank 0 alone decides; that a meeting failed
+        may any rank that gives up waiting.
+        """
         started = time.monotonic()
+        is_share = key.startswith("share")
         shortest = _SHORTEST_PAUSE + _PAUSE_PER_RANK * self.world_size
         with _reachable():
             while not self._rendezvous.check([key]):
                 waited = time.monotonic() - started
                 if self._cancelled:
-                    if key.startswith("share"):  # rank 0's alone to decide
+                    if is_share:
                         said = self._cancelled[1:].decode()
                         raise GivenUpError(f"{self.failure}, because of {said}")
                     self._decide(key, self._cancelled)
                     break
                 if waited > self._timeout:
-                    problem = give_up()
-                    if problem is not None:
-                        self._told = f"rank {self.rank}: {in_one_line(problem)}"
-                        raise problem
-                    break
+                    who = "rank 0"
+                    if not is_share:
+                        ranks, check = range(self.world_size), self._rendezvous.check
+                        missing = [rank for rank in ranks if not check([f"{key}/{rank}"])]
+                        who = ", ".join(f"rank {r}" for r in missing[:8]) or "another rank"
+                    problem = late(who, self._timeout)
+                    own = f"rank {self.rank}: {in_one_line(problem)}"
+                    # Unless the last rank has come just now.
+                    if not is_share and self._decide(key, _FAILED + own.encode()) == _DONE:
+                        break
+                    self._told = own
+                    raise problem
                 time.sleep(min(max(shortest, _SHARE_OF_WAIT * waited), _LONGEST_PAUSE))
             verdict = bytes(self._rendezvous.get(key))
         if verdict.startswith(_FAILED):
