@@ -211,7 +211,9 @@ class Exchange:
     def _fetch(
         self, held: LiveTensor | None, holder: int, part: Part, whole: torch.Tensor | None
     ) -> None:
-        """Let rank 0 have the part of a holder."""
+        """Let rank 0 have the part of a holder. A call for each part, as that is freed at its end:
+        beside the whole tensor there may be no room for two.
+        """
         if whole is None:
             if holder == self._world.rank and held is not None:
                 dist.send(_bytes(held.local.to(wire(self._group))), group=self._group, group_dst=0)
@@ -225,7 +227,7 @@ class Exchange:
             whole[there] = values[here].to("cpu")
 
     def _give(self, held: LiveTensor | None, rank: int, part: Part, whole: torch.Tensor) -> None:
-        """Let a rank have its part of a tensor."""
+        """Let a rank have its part of a tensor; freed as in `_fetch`."""
         values = torch.empty(part.shape, dtype=whole.dtype)
         for there, here in indices(part, tuple(whole.shape)):
             values[here] = whole[there].to("cpu")

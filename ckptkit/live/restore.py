@@ -238,7 +238,11 @@ def _give(target: object, tree: Any) -> None:
 
 
 def fill(topology: Topology, fillings: Sequence[Filling], read: ReadMany) -> None:
-    """Fill tensors: those in host memory directly, the others through memory of a bounded size."""
+    """Fill tensors: those in host memory directly, the others through memory of a bounded size.
+
+    A step has raw elements, which numpy can put in place only where the tensor has these too: what
+    lies on a device, is of another dtype, or is a conjugate view, torch has to copy.
+    """
 
     def wanted(held: LiveTensor, array: Array, memory: torch.Tensor) -> list[Any]:
         bits = as_bits(held.name, memory)
@@ -437,6 +441,7 @@ class _Circle:
             torch.empty(largest, dtype=torch.uint8, pin_memory=is_pinned)
             for _ in self._turns[self._me][:2]
         ]
+        # What others give arrives here, and on a device also what this rank gives leaves from here.
         self._wired = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def run(self, read: ReadMany) -> list[Exception]:
