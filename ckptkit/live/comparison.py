@@ -276,7 +276,7 @@ def array_for(held: LiveTensor, checkpoint: Checkpoint, snapshot: Snapshot, repo
 
 
 def check_wrappers(snapshot: Snapshot, objects: Mapping[str, ObjectInfo]) -> None:
-    """Parts make what they made only in a tensor of the same kind."""
+    """Refuse a tensor made of others where the step has one that was made otherwise."""
     for name, record in snapshot.objects.items():
         item = objects.get(name)
         if name.startswith(f"{WRAPPED}/") and item is not None and item.value != record:
@@ -288,7 +288,7 @@ def check_wrappers(snapshot: Snapshot, objects: Mapping[str, ObjectInfo]) -> Non
 
 
 def no_array(name: str) -> torch.Tensor:
-    """What stands for the array that a value of no group may refer to."""
+    """Refuse an array where the step may have plain values only."""
     raise FormatError("extra state has no arrays", where="objects.model", value=name)
 
 

@@ -214,7 +214,7 @@ def _path(name: str, wrapped: Mapping[str, list[str]]) -> tuple[str, ...]:
 
 
 def _without_gone(tree: Any) -> Any:
-    """A tree without the tensors that were not chosen."""
+    """A tree with only those of its tensors that were chosen."""
     if type(tree) is dict:  # a Counter has no tensors, and stays one
         return {key: _without_gone(value) for key, value in tree.items() if value is not _GONE}
     if type(tree) in (list, tuple):

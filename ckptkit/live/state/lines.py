@@ -118,7 +118,7 @@ def mesh_lines(mesh: DeviceMesh, kinds: tuple[str, ...]) -> list[Line]:
 
 
 def check_upwards(line: Sequence[int], where: str) -> None:
-    """Refuse to cut along a line of which torch has two minds."""
+    """Refuse to cut along a line of ranks that torch reads in two orders."""
     if not _is_upwards(line):
         raise StrategyError(
             "cut along ranks that do not go upwards: torch scatters and gathers there in the order "

@@ -345,8 +345,9 @@ def _by_turn(dim: int, steps: Sequence[tuple[AxisRun, Placement]]) -> dict[int, 
 def _by_blocks(
     dim: int, length: int, steps: Sequence[tuple[AxisRun, Placement]], sizes: Sequence[int]
 ) -> dict[int, Placement] | None:
-    """The same in blocks, where all goes evenly: a place along the dim is then a number of several
-    digits, and each axis takes one of them, or every rank has all of its values (None).
+    """The placements of axes that cut a dim in this order, said with blocks; None where it does not
+    go evenly. A place along the dim is then a number of several digits: each axis takes one of
+    them, and of the others (None) every rank has all values.
     """
     digits: list[tuple[int, int | None]] = [(length, None)]
     for run, placement in steps:
