@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -25,7 +26,7 @@ from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
 from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.restore import NOT_LOADED, Restored, load_into
-from ckptkit.live.save import Arena, PreparedSave, SaveOptions, prepare
+from ckptkit.live.save import Arena, PreparedSave, SaveOptions, prepare, readable
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import StoreRanks, World, current_world, next_name, ranks_of
 from ckptkit.live.tiers import Background, Tiers
@@ -178,7 +179,7 @@ class Checkpointer:
                 if may_skip and ranks.share(lambda: self._background.is_running):
                     return None
                 self._background.wait()
-                target, world = self._tiers.target, self._world
+                started, target, world = time.perf_counter(), self._tiers.target, self._world
                 save = prepare(
                     target, step, ranks, world, training, extra, self._options, self._arena
                 )
@@ -191,10 +192,10 @@ class Checkpointer:
                     old.forget()
             if self._asynchronous:
                 self._writing = save
-                work = partial(self._finish, save, after.pop_all())
+                work = partial(self._finish, save, started, after.pop_all())
                 self._background.run(work, f"saving step {step}")
             else:
-                self._finish(save, after.pop_all())
+                self._finish(save, started, after.pop_all())
             self._tiers.raise_failed(failed_copy)
             return f"{self._tiers.target.location}/{step_name(step)}"
 
@@ -296,7 +297,7 @@ class Checkpointer:
         try:
             self._background.wait()
         except PeerError as error:
-            log.info("the save of step %d was given up: %s", save.step, error)
+            log.info("the save of step %d was given up: %s", save.writer.step, error)
             return True
         return False
 
@@ -335,11 +336,19 @@ class Checkpointer:
             # The error that ends the block says more; this one must not be lost.
             log.error("the last save failed: %s", problem)
 
-    def _finish(self, save: PreparedSave, after: ExitStack) -> None:
+    def _finish(self, save: PreparedSave, started: float, after: ExitStack) -> None:
+        """Write a save and make its step exist, in the background or not."""
+        step = save.writer.step
         with after:
             try:
-                save.write()
-                self._tiers.saved(save.step)
+                with leaving(save.ranks):
+                    save.writer.commit()
+                if self._world.rank == 0:
+                    seconds = time.perf_counter() - started
+                    speed = save.nbytes / seconds / 1e9
+                    done = f"{readable(save.nbytes)} in {seconds:.2f} s, {speed:.2f} GB/s"
+                    log.info("saved step %d to %s: %s", step, self._tiers.target.location, done)
+                self._tiers.saved(step)
             finally:
                 self._writing = None  # it knows the memory that it wrote
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_line, late
-from ckptkit.checkpoint.workers import cores
+from ckptkit.checkpoint.workers import copy_threads
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import dumps
 
@@ -325,7 +325,7 @@ def copying_threads(world: World) -> int:
     """
     said = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
     ranks = int(said) if said.isdecimal() and int(said) else world.size
-    return max(1, min(8, cores() // ranks))
+    return copy_threads(ranks)
 
 
 def wire(group: dist.ProcessGroup | None = None) -> torch.device:
