@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -25,7 +26,7 @@ from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
 from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.restore import NOT_LOADED, Restored, load_into
-from ckptkit.live.save import Arena, PreparedSave, SaveOptions, prepare
+from ckptkit.live.save import Arena, PreparedSave, SaveOptions, prepare, readable
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import StoreRanks, World, current_world, next_name, ranks_of
 from ckptkit.live.tiers import Background, Tiers
@@ -172,13 +173,13 @@ class Checkpointer:
             after.callback(self._tiers.turn(self._copying(), step))
             with leaving(ranks):
                 training = TrainingState.of(**objects)
-                failed = self._tiers.meet(ranks)
+                failed_copy = self._tiers.meet(ranks)
                 may_skip = self._asynchronous and self._skips
                 # Whether rank 0 is still writing: one answer for all.
                 if may_skip and ranks.share(lambda: self._background.is_running):
                     return None
                 self._background.wait()
-                target, world = self._tiers.target, self._world
+                started, target, world = time.perf_counter(), self._tiers.target, self._world
                 save = prepare(
                     target, step, ranks, world, training, extra, self._options, self._arena
                 )
@@ -191,11 +192,11 @@ class Checkpointer:
                     old.forget()
             if self._asynchronous:
                 self._writing = save
-                work = partial(self._finish, save, after.pop_all())
+                work = partial(self._finish, save, started, after.pop_all())
                 self._background.run(work, f"saving step {step}")
             else:
-                self._finish(save, after.pop_all())
-            self._tiers.raise_failed(failed)
+                self._finish(save, started, after.pop_all())
+            self._tiers.raise_failed(failed_copy)
             return f"{self._tiers.target.location}/{step_name(step)}"
 
     def restore(
@@ -238,7 +239,16 @@ class Checkpointer:
                 self._background.wait()
                 training = TrainingState.of(skip, **objects)
                 self._tiers.meet(ranks)
-                candidates = self._candidates(ranks, step, fallback=fallback)
+                # Which to try, and from where: a listing may differ from rank to rank.
+                wanted = "newest" if step is None else str(step)
+                asked, candidates = ranks.share(
+                    lambda: (wanted, self._tiers.candidates(step, fallback=fallback))
+                )
+                if asked != wanted:
+                    raise UsageError(
+                        f"rank 0 restores step {asked}, rank {self._world.rank} another one",
+                        value=wanted,
+                    )
                 # What a rank passes may be wrong: nobody goes on alone.
                 ranks.wait()
             for (number, place), then in zip_longest(candidates, candidates[1:]):
@@ -246,7 +256,13 @@ class Checkpointer:
                 try:
                     return load_into(training, store, number, self._world, ranks, options)
                 except Exception as error:
-                    if then is None or not self._is_damage(error):
+                    if then is None:
+                        raise
+                    # Whether that was damage, one answer for all: a rank that only heard of
+                    # another's failure has no reason of its own.
+                    mine = None if isinstance(error, PeerError) else isinstance(error, FormatError)
+                    ranks = self._meeting("damage", NOT_LOADED)
+                    if not ranks.agree(mine, lambda heard: True in heard and False not in heard):
                         raise
                     # The same step elsewhere loses nothing, an older one does.
                     log.log(
@@ -281,7 +297,7 @@ class Checkpointer:
         try:
             self._background.wait()
         except PeerError as error:
-            log.info("the save of step %d was given up: %s", save.step, error)
+            log.info("the save of step %d was given up: %s", save.writer.step, error)
             return True
         return False
 
@@ -320,11 +336,19 @@ class Checkpointer:
             # The error that ends the block says more; this one must not be lost.
             log.error("the last save failed: %s", problem)
 
-    def _finish(self, save: PreparedSave, after: ExitStack) -> None:
+    def _finish(self, save: PreparedSave, started: float, after: ExitStack) -> None:
+        """Write a save and make its step exist, in the background or not."""
+        step = save.writer.step
         with after:
             try:
-                save.write()
-                self._tiers.saved(save.step)
+                with leaving(save.ranks):
+                    save.writer.commit()
+                if self._world.rank == 0:
+                    seconds = time.perf_counter() - started
+                    speed = save.nbytes / seconds / 1e9
+                    done = f"{readable(save.nbytes)} in {seconds:.2f} s, {speed:.2f} GB/s"
+                    log.info("saved step %d to %s: %s", step, self._tiers.target.location, done)
+                self._tiers.saved(step)
             finally:
                 self._writing = None  # it knows the memory that it wrote
 
@@ -332,28 +356,6 @@ class Checkpointer:
         """End what has to be whole when the process ends, and nothing else."""
         self._background.settle()
         self._tiers.give_up()
-
-    def _candidates(
-        self, ranks: Ranks, step: int | None, *, fallback: bool
-    ) -> list[tuple[int, str]]:
-        """The steps to try, and from where: rank 0's view, as a listing may differ from rank to
-        rank.
-        """
-        mine = "newest" if step is None else str(step)
-        found: list[tuple[int, str]]
-        asked, found = ranks.share(lambda: (mine, self._tiers.candidates(step, fallback=fallback)))
-        if asked != mine:
-            raise UsageError(
-                f"rank 0 restores step {asked}, rank {self._world.rank} another one", value=mine
-            )
-        return found
-
-    def _is_damage(self, error: Exception) -> bool:
-        """Whether what made a load fail on some rank is damage: one answer for all."""
-        # A rank that only heard of another's failure has no reason of its own.
-        mine = None if isinstance(error, PeerError) else isinstance(error, FormatError)
-        ranks = self._meeting("damage", NOT_LOADED)
-        return bool(ranks.agree(mine, lambda heard: True in heard and False not in heard))
 
     def _copying(self) -> StoreRanks | OneRank:
         """Where ranks meet to copy: those with little to send wait long for the others."""
@@ -396,7 +398,7 @@ class Preemption:
                 hint="make the Checkpointer there, or leave on_sigterm out",
             )
         store = world.rendezvous
-        self._store = None if store is None else PrefixStore(name, store)
+        self._rendezvous = None if store is None else PrefixStore(name, store)
         self._mode = mode
         self._finish = finish
         self._requested = False
@@ -410,15 +412,15 @@ class Preemption:
 
         Ranks may be one step apart, as those that exchange gradients are.
         """
-        if self._store is None:
+        if self._rendezvous is None:
             return self._requested
         if self._requested and not self._announced:
             self._announced = True
             # A step that no rank has asked about yet, whichever is ahead.
-            self._store.compare_set("stop", "", str(step + 2))
-        if not self._store.check(["stop"]):
+            self._rendezvous.compare_set("stop", "", str(step + 2))
+        if not self._rendezvous.check(["stop"]):
             return False
-        return step >= int(self._store.get("stop"))
+        return step >= int(self._rendezvous.get("stop"))
 
     @contextmanager
     def held_off(self) -> Iterator[None]:

@@ -1,15 +1,13 @@
 """What `Checkpointer.save` does: `prepare` looks, agrees, lays out and, where asked to, stages;
-`PreparedSave.write` writes and commits. The call itself is in `checkpointer`.
+what it gives back writes and commits. The call itself is in `checkpointer`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, leaving
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress
 from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
@@ -34,8 +32,6 @@ from ckptkit.live.state.trees import Keys, is_mark, own_apart, tensors_inline
 from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.storage import AlignedBuffer, BufferPool, Store
-
-log = logging.getLogger("ckptkit.live")
 
 _ALIGNMENT = 64
 
@@ -57,38 +53,20 @@ class SaveOptions:
     """Whether the state may change as soon as a save is prepared."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PreparedSave:
-    """One save of one rank, which any thread writes."""
+    """One save of one rank: from any thread `writer.commit` writes it, and makes the step exist."""
 
-    step: int
-    location: str
-    """Of the run."""
     writer: Writer
     ranks: StoreRanks | OneRank
     cancelled: threading.Event
-    started: float
     nbytes: int
+    """Of the whole job."""
 
     def cancel(self) -> None:
         """From another thread: write nothing more and do not commit, if it is not too late."""
         self.cancelled.set()
         self.ranks.cancel("the save was cancelled")
-
-    def write(self) -> None:
-        """Write, and make the step exist."""
-        with leaving(self.ranks):
-            self.writer.commit()
-        if self.ranks.rank == 0:
-            seconds = time.perf_counter() - self.started
-            log.info(
-                "saved step %d to %s: %s in %.2f s, %.2f GB/s",
-                self.step,
-                self.location,
-                readable(self.nbytes),
-                seconds,
-                self.nbytes / seconds / 1e9,
-            )
 
 
 def prepare(
@@ -104,8 +82,6 @@ def prepare(
     """Everything of a save that is done while the training waits. All ranks call it alike; what
     goes wrong on one has to reach the others by the caller's `leaving`.
     """
-    started = time.perf_counter()
-
     # Look at what this rank holds. Where that is not as its placements say it is moved, and what
     # lies on devices is copied into host memory. For tensors on the CPU only `stage` sees to that.
     snapshot = take_snapshot(
@@ -201,8 +177,7 @@ def prepare(
     # Stage: what came from devices is a copy already.
     if options.copies_first and not on_devices:
         writer.stage(arena.pool, threads=copying_threads(world))
-    place, nbytes = str(store.location), _whole_bytes(snapshot)
-    return PreparedSave(step, place, writer, ranks, cancelled, started, nbytes)
+    return PreparedSave(writer, ranks, cancelled, _whole_bytes(snapshot))
 
 
 def _plain_values(

@@ -8,8 +8,7 @@ from ckptkit.parallel.optimizers.elastic import ElasticTraining
 from ckptkit.parallel.optimizers.methods import compression_of
 from ckptkit.parallel.optimizers.sampler import GlobalSampler
 from ckptkit.parallel.ranks.communicator import Communicator
-from ckptkit.parallel.ranks.job import current_communicator, init
-from ckptkit.parallel.ranks.memory import run_in_memory
+from ckptkit.parallel.ranks.job import current_communicator, init, run_in_memory
 from ckptkit.parallel.strategies import Bytes, Distributed, Memory, as_distributed
 
 __all__ = [

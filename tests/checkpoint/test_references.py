@@ -158,12 +158,12 @@ def test_a_reference_to_other_arrays_is_refused(store: Store) -> None:
 
 
 def test_rank_0_that_refers_to_itself_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Pack.write
+    begin = Pack.begin
 
     def referring(*given: Any, refers: bool, **options: Any) -> None:
-        write(*given, refers=True, **options)
+        begin(*given, refers=True, **options)
 
-    monkeypatch.setattr(Pack, "write", referring)
+    monkeypatch.setattr(Pack, "begin", referring)
     store = MemoryStore()
     errors = outcomes(store, lambda w: w.add("w", np.arange(8)), strategy="ddp:2")
     assert isinstance(errors[0], FormatError)
@@ -215,7 +215,9 @@ def test_a_world_of_absurd_size_is_refused_by_the_pack_that_is_missing() -> None
     save_id = "20261121T101500Z-0123456789ab"
     info = SaveInfo(save_id, 1, 0.0, "test", strategy.world_size, strategy, {})
     store = MemoryStore()
-    pack_of(0, {}).write(store, "", info, refers=False, threads=1)
+    pack = pack_of(0, {})
+    pack.begin(store, "", info, pack.segments_of(1 << 20), refers=False)
+    pack.write_segment(0)
     tracemalloc.start()
     try:
         with pytest.raises(CkptkitError, match=r"rank-00001\.zip: the pack is missing"):

@@ -22,7 +22,7 @@ from tests.live.gathering import Arrays, gathered, same, scramble
 from tests.live.pool import Pool
 from tests.live.strategies import LAYOUTS, build
 
-write = Pack.write
+begin = Pack.begin
 
 
 @contextmanager
@@ -32,9 +32,9 @@ def held_up() -> Iterator[threading.Event]:
 
     def late(*arguments: Any, **keywords: Any) -> None:
         assert go.wait(30)
-        write(*arguments, **keywords)
+        begin(*arguments, **keywords)
 
-    with patch.object(Pack, "write", late):
+    with patch.object(Pack, "begin", late):
         yield go
 
 
@@ -45,7 +45,7 @@ def broken(rank: int) -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> None:
         raise StorageError("the disk is gone")
 
-    with patch.object(Pack, "write", refuse if dist.get_rank() == rank else write):
+    with patch.object(Pack, "begin", refuse if dist.get_rank() == rank else begin):
         yield
 
 

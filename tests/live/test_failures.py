@@ -40,17 +40,17 @@ def first_value(module: nn.Module) -> float:
 
 
 def die_while_saving(location: str, dying: int, asynchronous: bool) -> Any:
-    write = Pack.write
+    begin = Pack.begin
 
     def die(*arguments: Any, **keywords: Any) -> None:
         if dist.get_rank() == dying:
             os._exit(9)
-        write(*arguments, **keywords)
+        begin(*arguments, **keywords)
 
     save_steps(location, [1])
     with Checkpointer(location, timeout=2, asynchronous=asynchronous) as checkpointer:
         started = time.monotonic()
-        with patch.object(Pack, "write", die), pytest.raises(PeerError) as caught:  # noqa: PT012
+        with patch.object(Pack, "begin", die), pytest.raises(PeerError) as caught:  # noqa: PT012
             checkpointer.save(2, model=model(2.0))
             checkpointer.wait()
     return [str(caught.value), time.monotonic() - started]

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from isal import isal_zlib
 
-from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.read.packs import PackRecord
-from ckptkit.checkpoint.workers import Progress, share_out
+from ckptkit.checkpoint.workers import Pace, Progress, share_out
 from ckptkit.checkpoint.write.assemble import missing_groups
 from ckptkit.checkpoint.write.pack import groups_pack
 from ckptkit.errors import CorruptionError
@@ -170,7 +169,9 @@ class PackFile:
         with self.store.open(self.key, self.size) as source:
 
             def scan(window: PackWindow) -> None:
-                if pace.by_rows:  # reading is copying: memory that was used before is faster
+                if (
+                    pace.reads_are_copies
+                ):  # reading is copying: memory that was used before is faster
                     with default_pool().take(window.size) as memory:
                         source.read_into(window.start, memory)
                         found.extend(faults(window, memory))
@@ -179,7 +180,7 @@ class PackFile:
                 if self.progress:
                     self.progress(window.size)
 
-            each = _WINDOW if pace.by_rows else pace.request_bytes
+            each = _WINDOW if pace.reads_are_copies else pace.request_bytes
             share_out(windows(each), scan, self.threads or pace.requests)
         return sorted(found)
 

@@ -13,10 +13,9 @@ import numpy as np
 
 from ckptkit.checkpoint.check.pack import Fault, PackBytes, PackFile
 from ckptkit.checkpoint.locate import manifest_at
-from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import Place, data_prefix, described, store_at
 from ckptkit.checkpoint.read.packs import read_record
-from ckptkit.checkpoint.workers import Progress, ask_all
+from ckptkit.checkpoint.workers import Pace, Progress, ask_all
 from ckptkit.checkpoint.write.assemble import assemble
 from ckptkit.errors import CkptkitError, FormatError, NotFoundError, StorageError
 from ckptkit.format.array_table import ArrayTable, ArrayTables

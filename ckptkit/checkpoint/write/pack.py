@@ -91,8 +91,9 @@ class Segment:
 
 
 class Pack:
-    """What one writer writes of a step: laid out when it is made, then perhaps staged, then
-    written. Documents come first, then the chunks array by array, then the record of them.
+    """What one writer writes of a step: laid out when it is made, then perhaps staged, then begun,
+    and written segment by segment. Documents come first, then the chunks array by array, then the
+    record of them.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Pack:
 
     def stage(self, pool: BufferPool, threads: int) -> None:
         """Copy all data into memory of the pool, so that what it came from may change. Checksums
-        and headers are left to `write`, when nobody waits for them.
+        and headers are left to `write_segment`, when nobody waits for them.
         """
         self._staged = staged = pool.take(self._end)
 
@@ -150,32 +151,6 @@ class Pack:
                 pass
 
         share_out(self.segments_of(_STAGED_SEGMENT), copy, threads)
-
-    def write(
-        self,
-        store: Store,
-        prefix: str,
-        save: SaveInfo,
-        *,
-        refers: bool,
-        threads: int,
-        progress: Progress | None = None,
-    ) -> None:
-        """Write the pack by a few threads; complete and durable on return, and nothing left behind
-        when it fails.
-
-        With `refers` its record refers to rank 0's for the arrays, which are the same.
-        """
-        try:
-            segments = self.segments_of(store.abilities.part_size)
-            self.begin(store, prefix, save, segments, refers=refers, progress=progress)
-            try:
-                share_out(range(len(segments)), self.write_segment, min(threads, len(segments)))
-            except BaseException:
-                self.abort()
-                raise
-        finally:
-            self.release()
 
     def begin(
         self,
@@ -188,8 +163,10 @@ class Pack:
         memory: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Begin to write these segments, for a caller with threads of its own, who may say how much
-        memory the store's sink can have.
+        """Begin to write these segments, which any threads write then.
+
+        `memory` is how much the store's sink may have. With `refers` the record refers to rank 0's
+        for the arrays, which are the same.
         """
         self.segments = segments
         self._save = save

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place, new_save_id, step_name, store_at
 from ckptkit.checkpoint.ranks import OneRank, Ranks, in_one_line
-from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress
+from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, share_out
 from ckptkit.checkpoint.write.commit import (
     commit,
     commit_together,
@@ -210,9 +210,16 @@ class Writer:
                 details=self._details,
             )
 
-            # Write.
-            threads, progress = self._threads, self._progress
-            pack.write(store, prefix, save, refers=refers, threads=threads, progress=progress)
+            # Write, by a few threads: the pack is complete and durable then, or nothing is left.
+            segments = pack.segments_of(store.abilities.part_size)
+            count = len(segments)
+            pack.begin(store, prefix, save, segments, refers=refers, progress=self._progress)
+            try:
+                share_out(range(count), pack.write_segment, min(self._threads, count))
+            except BaseException:
+                pack.abort()
+                raise
+            pack.release()
 
             # Meet: from here on all packs are complete.
             try:

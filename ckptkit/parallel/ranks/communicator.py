@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import CkptkitError, LayoutError, PeerError, UsageError
-from ckptkit.parallel.ranks.carrier import (
-    DEFAULT_TIMEOUT,
+from ckptkit.parallel.ranks.carriers import Carrier, TorchCarrier
+from ckptkit.parallel.ranks.messages import (
     Call,
-    Carrier,
     TensorForm,
     as_bytes,
     carried_op,
     check_reduction,
-    check_same_call,
+    check_same,
     check_same_dtypes,
     check_same_forms,
     combine,
@@ -34,7 +34,6 @@ from ckptkit.parallel.ranks.carrier import (
     plain_value,
     widened,
 )
-from ckptkit.parallel.ranks.torch_group import TorchCarrier
 
 Tensors = Sequence[torch.Tensor]
 _Check = Callable[[Tensors], None]
@@ -114,7 +113,18 @@ class Communicator:
         numbers: sums of whole numbers are exact, and all ranks get the same float to the last bit.
         """
         if isinstance(tensor, (bool, int, float)):
-            return self._reduced_number(tensor, op)
+            kind = {bool: torch.bool, int: torch.int64}.get(type(tensor), torch.float64)
+            fits = kind != torch.int64 or -(2**63) <= tensor < 2**63
+            number = torch.tensor(tensor, dtype=kind) if fits else tensor
+            # Gathered and not reduced: whole numbers would wrap, and floats depend on the backend.
+            numbers = self._exchange(
+                "all_reduce", [number], f"{op} of numbers", check=lambda _: check_reduction(op, ())
+            )
+            values = [each.item() for each in numbers]
+            if op in ("max", "min"):
+                return max(values) if op == "max" else min(values)
+            total = sum(values)
+            return total / len(values) if op == "mean" else total
         calls, (mine,) = self._agree(
             "all_reduce", [tensor], op, check=lambda mine: check_reduction(op, mine)
         )
@@ -223,19 +233,6 @@ class Communicator:
                 carrier.broadcast(data, src)
         found = from_bytes(data, form.torch_dtype, form.shape)
         return found.to(mine[0].device) if is_here else found
-
-    def _reduced_number(self, number: float, op: str) -> float:
-        kind = {bool: torch.bool, int: torch.int64}.get(type(number), torch.float64)
-        fits = kind != torch.int64 or -(2**63) <= number < 2**63
-        given = torch.tensor(number, dtype=kind) if fits else number
-        # Gathered and not reduced: whole numbers would wrap, and floats depend on the backend.
-        found = self._exchange(
-            "all_reduce", [given], f"{op} of numbers", check=lambda _: check_reduction(op, ())
-        )
-        values = [each.item() for each in found]
-        if op in ("max", "min"):
-            return max(values) if op == "max" else min(values)
-        return sum(values) / len(values) if op == "mean" else sum(values)
 
     def _exchange(
         self,
@@ -370,7 +367,7 @@ class Communicator:
         try:
             mine = [_as_tensor(name, value, f"{name}[{n}]") for n, value in enumerate(given)]
             for rank in ranks or ():
-                self._check_rank(rank)
+                self._check_rank(rank, name)
             if ranks is not None and len(set(ranks)) < max(1, len(ranks)):
                 raise UsageError("a group is one or more different ranks", value=ranks)
             if count and len(mine) != count:
@@ -389,15 +386,19 @@ class Communicator:
         if problem is not None:
             raise problem
         calls = [Call.decode(data) for data in heard]
-        check_same_call(calls)
+        for rank, call in enumerate(calls):
+            if call.problem:
+                what = f"rank {rank} cannot make this call: {call.problem}"
+                raise PeerError(what, where=call.name)
+        check_same([f"{call}" for call in calls], "the ranks make different calls", "")
         return calls, mine
 
-    def _check_rank(self, number: int, where: str = "", *, is_other: bool = False) -> None:
-        if not 0 <= number < self.world_size:
+    def _check_rank(self, rank: int, where: str, *, is_other: bool = False) -> None:
+        if not 0 <= rank < self.world_size:
             what = f"no such rank: there are 0 to {self.world_size - 1}"
-            raise UsageError(what, where=where, value=number)
-        if is_other and number == self.rank:
-            raise UsageError("a rank has nothing to say to itself", where=where, value=number)
+            raise UsageError(what, where=where, value=rank)
+        if is_other and rank == self.rank:
+            raise UsageError("a rank has nothing to say to itself", where=where, value=rank)
 
 
 def _as_tensor(name: str, value: object, where: str) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""From whatever launcher started this process (torchrun, Slurm or MPI) to a communicator."""
+"""From whatever started this rank (torchrun, Slurm, MPI, or a thread of one process) to its
+communicator.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +8,28 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import PeerError, UsageError
-from ckptkit.parallel.ranks.carrier import DEFAULT_TIMEOUT
+from ckptkit.parallel.ranks.carriers import Hub, MemoryCarrier, TorchCarrier
 from ckptkit.parallel.ranks.communicator import Communicator
-from ckptkit.parallel.ranks.torch_group import TorchCarrier
+
+T = TypeVar("T")
 
 BACKENDS = ("gloo", "nccl", "mpi")
 VARIABLE = "CKPTKIT_BACKEND"
 """What `auto` means, where it is set: `ckpt launch --backend` sets it."""
+_GRACE = 5.0  # a rank that neither communicates nor ends cannot be told that the others failed
 _PORTS = range(20000, 30000)  # below those that systems give away by themselves
 
 # By launcher: the variables of the rank, the size, the rank on this machine and the size of that;
@@ -50,8 +57,7 @@ class _OfThread(threading.local):
     communicator: Communicator | None = None
 
 
-of_thread = _OfThread()
-"""Which rank this thread is, where ranks are threads."""
+_of_thread = _OfThread()  # which rank this thread is, where ranks are threads
 _of_process: list[Communicator] = []
 
 
@@ -90,14 +96,65 @@ def init(backend: str = "auto", *, timeout: float = DEFAULT_TIMEOUT) -> Communic
             )
         return there
     place = place_from(os.environ)
-    backend = _chosen(backend)
-    if backend == "mpi":
-        _join_by_mpi(place, timeout)
-    else:
-        _join(backend, place, timeout)
+    _join(_chosen(backend), place, timeout)
     made = Communicator(TorchCarrier(timeout=timeout, on_close=_leave))
     _of_process[:] = [made]
     return made
+
+
+def run_in_memory(
+    function: Callable[..., T], *args: Any, world_size: int, timeout: float = 60.0
+) -> list[T]:
+    """Run `function(communicator, *args)` on so many ranks, threads of this process; what they
+    return, by rank.
+
+    The same program gives the same results every time, as far as each rank draws its random
+    numbers from a generator of its own: torch's default one belongs to all threads. An exception
+    on one rank ends the others in their next call, and comes out of here as it is, with a note
+    saying on which rank; `timeout` seconds bound every wait, and the whole.
+    """
+    if world_size < 1:
+        raise UsageError("a job has one rank or more", where="world_size", value=world_size)
+    hub, finished = Hub(world_size), threading.Event()
+    results: dict[int, T] = {}
+    problems: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        communicator = Communicator(MemoryCarrier(hub, rank, world_size, timeout=timeout))
+        _of_thread.communicator = communicator
+        try:
+            results[rank] = function(communicator, *args)
+        except BaseException as error:  # noqa: BLE001 - it is raised by the thread that waits
+            problems[rank] = error
+            hub.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
+        finally:
+            _of_thread.communicator = None
+            hub.end()
+        if problems or len(results) == world_size:
+            finished.set()
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout
+    finished.wait(timeout)
+    if problems:
+        deadline = time.monotonic() + min(timeout, _GRACE)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if problems:
+        # The first that a rank raised by itself: the others were ended by that.
+        by_rank = sorted(problems, key=lambda rank: (hub.has_ended(problems[rank]), rank))
+        problems[by_rank[0]].add_note(f"on rank {by_rank[0]} of {world_size}")
+        raise problems[by_rank[0]]
+    if late := [thread.name for thread in threads if thread.is_alive()]:
+        what = f"{', '.join(late)} still ran after {timeout:g} s"
+        hub.fail(what)
+        raise PeerError(what, where="run_in_memory")
+    return [results[rank] for rank in range(world_size)]
 
 
 def _chosen(backend: str) -> str:
@@ -122,18 +179,27 @@ def _chosen(backend: str) -> str:
 
 
 def _join(backend: str, place: RankPlace, timeout: float) -> None:
-    """Make torch's process group over gloo or nccl, once its ranks have found each other."""
+    """Make torch's process group, once its ranks have found each other."""
     ranks = {"rank": place.rank, "world_size": place.world_size}
     given: dict[str, Any]
+    if backend == "mpi":
+        knows_mpi = any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+        if place.world_size > 1 and not knows_mpi:
+            raise UsageError(
+                f"{place.source} has started this process, and MPI knows nothing of it",
+                where="backend",
+                value="mpi",
+                hint="start it with mpirun or `ckpt launch --backend mpi`",
+            )
+        _mpi_group().join(timeout)
+        return
     if place.world_size == 1:
         given = {"store": HashStore(), **ranks}
     elif place.source == "torchrun":
         given = {"init_method": "env://"}  # the store may be the agent's
     elif place.address is None or place.port is None:
-        _need_mpi4py("or set MASTER_ADDR and MASTER_PORT to where rank 0 can listen")
-        from ckptkit.parallel.ranks.mpi_group import shared_store  # noqa: PLC0415 - starts MPI
-
-        given = {"store": shared_store(timeout), **ranks}
+        mpi_group = _mpi_group("or set MASTER_ADDR and MASTER_PORT to where rank 0 can listen")
+        given = {"store": mpi_group.shared_store(timeout), **ranks}
     else:
         given = {"init_method": f"tcp://{place.address}:{place.port}", **ranks}
     if backend == "nccl":
@@ -156,32 +222,20 @@ def _join(backend: str, place: RankPlace, timeout: float) -> None:
         ) from error
 
 
-def _join_by_mpi(place: RankPlace, timeout: float) -> None:
-    knows_mpi = any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
-    if place.world_size > 1 and not knows_mpi:
-        raise UsageError(
-            f"{place.source} has started this process, and MPI knows nothing of it",
-            where="backend",
-            value="mpi",
-            hint="start it with mpirun or `ckpt launch --backend mpi`",
-        )
-    _need_mpi4py()
-    from ckptkit.parallel.ranks.mpi_group import join  # noqa: PLC0415 - starts MPI
-
-    join(timeout)
-
-
-def _need_mpi4py(otherwise: str = "") -> None:
+def _mpi_group(otherwise: str = "") -> ModuleType:
     if importlib.util.find_spec("mpi4py") is None:
         raise UsageError(
             "mpi4py is not installed",
             where="backend",
             hint=f"pip install 'ckptkit[mpi]' {otherwise}".strip(),
         )
+    from ckptkit.parallel.ranks import mpi_group  # noqa: PLC0415 - starts MPI
+
+    return mpi_group
 
 
 def _known() -> Communicator | None:
-    return of_thread.communicator or next(iter(_of_process), None)
+    return _of_thread.communicator or next(iter(_of_process), None)
 
 
 def _leave() -> None:
@@ -191,7 +245,7 @@ def _leave() -> None:
 
 
 def _forget() -> None:
-    if of_thread.communicator is None:
+    if _of_thread.communicator is None:
         _of_process.clear()
 
 
@@ -264,7 +318,11 @@ def _told_by(launcher: str, environment: Mapping[str, str]) -> RankPlace | None:
     if launcher == "Slurm":
         # It says indirectly where rank 0 is: as a list of hosts, and a number all ranks know.
         local_size = _tasks_here(environment)
-        address = address or _first_host(environment["SLURM_STEP_NODELIST"])
+        # The first host of such as `a[003-007,9],b` is a003.
+        nodes = environment["SLURM_STEP_NODELIST"].strip()
+        if address is None and (match := re.match(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[]*)", nodes)):
+            name, numbers, more = match.groups()
+            address = name + re.split("[-,]", numbers or "")[0] + more
         job = _number(environment, "SLURM_JOB_ID")
         if port is None and job is not None:
             port = _PORTS[job % len(_PORTS)]
@@ -280,15 +338,6 @@ def _told_by(launcher: str, environment: Mapping[str, str]) -> RankPlace | None:
     if local_rank is None:
         local_rank = rank % max(1, local_size)
     return RankPlace(launcher, rank, size, local_rank, local_size, address, port)
-
-
-def _first_host(nodes: str) -> str | None:
-    """The first host of a list as Slurm writes it: `a[003-007,9],b` is a003."""
-    match = re.match(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[]*)", nodes.strip())
-    if match is None:
-        return None
-    name, numbers, rest = match.groups()
-    return name + re.split("[-,]", numbers or "")[0] + rest
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int | None:

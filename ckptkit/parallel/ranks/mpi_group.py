@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,7 @@ from mpi4py.run import set_abort_status
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from ckptkit.errors import PeerError, UnsupportedTypeError, UsageError
-from ckptkit.parallel.ranks.carrier import as_bytes, from_bytes, narrowed, widened
+from ckptkit.parallel.ranks.messages import as_bytes, from_bytes, narrowed, widened
 
 NAME = "ckptkit_mpi"
 """Not "mpi": torch keeps that name for an MPI that it was compiled with."""
@@ -59,7 +60,16 @@ def join(timeout: float) -> None:
     """Make the default process group of the MPI job that this process is a rank of."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu"])
-        _end_all_ranks_with_this_one()
+        shown = sys.excepthook
+
+        def end_all_ranks(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
+            shown(kind, error, trace)
+            set_abort_status(1)
+
+        # MPI's orderly end waits for all ranks: a rank with an exception must not begin it.
+        sys.excepthook = end_all_ranks
     world = MPI.COMM_WORLD
     dist.init_process_group(
         NAME,
@@ -92,17 +102,6 @@ def _make(given: Any, options: Any) -> MpiProcessGroup:  # noqa: ARG001 - as tor
     name = str(given.group_id)
     comm = MPI.COMM_WORLD.Create_group(group, zlib.crc32(name.encode()) % _TAGS)
     return MpiProcessGroup(comm, given.timeout, name)
-
-
-def _end_all_ranks_with_this_one() -> None:
-    """MPI's orderly end waits for all ranks: a rank with an exception must not begin it."""
-    shown = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        shown(kind, error, trace)
-        set_abort_status(1)
-
-    sys.excepthook = hook
 
 
 class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
@@ -264,11 +263,8 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
         """Receive from whoever sends first."""
         status = MPI.Status()
-
-        def there() -> bool:
-            return bool(self._comm.Iprobe(MPI.ANY_SOURCE, tag, status))
-
-        _wait_for(there, self._timeout, "recv")
+        probe = partial(self._comm.Iprobe, MPI.ANY_SOURCE, tag, status)
+        _wait_for(probe, self._timeout, "recv")
         return self.recv(tensors, int(status.Get_source()), tag)
 
     allreduce_coalesced = allreduce

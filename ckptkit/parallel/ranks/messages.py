@@ -1,13 +1,11 @@
-"""What a communicator sends: calls that ranks compare, and tensors and values as bytes; and what
-carries them.
-"""
+"""What a communicator sends: calls that ranks compare, and tensors and values as bytes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,48 +13,8 @@ from torch.distributed.tensor import DTensor
 from ckptkit.errors import FormatError, PeerError, UnsupportedTypeError, UsageError
 from ckptkit.format import leaves
 
-DEFAULT_TIMEOUT = 600.0
 OPS = ("sum", "mean", "max", "min")
 _LOWEST = torch.iinfo(torch.int64).min  # its bits are those of the sign
-
-
-class Carrier(Protocol):
-    """Moves flat, dense tensors on `device` between the ranks of one group.
-
-    A communicator has made sure that all ranks make the same call with fitting sizes, and never
-    moves nothing, so an implementation checks neither. What the other ranks do not do within
-    `timeout` seconds is a PeerError, and so is their end; never a hang.
-    """
-
-    name: str
-    rank: int
-    size: int
-    device: torch.device
-    timeout: float
-
-    def exchange(self, data: bytes) -> list[bytes]:
-        """What every rank passes, in the order of the ranks; these are of any length."""
-
-    def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
-        """Put the sum, max or min of all ranks in place of what `widened` made."""
-
-    def broadcast(self, data: torch.Tensor, src: int) -> None:
-        """Put the bytes of rank `src` in place of those of the other ranks."""
-
-    def all_to_all(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """Give each rank its part, as bytes; get `sizes[rank]` bytes of each rank."""
-
-    def send(self, data: torch.Tensor, dst: int, tag: int) -> None:
-        """Send bytes; return when they may change, which may be when they were received."""
-
-    def recv(self, data: torch.Tensor, src: int, tag: int) -> None:
-        """Fill with the next bytes that `src` sends with this tag; or of all, without tags."""
-
-    def split(self, ranks: tuple[int, ...]) -> Carrier | None:
-        """A carrier between some ranks, ascending; None on the others. All ranks call it."""
-
-    def close(self) -> None:
-        """Let go of what the carrier itself has made."""
 
 
 def as_bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -201,21 +159,12 @@ class Call:
         return f"{self.name}({self.options})"
 
 
-def check_same_call(calls: Sequence[Call]) -> None:
-    """Raise, on all ranks alike, unless all make the same call and can make it."""
-    for rank, call in enumerate(calls):
-        if call.problem:
-            what = f"rank {rank} cannot make this call: {call.problem}"
-            raise PeerError(what, where=call.name)
-    _check_alike([f"{call}" for call in calls], "the ranks make different calls", "")
-
-
 def check_same_forms(calls: Sequence[Call]) -> None:
     """Raise, on all ranks alike, unless their tensors have the same dtypes and shapes."""
     told: Callable[[TensorForm], str]
     for told, what in ((lambda form: form.dtype, "dtypes"), (str, "shapes")):
         of_ranks = [", ".join(map(told, call.forms)) for call in calls]
-        _check_alike(of_ranks, f"the {what} of the ranks differ", calls[0].name)
+        check_same(of_ranks, f"the {what} of the ranks differ", calls[0].name)
 
 
 def check_same_dtypes(calls: Sequence[Call]) -> None:
@@ -226,7 +175,8 @@ def check_same_dtypes(calls: Sequence[Call]) -> None:
         raise PeerError(f"the dtypes of the ranks differ: {shown}", where=calls[0].name)
 
 
-def _check_alike(told: Sequence[str], what: str, where: str) -> None:
+def check_same(told: Sequence[str], what: str, where: str) -> None:
+    """Raise what it means, on all ranks alike, unless they all tell the same."""
     if len(set(told)) > 1:
         ranks: dict[str, list[str]] = {}
         for rank, text in enumerate(told):
