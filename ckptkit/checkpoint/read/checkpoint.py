@@ -138,6 +138,10 @@ class Checkpoint(Closing):
     def __contains__(self, name: object) -> bool:
         return name in self._places
 
+    def first_row(self, name: str) -> int:
+        """Where the chunks of an array begin in the columns of the manifest."""
+        return int(self.manifest.starts[self._place(name)])
+
     def read(
         self,
         name: str,
