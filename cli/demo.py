@@ -47,59 +47,55 @@ def demo(ctx: click.Context, folder: Path | None, *, as_json: bool) -> int:
     """
     with _place(folder) as place:
         stage = Performance(ctx.find_root().command, quiet=as_json)
-        _play(stage, place)
-    ok = all(check["ok"] for check in stage.checks)
+        run, plain, resharded = (str(place / name) for name in ("run", "plain", "resharded"))
+        ckpt, check = stage.ckpt, stage.check
+        stage.say(f"# 8 processes save steps 100 and 200, each its own part ({STRATEGY})")
+        save_as_a_job(place / "run", place / "meeting")
+        shutil.rmtree(place / "meeting")
+        ckpt("ls", run)
+        ckpt("show", run, "model/*")
+        ckpt("show", run, "model/layers.0.*", "--rank", "5")
+        check("every byte is verified", ckpt("verify", run) == OK)
+
+        stage.say(f"# the same as a zarr group: ckptkit.open({run!r}).zarr")
+        with ckptkit.open(run) as checkpoint:
+            group: Any = checkpoint.zarr
+            same = [np.array_equal(group[name][...], whole) for name, whole in state(STEPS[-1])]
+        check("zarr reads what the writers had", all(same))
+
+        ckpt("unpack", run, plain)
+        stage.say("# and without ckptkit")
+        code = f"import zarr; print(zarr.open({plain!r}, mode='r')[{_ARRAY!r}][:2, :3])"
+        stage.say(f'$ python -c "{code}"')
+        command_line = [sys.executable, "-c", code]
+        done = subprocess.run(command_line, capture_output=True, text=True, check=False)  # noqa: S603 - all of it is ours
+        stage.say(done.stdout + done.stderr)
+        expected = dict(state(STEPS[-1]))[_ARRAY][:2, :3]
+        check("plain zarr reads the directory", done.stdout.strip() == str(expected))
+
+        stage.say("# for 4 tensor-parallel ranks, without the model")
+        to = ("--to", "tp:4", "--set", f"head_dim={HEAD_DIM}")
+        ckpt("reshard", "--from", STRATEGY, *to, run, resharded)
+        ckpt("show", resharded, "model/layers.0.*", "--rank", "1")
+        check("it is the same state", ckpt("diff", run, resharded) == OK)
+
+        step = place / "run" / f"step-{STEPS[0]:010d}"
+        pack = min(step.glob("data/*/rank-00003.zip"))
+        stage.say(f"# one bit of {pack.name} of step {STEPS[0]} flips")
+        middle = pack.stat().st_size // 2
+        _flip(pack, middle)
+        # Back in any case: DIR may stay, and its steps are there to be played with.
+        try:
+            found = ckpt("verify", str(step)) == CORRUPT
+        finally:
+            _flip(pack, middle)
+        check("the flipped bit is found", found)
+        ckpt("prune", run, "--keep-last", "1", "--dry-run")
+    ok = all(each["ok"] for each in stage.checks)
     where = str(folder.absolute()) if folder else None
     document = {"folder": where, "ok": ok, "commands": stage.commands, "checks": stage.checks}
     answer(document, (), as_json=as_json)
     return OK if ok else CORRUPT
-
-
-def _play(stage: Performance, place: Path) -> None:
-    """All acts, in order."""
-    run, plain, resharded = (str(place / name) for name in ("run", "plain", "resharded"))
-    ckpt, check = stage.ckpt, stage.check
-    stage.say(f"# 8 processes save steps 100 and 200, each its own part ({STRATEGY})")
-    save_as_a_job(place / "run", place / "meeting")
-    shutil.rmtree(place / "meeting")
-    ckpt("ls", run)
-    ckpt("show", run, "model/*")
-    ckpt("show", run, "model/layers.0.*", "--rank", "5")
-    check("every byte is verified", ckpt("verify", run) == OK)
-
-    stage.say(f"# the same as a zarr group: ckptkit.open({run!r}).zarr")
-    with ckptkit.open(run) as checkpoint:
-        group: Any = checkpoint.zarr
-        same = [np.array_equal(group[name][...], whole) for name, whole in state(STEPS[-1])]
-    check("zarr reads what the writers had", all(same))
-
-    ckpt("unpack", run, plain)
-    stage.say("# and without ckptkit")
-    code = f"import zarr; print(zarr.open({plain!r}, mode='r')[{_ARRAY!r}][:2, :3])"
-    stage.say(f'$ python -c "{code}"')
-    command_line = [sys.executable, "-c", code]
-    done = subprocess.run(command_line, capture_output=True, text=True, check=False)  # noqa: S603 - all of it is ours
-    stage.say(done.stdout + done.stderr)
-    expected = dict(state(STEPS[-1]))[_ARRAY][:2, :3]
-    check("plain zarr reads the directory", done.stdout.strip() == str(expected))
-
-    stage.say("# for 4 tensor-parallel ranks, without the model")
-    to = ("--to", "tp:4", "--set", f"head_dim={HEAD_DIM}")
-    ckpt("reshard", "--from", STRATEGY, *to, run, resharded)
-    ckpt("show", resharded, "model/layers.0.*", "--rank", "1")
-    check("it is the same state", ckpt("diff", run, resharded) == OK)
-
-    step = place / "run" / f"step-{STEPS[0]:010d}"
-    pack = min(step.glob("data/*/rank-00003.zip"))
-    stage.say(f"# one bit of {pack.name} of step {STEPS[0]} flips")
-    middle = pack.stat().st_size // 2
-    _flip(pack, middle)
-    try:
-        found = ckpt("verify", str(step)) == CORRUPT
-    finally:
-        _flip(pack, middle)
-    check("the flipped bit is found", found)
-    ckpt("prune", run, "--keep-last", "1", "--dry-run")
 
 
 class Performance:

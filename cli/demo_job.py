@@ -42,7 +42,12 @@ def save_as_a_job(run: Path, meeting: Path) -> None:
     with ExitStack() as stack:
         with uninterrupted():
             for rank in range(_WRITERS):
-                process = stack.enter_context(_started(run, meeting, rank))
+                command = [sys.executable, "-m", __name__, str(run), str(meeting), str(rank)]
+                # In a session of its own, since Ctrl-C is for the one process that answers for all.
+                started = subprocess.Popen(  # noqa: S603 - all of it is ours
+                    command, stderr=subprocess.PIPE, text=True, start_new_session=True
+                )
+                process = stack.enter_context(started)
                 stack.callback(process.kill)
                 ranks.append(process)
         for rank, process in enumerate(ranks):
@@ -51,14 +56,6 @@ def save_as_a_job(run: Path, meeting: Path) -> None:
                 told = problem.strip().rpartition("\n")[2]
                 what = f"rank {rank} ended with code {process.returncode}: {told}"
                 raise PeerError(what, where=str(run))
-
-
-def _started(run: Path, meeting: Path, rank: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", __name__, str(run), str(meeting), str(rank)]
-    # In a session of its own, since Ctrl-C is for the one process that answers for all.
-    return subprocess.Popen(  # noqa: S603 - all of it is ours
-        command, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
 
 
 @contextmanager

@@ -75,18 +75,14 @@ def _message(error: BaseException, code: int) -> list[str]:
     if isinstance(error, CkptkitError):
         return f"error: {error}".splitlines()
     if isinstance(error, click.ClickException):
-        return _click_message(error)
+        said = error.format_message().rstrip(".")
+        lines = [f"error: {said[:1].lower()}{said[1:]}"]
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            lines.append(f"hint: `{context.command_path} --help` shows the usage")
+        return lines
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     return [
         f"error: this is a bug in ckptkit: {text}",
         "hint: report it to the project's issue tracker, with what CKPTKIT_DEBUG=1 makes it print",
     ]
-
-
-def _click_message(error: click.ClickException) -> list[str]:
-    text = error.format_message().rstrip(".")
-    lines = [f"error: {text[:1].lower()}{text[1:]}"]
-    context = getattr(error, "ctx", None)
-    if context is not None:
-        lines.append(f"hint: `{context.command_path} --help` shows the usage")
-    return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 
 import click
 from ckptkit.cli.exits import OK, PEER
@@ -91,7 +92,7 @@ def launch(  # noqa: PLR0913 - one for each option
         endpoint=endpoint or "",
         run_id=run_id or "",
     )
-    outcome = run(job, _Printer(all_to_stderr=as_json))
+    outcome = run(job, partial(_pass_on, all_to_stderr=as_json))
     document = {
         "ok": outcome.ok,
         "restarts": outcome.restarts,
@@ -108,16 +109,11 @@ def launch(  # noqa: PLR0913 - one for each option
 launch.allow_interspersed_args = False
 
 
-class _Printer:
-    """Passes lines on, as they are: they are the user's own."""
-
-    def __init__(self, *, all_to_stderr: bool) -> None:
-        self._all_to_stderr = all_to_stderr
-
-    def __call__(self, stream: str, line: str) -> None:
-        to = sys.stderr if self._all_to_stderr or stream == "stderr" else sys.stdout
-        # What the terminal has no letters for must not end a training.
-        told = line.encode(to.encoding, "backslashreplace").decode(to.encoding)
-        with printing(to):
-            to.write(f"{told}\n")
-            to.flush()
+def _pass_on(stream: str, line: str, *, all_to_stderr: bool) -> None:
+    """Print a line of a rank as it is: it is the user's own."""
+    to = sys.stderr if all_to_stderr or stream == "stderr" else sys.stdout
+    # What the terminal has no letters for must not end a training.
+    told = line.encode(to.encoding, "backslashreplace").decode(to.encoding)
+    with printing(to):
+        to.write(f"{told}\n")
+        to.flush()

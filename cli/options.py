@@ -59,6 +59,7 @@ def epilog(examples: Sequence[str], told: Mapping[int, str]) -> str:
     """The end of a help."""
     shown = "\n".join(f"  {example}" for example in examples)
     codes = "\n".join(f"  {code:<4} {told[code]}" for code in sorted(told))
+    # Behind a line with nothing but \b click keeps lines as they are.
     return f"\b\nExample:\n{shown}\n\n\b\nExit codes:\n{codes}"
 
 
@@ -116,7 +117,20 @@ def _pairs(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -
 
 def sizes_from(config: str | None, given: tuple[str, ...]) -> dict[str, Any]:
     """The sizes that rules refer to: what --config and --set say; --set wins."""
-    found = _config(config) if config is not None else {}
+    found: dict[str, Any] = {}
+    if config is not None:
+        try:
+            doc: Any = json.loads(Path(config).read_text(encoding="utf-8"))
+        except OSError as error:
+            what = f"{config}: {error.strerror}"
+            raise click.BadParameter(what, param_hint="--config") from error
+        except (ValueError, RecursionError) as error:
+            what = f"{config} is no JSON: {error}"
+            raise click.BadParameter(what, param_hint="--config") from error
+        if not isinstance(doc, dict):
+            what = f"{config} is no config.json: it holds a {type(doc).__name__}"
+            raise click.BadParameter(what, param_hint="--config")
+        found = doc
     for pair in given:
         match = re.fullmatch(r"\s*([A-Za-z_]\w{0,99})\s*=\s*([0-9]{1,18})\s*", pair, re.ASCII)
         if match is None:
@@ -125,20 +139,6 @@ def sizes_from(config: str | None, given: tuple[str, ...]) -> dict[str, Any]:
             )
         found[match[1]] = int(match[2])
     return found
-
-
-def _config(path: str) -> dict[str, Any]:
-    try:
-        doc = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise click.BadParameter(f"{path}: {error.strerror}", param_hint="--config") from error
-    except (ValueError, RecursionError) as error:
-        raise click.BadParameter(f"{path} is no JSON: {error}", param_hint="--config") from error
-    if not isinstance(doc, dict):
-        raise click.BadParameter(
-            f"{path} is no config.json: it holds a {type(doc).__name__}", param_hint="--config"
-        )
-    return doc
 
 
 def seconds_of(text: str) -> float:

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 from ckptkit.cli.exits import MEANING, report
-from ckptkit.cli.options import epilog
-from ckptkit.cli.output import emit, printing
+from ckptkit.cli.options import Command, epilog
+from ckptkit.cli.output import emit
 
 import ckptkit
 
@@ -34,7 +34,7 @@ COMMANDS = {
 }
 
 
-class Program(click.Group):
+class Program(Command, click.Group):
     """The commands, every error of which ends here."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
@@ -49,8 +49,7 @@ class Program(click.Group):
     def make_context(self, *args: Any, **options: Any) -> click.Context:
         """Read the line; --help and --version print then."""
         try:
-            with printing():
-                return super().make_context(*args, **options)
+            return super().make_context(*args, **options)
         except OSError as error:  # of which click would end with an exit code of its own
             raise click.exceptions.Exit(report(error)) from error
 

@@ -20,6 +20,7 @@ _SHOWN = 12
 def _rules(function: Function) -> Function:
     """The options that say what is cut where."""
     text = "A config.json with the sizes that rules refer to."
+    # As decorators are written, from the inside: the help has them in the opposite order.
     for add in (
         click.option("--replicate-unknown", is_flag=True, help="Replicate what no rule knows."),
         click.option("--set", "sizes", metavar="NAME=N", multiple=True, help="One such size."),
@@ -112,12 +113,20 @@ def reshard(  # noqa: PLR0913 - what is not passed on as it is
     shows it); a SRC that was trained so has its own. They need the length of an attention head,
     from --config or as --set head_dim=N, where SRC was not cut at the same places before.
     """
+    renamed = []
+    for text in rename:
+        old, arrow, new = text.partition("=>")
+        if not arrow:
+            raise click.BadParameter(f"{text!r} is no renaming: write 'old=>new'")
+        renamed.append((old, new))
+    # The last = of a cast, as a pattern may have others.
+    casts = [text.rpartition("=") for text in cast]
     selection = ckptkit.Selection(
         include=include,
         exclude=exclude,
         optimizer=not no_optimizer,
-        cast=tuple(map(_cast, cast)),
-        rename=tuple(map(_rename, rename)),
+        cast=tuple((pattern, dtype) for pattern, _, dtype in casts),
+        rename=tuple(renamed),
     )
     known = sizes_from(config, sizes)
     plan = ckptkit.plan_reshard(src, dst, probe=dry_run, selection=selection, sizes=known, **given)
@@ -129,18 +138,6 @@ def reshard(  # noqa: PLR0913 - what is not passed on as it is
     found = {"save_id": done.save_id, "finished_packs": list(done.finished)}
     document = {**_plan_document(plan), **found, "committed": done.committed}
     answer(document, [_said(plan, done)], as_json=as_json)
-
-
-def _cast(text: str) -> tuple[str, str]:
-    pattern, _, dtype = text.rpartition("=")
-    return pattern, dtype
-
-
-def _rename(text: str) -> tuple[str, str]:
-    pattern, arrow, new = text.partition("=>")
-    if not arrow:
-        raise click.BadParameter(f"{text!r} is no renaming: write 'old=>new'")
-    return pattern, new
 
 
 def _said(plan: ckptkit.ReshardPlan, done: ckptkit.Resharded) -> str:

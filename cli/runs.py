@@ -98,11 +98,14 @@ def prune(
     found = ckptkit.Run(run, storage_options=storage_options)
     work = found.plan_prune if dry_run else found.prune
     removals = work(grace=grace, **kept)
+    # Where nothing goes: whether that is because of --grace, or because nothing is there.
     young = [] if removals or not grace else found.plan_prune(grace=0)
     if not removals and not young:
         _open(run, storage_options)  # which says what is wrong with a place that is no run
     links = found.links()
     gone = {removal.step for removal in removals if removal.kind == "step"}
+    kept_steps = [step for step in found.steps() if step not in gone and step not in links]
+    nbytes = sum(removal.nbytes for removal in removals)
     document = {
         "run": found.location,
         "dry_run": dry_run,
@@ -116,30 +119,24 @@ def prune(
             }
             for removal in removals
         ],
-        "bytes": sum(removal.nbytes for removal in removals),
+        "bytes": nbytes,
         "young": len(young),
-        "kept": [step for step in found.steps() if step not in gone and step not in links],
-        "links": [{"step": step, "target": links[step]} for step in links],
+        "kept": kept_steps,
+        "links": [{"step": step, "target": target} for step, target in links.items()],
     }
-    answer(document, _pruned(document), as_json=as_json)
-
-
-def _pruned(doc: dict[str, Any]) -> list[str]:
     rows = []
-    for gone in doc["removed"]:
+    for removal in removals:
         what = ("unfinished file, of the run", "")
-        if gone["step"] is not None:
-            what = (_KINDS[gone["kind"]], str(gone["step"]))
-        rows.append((*what, size_text(gone["bytes"]), gone["name"]))
-    verb = "would free" if doc["dry_run"] else "freed"
-    total = f"{verb} {size_text(doc['bytes'])}; kept: {counted(len(doc['kept']), 'step')}"
-    lines = [*aligned(rows, right=[1, 2]), total]
-    if doc["young"]:
-        lines.append(f"left alone, as younger than --grace: {counted(doc['young'], 'leftover')}")
-    return lines + [
-        f"left alone, as a symbolic link: step {link['step']} -> {link['target']}"
-        for link in doc["links"]
-    ]
+        if removal.step is not None:
+            what = (_KINDS[removal.kind], str(removal.step))
+        rows.append((*what, size_text(removal.nbytes), removal.name))
+    freed = f"{'would free' if dry_run else 'freed'} {size_text(nbytes)}"
+    lines = [*aligned(rows, right=[1, 2]), f"{freed}; kept: {counted(len(kept_steps), 'step')}"]
+    if young:
+        lines.append(f"left alone, as younger than --grace: {counted(len(young), 'leftover')}")
+    for step, target in links.items():
+        lines.append(f"left alone, as a symbolic link: step {step} -> {target}")
+    answer(document, lines, as_json=as_json)
 
 
 def _open(location: str, storage_options: Options | None) -> ckptkit.Run:

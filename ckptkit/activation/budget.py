@@ -69,7 +69,7 @@ def fit(
             )
         names = [cost.name for cost in costs.blocks]
         heard = ranks.agree((names, *astuple(costs)), list)
-        costs = _highest([Costs.of(said) for theirs, *said in heard if theirs == names])
+        costs = _highest([said for theirs, *said in heard if theirs == names])
         search = Search(costs, budget)
         with ExitStack() as failed:
             failed.callback(undo)
@@ -86,8 +86,8 @@ def fit(
                 raise UsageError(
                     "the activations do not fit, even when every block is recomputed",
                     value=budget,
-                    hint=f"on this rank they need {search.least} bytes: use smaller batches, or "
-                    "cut the loss",
+                    hint=f"on this rank they need {min(search.tried.values())} bytes: use smaller "
+                    "batches, or cut the loss",
                 )
             recompute(search.best)
             failed.pop_all()
@@ -137,21 +137,14 @@ class Costs:
     has_backward: bool = True
     """Whether it went back through a block."""
 
-    @classmethod
-    def of(cls, said: Sequence[Any]) -> Costs:
-        """As another rank says them: `astuple`."""
-        blocks, *around = said
-        return cls(tuple(BlockCost(*block) for block in blocks), *around)
 
-
-def _highest(costs: Sequence[Costs]) -> Costs:
-    """Of each number the highest that a rank has measured."""
-    blocks = [
-        BlockCost(*map(max, *map(astuple, same), astuple(same[0])))
-        for same in zip(*(each.blocks for each in costs), strict=True)
-    ]
-    before, after = max(each.before for each in costs), max(each.after for each in costs)
-    return Costs(tuple(blocks), before, after)
+def _highest(said: Sequence[Sequence[Any]]) -> Costs:
+    """Of each number the highest that a rank has measured; the costs of each come as `astuple`."""
+    blocks, before, after, _ = zip(*said, strict=True)
+    # A name is the same on all of them, and so its own highest; the first stands twice, as `max`
+    # of one argument would look into it.
+    highest = [BlockCost(*map(max, same[0], *same)) for same in zip(*blocks, strict=True)]
+    return Costs(tuple(highest), max(before), max(after))
 
 
 class Search:
@@ -162,30 +155,27 @@ class Search:
     def __init__(self, costs: Costs, budget: int) -> None:
         self._costs = costs
         self._budget = budget
-        self._tried: dict[frozenset[int], int] = {}
         self._every = frozenset(range(len(costs.blocks)))
         self.chosen = self._choice(budget)
+        self.tried: dict[frozenset[int], int] = {}
+        """The peak that each choice was measured to have."""
         self.best: frozenset[int] | None = None
         """The cheapest choice that fits."""
         self.is_done = False
-
-    @property
-    def least(self) -> int:
-        """The lowest peak that was measured."""
-        return min(self._tried.values())
 
     def learn(self, peak: int) -> None:
         """Go on from what the step was measured to need with what is chosen."""
         if self.is_done:
             return
-        self._tried[self.chosen] = peak
+        self.tried[self.chosen] = peak
         if peak <= self._budget and self._seconds(self.chosen) < self._seconds(self.best):
             self.best = self.chosen
         mistake = peak_of(self._costs, self.chosen) - peak
         following = self._choice(self._budget + mistake)
-        if self.best is None and len(self._tried) == _ROUNDS - 1:
+        if self.best is None and len(self.tried) == _ROUNDS - 1:
+            # One round is left: nobody may say that nothing fits before this was tried.
             following = self._every
-        self.is_done = following in self._tried
+        self.is_done = following in self.tried
         self.chosen = following if self.best is None or not self.is_done else self.best
 
     def _choice(self, limit: int) -> frozenset[int]:

@@ -53,7 +53,10 @@ class Partition:
 
         def pack(tensor: torch.Tensor) -> SavedTensor | _CutTensor:
             nonlocal place
-            if not _can_be_cut(tensor):
+            is_alike = tensor.is_floating_point() and tensor.layout is torch.strided
+            if isinstance(tensor, DTensor):
+                is_alike = all(isinstance(placement, Replicate) for placement in tensor.placements)
+            if isinstance(tensor, nn.Parameter) or tensor.numel() < _LEAST or not is_alike:
                 return SavedTensor.of(tensor)
             self._check(f"input {place} of {name}", tensor)
             place += 1
@@ -82,14 +85,6 @@ class Partition:
                 hint="sequence parallelism cuts them already: use 'full'; if dropout differs "
                 "between the ranks, give them the same seed",
             )
-
-
-def _can_be_cut(tensor: torch.Tensor) -> bool:
-    if isinstance(tensor, nn.Parameter) or tensor.numel() < _LEAST:
-        return False
-    if isinstance(tensor, DTensor):
-        return all(isinstance(placement, Replicate) for placement in tensor.placements)
-    return tensor.is_floating_point() and tensor.layout is torch.strided
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,6 +271,8 @@ class SocketTransport:
         """Answer what one thread of another rank asks, until that closes its connection."""
         while True:
             asked = _receive_document(sock)
+            # A call of its own, so that while the next question is waited for nothing holds the
+            # tensor that this one is answered with.
             self._reply(sock, answer, asked)
 
     def _reply(self, sock: socket.socket, answer: Answer, asked: dict[str, Any]) -> None:

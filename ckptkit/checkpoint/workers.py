@@ -1,11 +1,14 @@
-"""Threads that share out work: writing, reading, checking and copying all do."""
+"""Threads that share out work, as writing, reading, checking and copying do, and how much they ask
+of a store at a time.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeVar
 
@@ -17,6 +20,11 @@ R = TypeVar("R")
 DEFAULT_THREADS = 6
 # Of small questions, each of which a file system answers at once.
 _FEW = 8
+# A request is in memory twice for a moment: as it came, and where it was asked for.
+_COPIES = 2
+_LEAST_REQUEST = 1 << 20
+# Above that, many requests at a time are worth more than larger ones.
+_GOOD_REQUEST = 8 << 20
 
 Progress = Callable[[int], None]
 """Called, from any thread, with the number of bytes done since the last call."""
@@ -27,6 +35,13 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def copy_threads(ranks: int = 1) -> int:
+    """How many threads of each of so many ranks copy memory: its share of the cores, within reason,
+    since by then the memory is what is slow.
+    """
+    return max(1, min(8, cores() // ranks))
 
 
 def share_out(items: Iterable[T], do: Callable[[T], object], count: int) -> None:
@@ -62,19 +77,12 @@ def share_out(items: Iterable[T], do: Callable[[T], object], count: int) -> None
             finally:
                 stopped.set()
         if errors:
-            raise _first(errors)
+            # Threads that fail because another one did may be faster: then that one's counts.
+            raise next((e for e in errors if e is errors[0].__cause__), errors[0])
     finally:
         # Errors, whose tracebacks know this frame, would be kept alive by it.
         errors.clear()
         futures.clear()
-
-
-def _first(errors: Sequence[BaseException]) -> BaseException:
-    """The one that came first, or that it came from: threads that fail because another one did may
-    be faster.
-    """
-    cause = errors[0].__cause__
-    return cause if cause is not None and any(cause is error for error in errors) else errors[0]
 
 
 def at_once(can: Abilities) -> int:
@@ -107,3 +115,58 @@ def asked_in_threads(ask: Callable[[T], R], items: Iterable[T], count: int) -> I
         finally:
             for future in under_way:
                 future.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a store is read: the size of requests, how many there are at a time, and what they may
+    take along that nobody needs.
+    """
+
+    requests: int
+    request_bytes: int
+    gap_bytes: int
+    reads_are_copies: bool
+    """Whether many small reads cost little: then some rows of many chunks are read at a time."""
+
+    @classmethod
+    def of(cls, store: Store, memory: int | None = None) -> Pace:
+        """What a store likes best; elsewhere than in a file system never more than `memory` is on
+        its way.
+        """
+        can = store.abilities
+        if not can.waits_for_answers:
+            requests = can.concurrency or copy_threads()
+            return cls(requests, can.request_bytes, can.gap_bytes, reads_are_copies=True)
+        whole = cls(at_once(can), can.request_bytes, can.gap_bytes, reads_are_copies=False)
+        return whole if memory is None else whole.within(memory)
+
+    @property
+    def nbytes(self) -> int:
+        """The most that is on its way, besides what the caller reads into."""
+        return 0 if self.reads_are_copies else self.requests * self.request_bytes * _COPIES
+
+    def within(self, memory: int) -> Pace:
+        """The same in so much memory: smaller requests, as long as they are good ones, then fewer
+        of them, and where even one is too much a smaller one.
+        """
+        if self.reads_are_copies or self.nbytes <= memory:
+            return self
+        room = memory // _COPIES
+        good = min(self.request_bytes, max(_GOOD_REQUEST, room // self.requests))
+        requests = min(self.requests, max(1, room // good))
+        return self._sized(requests, room // requests)
+
+    def shared(self, workers: int) -> Pace:
+        """What each of some workers gets of it; in a file system, where each does its own reading,
+        one request.
+        """
+        if self.reads_are_copies:
+            return replace(self, requests=1)
+        requests = max(1, self.requests // workers)
+        return self._sized(requests, self.requests * self.request_bytes // (requests * workers))
+
+    def _sized(self, requests: int, size: int) -> Pace:
+        size = min(self.request_bytes, max(_LEAST_REQUEST, size))
+        gap = min(self.gap_bytes, self.gap_bytes * size // min(_GOOD_REQUEST, self.request_bytes))
+        return replace(self, requests=requests, request_bytes=size, gap_bytes=gap)

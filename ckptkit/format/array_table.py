@@ -107,17 +107,14 @@ class ArrayTables:
         packed = fields.bytes("placements"), fields.bytes("arrays")
         if packed[1][0] in _MAP_HEADS:
             return self._referred(packed, rank, axes), True
-        table = self._listed(packed, axes)
-        if rank == 0:
-            self._first = table
-        return table, False
-
-    def _listed(self, packed: tuple[bytes, bytes], axes: int) -> ArrayTable:
         key = (_digest(packed), axes)
         if key not in self._known:
             table = ArrayTable(*arrays_from_docs(packed, axes), packed)
+            # Not an assignment: another thread may have read an equal one meanwhile, which is used.
             self._known.setdefault(key, table)
-        return self._known[key]
+        if rank == 0:
+            self._first = self._known[key]
+        return self._known[key], False
 
     def _referred(self, packed: tuple[bytes, bytes], rank: int, axes: int) -> ArrayTable:
         if any(True for _ in unpack_items(packed[0], "placements", MAX_ARRAYS)):

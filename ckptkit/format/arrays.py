@@ -80,15 +80,14 @@ def arrays_from_docs(
     aliases: list[Alias] = []
     names: list[str] = []
     for number, doc in enumerate(unpack_items(packed[1], "arrays", MAX_ARRAYS)):
-        where = f"arrays.{number}"
-        if not isinstance(doc, dict):
-            raise FormatError("not a map", where=where, value=doc)
-        if "alias_of" in doc:
-            aliases.append(_alias(Fields(doc, where)))
-            names.append(aliases[-1].name)
+        entry = Fields(doc, f"arrays.{number}")
+        names.append(name_from_file(entry.any("name"), entry.at("name")))
+        if entry.has("alias_of"):
+            alias_of = name_from_file(entry.any("alias_of"), entry.at("alias_of"))
+            aliases.append(Alias(names[-1], alias_of))
         else:
-            arrays.append(_array(Fields(doc, where), table))
-            names.append(arrays[-1].name)
+            arrays.append(_array(names[-1], entry, table))
+        entry.finish()
     if any(first >= second for first, second in pairwise(names)):
         raise FormatError("the arrays are not sorted by distinct names", where="arrays")
     check_names(arrays, aliases)
@@ -105,19 +104,24 @@ def _placements(rows: Iterable[Any], axes: int) -> list[tuple[Placement, ...]]:
     return table
 
 
-def _alias(fields: Fields) -> Alias:
-    alias = Alias(
-        name_from_file(fields.any("name"), fields.at("name")),
-        name_from_file(fields.any("alias_of"), fields.at("alias_of")),
-    )
-    fields.finish()
-    return alias
-
-
-def _array(fields: Fields, table: list[tuple[Placement, ...]]) -> ArrayInfo:
-    name = name_from_file(fields.any("name"), fields.at("name"))
-    dtype = _dtype(fields.text("dtype"), fields.at("dtype"))
-    shape = _shape(fields.items("shape"), dtype, fields.at("shape"))
+def _array(name: str, fields: Fields, table: list[tuple[Placement, ...]]) -> ArrayInfo:
+    spelled = fields.text("dtype")
+    try:
+        dtype = DType.of(spelled)
+    except UnsupportedTypeError as error:
+        raise FormatError(
+            error.what, where=fields.at("dtype"), value=spelled, hint=error.hint
+        ) from error
+    if dtype.name != spelled:
+        raise FormatError(
+            "not a dtype as the format spells it", where=fields.at("dtype"), value=spelled
+        )
+    extents, where = fields.items("shape"), fields.at("shape")
+    if len(extents) > MAX_DIMS:
+        raise FormatError(f"more than {MAX_DIMS} dims", where=where, value=len(extents))
+    shape = document.integers(extents, where)
+    if not is_addressable(shape, dtype):
+        raise FormatError(TOO_LARGE, where=where, value=shape)
     grid = Grid.from_doc(fields.any("grid"), shape, where=fields.at("grid"))
     if grid.chunk_elements * dtype.itemsize >= 1 << 63:
         raise FormatError("chunks of 2**63 bytes or more", where=fields.at("grid"))
@@ -126,27 +130,7 @@ def _array(fields: Fields, table: list[tuple[Placement, ...]]) -> ArrayInfo:
         raise FormatError(f"not one of {', '.join(ROLES)}", where=fields.at("role"), value=role)
     row = fields.integer("placements", below=len(table))
     of = name_from_file(fields.any("of"), fields.at("of")) if fields.has("of") else None
-    fields.finish()
     return ArrayInfo(name, shape, dtype, grid, role, table[row], of)
-
-
-def _dtype(name: str, where: str) -> DType:
-    try:
-        dtype = DType.of(name)
-    except UnsupportedTypeError as error:
-        raise FormatError(error.what, where=where, value=name, hint=error.hint) from error
-    if dtype.name != name:
-        raise FormatError("not a dtype as the format spells it", where=where, value=name)
-    return dtype
-
-
-def _shape(extents: list[Any], dtype: DType, where: str) -> tuple[int, ...]:
-    if len(extents) > MAX_DIMS:
-        raise FormatError(f"more than {MAX_DIMS} dims", where=where, value=len(extents))
-    shape = document.integers(extents, where)
-    if not is_addressable(shape, dtype):
-        raise FormatError(TOO_LARGE, where=where, value=shape)
-    return shape
 
 
 def is_addressable(shape: tuple[int, ...], dtype: DType) -> bool:

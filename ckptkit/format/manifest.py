@@ -84,7 +84,15 @@ class Manifest:
                 where="chunks.count",
             )
         check_placed(self.pack, self.offset, self.length, [p.size for p in self.packs], "chunks")
-        _check_lengths(self.arrays, self.starts, self.length)
+        wrong = np.flatnonzero(self.length != stored_bytes(self.arrays, self.starts))
+        if len(wrong):
+            row = int(wrong[0])
+            array, _ = chunk_of_row(self.arrays, self.starts, row)
+            raise FormatError(
+                f"a chunk of {array.name} has a length that its grid does not give",
+                where=f"chunks.length.{row}",
+                value=int(self.length[row]),
+            )
 
     def chunk_key(self, row: int) -> str:
         """The Zarr key of the chunk of a row."""
@@ -111,7 +119,23 @@ class Manifest:
         """Read and check a manifest; errors name the field."""
         fields = Fields(unseal(MANIFEST_KIND, data, where, _TABLE), "")
         with located(where):
-            return cls._from_fields(fields)
+            save = SaveInfo.from_fields(fields)
+            packs = tuple(_pack(doc, f"packs.{i}") for i, doc in enumerate(fields.items("packs")))
+            arrays, aliases = arrays_from_docs(
+                (fields.bytes("placements"), fields.bytes("arrays")), len(save.strategy.mesh.axes)
+            )
+            columns = columns_from_doc(fields.any("chunks"), "chunks", _COLUMNS)
+            objects = objects_from_docs(fields)
+            for number, item in enumerate(objects):
+                if item.semantics == "replicated" or item.ranks is not None:
+                    continue
+                at = f"objects.{number}.value"
+                if not isinstance(item.value, list) or len(item.value) != save.world_size:
+                    raise FormatError(f"not a list of {save.world_size} values", where=at)
+                check_values(item.semantics, item.value, at)
+            fields.finish()
+            starts = chunk_starts(arrays)
+            return cls(save, packs, arrays, aliases, starts, objects=objects, **columns)
 
     @staticmethod
     def head(data: bytes, where: str) -> tuple[SaveInfo, int]:
@@ -129,19 +153,6 @@ class Manifest:
             sizes = [_pack(doc, f"packs.{i}").size for i, doc in enumerate(docs)]
             _check_count(len(sizes), save.world_size)
             return save, sum(sizes)
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Manifest:
-        save = SaveInfo.from_fields(fields)
-        packs = tuple(_pack(doc, f"packs.{i}") for i, doc in enumerate(fields.items("packs")))
-        arrays, aliases = arrays_from_docs(
-            (fields.bytes("placements"), fields.bytes("arrays")), len(save.strategy.mesh.axes)
-        )
-        columns = columns_from_doc(fields.any("chunks"), "chunks", _COLUMNS)
-        objects = objects_from_docs(fields)
-        _check_per_rank(objects, save.world_size)
-        fields.finish()
-        return cls(save, packs, arrays, aliases, chunk_starts(arrays), objects=objects, **columns)
 
 
 def _pack(doc: Any, where: str) -> PackInfo:
@@ -173,24 +184,3 @@ def _check_packs(packs: tuple[PackInfo, ...], world_size: int) -> None:
 def _check_count(packs: int, world_size: int) -> None:
     if packs not in (world_size, world_size + 1):
         raise FormatError(f"{packs} packs do not fit {world_size} ranks", where="packs")
-
-
-def _check_lengths(arrays: tuple[ArrayInfo, ...], starts: I64, length: U64) -> None:
-    wrong = np.flatnonzero(length != stored_bytes(arrays, starts))
-    if len(wrong):
-        row = int(wrong[0])
-        array, _ = chunk_of_row(arrays, starts, row)
-        raise FormatError(
-            f"a chunk of {array.name} has a length that its grid does not give",
-            where=f"chunks.length.{row}",
-            value=int(length[row]),
-        )
-
-
-def _check_per_rank(objects: tuple[ObjectInfo, ...], world_size: int) -> None:
-    for number, item in enumerate(objects):
-        if item.semantics == "replicated" or item.ranks is not None:
-            continue
-        if not isinstance(item.value, list) or len(item.value) != world_size:
-            raise FormatError(f"not a list of {world_size} values", where=f"objects.{number}.value")
-        check_values(item.semantics, item.value, f"objects.{number}.value")

@@ -116,23 +116,19 @@ def objects_from_docs(fields: Fields) -> tuple[ObjectInfo, ...]:
             raise FormatError(
                 f"not one of {', '.join(SEMANTICS)}", where=entry.at("semantics"), value=semantics
             )
-        ranks = _ranks(entry, semantics, value) if entry.has("ranks") else None
+        ranks = entry.integer("ranks") if entry.has("ranks") else None
+        if ranks is not None:  # of another job, whose values these are
+            if semantics != "per_rank":
+                where = entry.at("ranks")
+                raise FormatError("only values per rank have it", where=where, value=ranks)
+            if not isinstance(value, list) or len(value) != ranks:
+                raise FormatError(f"not a list of {ranks} values", where=entry.at("value"))
         entry.finish()
         objects.append(ObjectInfo(name, semantics, value, ranks))
     names = [o.name for o in objects]
     if any(first >= second for first, second in pairwise(names)):
         raise FormatError("the objects are not sorted by distinct names", where="objects")
     return tuple(objects)
-
-
-def _ranks(entry: Fields, semantics: str, value: Any) -> int:
-    """The number of ranks of another job whose values these are."""
-    ranks = entry.integer("ranks")
-    if semantics != "per_rank":
-        raise FormatError("only values per rank have it", where=entry.at("ranks"), value=ranks)
-    if not isinstance(value, list) or len(value) != ranks:
-        raise FormatError(f"not a list of {ranks} values", where=entry.at("value"))
-    return ranks
 
 
 def total(values: Sequence[Any], where: str = "") -> Any:

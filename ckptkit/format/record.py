@@ -133,48 +133,44 @@ class Record:
         """
         fields = Fields(unseal(_KIND, data, where, _TABLE), "")
         with located(where):
-            return cls._from_fields(fields, tables or ArrayTables(), origin)
-
-    @classmethod
-    def _from_fields(
-        cls, fields: Fields, tables: ArrayTables, origin: tuple[int, str] | None
-    ) -> Record:
-        save = SaveInfo.from_fields(fields)
-        rank = fields.integer("rank", below=save.world_size)
-        if origin not in (None, (rank, save.save_id)):
-            raise CorruptionError(
-                f"the pack says it is rank {rank} of save {save.save_id}",
-                hint="it was copied or renamed; put the right file there",
-            )
-        table, refers = tables.take(fields, rank, len(save.strategy.mesh.axes))
-        documents = _documents(fields.items("documents"), fields.at("documents"))
-        columns = columns_from_doc(fields.any("chunks"), fields.at("chunks"), _COLUMNS)
-        objects = objects_from_docs(fields)
-        fields.finish()
-        for number, item in enumerate(objects):
-            check_values(item.semantics, [item.value], f"objects.{number}.value")
-        columns["array"] = table.numbers(columns["array"])
-        _check_chunks(columns, table)
-        return cls(save, rank, table, documents, objects=objects, refers=refers, **columns)
+            save = SaveInfo.from_fields(fields)
+            rank = fields.integer("rank", below=save.world_size)
+            if origin not in (None, (rank, save.save_id)):
+                raise CorruptionError(
+                    f"the pack says it is rank {rank} of save {save.save_id}",
+                    hint="it was copied or renamed; put the right file there",
+                )
+            axes = len(save.strategy.mesh.axes)
+            table, refers = (tables or ArrayTables()).take(fields, rank, axes)
+            documents = _documents(fields.items("documents"))
+            columns = columns_from_doc(fields.any("chunks"), "chunks", _COLUMNS)
+            objects = objects_from_docs(fields)
+            fields.finish()
+            for number, item in enumerate(objects):
+                check_values(item.semantics, [item.value], f"objects.{number}.value")
+            columns["array"] = table.numbers(columns["array"])
+            _check_chunks(columns, table)
+            return cls(save, rank, table, documents, objects=objects, refers=refers, **columns)
 
 
-def _documents(rows: list[Any], where: str) -> tuple[Entry, ...]:
+def _documents(rows: list[Any]) -> tuple[Entry, ...]:
     documents = []
     seen = set()
     for number, row in enumerate(rows):
+        where = f"documents.{number}"
         if not isinstance(row, list) or len(row) != 4 or not isinstance(row[0], str):
-            raise FormatError("not a document's entry", where=f"{where}.{number}", value=row)
+            raise FormatError("not a document's entry", where=where, value=row)
         name, *numbers = row
         if name != "zarr.json" and not name.endswith("/zarr.json"):
-            raise FormatError("not a zarr.json", where=f"{where}.{number}", value=name)
+            raise FormatError("not a zarr.json", where=where, value=name)
         if name in seen:
-            raise FormatError("a document listed twice", where=f"{where}.{number}", value=name)
+            raise FormatError("a document listed twice", where=where, value=name)
         seen.add(name)
         if name != "zarr.json":
-            name_from_file(name.removesuffix("/zarr.json"), f"{where}.{number}")
-        extents = document.integers(numbers, f"{where}.{number}", most=LIMIT - 1)
+            name_from_file(name.removesuffix("/zarr.json"), where)
+        extents = document.integers(numbers, where, most=LIMIT - 1)
         if extents[2] >= 1 << 32:
-            raise FormatError("not a CRC-32", where=f"{where}.{number}", value=extents[2])
+            raise FormatError("not a CRC-32", where=where, value=extents[2])
         documents.append(Entry(name, *extents))
     return tuple(documents)
 

@@ -25,7 +25,7 @@ from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import World, current_world
 from ckptkit.live.state.tensors import local_of, parts_of_tensor
 from ckptkit.live.wrappers.entries import ModelEntry, StateEntry, canonical_names, parameter_names
-from ckptkit.live.wrappers.fsdp1_optimizer import FlatPart, FSDP1Optimizer
+from ckptkit.live.wrappers.fsdp1 import FlatPart, FSDP1Optimizer
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer, fresh_state
 from ckptkit.live.wrappers.training import TrainingState
 

@@ -19,7 +19,7 @@ from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.names import WRAPPED, join, split
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.comparison import Report
-from ckptkit.live.exchange import Exchange, Plan, Spoken, TensorLayout
+from ckptkit.live.exchange import Exchange, Spoken, TensorLayout
 from ckptkit.live.resume import hand_over, with_containers
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
 from ckptkit.live.state.agreement import Documents
@@ -335,7 +335,14 @@ class DistributedModel:
         """Take over what rank 0 has of `full_state_dict`; what others pass is ignored."""
         snapshot, held, tied, values = self._look()
         plan = self._exchange.agree(self._exchange.speak(held, values=values, tied=tied))
-        problem, given = self._exchange.from_first(_offer(plan, state))
+        given: StateDict = {}
+        if state is None:
+            problem = "rank 0 has to pass the whole state"
+        else:
+            known = {name: spreads[0] for name, spreads in plan.tensors.items()}
+            problem = _objection(known, plan.tied, plan.values, state)
+            given = {} if problem else {name: state[name] for name in plan.values}
+        problem, given = self._exchange.from_first((problem, given))
         if problem:
             raise StateMismatchError(problem)
         wholes = {}
@@ -370,15 +377,6 @@ def distributed_model(
     Whatever takes a model takes what this returns, and then knows its mesh and rules too.
     """
     return DistributedModel(model, mesh=mesh, rules=rules)
-
-
-def _offer(plan: Plan, state: Mapping[str, Any] | None) -> tuple[str, StateDict]:
-    """What is wrong with the state that rank 0 has, and what of it is no tensor."""
-    if state is None:
-        return "rank 0 has to pass the whole state", {}
-    known = {name: spreads[0] for name, spreads in plan.tensors.items()}
-    problem = _objection(known, plan.tied, plan.values, state)
-    return problem, {} if problem else {name: state[name] for name in plan.values}
 
 
 def _objection(

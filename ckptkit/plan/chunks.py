@@ -102,15 +102,10 @@ def inner_borders(grid: Grid, dim: int) -> Sequence[int]:
 
 
 def _has_borders(grid: Grid, edges: tuple[tuple[int, ...], ...]) -> bool:
-    for dim, cuts in enumerate(edges):
-        if not cuts:
-            continue
-        if grid.is_regular:
-            if any(cut % grid.chunk_shape[dim] for cut in cuts):
-                return False
-        elif not set(cuts) <= set(grid.edges[dim]):
-            return False
-    return True
+    if not grid.is_regular:
+        return all(set(cuts) <= set(own) for cuts, own in zip(edges, grid.edges, strict=True))
+    dims = zip(edges, grid.chunk_shape, strict=True)
+    return not any(cut % length for cuts, length in dims for cut in cuts)
 
 
 def _of_whole_chunks(source: Grid, like: Grid, edges: tuple[tuple[int, ...], ...]) -> Grid:

@@ -85,7 +85,13 @@ class Cutter:
     def _by_rule(self, subject: Subject, axis: Axis, rule: Rule, why: str) -> Said:
         cut = rule.tp if axis.kind == "tp" else rule.ep
         if isinstance(cut, Experts):
-            return Said(self._owner(cut, subject.inner, axis), why)
+            number = cut.number(subject.inner)
+            if number is None:  # what all experts share, such as a router
+                return Said(Replicate(), why)
+            if cut.expert not in self._experts:
+                numbers = [cut.number(each) for each in self._names]
+                self._experts[cut.expert] = 1 + max(n for n in numbers if n is not None)
+            return Said(Owner(number // -(-self._experts[cut.expert] // axis.size)), why)
         if not subject.tensor.shape:
             return Said(Replicate(), "0-d")
         if not subject.has_shape_of_lead:
@@ -102,18 +108,13 @@ class Cutter:
         unknown = tuple(cut.unknown(self._sizes))
         if not unknown or not isinstance(placement, Shard) or axis.size == 1:
             return ()
-        known = self._known_edges(subject, axis, placement.dim)
-        return () if known and _edges(placement, subject, axis) <= known else unknown
-
-    def _known_edges(self, subject: Subject, axis: Axis, dim: int) -> set[int]:
-        """Where the source was cut by an axis of the kind, hence between heads."""
         index = self._source.get(axis.kind)
-        if index is None:
-            return set()
-        placement = _plain(subject.tensor.placements[index])
-        if not isinstance(placement, Shard) or placement.dim != dim:
-            return set()
-        return _edges(placement, subject, self._axes[index])
+        before = None if index is None else _plain(subject.tensor.placements[index])
+        if index is None or not isinstance(before, Shard) or before.dim != placement.dim:
+            return unknown
+        # Where an axis of the kind has cut the source is between heads: it was trained so.
+        known = _edges(before, subject, self._axes[index])
+        return () if known and _edges(placement, subject, axis) <= known else unknown
 
     def _as_in_source(self, subject: Subject, axis: Axis, rule: Rule | None) -> Said | None:
         placement = _plain(subject.tensor.placements[self._source[axis.kind]])
@@ -130,15 +131,6 @@ class Cutter:
         unit = cut.unit.value(self._sizes) if cut.unit is not None else 1
         placement = replace(placement, unit=unit)
         return Said(placement, AS_IN_SOURCE, self._unknown(cut, placement, subject, axis))
-
-    def _owner(self, experts: Experts, name: str, axis: Axis) -> Placement:
-        number = experts.number(name)
-        if number is None:  # what all experts share, such as a router
-            return Replicate()
-        if experts.expert not in self._experts:
-            numbers = [experts.number(each) for each in self._names]
-            self._experts[experts.expert] = 1 + max(n for n in numbers if n is not None)
-        return Owner(number // -(-self._experts[experts.expert] // axis.size))
 
 
 def _plain(placement: Placement) -> Replicate | Shard | None:
@@ -172,6 +164,11 @@ class Tensor:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter, or may well be one: nobody said what it is."""
+        return self.role == "param" or (self.role == "other" and self.name.startswith("model/"))
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -187,22 +184,34 @@ class Subject:
         return bool(self.tensor.shape) and self.tensor.shape == self.lead.shape
 
     @property
-    def is_parameter(self) -> bool:
-        """Whether it is a parameter, or may well be one: nobody said what it is."""
-        return _is_parameter(self.tensor)
-
-    @property
     def is_of_model(self) -> bool:
         """Whether it belongs to the model, or follows what does; what is neither is only kept."""
-        return self.tensor.role != "other" or self.is_parameter or self.lead is not self.tensor
+        tensor = self.tensor
+        return tensor.role != "other" or tensor.is_parameter or self.lead is not tensor
 
 
 def subjects_of(tensors: Sequence[Tensor]) -> list[Subject]:
     """The tensors, in their order, with what each of them follows."""
     by_name = {tensor.name: tensor for tensor in tensors}
-    parameters = {inner_name(t): t for t in tensors if _is_parameter(t)}
-    absent = _stand_ins(tensors, by_name)
-    return [_subject(tensor, by_name, parameters, absent) for tensor in tensors]
+    parameters = {inner_name(tensor): tensor for tensor in tensors if tensor.is_parameter}
+    # For a parameter that is not there stands the largest of its state: it has its shape.
+    absent: dict[str, Tensor] = {}
+    for tensor in tensors:
+        if tensor.of is not None and tensor.of not in by_name:
+            known = absent.setdefault(tensor.of, tensor)
+            if (tensor.elements, len(tensor.shape)) > (known.elements, len(known.shape)):
+                absent[tensor.of] = tensor
+    subjects = []
+    for tensor in tensors:
+        inner, lead = inner_name(tensor), tensor
+        if tensor.of is not None:
+            lead = by_name.get(tensor.of) or absent[tensor.of]
+        elif tensor.role in ("other", "optimizer") and not tensor.is_parameter:
+            same = parameters.get(inner)
+            if same is not None and (same.shape == tensor.shape or tensor.role == "optimizer"):
+                lead = same
+        subjects.append(Subject(tensor, inner, lead))
+    return subjects
 
 
 def inner_name(tensor: Tensor) -> str:
@@ -211,37 +220,3 @@ def inner_name(tensor: Tensor) -> str:
     if tensor.of is None and tensor.role == "optimizer" and len(nodes) > 2:
         nodes = nodes[:-1]
     return unquote("/".join(nodes[1:] or nodes))
-
-
-def _subject(
-    tensor: Tensor,
-    by_name: dict[str, Tensor],
-    parameters: dict[str, Tensor],
-    absent: dict[str, Tensor],
-) -> Subject:
-    inner, lead = inner_name(tensor), tensor
-    if tensor.of is not None:
-        lead = by_name.get(tensor.of) or absent[tensor.of]
-    elif tensor.role in ("other", "optimizer") and not _is_parameter(tensor):
-        same = parameters.get(inner)
-        if same is not None and (same.shape == tensor.shape or tensor.role == "optimizer"):
-            lead = same
-    return Subject(tensor, inner, lead)
-
-
-def _stand_ins(tensors: Sequence[Tensor], by_name: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For parameters that are not there, the largest of their state: it has their shape."""
-    found: dict[str, Tensor] = {}
-    for tensor in tensors:
-        if tensor.of is not None and tensor.of not in by_name:
-            known = found.get(tensor.of)
-            if known is None or (tensor.elements, len(tensor.shape)) > (
-                known.elements,
-                len(known.shape),
-            ):
-                found[tensor.of] = tensor
-    return found
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return tensor.role == "param" or (tensor.role == "other" and tensor.name.startswith("model/"))

@@ -86,8 +86,11 @@ def decide(
     for i, axis in enumerate(target.mesh.axes):
         for row in rows:
             if axis.kind in _SHARDERS and row.is_sharded:
-                row.placements[i] = _sharded(row.placements[i + 1 :])
+                right = row.placements[i + 1 :]
+                is_cut = any(isinstance(each, Shard) and each.dim == 0 for each in right)
+                row.placements[i] = Strided(0) if is_cut else Shard(0)
     _check(rows, target)
+    # Last, as what a rank has of a parameter is what the other axes leave of it.
     for i, axis in enumerate(target.mesh.axes):
         if axis.kind == "zero1":
             _give_owners(rows, i, axis.size, target)
@@ -119,7 +122,7 @@ class _Row:
         """Whether fsdp cuts it: parameters, and what follows them in their shape."""
         subject = self.subject
         follows = subject.lead is not subject.tensor or subject.tensor.role == "optimizer"
-        return subject.has_shape_of_lead and (subject.is_parameter or follows)
+        return subject.has_shape_of_lead and (subject.tensor.is_parameter or follows)
 
     @property
     def placed(self) -> Placed:
@@ -148,11 +151,6 @@ def _cut(rows: list[_Row], source: Strategy, target: Strategy, rules: Rules | No
                     row.problem = error
 
 
-def _sharded(right: list[Placement]) -> Placement:
-    is_cut = any(isinstance(each, Shard) and each.dim == 0 for each in right)
-    return Strided(0) if is_cut else Shard(0)
-
-
 def _check(rows: list[_Row], target: Strategy) -> None:
     """Refuse rules that do not fit, all at once."""
     for row in rows:
@@ -163,21 +161,19 @@ def _check(rows: list[_Row], target: Strategy) -> None:
                 row.problem = error
     wrong = [row for row in rows if row.problem is not None]
     if wrong:
-        lines = "\n  ".join(map(_misfit, wrong[:_LISTED]))
+        lines = ""
+        for row in wrong[:_LISTED]:
+            tensor, says = row.subject.tensor, str(row.problem).partition("\nhint:")[0]
+            cuts = ", ".join(str(p) for p in row.placements if not isinstance(p, Replicate))
+            why = f" ({row.placed.why})" if row.why else ""
+            shape = list(tensor.shape)
+            lines += f"\n  {tensor.name} of shape {shape}, cut as {cuts or '?'}{why}: {says}"
         more = f"\n  and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
         hints = [row.problem.hint for row in wrong if row.problem is not None and row.problem.hint]
         raise RulesError(
-            f"rules do not fit {_counted(len(wrong))}:\n  {lines}{more}",
+            f"rules do not fit {_counted(len(wrong))}:{lines}{more}",
             hint=hints[0] if hints else "`ckpt rules` shows which rule each tensor follows",
         )
-
-
-def _misfit(row: _Row) -> str:
-    tensor, problem = row.subject.tensor, row.problem
-    why = f" ({row.placed.why})" if row.why else ""
-    cuts = ", ".join(str(p) for p in row.placements if not isinstance(p, Replicate))
-    says = str(problem).partition("\nhint:")[0]
-    return f"{tensor.name} of shape {list(tensor.shape)}, cut as {cuts or '?'}{why}: {says}"
 
 
 def _give_owners(rows: list[_Row], index: int, ranks: int, target: Strategy) -> None:
@@ -189,17 +185,13 @@ def _give_owners(rows: list[_Row], index: int, ranks: int, target: Strategy) -> 
     for row in rows:
         tensor, lead = row.subject.tensor, row.subject.lead
         if tensor.role == "optimizer" and (tensor.of is not None or lead is not tensor):
-            stage = tuple((i, p) for i, p in enumerate(row.placements) if _is_apart(p))
-            members.setdefault(stage, {}).setdefault(lead.name, []).append(row)
+            apart = ((i, p) for i, p in enumerate(row.placements) if isinstance(p, Stage | Owner))
+            members.setdefault(tuple(apart), {}).setdefault(lead.name, []).append(row)
     for states in members.values():
         sizes = {name: _elements(parameters[name], target) for name in states}
         for name, rank in owners_of(sizes, ranks).items():
             for row in states[name]:
                 row.placements[index] = Owner(rank)
-
-
-def _is_apart(placement: Placement) -> bool:
-    return isinstance(placement, Stage | Owner)
 
 
 def _elements(row: _Row, target: Strategy) -> int:
@@ -221,7 +213,7 @@ def _counted(count: int) -> str:
 def _kind_of(subject: Subject) -> str:
     if not subject.tensor.shape:
         return "0-d"
-    if subject.is_parameter:
+    if subject.tensor.is_parameter:
         return "parameter"
     if subject.lead is subject.tensor:
         return subject.tensor.role

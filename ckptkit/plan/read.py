@@ -56,8 +56,16 @@ class Pieces(Sequence[Piece]):
 
     def __init__(self, grid: Grid, box: Box) -> None:
         self._grid = grid
-        spans = enumerate(grid.span(box))
-        self._dims = [_along(grid, dim, span, box) for dim, span in spans]
+        self._dims: list[list[_Step]] = []
+        for dim, span in enumerate(grid.span(box)):
+            low, high = box.offset[dim], box.offset[dim] + box.shape[dim]
+            along = []
+            for index in span:
+                start, stop, stored = grid.interval(dim, index)
+                begin, end = max(start, low), min(stop, high)
+                source, target = slice(begin - start, end - start), slice(begin - low, end - low)
+                along.append(_Step(index, stored, source, target))
+            self._dims.append(along)
         self._length = math.prod(map(len, self._dims))
 
     def __len__(self) -> int:
@@ -152,17 +160,6 @@ def pieces_within(grid: Grid, box: Box, itemsize: int, limit: int) -> Iterator[B
         return
     for half in box.split(dim, box.offset[dim] + box.shape[dim] // 2):
         yield from pieces_within(grid, half, itemsize, limit)
-
-
-def _along(grid: Grid, dim: int, span: range, box: Box) -> list[_Step]:
-    low, high = box.offset[dim], box.offset[dim] + box.shape[dim]
-    steps = []
-    for index in span:
-        start, stop, stored = grid.interval(dim, index)
-        begin, end = max(start, low), min(stop, high)
-        source, target = slice(begin - start, end - start), slice(begin - low, end - low)
-        steps.append(_Step(index, stored, source, target))
-    return steps
 
 
 def side_by_side(
@@ -358,25 +355,19 @@ def _overlapping(source: Grid, target: Grid, chunks: I64) -> tuple[I64, I64]:
         return number, place
     index = np.unravel_index(chunks, target.counts)
     for dim, at in enumerate(index):
-        first, last = _spans(source, target, dim)
+        inner, outer = (
+            np.array([0, *inner_borders(grid, dim), grid.shape[dim]], dtype=np.int64)
+            for grid in (source, target)
+        )
+        # The first source index that overlaps each of the target's, and the one after the last.
+        first = np.searchsorted(inner, outer[:-1], side="right") - 1
+        last = np.searchsorted(inner, outer[1:], side="left")
         low, count = first[at][place], (last - first)[at][place]
         repeat = np.repeat(np.arange(len(place)), count)
         within = np.arange(len(repeat)) - np.repeat(np.cumsum(count) - count, count)
         number = number[repeat] * source.counts[dim] + low[repeat] + within
         place = place[repeat]
     return number, place
-
-
-def _spans(source: Grid, target: Grid, dim: int) -> tuple[I64, I64]:
-    """For each index of the target along a dim the first source index that overlaps it, and the
-    one after the last.
-    """
-    inner, outer = (
-        np.array([0, *inner_borders(grid, dim), grid.shape[dim]], dtype=np.int64)
-        for grid in (source, target)
-    )
-    first = np.searchsorted(inner, outer[:-1], side="right") - 1
-    return first, np.searchsorted(inner, outer[1:], side="left")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

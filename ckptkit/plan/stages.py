@@ -33,7 +33,11 @@ class Stager:
         self._replicates = rules is not None and rules.default == "replicate"
         self._last = count - 1
         self._stages: dict[tuple[int, int], int] = {}
-        self._source = _pipeline_of(source, count) if self._pipeline is None else None
+        # The pp axes of the source, where nothing but its own pipeline says what lies where.
+        axes = enumerate(source.mesh.axes)
+        pipes = {index: axis.size for index, axis in axes if axis.kind == "pp"}
+        is_same = bool(pipes) and math.prod(pipes.values()) == count
+        self._source = pipes if is_same and self._pipeline is None else None
         if self._pipeline is not None:
             self._stages = _stages(subjects, self._pipeline, count, self._name)
         elif self._source is None and count > 1:
@@ -71,9 +75,6 @@ class Stager:
             pattern = next((each for each in patterns if matches(each, subject.inner)), None)
             if pattern is not None:
                 return Said(placement, f"{self._name}: {pattern}")
-        return self._outside(subject)
-
-    def _outside(self, subject: Subject) -> Said | None:
         if self._replicates:
             return Said(Replicate(), f"{self._name}: default")
         if not subject.is_of_model or subject.lead.role == "buffer" or not subject.lead.shape:
@@ -157,13 +158,6 @@ def _stages(
             hint="the numbers are those of the first layer of each stage but the first",
         )
     return {layer: sum(at <= i for at in split) for i, layer in enumerate(layers)}
-
-
-def _pipeline_of(source: Strategy, count: int) -> dict[int, int] | None:
-    """The pp axes of the source, with their sizes, if its pipeline has as many stages."""
-    axes = enumerate(source.mesh.axes)
-    found = {index: axis.size for index, axis in axes if axis.kind == "pp"}
-    return found if found and math.prod(found.values()) == count else None
 
 
 def _as_in_source(subject: Subject, axes: dict[int, int]) -> Said | None:

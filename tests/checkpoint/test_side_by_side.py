@@ -10,7 +10,7 @@ import pytest
 
 import ckptkit
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
-from ckptkit.checkpoint.read.reader import ReadPlan, plan_read
+from ckptkit.checkpoint.read.reader import ReadPlan, Wanted, plan_read
 from ckptkit.errors import CorruptionError
 from ckptkit.model import Box
 from ckptkit.storage import MemoryStore, Store
@@ -53,8 +53,9 @@ def step(made: RemoteStore) -> Iterator[Checkpoint]:
 def planned(step: Checkpoint, name: str, box: Box) -> ReadPlan:
     """How a box is read."""
     target = np.empty(box.shape, STATE[name].whole.dtype)
-    request = step._request(name, box, target)
-    return plan_read(step.manifest, step.packs, [request], step.packs.pace, verify=True)
+    place = [array.name for array in step.manifest.arrays].index(name)
+    wanted = Wanted(place, box, target.view(step[name].dtype.bits))
+    return plan_read(step.packs, [wanted], step.packs.pace, verify=True)
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from ckptkit.cli.launch import _Printer
+from ckptkit.cli.launch import _pass_on
 from jsonschema import Draft202012Validator
 
 from tests.cli.programs import COMMAND, ckpt, environment
@@ -276,7 +276,7 @@ def test_a_letter_that_the_terminal_does_not_know_is_shown_by_its_number(
 ) -> None:
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
-    _Printer(all_to_stderr=False)("stdout", "[rank 0] é")
+    _pass_on("stdout", "[rank 0] é", all_to_stderr=False)
     assert shown.getvalue() == b"[rank 0] \\xe9\n"
 
 

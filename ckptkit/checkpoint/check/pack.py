@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from isal import isal_zlib
 
-from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.read.packs import PackRecord
-from ckptkit.checkpoint.workers import Progress, share_out
+from ckptkit.checkpoint.workers import Pace, Progress, share_out
 from ckptkit.checkpoint.write.assemble import missing_groups
 from ckptkit.checkpoint.write.pack import groups_pack
 from ckptkit.errors import CorruptionError
@@ -139,8 +138,8 @@ class PackFile:
         return [*self._scan(entries.windows, entries.faults), (known.end, what)]
 
     def chunk_faults(self, manifest: Manifest, pack: int) -> list[Fault]:
-        """The same of its chunks alone, by what the manifest says of them: its record cannot be
-        read.
+        """What is wrong with its chunks alone, by what the manifest says of them: its record cannot
+        be read.
         """
         rows = np.flatnonzero(manifest.pack == pack)
         rows = rows[np.argsort(manifest.offset[rows])]
@@ -153,11 +152,8 @@ class PackFile:
             crc = int(manifest.crc32[row])
             return Expected(Entry(manifest.chunk_key(row), offset, length, crc))
 
-        def faults(window: PackWindow, memory: memoryview) -> Iterator[Fault]:
-            for item in window.entries:
-                yield from _entry_faults(item, memory, window.start)
-
-        return self._scan(windows, faults)
+        # There is no knowing what follows them.
+        return self._scan(windows, PackBytes(None, self.size, b"").faults)
 
     def _scan(
         self,
@@ -170,7 +166,8 @@ class PackFile:
         with self.store.open(self.key, self.size) as source:
 
             def scan(window: PackWindow) -> None:
-                if pace.by_rows:  # reading is copying: memory that was used before is faster
+                if pace.reads_are_copies:
+                    # Into memory that was used before, which is faster to fill.
                     with default_pool().take(window.size) as memory:
                         source.read_into(window.start, memory)
                         found.extend(faults(window, memory))
@@ -179,7 +176,7 @@ class PackFile:
                 if self.progress:
                     self.progress(window.size)
 
-            each = _WINDOW if pace.by_rows else pace.request_bytes
+            each = _WINDOW if pace.reads_are_copies else pace.request_bytes
             share_out(windows(each), scan, self.threads or pace.requests)
         return sorted(found)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import EllipsisType, MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.locate import manifest_at, read_manifest
-from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import Place, described, store_at
 from ckptkit.checkpoint.read.packs import OpenPacks
-from ckptkit.checkpoint.read.reader import Request, plan_read
-from ckptkit.checkpoint.workers import Progress, share_out
+from ckptkit.checkpoint.read.reader import Wanted, plan_read
+from ckptkit.checkpoint.workers import Pace, Progress, share_out
 from ckptkit.errors import FormatError, LayoutError, NotFoundError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
@@ -118,23 +117,30 @@ class Checkpoint(Closing):
     @property
     def zarr(self) -> zarr.Group:
         """The step as a read-only Zarr group, every chunk checked as it is read."""
-        # Here, because importing zarr takes half a second.
+        # Here, because importing zarr takes longer than most commands do.
         import zarr  # noqa: PLC0415
 
+        from ckptkit.format.zarr_dtypes import register  # noqa: PLC0415
+
+        register()
         return zarr.open_group(self.zarr_store(), mode="r")
 
     def zarr_store(self) -> ZarrView:
-        """The same as zarr's Store."""
+        """The step as zarr's Store, whose keys can be read one by one."""
         from ckptkit.checkpoint.read.zarr_view import ZarrView  # noqa: PLC0415
 
         infos = {name: array.info for name, array in self.arrays.items()}
         return ZarrView(self.location, infos, self.read)
 
     def __getitem__(self, name: str) -> Array:
-        return Array(self, name, self.manifest.arrays[self._place(name)], self.strategy)
+        return Array(self, name, self.manifest.arrays[self._place(name)])
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
+
+    def first_row(self, name: str) -> int:
+        """Where the chunks of an array begin in the columns of the manifest."""
+        return int(self.manifest.starts[self._place(name)])
 
     def read(
         self,
@@ -169,12 +175,26 @@ class Checkpoint(Closing):
         is in the memory after an error is undefined. `pace` says how much is asked of the store at
         a time: without, what it likes best.
         """
-        requests = [self._request(name, box, target) for name, box, target in wanted]
+        checked: list[Wanted] = []
+        for name, box, target in wanted:
+            place = self._place(name)
+            array = self.manifest.arrays[place]
+            _inside(array, name, box)
+            dtypes = (array.dtype.numpy, array.dtype.bits)
+            if target.shape != box.shape or target.dtype not in dtypes:
+                raise LayoutError(
+                    f"the memory does not fit {box.shape} of {array.dtype.name}",
+                    where=name,
+                    value=(target.shape, str(target.dtype)),
+                )
+            if not target.flags.writeable:
+                raise LayoutError("the memory is read-only", where=name)
+            checked.append(Wanted(place, box, target.view(array.dtype.bits)))
         pace = pace or self.packs.pace
-        plan = plan_read(
-            self.manifest, self.packs, requests, pace, verify=verify, progress=progress
-        )
-        share_out(plan.runs, plan.read, min(threads or pace.requests, len(plan.runs)))
+        if threads:
+            pace = replace(pace, requests=threads)
+        plan = plan_read(self.packs, checked, pace, verify=verify, progress=progress)
+        share_out(plan.runs, plan.read, plan.threads)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Opened again where it arrives: handles do not travel.
@@ -194,20 +214,6 @@ class Checkpoint(Closing):
             )
         return self._places[name]
 
-    def _request(self, name: str, box: Box, target: npt.NDArray[Any]) -> Request:
-        place = self._place(name)
-        array = self.manifest.arrays[place]
-        _inside(array, name, box)
-        if target.shape != box.shape or target.dtype not in (array.dtype.numpy, array.dtype.bits):
-            raise LayoutError(
-                f"the memory does not fit {box.shape} of {array.dtype.name}",
-                where=name,
-                value=(target.shape, str(target.dtype)),
-            )
-        if not target.flags.writeable:
-            raise LayoutError("the memory is read-only", where=name)
-        return Request(place, box, target.view(array.dtype.bits))
-
 
 Index: TypeAlias = int | slice | EllipsisType
 
@@ -219,7 +225,6 @@ class Array:
     _checkpoint: Checkpoint
     name: str
     info: ArrayInfo
-    _strategy: Strategy
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -255,7 +260,7 @@ class Array:
     def layout(self) -> Layout:
         """Which rank of the strategy that wrote it held what."""
         try:
-            return layout_of(self.info.shape, self._strategy, self.info.placements)
+            return layout_of(self.info.shape, self._checkpoint.strategy, self.info.placements)
         except LayoutError as error:
             where = f"{self._checkpoint.location}: {self.info.name}"
             raise FormatError(error.what, where=where, hint=error.hint) from error
@@ -287,7 +292,14 @@ def _as_box(
     name: str, shape: tuple[int, ...], index: Index | tuple[Index, ...]
 ) -> tuple[Box, tuple[int | slice, ...]]:
     """The smallest box with all that an index selects, and the index within that box."""
-    wanted = _without_ellipsis(name, shape, index if isinstance(index, tuple) else (index,))
+    items = index if isinstance(index, tuple) else (index,)
+    dots = [place for place, item in enumerate(items) if item is ...]
+    unnamed = len(shape) - (len(items) - len(dots))
+    if len(dots) > 1 or unnamed < 0:
+        raise LayoutError(f"the index does not fit {len(shape)} dims", where=name, value=items)
+    at = dots[0] if dots else len(items)
+    filled = [*items[:at], *[slice(None)] * unnamed, *items[at + len(dots) :]]
+    wanted = [item for item in filled if item is not ...]
     offset, extents = [], []
     rest: list[int | slice] = []
     for item, extent in zip(wanted, shape, strict=True):
@@ -304,18 +316,6 @@ def _as_box(
         extents.append(high - low)
         rest.append(inner)
     return Box(tuple(offset), tuple(extents)), tuple(rest)
-
-
-def _without_ellipsis(
-    name: str, shape: tuple[int, ...], index: tuple[Index, ...]
-) -> list[int | slice]:
-    dots = [place for place, item in enumerate(index) if item is ...]
-    named = len(index) - len(dots)
-    if len(dots) > 1 or named > len(shape):
-        raise LayoutError(f"the index does not fit {len(shape)} dims", where=name, value=index)
-    at = dots[0] if dots else len(index)
-    filled = [*index[:at], *[slice(None)] * (len(shape) - named), *index[at + len(dots) :]]
-    return [item for item in filled if item is not ...]
 
 
 def _position(name: str, item: Any, extent: int) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from isal import isal_zlib
 
 from ckptkit.checkpoint.locate import read_manifest
-from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import data_prefix, described
+from ckptkit.checkpoint.workers import Pace
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import Manifest, PackInfo, pack_name
@@ -28,12 +28,11 @@ class OpenPacks:
     """Open packs by number; safe to use from any thread, except `close`."""
 
     def __init__(self, store: Store, prefix: str, manifest: Manifest) -> None:
+        self.manifest = manifest
         self.pace = Pace.of(store)
         self._store = store
         self._prefix = prefix
-        self._save_id = manifest.save.save_id
-        self._folder = data_prefix(prefix, self._save_id)
-        self._packs = manifest.packs
+        self._folder = data_prefix(prefix, manifest.save.save_id)
         self._open: dict[int, Source] = {}
         self._lock = threading.Lock()
 
@@ -52,7 +51,12 @@ class OpenPacks:
     @contextmanager
     def use(self, pack: int) -> Iterator[Source]:
         """An open pack, for as long as the block lasts at least."""
-        kept = self._open.get(pack) or self._keep(pack)
+        kept = self._open.get(pack)
+        if kept is None:
+            with self._lock:
+                if pack not in self._open and len(self._open) < _KEPT_OPEN:
+                    self._open[pack] = self._opened(pack)
+                kept = self._open.get(pack)
         if kept is not None:
             yield kept
             return
@@ -66,14 +70,8 @@ class OpenPacks:
         for source in closing.values():
             source.close()
 
-    def _keep(self, pack: int) -> Source | None:
-        with self._lock:
-            if pack not in self._open and len(self._open) < _KEPT_OPEN:
-                self._open[pack] = self._opened(pack)
-            return self._open.get(pack)
-
     def _opened(self, pack: int) -> Source:
-        written = self._packs[pack].size
+        written = self.manifest.packs[pack].size
         try:
             source = self._store.open(self._key(pack), written)
         except NotFoundError as error:
@@ -81,21 +79,25 @@ class OpenPacks:
         if source.size != written:
             source.close()
             raise self._unlike(pack, source.size)
-        return (
-            source
-            if self._store.abilities.open_survives_delete
-            else _UncheckedPack(self, pack, source)
-        )
+        is_checked = self._store.abilities.open_survives_delete
+        return source if is_checked else _UncheckedPack(self, pack, source)
 
-    def explained(self, pack: int, error: CkptkitError) -> CkptkitError:
-        """What a read said that found the pack missing or short, where opening it asks nothing."""
-        if isinstance(error, NotFoundError):
-            return self._unlike(pack, None)
+    @contextmanager
+    def explaining(self, pack: int) -> Iterator[None]:
+        """While a pack is read that opening asked nothing about: a read that fails may be the first
+        to find it missing, or short.
+        """
         try:
-            size = self._store.size(self._key(pack))
-        except CkptkitError:
-            return error
-        return self._unlike(pack, size) if size != self._packs[pack].size else error
+            yield
+        except NotFoundError as error:
+            raise self._unlike(pack, None) from error
+        except CorruptionError as error:
+            size = written = self.manifest.packs[pack].size
+            with suppress(CkptkitError):
+                size = self._store.size(self._key(pack))
+            if size == written:
+                raise
+            raise self._unlike(pack, size) from error
 
     def _unlike(self, pack: int, size: int | None) -> CkptkitError:
         """What to raise for a pack of another size than was written; None for one that is missing.
@@ -104,11 +106,11 @@ class OpenPacks:
         """
         how, what = "", "a pack of the step is missing"
         if size is not None:
-            what = f"the pack has {size} bytes, written were {self._packs[pack].size}"
+            what = f"the pack has {size} bytes, written were {self.manifest.packs[pack].size}"
         else:
             try:
-                if read_manifest(self._store, self._prefix).save.save_id != self._save_id:
-                    how = "overwritten"
+                now = read_manifest(self._store, self._prefix).save.save_id
+                how = "" if now == self.manifest.save.save_id else "overwritten"
             except NotFoundError:
                 how = "deleted"
             except FormatError:
@@ -126,7 +128,7 @@ class OpenPacks:
         )
 
     def _key(self, pack: int) -> str:
-        return f"{self._folder}/{self._packs[pack].name}"
+        return f"{self._folder}/{self.manifest.packs[pack].name}"
 
 
 class _UncheckedPack(Closing):
@@ -142,22 +144,15 @@ class _UncheckedPack(Closing):
         return self._source.size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        with self._explained():
+        with self._sources.explaining(self._pack):
             self._source.read_into(offset, buffer)
 
     def fetch(self, offset: int, length: int) -> memoryview:
-        with self._explained():
+        with self._sources.explaining(self._pack):
             return self._source.fetch(offset, length)
 
     def close(self) -> None:
         self._source.close()
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (NotFoundError, CorruptionError) as error:
-            raise self._sources.explained(self._pack, error) from error
 
 
 # The last central record (46 bytes, name, extra) and the end records, with room to spare.
@@ -190,9 +185,13 @@ def read_record(
     name = pack_name(rank)
     key = f"{folder}/{name}"
     where = described(store, key)
+    first = _TAIL
+    if store.abilities.waits_for_answers:
+        # Requests are dear: most records fit into so much, and need no second one.
+        first = max(_TAIL, store.abilities.gap_bytes)
     try:
         size = store.size(key) if size is None else size
-        length = min(size, _tail_bytes(store))
+        length = min(size, first)
         tail = store.read(key, size - length, length)
     except NotFoundError as error:
         raise CorruptionError(
@@ -200,22 +199,12 @@ def read_record(
         ) from error
     entry = find_record(tail[-_TAIL:], size, where)
     begin = entry.offset - (size - length)
-    data = tail[begin : begin + entry.length] if begin >= 0 else None
-    data = _checked(entry, where, data or store.read(key, entry.offset, entry.length))
-    record = Record.from_bytes(data, where, tables, (rank, save_id))
-    return PackRecord(record, PackInfo(name, size, (entry.offset, entry.length)), entry)
-
-
-def _tail_bytes(store: Store) -> int:
-    """How much of the end is read at first: where requests are dear, what most records fit into."""
-    abilities = store.abilities
-    return max(_TAIL, abilities.gap_bytes) if abilities.waits_for_answers else _TAIL
-
-
-def _checked(entry: Entry, where: str, data: bytes) -> bytes:
+    data = tail[begin : begin + entry.length] if begin >= 0 else b""
+    data = data or store.read(key, entry.offset, entry.length)
     actual = int(isal_zlib.crc32(data))
     if actual != entry.crc:
         raise CorruptionError(
             f"the record's checksum is {actual:08x}, written was {entry.crc:08x}", where=where
         )
-    return data
+    record = Record.from_bytes(data, where, tables, (rank, save_id))
+    return PackRecord(record, PackInfo(name, size, (entry.offset, entry.length)), entry)

@@ -14,11 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.read.packs import OpenPacks
-from ckptkit.checkpoint.workers import Progress, cores
+from ckptkit.checkpoint.workers import Pace, Progress
 from ckptkit.format.arrays import chunk_key
-from ckptkit.format.manifest import Manifest
 from ckptkit.model import Box
 from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, side_by_side
 from ckptkit.storage import Source, default_pool
@@ -37,13 +35,8 @@ GAP_BYTES = 4 << 10
 _KEPT_PIECES = 4096
 
 
-def default_threads() -> int:
-    """As many as the processor has cores, within reason: reading is copying."""
-    return min(8, cores())
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class Wanted:
     """One box of one array, and the memory it goes to: raw elements in the box's shape."""
 
     array: int
@@ -53,29 +46,29 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPlan:
-    """All pieces of some requests, sorted by where they lie; columns with one row a piece. `read`
-    of each of its runs fills the requests.
+    """All pieces that fill some wanted boxes, sorted by where they lie; columns with one row a
+    piece. `read` of each of its runs fills the boxes.
     """
 
-    manifest: Manifest
     packs: OpenPacks
     pace: Pace
     verify: bool
     progress: Progress | None
-    requests: Sequence[Request]
+    wanted: Sequence[Wanted]
     pieces: Sequence[Pieces]
-    request: npt.NDArray[np.int64]
+    number: npt.NDArray[np.int64]
+    """Which of the wanted boxes it is for."""
     place: npt.NDArray[np.int64]
     pack: npt.NDArray[np.uint32]
     start: npt.NDArray[np.int64]
     stop: npt.NDArray[np.int64]
     crc32: npt.NDArray[np.uint32]
     begin: npt.NDArray[np.int64]
-    """Of a whole chunk that lands without gaps: the byte of its request's memory where it begins;
-    -1 for the others.
+    """Of a whole chunk that lands without gaps: the byte of the wanted memory where it begins; -1
+    for the others.
     """
     flat: Sequence[memoryview | None]
-    """The memory of each request as bytes; None where it has gaps."""
+    """All wanted memory as bytes; None where it has gaps."""
     runs: list[tuple[int, int]]
     piece_of: Callable[[Pieces, int], Piece]
     """Keeps some pieces: those of arrays that are cut alike are the same."""
@@ -84,14 +77,19 @@ class ReadPlan:
     all of the run, elsewhere at equal distances.
     """
 
-    def piece(self, row: int) -> tuple[Request, Piece]:
-        """One piece and the request it is for."""
-        number = self.request[row]
-        return self.requests[number], self.piece_of(self.pieces[number], int(self.place[row]))
+    @property
+    def threads(self) -> int:
+        """How many should read its runs."""
+        return min(self.pace.requests, len(self.runs))
+
+    def piece(self, row: int) -> tuple[Wanted, Piece]:
+        """One piece, and what it is for."""
+        number = self.number[row]
+        return self.wanted[number], self.piece_of(self.pieces[number], int(self.place[row]))
 
     def direct(self, row: int) -> memoryview | None:
         """The caller's memory, where a whole chunk lands there without a gap."""
-        begin, flat = int(self.begin[row]), self.flat[int(self.request[row])]
+        begin, flat = int(self.begin[row]), self.flat[int(self.number[row])]
         if begin < 0 or flat is None:
             return None
         return flat[begin : begin + int(self.stop[row] - self.start[row])]
@@ -107,13 +105,13 @@ class ReadPlan:
             direct = self.direct(first) if last == first + 1 else None
             # From a file system: into the caller's memory where that has the chunk's shape, since
             # every other way is a copy more.
-            if self.pace.by_rows and first in self.bands:
+            if self.pace.reads_are_copies and first in self.bands:
                 self._read_band(run, source)
-            elif direct is not None and self.pace.by_rows:
+            elif direct is not None and self.pace.reads_are_copies:
                 source.read_into(start, direct)
                 if self.verify:
                     self._compare(first, int(isal_zlib.crc32(direct)))
-            elif self.pace.by_rows:
+            elif self.pace.reads_are_copies:
                 with default_pool().take(max(size, BAND_BYTES + PAGE)) as memory:
                     source.read_into(start, memory[:size])
                     self._scatter(run, memory[:size])
@@ -150,7 +148,18 @@ class ReadPlan:
             end = self.bands.get(row, row + 1)
             data = memory[int(self.start[row]) - base : int(self.stop[end - 1]) - base]
             if end > row + 1:
-                self._scatter_band((row, end), data)
+                # Chunks side by side at once, so that the target's rows are written whole.
+                size = int(self.stop[row] - self.start[row])
+                apart = int(self.start[row + 1] - self.start[row])
+                if self.verify:
+                    for number in range(row, end):
+                        chunk = data[(number - row) * apart :][:size]
+                        self._compare(number, int(isal_zlib.crc32(chunk)))
+                target, shape = self._across((row, end))
+                bits = target.dtype
+                *rows, column = _steps(shape, bits.itemsize)
+                steps = (*rows, apart, column)
+                copy_elements(np.ndarray(target.shape, bits, data, 0, steps), target)
             elif (direct := self.direct(row)) is not None:
                 crc = _copied(data, direct, 0, verify=self.verify)
                 if self.verify:
@@ -158,8 +167,8 @@ class ReadPlan:
             else:
                 if self.verify:
                     self._compare(row, int(isal_zlib.crc32(data)))
-                request, piece = self.piece(row)
-                target, bits = _view(request.target, piece.target), request.target.dtype
+                wanted, piece = self.piece(row)
+                target, bits = _view(wanted.target, piece.target), wanted.target.dtype
                 steps = _steps(piece.stored_shape, bits.itemsize)
                 if self.verify:
                     elements = np.ndarray(piece.stored_shape, bits, data, 0, steps)[piece.source]
@@ -169,20 +178,6 @@ class ReadPlan:
                     elements = np.ndarray(shape, bits, data, 0, steps)
                 copy_elements(elements, target)
             row = end
-
-    def _scatter_band(self, band: tuple[int, int], data: memoryview) -> None:
-        """Chunks side by side at once, so that the target's rows are written whole."""
-        first, last = band
-        size = int(self.stop[first] - self.start[first])
-        step = int(self.start[first + 1] - self.start[first])
-        if self.verify:
-            for row in range(first, last):
-                here = data[(row - first) * step :][:size]
-                self._compare(row, int(isal_zlib.crc32(here)))
-        target, shape = self._across(band)
-        bits = target.dtype
-        *rows, column = _steps(shape, bits.itemsize)
-        copy_elements(np.ndarray(target.shape, bits, data, 0, (*rows, step, column)), target)
 
     def _read_band(self, run: tuple[int, int], source: Source) -> None:
         """Some rows of all chunks at a time, so that the target's rows are written whole: more than
@@ -221,44 +216,44 @@ class ReadPlan:
         of each.
         """
         first, last = band
-        request, piece = self.piece(first)
+        wanted, piece = self.piece(first)
         shape = piece.stored_shape
         along = slice(piece.target[-1].start, self.piece(last - 1)[1].target[-1].stop)
-        target = _view(request.target, (*piece.target[:-1], along))
+        target = _view(wanted.target, (*piece.target[:-1], along))
         return target.reshape(*shape[:-1], last - first, shape[-1]), shape
 
     def _compare(self, row: int, actual: int) -> None:
         if actual == int(self.crc32[row]):
             return
-        request, piece = self.piece(row)
-        array = self.manifest.arrays[request.array]
+        wanted, piece = self.piece(row)
+        array = self.packs.manifest.arrays[wanted.array]
         key = chunk_key(array.name, array.grid.index(piece.chunk))
         pack, start = int(self.pack[row]), int(self.start[row])
         raise self.packs.corrupt(key, actual, int(self.crc32[row]), pack, start)
 
 
 def plan_read(
-    manifest: Manifest,
     packs: OpenPacks,
-    requests: Sequence[Request],
+    wanted: Sequence[Wanted],
     pace: Pace,
     *,
     verify: bool,
     progress: Progress | None = None,
 ) -> ReadPlan:
-    """Which bytes to read for the requests. With `verify` always whole chunks, so that each can be
-    checked.
+    """Which bytes to read to fill all that is wanted. With `verify` always whole chunks, so that
+    each can be checked.
     """
     # Layers are alike: what one has found out holds for all.
     cut, chunks, begins = cache(Pieces), cache(Pieces.chunks), cache(Pieces.begins)
-    pieces = [cut(manifest.arrays[r.array].grid, r.box) for r in requests]
+    manifest = packs.manifest
+    pieces = [cut(manifest.arrays[w.array].grid, w.box) for w in wanted]
     counts = [len(each) for each in pieces]
     rows = _joined(
-        [chunks(p) + manifest.starts[r.array] for p, r in zip(pieces, requests, strict=True)]
+        [chunks(p) + manifest.starts[w.array] for p, w in zip(pieces, wanted, strict=True)]
     )
     start = manifest.offset[rows].astype(np.int64)
     stop = start + manifest.length[rows].astype(np.int64)
-    sizes = [manifest.arrays[r.array].dtype.itemsize for r in requests]
+    sizes = [manifest.arrays[w.array].dtype.itemsize for w in wanted]
     begin = _joined([begins(p) for p in pieces])
     begin = np.where(begin < 0, -1, begin * np.repeat(np.array(sizes, np.int64), counts))
     if not verify:
@@ -269,38 +264,37 @@ def plan_read(
     pack = manifest.pack[rows]
     order = np.lexsort((start, pack))
     pack, start, stop = pack[order], start[order], stop[order]
-    request = np.repeat(np.arange(len(requests)), counts)[order]
+    number = np.repeat(np.arange(len(wanted)), counts)[order]
     place = _joined([np.arange(count) for count in counts])[order]
     gap, limit = min(GAP_BYTES, pace.gap_bytes), pace.request_bytes
-    if pace.by_rows:
-        bands = side_by_side(pieces, request, place, pack)
+    if pace.reads_are_copies:
+        bands = side_by_side(pieces, number, place, pack)
         runs = coalesce(pack, start, stop, gap=gap, limit=limit, together=bands)
     else:
         runs = coalesce(pack, start, stop, gap=gap, limit=limit)
         runs = join_runs(runs, pack, start, stop, gap=pace.gap_bytes, limit=limit)
-        # A band is brought to the target by strides over one request's memory: within one run, at
+        # A band is brought to the target by strides over the memory of one box: within one run, at
         # equal distances.
         apart = np.zeros(max(0, len(start) - 1), np.bool_)
         apart[[first - 1 for first, _ in runs[1:]]] = True
-        bands = side_by_side(pieces, request, place, pack, apart)
+        bands = side_by_side(pieces, number, place, pack, apart)
         steps = np.diff(start)
         bands = [(i, j) for i, j in bands if len(set(steps[i : j - 1].tolist())) == 1]
     return ReadPlan(
-        manifest,
         packs,
         pace,
         verify,
         progress,
-        requests,
+        wanted,
         pieces,
-        request,
+        number,
         place,
         pack,
         start,
         stop,
         manifest.crc32[rows][order],
         begin[order],
-        [_flat(request.target) for request in requests],
+        [_flat(each.target) for each in wanted],
         runs,
         lru_cache(_KEPT_PIECES)(Pieces.__getitem__),
         dict(bands),

@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.locate import crc_of
-from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
-from ckptkit.checkpoint.read.reader import BAND_BYTES, default_threads
-from ckptkit.checkpoint.workers import Progress, cores, share_out
+from ckptkit.checkpoint.read.reader import BAND_BYTES
+from ckptkit.checkpoint.workers import Pace, Progress, copy_threads, cores, share_out
 from ckptkit.errors import UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType, Grid
@@ -96,7 +95,7 @@ class Limits:
             )
         in_flight = memory // 2 if is_remote else 0
         memory -= in_flight
-        workers = min(threads or default_threads(), max(1, memory // _SHARE))
+        workers = min(threads or copy_threads(), max(1, memory // _SHARE))
         # A chunk, or a row of many, waits where it is checked while its band is filled.
         free = memory // workers - BAND_BYTES - spare - _MIB
         band = free // (sides + 1)
@@ -146,14 +145,23 @@ def stream(
     turns = _Turns(len(items))
     sides = max(map(len, items), default=0)
     # As many as there are threads; each band takes one, and leaves it to the next.
-    memories = [_BandMemory(sides) for _ in range(limits.workers)]
+    memories = [[_NOTHING] * sides for _ in range(limits.workers)]
 
     def read(band: Band) -> None:
         memory = memories.pop()
         try:
-            arrays = memory.shaped(items[band.item], band.box)
-            for readable, array in zip(items[band.item], arrays, strict=True):
-                readable.read_into(band.box, array)
+            arrays = []
+            for side, readable in enumerate(items[band.item]):
+                nbytes = band.box.size * readable.dtype.itemsize
+                if memory[side].nbytes < nbytes:
+                    # First the old one goes: both together may be too much.
+                    memory[side] = _NOTHING
+                    # Not numpy's own: what is freed of that need not go back to the system.
+                    taken = BufferPool(limit=0).take(nbytes)
+                    memory[side] = np.frombuffer(taken.view, np.uint8)
+                raw = memory[side][:nbytes].view(readable.dtype.bits)
+                arrays.append(raw.reshape(band.box.shape))
+                readable.read_into(band.box, arrays[-1])
             if ordered and not turns.wait(band):
                 return
             use(band, arrays)
@@ -248,26 +256,6 @@ def _last_border(grid: Grid, dim: int, at: int) -> int:
     return edges[place - 1] if place else 0
 
 
-class _BandMemory:
-    """The memory of one thread, used for one band after the other."""
-
-    def __init__(self, sides: int) -> None:
-        self._raw = [_NOTHING] * sides
-
-    def shaped(self, readables: Sequence[Readable], box: Box) -> list[npt.NDArray[Any]]:
-        """An array of the box's shape for each."""
-        found = []
-        for side, readable in enumerate(readables):
-            nbytes = box.size * readable.dtype.itemsize
-            if self._raw[side].nbytes < nbytes:
-                # First the old one goes: both together may be too much.
-                self._raw[side] = _NOTHING
-                self._raw[side] = _raw(nbytes)
-            raw = self._raw[side][:nbytes]
-            found.append(raw.view(readable.dtype.bits).reshape(box.shape))
-        return found
-
-
 class _Turns:
     """Lets the bands of each item through in their order.
 
@@ -296,11 +284,6 @@ class _Turns:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-
-
-def _raw(nbytes: int) -> npt.NDArray[np.uint8]:
-    # Not numpy's own: what is freed of that need not go back to the system.
-    return np.frombuffer(BufferPool(limit=0).take(nbytes).view, np.uint8)
 
 
 def _forget(most: int) -> None:

@@ -84,11 +84,14 @@ class ZarrView(Store):
         """The bytes of a key, or None where a step has no such key."""
         name, _, last = key.rpartition("/")
         if last == DOCUMENT and key == key_of(name):
-            return self._document(name)
-        found = self._chunk(key)
-        if found is None:
+            if name in self._groups:
+                return group_document()
+            info = self._arrays.get(name)
+            return None if info is None else array_document(info, presented_grid(info))
+        chunk = self._chunk(key)
+        if chunk is None:
             return None
-        name, index = found
+        name, index = chunk
         array = self._arrays[name]
         grid = presented_grid(array)
         box = grid.box(index)
@@ -110,7 +113,15 @@ class ZarrView(Store):
         data = await asyncio.to_thread(self.read_key, key)
         if data is None:
             return None
-        return prototype.buffer.from_bytes(data[_as_slice(byte_range, len(data))])
+        part = slice(None)
+        match byte_range:
+            case RangeByteRequest(start, end):
+                part = slice(start, end)
+            case OffsetByteRequest(offset):
+                part = slice(offset, None)
+            case SuffixByteRequest(suffix):
+                part = slice(max(0, len(data) - suffix), None)
+        return prototype.buffer.from_bytes(data[part])
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -169,13 +180,6 @@ class ZarrView(Store):
             if array.grid.chunk_count:
                 yield f"{name}/c"
 
-    def _document(self, name: str) -> bytes | None:
-        if name in self._groups:
-            return group_document()
-        if name not in self._arrays:
-            return None
-        return array_document(self._arrays[name], presented_grid(self._arrays[name]))
-
     def _chunk(self, key: str) -> tuple[str, tuple[int, ...]] | None:
         name, mark, numbers = f"{key}/".rpartition("/c/")
         if not mark or name not in self._arrays:
@@ -187,14 +191,3 @@ class ZarrView(Store):
         index = tuple(map(int, parts))
         inside = all(i < count for i, count in zip(index, counts, strict=True))
         return (name, index) if inside and key == chunk_key(name, index) else None
-
-
-def _as_slice(wanted: ByteRequest | None, size: int) -> slice:
-    match wanted:
-        case RangeByteRequest(start, end):
-            return slice(start, end)
-        case OffsetByteRequest(offset):
-            return slice(offset, None)
-        case SuffixByteRequest(suffix):
-            return slice(max(0, size - suffix), None)
-    return slice(None)

@@ -9,25 +9,23 @@ import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from operator import call
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.pace import Pace
 from ckptkit.checkpoint.places import step_name
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
-from ckptkit.checkpoint.read.reader import BAND_BYTES, Request, plan_read
+from ckptkit.checkpoint.read.reader import BAND_BYTES, Wanted, plan_read
 from ckptkit.checkpoint.read.stream import check_chunk
 from ckptkit.checkpoint.reshard.selection import objects_of
 from ckptkit.checkpoint.reshard.target import ReshardTarget, TargetArray
-from ckptkit.checkpoint.workers import Progress, share_out
+from ckptkit.checkpoint.workers import Pace, Progress, share_out
 from ckptkit.checkpoint.write.pack import (
     Pack,
     PackedArray,
@@ -67,34 +65,32 @@ _LEAST_PARTS = 2
 _MOST_PARTS = 9000
 
 
-class Read(Protocol):
-    """Fills requests from the packs of the source, within the budget."""
-
-    def __call__(self, requests: Sequence[Request], *, verify: bool) -> None: ...
-
-
-def copy_packs(
+@contextmanager
+def copying(
     target: ReshardTarget,
     ranks: Iterable[int],
     source: Checkpoint,
     destination: Store,
     budget: Budget,
     progress: Progress | None = None,
-) -> None:
-    """Write the packs of some ranks by the threads of this process: each takes the next segment, of
-    whichever pack. Where one fails, those that are not finished are removed, and those that are
-    stay.
+) -> Iterator[Iterator[Callable[[], None]]]:
+    """The segments of the packs of some ranks: any thread may take the next one and call it, which
+    writes it. Who writes the last one of a pack finishes that.
+
+    Where one fails, those packs that are not finished are removed, and those that are stay.
     """
     begun: list[Pack] = []
 
-    def read(requests: Sequence[Request], *, verify: bool) -> None:
-        plan = plan_read(source.manifest, source.packs, requests, budget.pace, verify=verify)
-        share_out(plan.runs, plan.read, min(budget.pace.requests, len(plan.runs)))
+    def read(wanted: Sequence[Wanted]) -> None:
+        plan = plan_read(source.packs, wanted, budget.pace, verify=True)
+        share_out(plan.runs, plan.read, plan.threads)
 
-    shared = SharedChunks(read, budget.shared_bytes) if budget.shared_bytes else None
+    room = budget.shared_bytes
+    shared = SharedChunks(source.manifest.arrays, read, room) if room else None
+    copier = ChunkCopier(source, budget, shared)
 
     def segments_of(rank: int) -> Iterator[Callable[[], None]]:
-        pack = _begin_pack(target, rank, destination, budget, read, shared, progress)
+        pack = _begin_pack(target, rank, destination, copier, progress)
         # Those that are finished are let go of: each holds the names of all its chunks.
         begun[:] = [each for each in begun if not each.is_finished]
         begun.append(pack)
@@ -116,7 +112,7 @@ def copy_packs(
                 yield segment
 
     try:
-        share_out(segments(), call, budget.workers)
+        yield segments()
     except BaseException:
         for pack in begun:
             if not pack.is_finished:
@@ -140,9 +136,7 @@ def _begin_pack(
     target: ReshardTarget,
     rank: int,
     destination: Store,
-    budget: Budget,
-    read: Read,
-    shared: SharedChunks | None,
+    copier: ChunkCopier,
     progress: Progress | None,
 ) -> Pack:
     """Begin the pack of a rank; every segment of it can be written by any thread."""
@@ -157,16 +151,16 @@ def _begin_pack(
         objects_of(target.choice.objects, rank, target.world_size),
         documents_of(known, by_name, rank),
         [PackedArray(array.info, chunks) for array, chunks in mine],
-        ChunkCopier(origins, budget, read, shared).fill,
+        partial(copier.fill, origins),
     )
     try:
         pack.begin(
             destination,
             step_name(target.save.step),
             target.save,
-            pack.segments_at(_lasts(pack, origins, budget)),
+            pack.segments_at(_lasts(pack, origins, copier.budget)),
             refers=rank > 0,
-            memory=budget.sink_bytes,
+            memory=copier.budget.sink_bytes,
             progress=progress,
         )
     except AlreadyExistsError as error:
@@ -201,52 +195,53 @@ def _lasts(pack: Pack, origins: Sequence[TargetArray], budget: Budget) -> list[i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkCopier:
-    """Fills chunks of one pack of the target from the packs of the source."""
+    """Fills chunks of the target's packs from those of the source."""
 
-    origins: Sequence[TargetArray]
-    """The arrays of the pack, as its slots number them."""
+    source: Checkpoint
     budget: Budget
-    read: Read
     shared: SharedChunks | None
 
-    def fill(self, slots: Sequence[Slot]) -> Sequence[Slot]:
-        """Fill some together: each chunk of the source is read, and checked, once for all."""
-        whole: list[tuple[Request, ArrayInfo]] = []
-        exact: list[Request] = []
+    def fill(self, origins: Sequence[TargetArray], slots: Sequence[Slot]) -> Sequence[Slot]:
+        """Fill some chunks of a pack together: each chunk of the source is read, and checked, once
+        for all. Slots number the arrays of the pack, which are made of `origins`.
+        """
+        whole: list[Wanted] = []
+        exact: list[Wanted] = []
         casts: list[tuple[TargetArray, npt.NDArray[Any], npt.NDArray[Any]]] = []
         for slot in slots:
-            array = self.origins[slot.array]
+            array = origins[slot.array]
             box, stored = chunk_view(array.info, slot.chunk, slot.memory)
             source, values = array.source, stored
             if array.is_cast:
                 values = np.empty(box.shape, source.dtype.bits)
                 casts.append((array, values, stored))
-            request = Request(array.number, box, values)
+            wanted = Wanted(array.number, box, values)
             if self.budget.is_huge(source):
                 # Some at a time whose bytes lie close: the chunk is not in memory whole. It was
                 # compared with its checksum before (`check_huge_chunks`).
                 size = source.dtype.itemsize
-                some = pieces_within(source.grid, box, size, self.budget.chunk_bytes)
-                exact += [_part(request, each.within(box)) for each in some]
+                pieces = pieces_within(source.grid, box, size, self.budget.chunk_bytes)
+                exact += [_part(wanted, each.within(box)) for each in pieces]
             else:
-                whole.append((request, source))
+                whole.append(wanted)
         if self.shared is not None:
             self.shared.read(whole)
-        else:
-            self.read([request for request, _ in whole], verify=True)
-        if exact:
-            self.read(exact, verify=False)
+            whole = []
+        for some, verify in ((whole, True), (exact, False)):
+            if some:
+                plan = plan_read(self.source.packs, some, self.budget.pace, verify=verify)
+                share_out(plan.runs, plan.read, plan.threads)
         for array, values, stored in casts:
             cast(array.name, values, stored, (array.source.dtype, array.info.dtype))
         return slots
 
 
-def _part(request: Request, inside: tuple[slice, ...]) -> Request:
-    """A part of a request, as slices of its box."""
-    offset = zip(request.box.offset, inside, strict=True)
+def _part(wanted: Wanted, inside: tuple[slice, ...]) -> Wanted:
+    """A part of what is wanted, as slices of its box."""
+    offset = zip(wanted.box.offset, inside, strict=True)
     box = Box(tuple(at + s.start for at, s in offset), tuple(s.stop - s.start for s in inside))
     index: Any = (*inside, ...)
-    return Request(request.array, box, request.target[index])
+    return Wanted(wanted.array, box, wanted.target[index])
 
 
 def cast(
@@ -285,41 +280,45 @@ class SharedChunks:
     and kept within `nbytes`, those that were used last.
     """
 
-    def __init__(self, read: Read, nbytes: int) -> None:
+    def __init__(
+        self, arrays: Sequence[ArrayInfo], read: Callable[[Sequence[Wanted]], None], nbytes: int
+    ) -> None:
+        """Chunks of these arrays of the source, which `read` reads whole and checks."""
+        self._arrays = arrays
         self._read = read
         self._room = nbytes
         # By the number of an array of the source, and that of a chunk.
         self._kept: OrderedDict[tuple[int, int], SharedChunk] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, requests: Iterable[tuple[Request, ArrayInfo]]) -> None:
-        """Fill the requests, each with the array of the source that it is for. A thread reads the
-        chunks that nobody has read yet, then waits for the others, whose readers wait for nobody
-        meanwhile.
+    def read(self, boxes: Iterable[Wanted]) -> None:
+        """Fill what is wanted. A thread reads the chunks that nobody has read yet, then waits for
+        the others, whose readers wait for nobody meanwhile.
         """
-        direct: list[Request] = []
-        parts: list[tuple[SharedChunk, Piece, Request]] = []
+        direct: list[Wanted] = []
+        parts: list[tuple[SharedChunk, Piece, Wanted]] = []
         mine: list[SharedChunk] = []
         try:
-            for request, source in requests:
-                pieces = Pieces(source.grid, request.box)
+            for wanted in boxes:
+                grid = self._arrays[wanted.array].grid
+                pieces = Pieces(grid, wanted.box)
                 if all(piece.is_whole for piece in pieces):
-                    direct.append(request)
+                    direct.append(wanted)
                     continue
                 for piece in pieces:
-                    part, chunk, is_mine = _part(request, piece.target), None, False
+                    part, chunk, is_mine = _part(wanted, piece.target), None, False
                     if not piece.is_whole:
-                        chunk, is_mine = self._claim(request.array, source, piece.chunk)
+                        chunk, is_mine = self._claim(wanted.array, piece.chunk)
                     if chunk is None:
                         direct.append(part)
                         continue
                     parts.append((chunk, piece, part))
                     if is_mine:
                         mine.append(chunk)
-                        box = source.grid.box(source.grid.index(piece.chunk))
-                        direct.append(Request(request.array, box, chunk.values))
+                        box = grid.box(grid.index(piece.chunk))
+                        direct.append(Wanted(wanted.array, box, chunk.values))
             if direct:
-                self._read(direct, verify=True)
+                self._read(direct)
             while mine:
                 mine.pop().there.set()
             left = []
@@ -330,7 +329,7 @@ class SharedChunks:
                 else:
                     copy_elements(chunk.values[piece.source], part.target)
             if left:
-                self._read(left, verify=True)
+                self._read(left)
         finally:
             # Whoever waits for what was not read reads it for himself.
             for chunk in mine:
@@ -342,7 +341,7 @@ class SharedChunks:
                 for key in [key for key, it in self._kept.items() if it.failed and not it.users]:
                     self._forget(key)
 
-    def _claim(self, array: int, info: ArrayInfo, chunk: int) -> tuple[SharedChunk | None, bool]:
+    def _claim(self, array: int, chunk: int) -> tuple[SharedChunk | None, bool]:
         """A chunk to work with, and whether the caller is to read it; None where there is no room
         for it.
         """
@@ -352,6 +351,7 @@ class SharedChunks:
                 self._kept.move_to_end(key)
                 found.users += 1
                 return found, False
+            info = self._arrays[array]
             shape = info.grid.box(info.grid.index(chunk)).shape
             nbytes = math.prod(shape) * info.dtype.itemsize
             for idle in [key for key, it in self._kept.items() if not it.users]:

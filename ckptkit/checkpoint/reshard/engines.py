@@ -16,14 +16,16 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_complet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from operator import call
 from typing import Any
 
 from ckptkit.checkpoint.locate import committed_steps, read_manifest, step_folders
 from ckptkit.checkpoint.places import DATA, Place, data_prefix, described, store_at, under
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.packs import read_record
-from ckptkit.checkpoint.reshard.copy import Budget, copy_packs
+from ckptkit.checkpoint.reshard.copy import Budget, copying
 from ckptkit.checkpoint.reshard.target import ReshardOptions, ReshardTarget, target_of
+from ckptkit.checkpoint.workers import share_out
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     CkptkitError,
@@ -127,7 +129,9 @@ def copy_pack(task: Task) -> int:
     """Copy one pack; returns its rank."""
     target, manifest = _looked_up(task)
     with Checkpoint(store_at(task.source), task.source_prefix, manifest) as source:
-        copy_packs(target, [task.rank], source, store_at(task.destination), task.budget)
+        destination = store_at(task.destination)
+        with copying(target, [task.rank], source, destination, task.budget) as segments:
+            share_out(segments, call, task.budget.workers)
     return task.rank
 
 

@@ -7,13 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from operator import call
 from typing import Any, Required, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.check.digest import digest_of
 from ckptkit.checkpoint.check.pack import PackBytes, PackFile
+from ckptkit.checkpoint.check.state import digest_of
 from ckptkit.checkpoint.locate import refuse_links
 from ckptkit.checkpoint.places import (
     DATA,
@@ -33,7 +34,7 @@ from ckptkit.checkpoint.reshard.copy import (
     Budget,
     cast,
     check_huge_chunks,
-    copy_packs,
+    copying,
     resident_bytes,
 )
 from ckptkit.checkpoint.reshard.engines import copy_elsewhere, ranks_to_copy
@@ -48,7 +49,7 @@ from ckptkit.checkpoint.reshard.target import (
     target_of,
 )
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.checkpoint.workers import Progress, cores, share_out
+from ckptkit.checkpoint.workers import Progress, copy_threads, share_out
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     FormatError,
@@ -141,7 +142,7 @@ def plan_reshard(
     options = ReshardOptions(**keywords)
     source, store = stores_at(src, dst, storage_options, source_options)
     memory, ranks = parse_size(options.memory), ranks_to_copy(options, source, store)
-    workers = max(4, min(8, cores())) if options.workers is None else options.workers
+    workers = max(4, copy_threads()) if options.workers is None else options.workers
     if workers < 1:
         raise UsageError("at least one worker is needed", value=workers)
     before = resident_bytes()
@@ -249,7 +250,8 @@ class ReshardPlan(ReshardCost):
             _check_room(store, self, missing)
             check_huge_chunks(target, source, budget)
             if options.is_here:
-                copy_packs(target, missing, source, store, budget, progress)
+                with copying(target, missing, source, store, budget, progress) as segments:
+                    share_out(segments, call, budget.workers)
             else:
                 sizes, told = self.bytes_by_rank, progress or (lambda _: None)
                 copy_elsewhere(

@@ -132,12 +132,12 @@ class Choice:
     """Names of the source that do not go over."""
 
 
-def choose(step: Manifest, selection: Selection) -> Choice:
+def choose(manifest: Manifest, selection: Selection) -> Choice:
     """Apply a selection to what a step holds; no byte of any array is looked at."""
     tied: dict[str, list[str]] = {}
-    for alias in step.aliases:
+    for alias in manifest.aliases:
         tied.setdefault(alias.alias_of, []).append(alias.name)
-    every = [(array, [array.name, *tied.get(array.name, ())]) for array in step.arrays]
+    every = [(array, [array.name, *tied.get(array.name, ())]) for array in manifest.arrays]
     roles = {name: array.role for array, called in every for name in called}
     casts = (pattern for pattern, _ in selection.cast if pattern)
     patterns = (*selection.include, *selection.exclude, *casts)
@@ -173,7 +173,7 @@ def choose(step: Manifest, selection: Selection) -> Choice:
         leads,
         frozenset(roles.keys() - names.keys()),
     )
-    return replace(choice, objects=_chosen_objects(step.objects, choice, selection))
+    return replace(choice, objects=_chosen_objects(manifest.objects, choice, selection))
 
 
 def _target_name(name: str, array: ArrayInfo, selection: Selection) -> str:

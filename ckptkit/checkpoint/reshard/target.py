@@ -160,14 +160,14 @@ class ReshardTarget:
         return chunks_to_write(self.owned, rank)
 
 
-def target_of(step: Manifest, options: ReshardOptions, digest: str = "") -> ReshardTarget:
+def target_of(manifest: Manifest, options: ReshardOptions, digest: str = "") -> ReshardTarget:
     """Decide everything; no byte of any array is read."""
     strategy, chunk_bytes = options.strategy, parse_size(options.chunk_bytes)
-    choice = choose(step, options.selection or Selection())
-    rules = _rules(choice, step.save.strategy, options)
+    choice = choose(manifest, options.selection or Selection())
+    rules = _rules(choice, manifest.save.strategy, options)
     placed = place(
         _tensors(choice),
-        source=step.save.strategy,
+        source=manifest.save.strategy,
         target=strategy,
         rules=rules,
         replicate_unknown=options.replicate_unknown,
@@ -187,7 +187,7 @@ def target_of(step: Manifest, options: ReshardOptions, digest: str = "") -> Resh
         info = replace(info, grid=grid, placements=found.placements)
         arrays.append(TargetArray(chosen.number, source, info, layout, found.why))
     decided = replace(options, rules=rules)
-    return ReshardTarget(step.save, decided, strategy, choice, tuple(arrays), digest)
+    return ReshardTarget(manifest.save, decided, strategy, choice, tuple(arrays), digest)
 
 
 def _rules(choice: Choice, source: Strategy, options: ReshardOptions) -> Rules | None:
@@ -285,11 +285,11 @@ def explain_rules(
     target = Strategy.of(to)
     axes = [axis.name for axis in target.mesh.axes]
     with open_checkpoint(src, storage_options=storage_options) as checkpoint:
-        step = checkpoint.manifest
-    choice = choose(step, Selection())
-    known = _rules(choice, step.save.strategy, ReshardOptions(to=to, rules=rules, sizes=sizes))
+        manifest = checkpoint.manifest
+    choice = choose(manifest, Selection())
+    known = _rules(choice, manifest.save.strategy, ReshardOptions(to=to, rules=rules, sizes=sizes))
     tensors = _tensors(choice)
-    placed = decide(tensors, source=step.save.strategy, target=target, rules=known)
+    placed = decide(tensors, source=manifest.save.strategy, target=target, rules=known)
     found = [
         Explained(
             tensor.name,

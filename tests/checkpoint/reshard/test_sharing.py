@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit.checkpoint.read.reader import Request
+from ckptkit.checkpoint.read.reader import Wanted
 from ckptkit.checkpoint.reshard.copy import SharedChunks
 from ckptkit.errors import CkptkitError, StorageError
 from ckptkit.format.arrays import ArrayInfo
@@ -60,34 +60,29 @@ def info(wide: RemoteStore) -> ArrayInfo:
         return checkpoint.manifest.arrays[0]
 
 
-def some_columns(info: ArrayInfo) -> tuple[Request, np.ndarray[Any, Any]]:
+def some_columns(info: ArrayInfo) -> tuple[Wanted, np.ndarray[Any, Any]]:
     shape = info.shape[0], 200
     values = np.zeros(shape, info.dtype.bits)
-    return Request(0, Box((0, 0), shape), values), values
+    return Wanted(0, Box((0, 0), shape), values), values
 
 
 class Disk:
     """Reads what it is asked for as ones, when the gate is open, unless it is told to fail."""
 
     def __init__(self) -> None:
-        self.asked: list[Request] = []
+        self.asked: list[Wanted] = []
         self.begun, self.gate = Event(), Event()
         self.failures = 0
 
-    def read(self, requests: Sequence[Request], *, verify: bool) -> None:
-        assert verify
+    def read(self, wanted: Sequence[Wanted]) -> None:
         self.begun.set()
         assert self.gate.wait(10)
         if self.failures:
             self.failures -= 1
             raise StorageError("fails on purpose")
-        self.asked += requests
-        for request in requests:
-            request.target[...] = 1
-
-
-def shared_by(disk: Disk, nbytes: int) -> SharedChunks:
-    return SharedChunks(disk.read, nbytes)
+        self.asked += wanted
+        for each in wanted:
+            each.target[...] = 1
 
 
 @pytest.mark.parametrize("failures", [0, 1])
@@ -95,12 +90,12 @@ def test_who_comes_second_takes_what_the_first_has_read_or_reads_for_himself(
     info: ArrayInfo, failures: int
 ) -> None:
     disk = Disk()
-    chunks = shared_by(disk, 4 * MIB)
+    chunks = SharedChunks([info], disk.read, 4 * MIB)
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(chunks.read, [(some_columns(info)[0], info)])
+        first = threads.submit(chunks.read, [some_columns(info)[0]])
         assert disk.begun.wait(10)
-        request, values = some_columns(info)
-        second = threads.submit(chunks.read, [(request, info)])
+        wanted, values = some_columns(info)
+        second = threads.submit(chunks.read, [wanted])
         disk.failures = failures
         disk.gate.set()
         assert isinstance(first.exception(), StorageError) == bool(failures)
@@ -115,14 +110,14 @@ def test_what_is_kept_makes_room_for_what_is_used_later(info: ArrayInfo) -> None
     rows = info.grid.chunk_shape[0]
     disk = Disk()
     disk.gate.set()
-    chunks = shared_by(disk, info.grid.chunk_elements * info.dtype.itemsize)
+    chunks = SharedChunks([info], disk.read, info.grid.chunk_elements * info.dtype.itemsize)
 
     def asked(*numbers: int) -> list[int]:
         """The rows that are asked for where parts of these chunks are needed."""
         disk.asked.clear()
         boxes = [Box((number * rows, 0), (rows, 9)) for number in numbers]
         values = [np.zeros(box.shape, info.dtype.bits) for box in boxes]
-        chunks.read([(Request(0, *each), info) for each in zip(boxes, values, strict=True)])
+        chunks.read([Wanted(0, *each) for each in zip(boxes, values, strict=True)])
         assert all(each.all() for each in values)
         return [each.box.shape[1] for each in disk.asked]
 
