@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptkit.errors import UsageError
-
-BACKENDS = ("auto", "gloo", "nccl", "mpi")
+from ckptkit.parallel.ranks.job import BACKENDS
 
 Show = Callable[[str, str], None]
 """Called with "stdout" or "stderr", and a line."""
