@@ -152,7 +152,7 @@ def _run_by_agent(job: LaunchJob, output: Output) -> Outcome:
             finally:
                 output.finish(interrupted=interrupted)
         rendezvous_handler.shutdown()
-    restarts = agent.restarts
+    restarts = int(spec.max_restarts - agent._remaining_restarts)
     if result is None or not result.is_failed():
         return Outcome(ok=True, restarts=restarts)
     rank, code = output.first_failure() or (min(result.failures, default=None), None)
@@ -202,11 +202,6 @@ class _Agent(LocalElasticAgent):
         self._pids: list[int] = []
         self._ending: threading.Timer | None = None
 
-    @property
-    def restarts(self) -> int:
-        """How often the ranks were started again."""
-        return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
-
     def end(self, *, interrupted: bool) -> None:
         """Leave nothing running of ranks that failed or were interrupted."""
         if self._ending is not None:
@@ -221,6 +216,7 @@ class _Agent(LocalElasticAgent):
             self._output.start_again()
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for worker in worker_group.workers:
+            # When the agent looks several may have ended, and it matters which was the first.
             ended = partial(self._output.ended, worker.global_rank)
             if hasattr(os, "waitid"):
                 watch = (pids[worker.local_rank], ended)
