@@ -92,6 +92,7 @@ def shared_store(timeout: float) -> Store:
     wait = timedelta(seconds=timeout)
     store = None
     if world.rank == 0:
+        # It cannot wait for the others, who are told only below where it is.
         store = TCPStore(host, 0, is_master=True, timeout=wait, wait_for_workers=False)
     port = world.bcast(None if store is None else store.port, 0)
     return store or TCPStore(host, port, is_master=False, timeout=wait)
@@ -473,6 +474,5 @@ def _pieces(data: torch.Tensor, least: int = 0) -> Iterator[torch.Tensor]:
 
 
 def _buffer(tensor: torch.Tensor) -> Any:
-    """Dense elements as MPI takes them."""
     # No count: for some collectives mpi4py takes it as that of each rank, and checks no bounds.
     return [tensor.numpy(), _TYPES[tensor.dtype]]
