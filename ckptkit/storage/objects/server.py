@@ -134,14 +134,12 @@ class Known:
 class ObjectServer:
     """One bucket or file system; keys are whole, below no prefix."""
 
-    def __init__(
-        self, client: Client, top: Location, settings: Settings, place: Location | None = None
-    ) -> None:
+    def __init__(self, client: Client, top: Location, settings: Settings, place: Location) -> None:
         self.client = client
         self.settings = settings
         self.known = Known()
         self._top = top
-        self._place = place or top
+        self._place = place
         self._probing = threading.Lock()
 
     def where(self, key: str) -> str:
