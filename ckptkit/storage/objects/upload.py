@@ -50,7 +50,7 @@ class ObjectSink:
     def __init__(self, server: ObjectServer, key: str, parts: Parts, memory: int | None) -> None:
         self._server = server
         self._key = key
-        self._where = server.where(key)
+        self._where = parts.where
         self._parts = parts
         preferred, many = server.settings.part_size, server.settings.concurrency
         self._size = piece_size(self._parts.total, preferred)
