@@ -401,6 +401,7 @@ class UploadWindow:
         rest of the others.
         """
         complete = self._ends[self._next] // self._piece_size * self._piece_size
+        # A copy, because while they are counted this very thread may let go of one.
         return sum(end <= complete or self.is_empty for end in list(self._lent.values()))
 
     # Ending
