@@ -53,7 +53,7 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The region both boxes cover, or None when they only touch or are apart."""
-        self._check_rank(other)
+        self._check_ndim(other)
         offset, shape = [], []
         for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
             start, stop = max(a, b), min(a + n, b + m)
@@ -74,7 +74,7 @@ class Box:
 
     def contains(self, other: Box) -> bool:
         """Whether the other box, borders included, lies inside this one."""
-        self._check_rank(other)
+        self._check_ndim(other)
         return all(
             a <= b and b + m <= a + n
             for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -95,7 +95,7 @@ class Box:
             ),
         )
 
-    def _check_rank(self, other: Box) -> None:
+    def _check_ndim(self, other: Box) -> None:
         if len(self.shape) != len(other.shape):
             raise LayoutError(f"the box has not the rank of {self}", value=other)
 

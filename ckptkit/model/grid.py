@@ -184,7 +184,16 @@ class Grid:
                 return _regular(shape, chunk)
             if kind == "rectilinear":
                 found = document.fields(doc, where, ("kind", "edges"))
-                return cls(shape, None, _edges_from(found["edges"], f"{where}.edges"))
+                edges = found["edges"]
+                if type(edges) not in (list, tuple):
+                    raise FormatError(
+                        "must be a list of lists", where=f"{where}.edges", value=edges
+                    )
+                inner = tuple(
+                    document.integers(each, f"{where}.edges.{dim}")
+                    for dim, each in enumerate(edges)
+                )
+                return cls(shape, None, inner)
         except LayoutError as error:
             raise FormatError(error.what, where=where, value=doc) from error
         raise FormatError("must be a regular or a rectilinear grid", where=where, value=doc)
@@ -247,9 +256,3 @@ def _rectilinear_counts(
             last = edge
         counts.append(len(inner) + 1 if length else 0)
     return tuple(counts)
-
-
-def _edges_from(doc: object, where: str) -> tuple[tuple[int, ...], ...]:
-    if type(doc) is not list and type(doc) is not tuple:
-        raise FormatError("must be a list of lists", where=where, value=doc)
-    return tuple(document.integers(edges, f"{where}.{dim}") for dim, edges in enumerate(doc))

@@ -139,13 +139,6 @@ def placement_to_doc(placement: Placement) -> dict[str, object]:
 
 def placement_from_doc(doc: object, *, where: str = "placement") -> Placement:
     """The placement of an untrusted document; FormatError when it is not one."""
-    try:
-        return _from_doc(doc, where)
-    except LayoutError as error:
-        raise FormatError(error.what, where=where, value=doc) from error
-
-
-def _from_doc(doc: object, where: str) -> Placement:
     kind = doc.get("kind") if type(doc) is dict else None
     kind = kind if type(kind) is str else None
     if kind == "replicate":
@@ -165,7 +158,11 @@ def _from_doc(doc: object, where: str) -> Placement:
         return Strided(dim, unit)
     if "blocks" not in found:
         return Shard(dim, None, unit)
-    return Shard(dim, document.integers(found["blocks"], f"{where}.blocks", least=1), unit)
+    blocks = document.integers(found["blocks"], f"{where}.blocks", least=1)
+    try:
+        return Shard(dim, blocks, unit)
+    except LayoutError as error:  # no blocks, or more of them than fit a dim
+        raise FormatError(error.what, where=where, value=doc) from error
 
 
 def _blocks(text: str | None, whole: str) -> tuple[int, ...] | None:
