@@ -115,7 +115,7 @@ def _flat_boxes(shape: tuple[int, ...], above: tuple[int, ...], start: int, stop
         return [Box(above, (1,) * dim)]
     row = math.prod(shape[dim + 1 :])
     first, last = -(-start // row), stop // row
-    if first > last:
+    if first > last:  # all of it lies inside of one row
         return _flat_boxes(shape, (*above, last), start - last * row, stop - last * row)
     boxes: list[Box] = []
     if start < first * row:

@@ -110,7 +110,12 @@ def parse_placement(text: str) -> Placement:
         raise LayoutError("not a placement", value=text, hint=_GRAMMAR)
     kind, number, unit = match["kind"], int(match["number"]), int(match["unit"] or 1)
     if kind == "shard":
-        return Shard(number, _blocks(match["blocks"], text), unit)
+        if match["blocks"] is None:
+            return Shard(number, None, unit)
+        blocks = [block.strip() for block in match["blocks"].split(",")]
+        if not all(re.fullmatch(r"[0-9]{1,19}", block) for block in blocks):
+            raise LayoutError("not a list of blocks", value=text, hint=_GRAMMAR)
+        return Shard(number, tuple(map(int, blocks)), unit)
     if match["blocks"] is None and kind == "strided":
         return Strided(number, unit)
     if match["blocks"] is not None or match["unit"] is not None:
@@ -163,15 +168,6 @@ def placement_from_doc(doc: object, *, where: str = "placement") -> Placement:
         return Shard(dim, blocks, unit)
     except LayoutError as error:  # no blocks, or more of them than fit a dim
         raise FormatError(error.what, where=where, value=doc) from error
-
-
-def _blocks(text: str | None, whole: str) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    items = [item.strip() for item in text.split(",")]
-    if not all(re.fullmatch(r"[0-9]{1,19}", item) for item in items):
-        raise LayoutError("not a list of blocks", value=whole, hint=_GRAMMAR)
-    return tuple(map(int, items))
 
 
 def _unit(unit: int) -> str:
