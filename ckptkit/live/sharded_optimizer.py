@@ -102,7 +102,7 @@ class ShardedOptimizerState:
     def has(self, name: str) -> bool:
         """Whether this rank keeps anything for a parameter."""
         part = self._part(name)
-        return bool(self._adapter.state.get(part.parameter)) and part.is_here
+        return bool(self._adapter.state.get(part.parameter)) and part.is_kept_here
 
     def get(self, name: str) -> State:
         """What this rank keeps for a parameter, its tensors in the optimizer's own memory: with
@@ -125,7 +125,7 @@ class ShardedOptimizerState:
         if self.has(name):
             raise UsageError("there is state already", where=name, hint="remove it first")
         part = self._part(name)
-        if part.is_here and (fresh := fresh_state(self._stepping, part.parameter)):
+        if part.is_kept_here and (fresh := fresh_state(self._stepping, part.parameter)):
             self._adapter.state[part.parameter] = fresh
         return self.get(name)
 
@@ -203,7 +203,7 @@ class ShardedOptimizerState:
             raise UsageError(problem, where=name)
         offered: State = wholes | others
         part = self._parts.get(name)
-        knows, keeps = part is not None, part is not None and part.is_here
+        knows, keeps = part is not None, part is not None and part.is_kept_here
         made = bool(offered) and keeps and not self.has(name)
         if made:
             self.create(name)
@@ -302,7 +302,7 @@ class _OwnPart:
         return parameter
 
     @property
-    def is_here(self) -> bool:
+    def is_kept_here(self) -> bool:
         return self.adapter.keeps(self.parameter)
 
     def elements(self, value: torch.Tensor) -> torch.Tensor:

@@ -210,7 +210,7 @@ class FlatPart:
         return self.piece.is_view or len(self.flat.slices) == 1
 
     @property
-    def is_here(self) -> bool:
+    def is_kept_here(self) -> bool:
         """Whether its state, or that of the flat one that it is in, is this rank's to keep."""
         return not self.piece.is_view or self.piece.count > 0
 
