@@ -62,10 +62,11 @@ def ended(thread: threading.Thread) -> None:
 
 def fill(window: UploadWindow, number: int, data: bytes) -> None:
     """Put a part in place, if it can be."""
-    if not window.is_one_block(number):
+    blocks = window.blocks_of(number)
+    if len(blocks) != 1:
         window.write(number, memoryview(data))
         return
-    with window.filling(number) as memory:
+    with window.filling(blocks[0]) as memory:
         memory[:] = data
 
 

@@ -13,8 +13,8 @@ from typing import Any, Required, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.check.digest import digest_of
 from ckptkit.checkpoint.check.pack import PackBytes, PackFile
+from ckptkit.checkpoint.check.state import digest_of
 from ckptkit.checkpoint.locate import refuse_links
 from ckptkit.checkpoint.places import (
     DATA,

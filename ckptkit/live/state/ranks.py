@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_line, late
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_line, late, leaving
 from ckptkit.checkpoint.workers import copy_threads
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import dumps
@@ -85,6 +85,18 @@ def ranks_of(
 ) -> StoreRanks | OneRank:
     """All ranks of a job, for one call; every rank has to ask for the same name."""
     return StoreRanks(world, name, timeout, failure) if world.size > 1 else OneRank()
+
+
+@contextmanager
+def meeting(
+    world: World, what: str, timeout: float = DEFAULT_TIMEOUT, failure: str = Ranks.failure
+) -> Iterator[Ranks]:
+    """All ranks of a job, for one call that every rank makes; what goes wrong in it on one rank is
+    told to the others, which raise it too.
+    """
+    ranks = ranks_of(world, next_name(world, what), timeout, failure)
+    with leaving(ranks):
+        yield ranks
 
 
 class StoreRanks(Ranks):

@@ -201,7 +201,7 @@ class TopK(RememberingCompression):
     def _send(self, bucket: GradBucket) -> Sent:
         gradients = bucket.gradients()
         chosen = [
-            self._choose(self.name_of(parameter), gradient)
+            self._choose(self._names[parameter], gradient)
             for parameter, gradient in zip(bucket.parameters(), gradients, strict=True)
         ]
         indices = torch.cat([index for index, _, _ in chosen]).to(torch.int32).view(torch.uint8)
@@ -218,7 +218,7 @@ class TopK(RememberingCompression):
         each = zip(bucket.parameters(), gradients, sums, chosen, strict=True)
         for parameter, gradient, total, (_, _, left) in each:
             gradient.copy_(total.div_(self.wire.size).view_as(gradient))
-            residual = self.residuals[self.name_of(parameter)]
+            residual = self.residuals[self._names[parameter]]
             # The same on all ranks: after an overflow, which the training skips, all stays.
             torch.where(total.isfinite().all(), left, residual, out=residual)
         return done(bucket.buffer())
@@ -273,7 +273,7 @@ class PowerSGD(RememberingCompression):
             thin, whole = {}, []
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 if self._thin(gradient):
-                    thin[self.name_of(parameter)] = gradient
+                    thin[self._names[parameter]] = gradient
                 else:
                     whole.append(gradient)
             if whole:

@@ -82,11 +82,6 @@ class ParameterShard:
         with self._lock:
             return [parameter.detach().clone() for parameter in self._parameters.values()]
 
-    def take(self, values: Mapping[str, torch.Tensor]) -> None:
-        with self._lock, torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(values[name])
-
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Change options of the optimizer, such as the learning rate."""
         with self._lock:
@@ -104,8 +99,16 @@ class ParameterShard:
             state = {name: _copied(kept.get(p, {})) for name, p in self._parameters.items()}
             return {"options": options, "state": state}
 
-    def load(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Take over what the optimizers of any number of servers kept."""
+    def load(
+        self,
+        values: Mapping[str, torch.Tensor],
+        options: Mapping[str, Any],
+        state: Mapping[str, Any],
+    ) -> None:
+        """Take over parameters, and what the optimizers of any number of servers kept."""
+        with self._lock, torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(values[name])
         self.set_options(options)
         with self._lock:
             for name, parameter in self._parameters.items():
@@ -137,7 +140,6 @@ class Clocks:
         self._problem = ""
         self._changed = threading.Condition()
 
-    @property
     def steps(self) -> dict[int, int]:
         """By worker, how many gradients have come."""
         with self._changed:
@@ -214,6 +216,7 @@ class InProcess:
     def __init__(self, shard: ParameterShard, clocks: Clocks, worker: int) -> None:
         self._shard, self._clocks, self._worker = shard, clocks, worker
         self.pull, self.state, self.set_options = shard.pull, shard.state, shard.set_options
+        self.steps = clocks.steps
 
     def begin_push(self, gradients: Sequence[torch.Tensor | None]) -> None:
         self._clocks.check()
@@ -223,9 +226,6 @@ class InProcess:
         """Wait until the worker may go on; the parameters then."""
         self._clocks.tick(self._worker)
         return self._shard.pull()
-
-    def steps(self) -> dict[int, int]:
-        return self._clocks.steps
 
     def leave(self) -> None:
         """Say that no more gradients will come."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import PeerError, UsageError
-from ckptkit.parallel.ranks.messages import combine
+from ckptkit.parallel.ranks.messages import COMBINED
 
 T = TypeVar("T")
 
@@ -270,7 +270,7 @@ class MemoryCarrier:
         total, *others = self.exchange(tensor.clone())
         total = total.clone()
         for other in others:
-            combine(total, other, op)
+            COMBINED[op](total, other, out=total)
         tensor.copy_(total)
 
     def broadcast(self, data: torch.Tensor, src: int) -> None:

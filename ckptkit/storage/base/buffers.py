@@ -95,7 +95,11 @@ class BufferPool:
             kept = self._kept.get(length)
             memory = kept.pop() if kept else None
             self._kept_bytes -= length if memory is not None else 0
-        return AlignedBuffer(self, memory or _fresh(length), start, size)
+        if memory is None:
+            memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if length >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return AlignedBuffer(self, memory, start, size)
 
     def has(self, size: int, *, congruent_to: int = 0) -> bool:
         """Whether a buffer that `take` would lend is kept."""
@@ -143,10 +147,3 @@ def _rounded(size: int) -> int:
     """The next of few lengths, at most an eighth above, so that like loans find each other."""
     step = max(PAGE, 1 << max(0, size.bit_length() - 4))
     return max(PAGE, -(-size // step) * step)
-
-
-def _fresh(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
