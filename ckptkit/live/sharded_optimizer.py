@@ -185,8 +185,7 @@ class ShardedOptimizerState:
         """
         held, values, _ = self._held(name)
         is_involved = name in self._parts
-        spoken = self._exchange.speak(held, values=values, is_involved=is_involved)
-        plan = self._exchange.agree(spoken, name)
+        plan = self._exchange.agree(held, values=values, is_involved=is_involved, where=name)
         tensors = self._exchange.gather(plan, held)
         return None if tensors is None else tensors | plan.values
 
@@ -213,8 +212,7 @@ class ShardedOptimizerState:
         if not offered and part is not None and not part.is_alone:
             problem = _NOT_ALONE
         try:
-            spoken = self._exchange.speak(held, problem=problem, is_involved=knows)
-            plan = self._exchange.agree(spoken, name)
+            plan = self._exchange.agree(held, problem=problem, is_involved=knows, where=name)
         except CkptkitError:
             if made and part is not None:
                 self._adapter.state.pop(part.parameter, None)
