@@ -12,13 +12,14 @@ from itertools import chain
 import numpy as np
 
 from ckptkit.checkpoint.check.pack import Fault, PackBytes, PackFile
-from ckptkit.checkpoint.locate import manifest_at, read_manifest
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
     Place,
     data_prefix,
     described,
+    manifest_at,
+    read_manifest,
     step_name,
     step_number,
     store_at,

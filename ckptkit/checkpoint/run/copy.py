@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckptkit.checkpoint.check.pack import PackBytes, PackWindow
-from ckptkit.checkpoint.locate import read_manifest
-from ckptkit.checkpoint.places import data_prefix, described, step_name
+from ckptkit.checkpoint.places import data_prefix, described, read_manifest, step_name, stored_size
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
 from ckptkit.checkpoint.workers import Progress, ask_all, share_out
@@ -166,7 +165,7 @@ class _Copying:
         info = self._manifest.packs[pack]
         key = f"{self._folder}/{info.name}"
         # In a file system what was cut off can be seen, and have its full size already.
-        if not self._target.abilities.claims_names and _size(self._target, key) == info.size:
+        if not self._target.abilities.claims_names and stored_size(self._target, key) == info.size:
             return 0
         where, progress = self._sources.where(pack), self._options.progress
         with self._reading(where):
@@ -244,10 +243,3 @@ class _Copying:
         except StepExistsError:
             discard(self._target, self._prefix, self.save_id)
             raise
-
-
-def _size(store: Store, key: str) -> int | None:
-    try:
-        return store.size(key)
-    except NotFoundError:
-        return None

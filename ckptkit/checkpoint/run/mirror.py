@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from ckptkit.checkpoint.locate import read_manifest
-from ckptkit.checkpoint.places import described, step_name
+from ckptkit.checkpoint.places import described, read_manifest, step_name
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.checkpoint.run.copy import CopyOptions, UnsoundStepError, copy_step
 from ckptkit.checkpoint.run.run import Removal, Run, kept_steps, remove

@@ -9,19 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.checkpoint.locate import (
-    committed_steps,
-    newest_step,
-    read_head,
-    read_manifest,
-    step_folders,
-)
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
     Place,
+    committed_steps,
     data_prefix,
     described,
+    manifest_size,
+    read_head,
+    read_manifest,
+    step_folders,
     step_name,
     step_number,
     store_at,
@@ -67,7 +65,9 @@ class Run:
         """The newest committed step, or None: the one with the highest number, whenever it was
         saved.
         """
-        return newest_step(self._store)
+        newest_first = sorted(step_folders(self._store).items(), reverse=True)
+        sized = ((step, manifest_size(self._store, name)) for step, name in newest_first)
+        return next((step for step, size in sized if size), None)
 
     def open(self, step: int | None = None) -> Checkpoint:
         """Open a step, the newest committed one by default."""

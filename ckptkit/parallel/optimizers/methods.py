@@ -172,7 +172,7 @@ def encoded(values: torch.Tensor, runs: Sequence[BlockRun]) -> torch.Tensor:
 
 
 def decoded(data: torch.Tensor, runs: Sequence[BlockRun]) -> torch.Tensor:
-    """The elements that were encoded."""
+    """The elements, about, that `encoded` made bytes of."""
     head = _SCALE_BYTES * sum(run.count for run in runs)
     scales = data[:head].clone().view(torch.float32).split([run.count for run in runs])
     codes = data[head:].view(torch.int8).split([run.numel for run in runs])

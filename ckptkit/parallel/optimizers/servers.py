@@ -165,7 +165,7 @@ class Clocks:
                 slowest = min((self._steps[w] for w in self._active), default=self._steps[worker])
                 if self._steps[worker] - slowest <= self._staleness:
                     break
-                if slowest > seen:
+                if slowest > seen:  # it is slow, and not gone: time begins anew
                     since, seen = time.monotonic(), slowest
                 left = since + self._timeout - time.monotonic()
                 if left <= 0:
