@@ -120,7 +120,7 @@ class Compression(ABC):
         return 0 if self._wire is None else self._wire.uncompressed
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on."""
+        """What a job that goes on has to know: the compression, and what it has left unsent."""
         return {"spec": self.spec}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ class Compression(ABC):
         raise NotImplementedError
 
     def unpacked(self, data: torch.Tensor, numel: int) -> torch.Tensor:
-        """The elements that they stand for."""
+        """The elements, about, that `packed` made bytes of."""
         raise NotImplementedError
 
     def _hook(self, bucket: GradBucket) -> Sent:

@@ -212,6 +212,7 @@ class ElasticTraining:
                 set_rng_state(restored.extra["rng"])
             else:  # not what they began with, and not the same on two ranks
                 torch.manual_seed(seed_of(self._step, self._world.rank))
+            # What was restored has been multiplied already, for the ranks that there were.
             before = rule(document["ranks"] / self._reference)
             factor = rule(self._world.size / self._reference) / before
         if factor != 1:
@@ -416,7 +417,7 @@ class GlobalSampler:
         return samples
 
     def advance(self, count: int) -> None:
-        """The next samples are done with."""
+        """Go on by as many samples as all ranks together have taken."""
         self.position += count
 
     def state_dict(self) -> dict[str, Any]:
