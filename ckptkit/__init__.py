@@ -4,28 +4,63 @@ anyone.
 
 from __future__ import annotations
 
-from ckptkit.checkpoint.check.compare import ArrayDifference, Diff, ObjectDifference, diff
-from ckptkit.checkpoint.check.digest import Digest, digest
-from ckptkit.checkpoint.check.rebuild import rebuild
-from ckptkit.checkpoint.check.unpack import unpack
-from ckptkit.checkpoint.check.verify import Finding, verify
-from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
-from ckptkit.checkpoint.read.checkpoint import Checkpoint
-from ckptkit.checkpoint.read.checkpoint import open_checkpoint as open  # noqa: A004
-from ckptkit.checkpoint.reshard.engines import commit_packs
-from ckptkit.checkpoint.reshard.plan import Resharded, ReshardPlan, plan_reshard, reshard
-from ckptkit.checkpoint.reshard.selection import Selection
-from ckptkit.checkpoint.reshard.target import Explained, explain_rules
-from ckptkit.checkpoint.run.run import Run
-from ckptkit.checkpoint.write.writer import Writer
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ckptkit.errors import CkptkitError
-from ckptkit.format.objects import PerRank, Replicated, Split, Sum
-from ckptkit.format.zarr_dtypes import register as _register
-from ckptkit.model import Strategy
-from ckptkit.storage import open_store
 from ckptkit.version import __version__
 
-_register()
+if TYPE_CHECKING:
+    from ckptkit.checkpoint.check.state import (
+        ArrayDifference,
+        Diff,
+        Digest,
+        ObjectDifference,
+        diff,
+        digest,
+    )
+    from ckptkit.checkpoint.check.unpack import unpack
+    from ckptkit.checkpoint.check.verify import Finding, rebuild, verify
+    from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
+    from ckptkit.checkpoint.read.checkpoint import Checkpoint
+    from ckptkit.checkpoint.read.checkpoint import open_checkpoint as open  # noqa: A004
+    from ckptkit.checkpoint.reshard.engines import commit_packs
+    from ckptkit.checkpoint.reshard.plan import Resharded, ReshardPlan, plan_reshard, reshard
+    from ckptkit.checkpoint.reshard.selection import Selection
+    from ckptkit.checkpoint.reshard.target import Explained, explain_rules
+    from ckptkit.checkpoint.run.run import Run
+    from ckptkit.checkpoint.write.writer import Writer
+    from ckptkit.format.objects import PerRank, Replicated, Split, Sum
+    from ckptkit.model import Strategy
+    from ckptkit.storage import open_store
+
+# Each name is imported when it is first asked for: `ckpt ls` needs a tenth of them, and would take
+# three times as long if it waited for all.
+_MODULES = {
+    "checkpoint.check.state": (
+        "ArrayDifference",
+        "Diff",
+        "Digest",
+        "ObjectDifference",
+        "diff",
+        "digest",
+    ),
+    "checkpoint.check.unpack": ("unpack",),
+    "checkpoint.check.verify": ("Finding", "rebuild", "verify"),
+    "checkpoint.ranks": ("FileBarrier", "Ranks", "ThreadBarrier"),
+    "checkpoint.read.checkpoint": ("Checkpoint", "open"),
+    "checkpoint.reshard.engines": ("commit_packs",),
+    "checkpoint.reshard.plan": ("ReshardPlan", "Resharded", "plan_reshard", "reshard"),
+    "checkpoint.reshard.selection": ("Selection",),
+    "checkpoint.reshard.target": ("Explained", "explain_rules"),
+    "checkpoint.run.run": ("Run",),
+    "checkpoint.write.writer": ("Writer",),
+    "format.objects": ("PerRank", "Replicated", "Split", "Sum"),
+    "model": ("Strategy",),
+    "storage": ("open_store",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "ArrayDifference",
@@ -62,3 +97,23 @@ __all__ = [
     "unpack",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"ckptkit.{_MODULE_OF[name]}")
+    value = globals()[name] = getattr(module, "open_checkpoint" if name == "open" else name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+if "ckptkit_command" not in sys.modules:
+    # Whoever imports ckptkit may open steps by zarr itself, which has to know our dtypes then.
+    # The commands ask zarr where they use it, and most do not: importing it takes 0.2 s.
+    from ckptkit.format.zarr_dtypes import register as _register
+
+    _register()

@@ -17,11 +17,11 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import click
-import numpy as np
 
 from ckptkit.errors import StorageError
 
 if TYPE_CHECKING:
+    import numpy as np
     from rich.progress import Progress
 
     from ckptkit import Checkpoint
@@ -168,6 +168,8 @@ class _Short(reprlib.Repr):
         return value.isoformat()
 
     def repr_instance(self, value: Any, level: int) -> str:
+        import numpy as np  # noqa: PLC0415 - takes longer than all else of a short command
+
         if isinstance(value, np.generic):
             return f"{value.dtype}({value})"
         return super().repr_instance(value, level)

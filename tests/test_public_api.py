@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 from zarr.dtype import data_type_registry
 
@@ -18,6 +21,19 @@ def test_all_is_what_there_is() -> None:
     }
     assert public <= set(ckptkit.__all__)
     assert all(hasattr(ckptkit, name) for name in ckptkit.__all__)
+
+
+def test_what_is_imported_late_is_what_type_checkers_are_told() -> None:
+    tree = ast.parse(Path(ckptkit.__file__).read_text(encoding="utf-8"))
+    told = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    places = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in told
+        for alias in node.names
+    }
+    for name in set(ckptkit.__all__) - {"__version__"}:
+        module, original = places[name]
+        assert getattr(ckptkit, name) is getattr(import_module(str(module)), original), name
 
 
 def test_import_needs_neither_torch_nor_commands() -> None:

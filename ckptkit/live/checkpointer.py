@@ -173,7 +173,7 @@ class Checkpointer:
             after.callback(self._tiers.turn(self._copying(), step))
             with leaving(ranks):
                 training = TrainingState.of(**objects)
-                failed = self._tiers.meet(ranks)
+                failed_copy = self._tiers.meet(ranks)
                 may_skip = self._asynchronous and self._skips
                 # Whether rank 0 is still writing: one answer for all.
                 if may_skip and ranks.share(lambda: self._background.is_running):
@@ -196,7 +196,7 @@ class Checkpointer:
                 self._background.run(work, f"saving step {step}")
             else:
                 self._finish(save, started, after.pop_all())
-            self._tiers.raise_failed(failed)
+            self._tiers.raise_failed(failed_copy)
             return f"{self._tiers.target.location}/{step_name(step)}"
 
     def restore(
@@ -239,7 +239,16 @@ class Checkpointer:
                 self._background.wait()
                 training = TrainingState.of(skip, **objects)
                 self._tiers.meet(ranks)
-                candidates = self._candidates(ranks, step, fallback=fallback)
+                # Which to try, and from where: a listing may differ from rank to rank.
+                wanted = "newest" if step is None else str(step)
+                asked, candidates = ranks.share(
+                    lambda: (wanted, self._tiers.candidates(step, fallback=fallback))
+                )
+                if asked != wanted:
+                    raise UsageError(
+                        f"rank 0 restores step {asked}, rank {self._world.rank} another one",
+                        value=wanted,
+                    )
                 # What a rank passes may be wrong: nobody goes on alone.
                 ranks.wait()
             for (number, place), then in zip_longest(candidates, candidates[1:]):
@@ -247,7 +256,13 @@ class Checkpointer:
                 try:
                     return load_into(training, store, number, self._world, ranks, options)
                 except Exception as error:
-                    if then is None or not self._is_damage(error):
+                    if then is None:
+                        raise
+                    # Whether that was damage, one answer for all: a rank that only heard of
+                    # another's failure has no reason of its own.
+                    mine = None if isinstance(error, PeerError) else isinstance(error, FormatError)
+                    ranks = self._meeting("damage", NOT_LOADED)
+                    if not ranks.agree(mine, lambda heard: True in heard and False not in heard):
                         raise
                     # The same step elsewhere loses nothing, an older one does.
                     log.log(
@@ -342,28 +357,6 @@ class Checkpointer:
         self._background.settle()
         self._tiers.give_up()
 
-    def _candidates(
-        self, ranks: Ranks, step: int | None, *, fallback: bool
-    ) -> list[tuple[int, str]]:
-        """The steps to try, and from where: rank 0's view, as a listing may differ from rank to
-        rank.
-        """
-        mine = "newest" if step is None else str(step)
-        found: list[tuple[int, str]]
-        asked, found = ranks.share(lambda: (mine, self._tiers.candidates(step, fallback=fallback)))
-        if asked != mine:
-            raise UsageError(
-                f"rank 0 restores step {asked}, rank {self._world.rank} another one", value=mine
-            )
-        return found
-
-    def _is_damage(self, error: Exception) -> bool:
-        """Whether what made a load fail on some rank is damage: one answer for all."""
-        # A rank that only heard of another's failure has no reason of its own.
-        mine = None if isinstance(error, PeerError) else isinstance(error, FormatError)
-        ranks = self._meeting("damage", NOT_LOADED)
-        return bool(ranks.agree(mine, lambda heard: True in heard and False not in heard))
-
     def _copying(self) -> StoreRanks | OneRank:
         """Where ranks meet to copy: those with little to send wait long for the others."""
         return self._meeting("copy", "steps were not copied", patience=_PATIENCE)
@@ -405,7 +398,7 @@ class Preemption:
                 hint="make the Checkpointer there, or leave on_sigterm out",
             )
         store = world.rendezvous
-        self._store = None if store is None else PrefixStore(name, store)
+        self._rendezvous = None if store is None else PrefixStore(name, store)
         self._mode = mode
         self._finish = finish
         self._requested = False
@@ -419,15 +412,15 @@ class Preemption:
 
         Ranks may be one step apart, as those that exchange gradients are.
         """
-        if self._store is None:
+        if self._rendezvous is None:
             return self._requested
         if self._requested and not self._announced:
             self._announced = True
             # A step that no rank has asked about yet, whichever is ahead.
-            self._store.compare_set("stop", "", str(step + 2))
-        if not self._store.check(["stop"]):
+            self._rendezvous.compare_set("stop", "", str(step + 2))
+        if not self._rendezvous.check(["stop"]):
             return False
-        return step >= int(self._store.get("stop"))
+        return step >= int(self._rendezvous.get("stop"))
 
     @contextmanager
     def held_off(self) -> Iterator[None]:

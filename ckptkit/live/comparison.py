@@ -4,15 +4,15 @@ answer before anything changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.ranks import Ranks
-from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import FormatError
 from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
@@ -31,12 +31,15 @@ from ckptkit.live.state.agreement import put_together
 from ckptkit.live.state.extra import DataRanks, WorldSizeError, is_marked
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import listed
-from ckptkit.live.state.tensors import dtype_of
-from ckptkit.live.state.trees import put_tensors, with_own
+from ckptkit.live.state.tensors import dtype_of, torch_dtype
+from ckptkit.live.state.trees import arrays_in, put_tensors, with_own
 from ckptkit.live.wrappers.entries import StateMismatchError, parameter_names
 from ckptkit.live.wrappers.training import TrainingState
 
 _SHOWN = 8
+
+Filling: TypeAlias = tuple[LiveTensor, Array]
+"""A tensor to fill, and the array of the step that it is filled from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,42 @@ class Match:
     """For what reads data, where it goes on."""
     data: DataRanks
 
+    def to_fill(
+        self, checkpoint: Checkpoint, snapshot: Snapshot
+    ) -> tuple[list[Filling], dict[str, torch.Tensor]]:
+        """What to fill: what the objects have, and new tensors for what only the step has."""
+        found: list[Filling] = []
+        arrays = self.optimizers.arrays
+        for held in snapshot.tensors:
+            if held.role != "optimizer":
+                if name := array_for(held, checkpoint, snapshot, Report()):
+                    found.append((held, checkpoint[name]))
+            elif held.name in arrays:
+                array = checkpoint[arrays[held.name]]
+                if array.shape != held.shape:
+                    raise StateMismatchError(
+                        f"the optimizer keeps {held.shape} here, not what is in the step",
+                        where=held.name,
+                        hint="the optimizer's own code or options differ from those that saved",
+                    )
+                found.append((held, array))
+        fresh: dict[str, torch.Tensor] = {}
+        groups = [group for group in self.training.stateful if group in self.objects]
+        for group in groups:
+            for name in arrays_in(self.objects[group].value, group):
+                if name in snapshot.trees:
+                    continue
+                if f"{WRAPPED}/{name}" in self.objects:
+                    raise StateMismatchError(
+                        "made of several tensors: only one of its kind can take them over",
+                        where=name,
+                        hint="have one there, or take load_state(location, nested=True)",
+                    )
+                array = checkpoint[name]
+                fresh[name] = torch.empty(array.shape, dtype=torch_dtype(array.dtype))
+                found.append((LiveTensor(name, array.shape, {}, fresh[name]), array))
+        return found, fresh
+
 
 @dataclass(frozen=True, slots=True)
 class Position:
@@ -153,7 +192,10 @@ def compare(
     # For a step that was resharded since, nobody knows who read which share of the data.
     saved_by = None if "resharded" in checkpoint.details else checkpoint.strategy
     data = DataRanks(rank, size, snapshot.spread, saved_by)
-    values = _extra_state(objects)
+    values = objects[MODEL].value if MODEL in objects else {}
+    if not isinstance(values, dict):
+        raise FormatError("not what a save writes", where="objects.model", value=values)
+    values = put_tensors(values, no_array, MODEL)
     groups = [*training.stateful, *([OPTIMIZER] if training.optimizers else [])]
     report.missing += [group for group in groups if group not in objects]
     report.missing += [join(MODEL, name) for name in snapshot.values if name not in values]
@@ -176,8 +218,14 @@ def compare(
                     unexpected.append(name)
 
     def conclude(heard: list[Any]) -> list[Any]:
-        found = _of_all([each for each, _ in heard]) | {"unexpected": unexpected}
-        return [found, list(dict.fromkeys(tuple(pair) for _, own in heard for pair in own))]
+        found = {k: list(dict.fromkeys(n for own, _ in heard for n in own[k])) for k in _KINDS}
+        who: dict[str, list[int]] = {}
+        for rank, (own, _) in enumerate(heard):
+            for name in dict.fromkeys(name for names in own.values() for name in names):
+                who.setdefault(name, []).append(rank)
+        some = {name: those for name, those in who.items() if len(those) < len(heard)}
+        pairs = list(dict.fromkeys(tuple(pair) for _, own in heard for pair in own))
+        return [{**found, "ranks": some, "unexpected": unexpected}, pairs]
 
     # One report of those of all ranks, so that they all go on alike, or all stop. What no rank
     # asked for only rank 0 knows, which heard of the names of all.
@@ -228,7 +276,7 @@ def array_for(held: LiveTensor, checkpoint: Checkpoint, snapshot: Snapshot, repo
 
 
 def check_wrappers(snapshot: Snapshot, objects: Mapping[str, ObjectInfo]) -> None:
-    """Parts make what they made only in a tensor of the same kind."""
+    """Refuse a tensor made of others where the step has one that was made otherwise."""
     for name, record in snapshot.objects.items():
         item = objects.get(name)
         if name.startswith(f"{WRAPPED}/") and item is not None and item.value != record:
@@ -240,15 +288,8 @@ def check_wrappers(snapshot: Snapshot, objects: Mapping[str, ObjectInfo]) -> Non
 
 
 def no_array(name: str) -> torch.Tensor:
-    """What stands for the array that a value of no group may refer to."""
+    """Refuse an array where the step may have plain values only."""
     raise FormatError("extra state has no arrays", where="objects.model", value=name)
-
-
-def _extra_state(objects: Mapping[str, ObjectInfo]) -> dict[str, Any]:
-    value = objects[MODEL].value if MODEL in objects else {}
-    if not isinstance(value, dict):
-        raise FormatError("not what a save writes", where="objects.model", value=value)
-    return put_tensors(value, no_array, MODEL)  # type: ignore[no-any-return]
 
 
 def _compare_object(
@@ -291,17 +332,6 @@ def _position(item: ObjectInfo, target: object, data: DataRanks) -> Position:
             hint=f'skip=["{item.name}"] leaves it as it is; an object with load_state_dicts '
             f"is given the states of all; {error.hint}".removesuffix("; "),
         ) from error
-
-
-def _of_all(found: Sequence[Mapping[str, list[str]]]) -> dict[str, Any]:
-    """The fields of the report that all ranks have together, of what each rank found."""
-    ranks: dict[str, list[int]] = {}
-    for rank, kinds in enumerate(found):
-        for name in dict.fromkeys(name for names in kinds.values() for name in names):
-            ranks.setdefault(name, []).append(rank)
-    together = {k: list(dict.fromkeys(n for each in found for n in each[k])) for k in _KINDS}
-    some = {name: who for name, who in ranks.items() if len(who) < len(found)}
-    return {**together, "ranks": some}
 
 
 def _refuse(report: Report, checkpoint: Checkpoint, options: LoadOptions) -> None:

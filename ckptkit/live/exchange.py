@@ -50,25 +50,19 @@ class TensorLayout:
         return cls(shape, getattr(torch, dtype), cut, is_own)
 
     def to_doc(self) -> tuple[tuple[int, ...], str, dict[str, str], bool]:
-        """The same as plain values."""
+        """What it says, as plain values."""
         dtype = str(self.dtype).removeprefix("torch.")
         return self.shape, dtype, {axis: str(p) for axis, p in self.placements}, self.is_own
 
-    def is_as(self, other: TensorLayout) -> bool:
-        """Whether the two can be of one tensor, which several pipeline stages may have."""
-        return (self.shape, self.dtype, self._in_stage()) == (
-            other.shape,
-            other.dtype,
-            other._in_stage(),
-        )
+    def in_stage(self) -> tuple[object, ...]:
+        """What it is whatever its pipeline stage: several stages may have one tensor."""
+        cut = [(axis, p) for axis, p in self.placements if not isinstance(p, Stage)]
+        return self.shape, self.dtype, cut
 
     def repeated(self) -> TensorLayout:
-        """The same, whole on every rank of its stage."""
+        """A layout in which every rank of its stage has it whole."""
         staged = tuple((axis, p) for axis, p in self.placements if isinstance(p, Stage))
         return replace(self, placements=staged)
-
-    def _in_stage(self) -> list[tuple[str, Placement]]:
-        return [(axis, p) for axis, p in self.placements if not isinstance(p, Stage)]
 
     def __str__(self) -> str:
         cut = ", ".join(f"{axis}: {placement}" for axis, placement in self.placements)
@@ -88,7 +82,7 @@ class Spoken:
     strategy: str = ""
 
     def to_doc(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """What it says, as plain values."""
         tensors = {name: spread.to_doc() for name, spread in self.tensors.items()}
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"tensors": tensors}
 
@@ -114,7 +108,7 @@ class Exchange:
         self._group = group
         self._ranks = GroupRanks(world, group) if world.size > 1 else OneRank()
 
-    def speak(
+    def agree(
         self,
         held: Mapping[str, LiveTensor],
         *,
@@ -122,10 +116,9 @@ class Exchange:
         tied: Mapping[str, str] | None = None,
         problem: str = "",
         is_involved: bool = True,
-    ) -> Spoken:
-        """What this rank says of the tensors that it holds; nothing of them where it has found a
-        problem.
-        """
+        where: str = "",
+    ) -> Plan:
+        """Put together what all ranks have; raises on every rank what one of them found wrong."""
         for name, each in held.items():
             part = each.part(self._topology)
             if not part.is_empty and part.shape != tuple(each.local.shape):
@@ -133,14 +126,11 @@ class Exchange:
                     f"{name}: the rank should hold {part.shape} of {each.shape}, "
                     f"but has {tuple(each.local.shape)}"
                 )
-        if problem:
-            return Spoken(problem=problem, is_involved=is_involved)
-        tensors = {name: TensorLayout.of(each) for name, each in held.items()}
-        strategy = str(self._topology.strategy)
-        return Spoken(tensors, values or {}, tied or {}, "", is_involved, strategy)
-
-    def agree(self, spoken: Spoken, where: str = "") -> Plan:
-        """Put together what all say; raises on every rank what one of them found wrong."""
+        spoken = Spoken(problem=problem, is_involved=is_involved)
+        if not problem:  # otherwise the others hear of that only
+            layouts = {name: TensorLayout.of(each) for name, each in held.items()}
+            strategy = str(self._topology.strategy)
+            spoken = Spoken(layouts, values or {}, tied or {}, "", is_involved, strategy)
         if self._world.size == 1:
             plan, problem = self._merged([spoken])
         else:
@@ -161,11 +151,11 @@ class Exchange:
                 }
                 return spreads, plan.values, plan.tied, problem
 
-            tensors, values, tied, problem = self._ranks.share(merged)
+            tensors, plain, aliases, problem = self._ranks.share(merged)
             spreads = {
                 n: list(map(TensorLayout.from_doc, several)) for n, several in tensors.items()
             }
-            plan = Plan(spreads, put_tensors(values, no_tensor, ""), tied)
+            plan = Plan(spreads, put_tensors(plain, no_tensor, ""), aliases)
         if problem:
             raise StateMismatchError(problem, where=where)
         return plan
@@ -217,7 +207,9 @@ class Exchange:
     def _fetch(
         self, held: LiveTensor | None, holder: int, part: Part, whole: torch.Tensor | None
     ) -> None:
-        """Let rank 0 have the part of a holder."""
+        """Let rank 0 have the part of a holder. A call for each part, as that is freed at its end:
+        beside the whole tensor there may be no room for two.
+        """
         if whole is None:
             if holder == self._world.rank and held is not None:
                 dist.send(_bytes(held.local.to(wire(self._group))), group=self._group, group_dst=0)
@@ -231,7 +223,7 @@ class Exchange:
             whole[there] = values[here].to("cpu")
 
     def _give(self, held: LiveTensor | None, rank: int, part: Part, whole: torch.Tensor) -> None:
-        """Let a rank have its part of a tensor."""
+        """Let a rank have its part of a tensor; freed as in `_fetch`."""
         values = torch.empty(part.shape, dtype=whole.dtype)
         for there, here in indices(part, tuple(whole.shape)):
             values[here] = whole[there].to("cpu")
@@ -252,7 +244,7 @@ class Exchange:
                 problems.setdefault(spoken.problem, []).append(rank)
             for name, spread in spoken.tensors.items():
                 known = plan.tensors.setdefault(name, [])
-                if known and not known[0].is_as(spread):
+                if known and known[0].in_stage() != spread.in_stage():
                     what = f"{name} is {spread}, on another rank it is {known[0]}"
                     problems.setdefault(what, []).append(rank)
                 elif spread not in known:
@@ -266,21 +258,14 @@ class Exchange:
                 problems.setdefault(what, []).append(rank)
         if not problems and not any(spoken.is_involved for spoken in heard):
             return plan, "no rank has a parameter of this name"
-        if not problems:
-            problems = self._lacking(plan, heard)
+        every = [(name, spread) for name, several in plan.tensors.items() for spread in several]
+        for name, spread in every if not problems else ():
+            layout = self._layout(name, spread)
+            for rank, spoken in enumerate(heard):
+                if spoken.tensors.get(name) != spread and not layout.part(rank).is_empty:
+                    what = f"there is no {name}, which other ranks have"
+                    problems.setdefault(what, []).append(rank)
         return plan, _told(problems, len(heard))
-
-    def _lacking(self, plan: Plan, heard: Sequence[Spoken]) -> dict[str, list[int]]:
-        """What ranks should hold as others do, but do not."""
-        problems: dict[str, list[int]] = {}
-        for name, spreads in plan.tensors.items():
-            for spread in spreads:
-                layout = self._layout(name, spread)
-                for rank, spoken in enumerate(heard):
-                    if spoken.tensors.get(name) != spread and not layout.part(rank).is_empty:
-                        what = f"there is no {name}, which other ranks have"
-                        problems.setdefault(what, []).append(rank)
-        return problems
 
 
 def _fill(held: LiveTensor, values: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.stream import Band, Limits, stored_arrays, stream
 from ckptkit.errors import FormatError
 from ckptkit.format.leaves import dumps
@@ -80,15 +80,17 @@ def resume(
             continue
         ours.setdefault(there, []).append(name)
         kept: dict[str, Any] = {}
-        of = made.get(there, {}).get("")
+        whole = made.get(there, {}).get("")
+        of = None if whole is None else (whole.shape, whole.dtype)
         for key, array_name in saved.get(there, {}).items():
-            of = of or _as_saved(checkpoint[join(MODEL, there)])
+            if of is None:
+                parameter = checkpoint[join(MODEL, there)]
+                of = parameter.shape, torch_dtype(parameter.dtype)
             arrays[join(OPTIMIZER, name, key)] = array_name
-            array = _as_saved(checkpoint[array_name])
+            shape, dtype = checkpoint[array_name].shape, torch_dtype(checkpoint[array_name].dtype)
             # In the dtype of the parameter here, where it had that of the one there.
-            follows = array.dtype == of.dtype and array.shape == of.shape
-            dtype = held.local.dtype if follows else array.dtype
-            kept[key] = Saved(array.shape, dtype, array.shape == held.shape)
+            dtype = held.local.dtype if (shape, dtype) == of else dtype
+            kept[key] = Saved(shape, dtype, shape == held.shape)
         for key, whole in made.get(there, {}).items():
             if key:
                 kept = {k: v for k, v in kept.items() if not k.startswith(f"{key}/")}
@@ -141,10 +143,6 @@ def with_containers(
             for array in inside:
                 found.pop(split(array)[2], None)
     return found
-
-
-def _as_saved(array: Array) -> Saved:
-    return Saved(array.shape, torch_dtype(array.dtype), is_like_parameter=True)
 
 
 def _saved_arrays(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:

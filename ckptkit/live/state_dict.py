@@ -33,7 +33,7 @@ from ckptkit.format.names import (
 from ckptkit.format.objects import whole
 from ckptkit.live.state.extra import is_marked
 from ckptkit.live.state.tensors import as_bits, torch_dtype
-from ckptkit.live.state.trees import arrays_in, parts_of, put_tensors, unmarked, with_value
+from ckptkit.live.state.trees import arrays_in, parts_of, put_tensors, with_value
 from ckptkit.model import Box
 from ckptkit.storage import Options
 
@@ -155,7 +155,7 @@ def _nested(
             continue
         if group == "extra" and inner:
             if patterns is None or matches(patterns, name, inner):
-                found.setdefault("extra", {})[inner] = unmarked(value, name)
+                found.setdefault("extra", {})[inner] = put_tensors(value, None, name)
         elif name == OPTIMIZER:
             has_some = any(each.startswith(f"{OPTIMIZER}/") for each in tensors)
             if patterns is None or _takes(patterns, name) or has_some:
@@ -214,7 +214,7 @@ def _path(name: str, wrapped: Mapping[str, list[str]]) -> tuple[str, ...]:
 
 
 def _without_gone(tree: Any) -> Any:
-    """A tree without the tensors that were not chosen."""
+    """A tree with only those of its tensors that were chosen."""
     if type(tree) is dict:  # a Counter has no tensors, and stays one
         return {key: _without_gone(value) for key, value in tree.items() if value is not _GONE}
     if type(tree) in (list, tuple):
@@ -235,9 +235,6 @@ def mapped(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, torch.Tens
     if checkpoint.store.location.scheme != "file":
         return {}
     manifest = checkpoint.manifest
-    rows = dict(
-        zip((info.name for info in manifest.arrays), manifest.starts.tolist(), strict=False)
-    )
     found: dict[str, torch.Tensor] = {}
     packs: dict[int, npt.NDArray[np.uint8] | None] = {}
     for name in names:
@@ -246,7 +243,7 @@ def mapped(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, torch.Tens
         # What pads a chunk lies behind the elements only along the first dim.
         if grid.chunk_count != 1 or grid.stored_shape(grid.index(0))[1:] != info.shape[1:]:
             continue
-        row = rows[info.name]
+        row = checkpoint.first_row(name)
         pack, offset = int(manifest.pack[row]), int(manifest.offset[row])
         if pack not in packs:
             packs[pack] = _mapped_pack(checkpoint, pack)

@@ -21,6 +21,7 @@ from ckptkit.storage.base.disk import (
     BLOCK,
     DirectFile,
     entered,
+    free_bytes,
     refusals,
     remove_empty,
     sync_above,
@@ -184,8 +185,7 @@ class LocalStore:
         while not folder.is_dir() and folder != folder.parent:
             folder = folder.parent
         with refusals(str(folder)):
-            system = os.statvfs(folder)
-        return system.f_bavail * system.f_frsize
+            return free_bytes(folder)
 
     def leftovers(self, prefix: str = "", *, deep: bool = True) -> Entries:
         """Temporary files, which a `put` that was killed leaves."""
@@ -199,22 +199,20 @@ class LocalStore:
         paths = (self._root / deletable_key(key) for key in keys)
         for folder, group in groupby(paths, key=attrgetter("parent")):
             with refusals(str(folder)):
-                if self._unlinked(folder, [path.name for path in group]):
+                found = False
+                # All of them before the first is gone: a wrong key among them is refused in time.
+                names = [path.name for path in group]
+                with (
+                    suppress(FileNotFoundError, NotADirectoryError),
+                    entered(self._root, folder) as descriptor,
+                ):
+                    for name in names:
+                        with suppress(*_ABSENT):
+                            os.unlink(name, dir_fd=descriptor)
+                            found = True
+                if found:
                     sync_nearest(folder)
                 remove_empty(folder, self._root)
-
-    def _unlinked(self, folder: Path, names: Sequence[str]) -> bool:
-        """Delete these names of a folder; whether any was there."""
-        found = False
-        with (
-            suppress(FileNotFoundError, NotADirectoryError),
-            entered(self._root, folder) as descriptor,
-        ):
-            for name in names:
-                with suppress(*_ABSENT):
-                    os.unlink(name, dir_fd=descriptor)
-                    found = True
-        return found
 
     def _path(self, key: str) -> Path:
         return self._root / checked_key(key)
@@ -344,8 +342,20 @@ class LocalSink:
         self._edges: dict[int, AlignedBuffer] = {}
         self._wanted: dict[int, int] = {}
         self._edging = threading.Lock()
-        self._file = self._open()
-        self._blocks = self._file.direct
+
+        def create() -> DirectFile:
+            with entered(self._root, self._path.parent, self._made) as folder:
+                return DirectFile(self._path.name, folder)
+
+        try:
+            with refusals(self._where):
+                self._file = where_folders_vanish(create)
+        except BaseException:
+            self._remove_folders()
+            raise
+        # Once for all parts: when the file gives up direct writes, later, blocks that were begun
+        # still have to be completed.
+        self._in_blocks = self._file.direct
         try:
             with refusals(self._where):
                 self._file.reserve(self._parts.total)
@@ -353,22 +363,11 @@ class LocalSink:
             self.abort()
             raise
 
-    def _open(self) -> DirectFile:
-        try:
-            with refusals(self._where):
-                return where_folders_vanish(self._created)
-        except BaseException:
-            self._remove_folders()
-            raise
-
-    def _created(self) -> DirectFile:
-        with entered(self._root, self._path.parent, self._made) as folder:
-            return DirectFile(self._path.name, folder)
-
     def write(self, part: int, data: memoryview) -> None:
         """Write one part, from the buffer itself where its address suits its offset."""
-        with refusals(self._where), self._parts.writing(part, data) as (offset, view):
-            if not self._blocks:
+        view = as_bytes(self._where, data)
+        with refusals(self._where), self._parts.claiming(part, view.nbytes) as offset:
+            if not self._in_blocks:
                 self._file.write([view] if view.nbytes else [], offset)
             elif view.nbytes:
                 self._write_blocks(offset, view)
@@ -443,7 +442,12 @@ class LocalSink:
         middle = view[first - offset : last - offset] if last > first else view[:0]
         try:
             if middle.nbytes and self._file.direct and address_of(middle) % BLOCK:
-                self._bounce(first, middle)
+                # By way of memory at a suitable address.
+                with self._pool.take(min(_BOUNCE, middle.nbytes)) as bounce:
+                    for begin in range(0, middle.nbytes, _BOUNCE):
+                        piece = middle[begin : begin + _BOUNCE]
+                        copy_bytes(piece, bounce[: piece.nbytes])
+                        self._file.write([bounce[: piece.nbytes]], first + begin)
                 if head is not None:
                     self._file.write([head.view], first - BLOCK)
                 if tail is not None:
@@ -476,11 +480,3 @@ class LocalSink:
                 return None
             del self._wanted[begin]
             return self._edges.pop(begin)
-
-    def _bounce(self, first: int, middle: memoryview) -> None:
-        """Write from memory at an unsuitable address by way of some at a suitable one."""
-        with self._pool.take(min(_BOUNCE, middle.nbytes)) as bounce:
-            for begin in range(0, middle.nbytes, _BOUNCE):
-                piece = middle[begin : begin + _BOUNCE]
-                copy_bytes(piece, bounce[: piece.nbytes])
-                self._file.write([bounce[: piece.nbytes]], first + begin)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptkit
 from ckptkit.checkpoint.places import MANIFEST
 from ckptkit.errors import CkptkitError
-from ckptkit.live import Checkpointer, fill, load, save
+from ckptkit.live import Checkpointer, load, restore, save
 from ckptkit.storage import open_store
 from tests.live.gathering import Arrays, Comparison, gathered, scramble
 from tests.live.pool import Pool
@@ -64,7 +64,7 @@ def load_counting(layout: str, location: str, whole: Arrays, batch: int) -> list
     comparison = Comparison(job)
     wrong: list[str] = []
     store = Noting(location)
-    with patch.object(fill, "_TURN_BYTES", batch):
+    with patch.object(restore, "_TURN_BYTES", batch):
         for forget in (True, False):
             scramble(job, forget=forget)
             restored = load(store, model=job.model, optimizer=job.optimizer, read_once=True)
@@ -101,7 +101,7 @@ def digests(model: nn.Module) -> list[int]:
 def load_wide(location: str, read_once: bool) -> list[Any]:
     model = DistributedDataParallel(wide_model())
     store = Noting(location)
-    with patch.object(fill, "_PIECE_BYTES", PIECE):
+    with patch.object(restore, "_PIECE_BYTES", PIECE):
         load(store, model=model, read_once=read_once)
     return [store.bytes_read, store.manifests, digests(model)]
 
@@ -179,13 +179,15 @@ def load_without_memory(location: str) -> list[Any]:
     model = DistributedDataParallel(wide_model())
     started = time.monotonic()
 
-    def memory(size: int) -> torch.Tensor:
+    circle = restore._Circle
+
+    def with_memory(*args: Any) -> Any:
         if dist.get_rank() == 1:
-            raise MemoryError(f"no {size} bytes")
-        return torch.empty(size, dtype=torch.uint8)
+            raise MemoryError("no bytes left")
+        return circle(*args)
 
     with (
-        patch.object(fill, "_memory", memory),
+        patch.object(restore, "_Circle", with_memory),
         pytest.raises((CkptkitError, MemoryError)) as caught,
     ):
         load(location, model=model, read_once=True, timeout=20)

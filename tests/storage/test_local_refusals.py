@@ -68,7 +68,7 @@ def test_a_disk_that_fills_up_while_writing_fails_the_write(
     small: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.base.disk._libc_fallocate", lambda: None)
-    monkeypatch.setattr("ckptkit.storage.base.disk._room", lambda descriptor: 1 << 40)
+    monkeypatch.setattr("ckptkit.storage.base.disk.free_bytes", lambda _: 1 << 40)
     sink = small.create("data/a", [3 * MB] * 4)
     sink.write(0, memoryview(bytes(3 * MB)))
     sink.write(3, memoryview(bytes(3 * MB)))

@@ -292,7 +292,7 @@ def test_a_probe_that_was_killed_is_left_over_in_the_folder_of_what_was_created(
     bucket: Bucket, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(f"{bucket.url}/run", {**bucket.options, "engine": engine})
-    monkeypatch.setattr("ckptkit.storage.objects.server.ObjectServer._discard", _nothing)
+    monkeypatch.setattr("ckptkit.storage.objects.server.ObjectServer.delete", _nothing)
     store.put("step-0000000001/a", b"x", exclusive=True)
     left = store.leftovers()
     assert len(left) == 1 + RACES

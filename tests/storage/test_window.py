@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from ckptkit.storage.base.buffers import default_pool
+from ckptkit.storage.base.sink import piece_size
 from ckptkit.storage.objects import upload as window_module
 from ckptkit.storage.objects.fsspec import pieces_of
-from ckptkit.storage.objects.upload import Stopped, UploadWindow, piece_size
+from ckptkit.storage.objects.upload import Stopped, UploadWindow
 
 PIECE = 1000
 
@@ -62,10 +63,11 @@ def ended(thread: threading.Thread) -> None:
 
 def fill(window: UploadWindow, number: int, data: bytes) -> None:
     """Put a part in place, if it can be."""
-    if not window.is_one_block(number):
+    blocks = window.blocks_of(number)
+    if len(blocks) != 1:
         window.write(number, memoryview(data))
         return
-    with window.filling(number) as memory:
+    with window.filling(blocks[0]) as memory:
         memory[:] = data
 
 

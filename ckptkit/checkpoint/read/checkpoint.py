@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.locate import manifest_at, read_manifest
-from ckptkit.checkpoint.places import Place, described, store_at
+from ckptkit.checkpoint.places import Place, described, manifest_at, read_manifest, store_at
 from ckptkit.checkpoint.read.packs import OpenPacks
 from ckptkit.checkpoint.read.reader import Wanted, plan_read
 from ckptkit.checkpoint.workers import Pace, Progress, share_out
@@ -117,9 +116,12 @@ class Checkpoint(Closing):
     @property
     def zarr(self) -> zarr.Group:
         """The step as a read-only Zarr group, every chunk checked as it is read."""
-        # Here, because importing zarr takes half a second.
+        # Here, because importing zarr takes longer than most commands do.
         import zarr  # noqa: PLC0415
 
+        from ckptkit.format.zarr_dtypes import register  # noqa: PLC0415
+
+        register()
         return zarr.open_group(self.zarr_store(), mode="r")
 
     def zarr_store(self) -> ZarrView:
@@ -134,6 +136,10 @@ class Checkpoint(Closing):
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
+
+    def first_row(self, name: str) -> int:
+        """Where the chunks of an array begin in the columns of the manifest."""
+        return int(self.manifest.starts[self._place(name)])
 
     def read(
         self,

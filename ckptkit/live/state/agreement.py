@@ -64,8 +64,15 @@ def put_together(
             stages.setdefault(name, document["stage"])
     shared = ranks.share(lambda: several)
     if shared and fingerprint is not None:
+        contents = {name: fingerprint(name) for name in sorted(mine & shared.keys())}
         # The ranks of a stage hold different parts: those at one place of each stage are compared.
-        _check_tied(ranks, place, {n: fingerprint(n) for n in sorted(mine & shared.keys())})
+        if different := ranks.agree([place, contents], _first_different):
+            raise InvalidNameError(
+                "two pipeline stages have different tensors of this name",
+                value=different,
+                hint="stages keep the names of the whole model: an nn.ModuleDict of its layers "
+                "does",
+            )
     elsewhere = frozenset(name for name, stage in shared.items() if name in mine and stage != own)
     return Agreement(
         _merged([document["optimizers"] for document in heard]),
@@ -75,28 +82,18 @@ def put_together(
     )
 
 
-def _check_tied(ranks: Ranks, place: list[int], mine: dict[str, object]) -> None:
-    """Raise on all ranks if stages have different tensors of one name."""
-
-    def first_different(heard: list[Any]) -> str:
-        known: dict[tuple[str, str], object] = {}
-        return min(
-            (
-                name
-                for there, said in heard
-                for name, content in said.items()
-                if known.setdefault((name, str(there)), content) != content
-            ),
-            default="",
-        )
-
-    found = ranks.agree([place, mine], first_different)
-    if found:
-        raise InvalidNameError(
-            "two pipeline stages have different tensors of this name",
-            value=found,
-            hint="stages keep the names of the whole model: an nn.ModuleDict of its layers does",
-        )
+def _first_different(heard: Sequence[tuple[list[int], Mapping[str, object]]]) -> str:
+    """The first name under which ranks at one place of their stages hold different tensors."""
+    known: dict[tuple[str, str], object] = {}
+    return min(
+        (
+            name
+            for place, contents in heard
+            for name, content in contents.items()
+            if known.setdefault((name, str(place)), content) != content
+        ),
+        default="",
+    )
 
 
 def _merged(said: Sequence[Documents]) -> Documents:

@@ -40,14 +40,13 @@ class DataRanks:
 
     def kept(self, value: Any) -> PerRank:
         """A value of this rank's share as a step has it."""
-        at, of = (self.rank, None) if self.here is None else data_rank(self.here, self.rank)
-        return PerRank({DATA_RANK: [at, of, value]})
+        return PerRank({DATA_RANK: [*data_rank(self.here, self.rank), value]})
 
     def find(self, item: ObjectInfo) -> Any:
         """What belongs to the share of this rank; an error where nothing does for sure."""
         shares = self._shares(item)
         there = shares[0][1]
-        mine, count = (self.rank, None) if self.here is None else data_rank(self.here, self.rank)
+        mine, count = data_rank(self.here, self.rank)
         if (there is None) != (count is None):
             raise _unknown(item.name, "here" if count is None else "that saved")
         sizes = (there or len(shares), count or self.world_size)
@@ -83,7 +82,13 @@ class DataRanks:
     def _shares(self, item: ObjectInfo) -> list[tuple[int, int | None, Any]]:
         """By rank of the job that saved: which share, of how many, and the value."""
         if not is_marked(item):
-            return self._older_shares(item)
+            # Older versions saved one value for each rank, which read what its strategy says.
+            saved = self.saved
+            if saved is None or saved.world_size != len(item.value):
+                raise _unknown(item.name, "that saved")
+            if self.here is None and all(axis.kind == "ddp" for axis in saved.mesh.axes):
+                saved = None
+            return [(*data_rank(saved, rank), value) for rank, value in enumerate(item.value)]
         shares = [tuple(value[DATA_RANK]) for value in item.value]
         if not all(len(s) == 3 and isinstance(s[0], int) for s in shares):
             raise FormatError("not values of shares of the data", where=item.name)
@@ -92,15 +97,6 @@ class DataRanks:
         if wrong or numbers != list(range(len(numbers))) or len({s[1] for s in shares}) > 1:
             raise FormatError("not the values of all shares of the data", where=item.name)
         return shares
-
-    def _older_shares(self, item: ObjectInfo) -> list[tuple[int, int | None, Any]]:
-        """Older versions saved one value for each rank, which read what its strategy says."""
-        saved = self.saved
-        if saved is None or saved.world_size != len(item.value):
-            raise _unknown(item.name, "that saved")
-        if self.here is None and all(axis.kind == "ddp" for axis in saved.mesh.axes):
-            return [(rank, None, value) for rank, value in enumerate(item.value)]
-        return [(*data_rank(saved, rank), value) for rank, value in enumerate(item.value)]
 
 
 def _unknown(name: str, job: str) -> WorldSizeError:
@@ -175,8 +171,12 @@ class Extra(Mapping[str, Any]):
         return len(self._objects)
 
 
-def data_rank(strategy: Strategy, rank: int) -> tuple[int, int]:
-    """Which share of a job's data a rank reads, and how many shares there are."""
+def data_rank(strategy: Strategy | None, rank: int) -> tuple[int, int | None]:
+    """Which share of a job's data a rank reads, and how many shares there are. Where nothing says
+    how the job is spread each rank has one of its own, and nobody knows how many there are.
+    """
+    if strategy is None:
+        return rank, None
     at, of = 0, 1
     axes = strategy.mesh.axes
     for axis, coord in zip(axes, strategy.mesh.coords(rank), strict=True):

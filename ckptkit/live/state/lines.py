@@ -56,11 +56,6 @@ class Line:
         """How many ranks it joins."""
         return len(self.ranks)
 
-    @property
-    def is_line(self) -> bool:
-        """Whether it can be a line of a mesh whose ranks are numbered row by row."""
-        return self.size < 2 or self.ranks[0] // self.stride % self.size == 0
-
     def to_doc(self) -> list[object]:
         """What it says of the lines of all ranks, as plain values."""
         return [self.kind, self.stride, self.size, self.name, self.is_assumed]
@@ -123,7 +118,7 @@ def mesh_lines(mesh: DeviceMesh, kinds: tuple[str, ...]) -> list[Line]:
 
 
 def check_upwards(line: Sequence[int], where: str) -> None:
-    """Refuse to cut along a line of which torch has two minds."""
+    """Refuse to cut along a line of ranks that torch reads in two orders."""
     if not _is_upwards(line):
         raise StrategyError(
             "cut along ranks that do not go upwards: torch scatters and gathers there in the order "

@@ -4,22 +4,28 @@ the job began with, so that a background thread can do it while the training com
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_line, late
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_line, late, leaving
 from ckptkit.checkpoint.workers import copy_threads
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import dumps
+
+Axes: TypeAlias = tuple[int, ...]
+"""Axes of a mesh by number, or something of each of its axes."""
 
 _DONE, _FAILED = b"+", b"-"
 _LONGEST_PAUSE = 0.25
@@ -81,6 +87,18 @@ def ranks_of(
     return StoreRanks(world, name, timeout, failure) if world.size > 1 else OneRank()
 
 
+@contextmanager
+def meeting(
+    world: World, what: str, timeout: float = DEFAULT_TIMEOUT, failure: str = Ranks.failure
+) -> Iterator[Ranks]:
+    """All ranks of a job, for one call that every rank makes; what goes wrong in it on one rank is
+    told to the others, which raise it too.
+    """
+    ranks = ranks_of(world, next_name(world, what), timeout, failure)
+    with leaving(ranks):
+        yield ranks
+
+
 class StoreRanks(Ranks):
     """Ranks that meet over a `torch.distributed` store; every save takes a name of its own.
 
@@ -99,7 +117,7 @@ class StoreRanks(Ranks):
         self.rank = world.rank
         self.world_size = world.size
         self.failure = failure
-        self._store: Store = PrefixStore(f"ckptkit/{name}", world.rendezvous)
+        self._rendezvous: Store = PrefixStore(f"ckptkit/{name}", world.rendezvous)
         self._timeout = timeout
         self._shares = 0
         self._meetings = 0
@@ -129,69 +147,71 @@ class StoreRanks(Ranks):
 
     def forget(self) -> None:
         for number in range(self._shares):
-            self._store.delete_key(f"share/{number}")
+            self._rendezvous.delete_key(f"share/{number}")
         for number in range(self._meetings):
             for rank in range(self.world_size):
-                self._store.delete_key(f"meeting/{number}/{rank}")
+                self._rendezvous.delete_key(f"meeting/{number}/{rank}")
             for key in (f"meeting/{number}", f"meeting/{number}/count"):
-                self._store.delete_key(key)
+                self._rendezvous.delete_key(key)
 
     def _tell(self, data: bytes) -> bytes:
         key = f"share/{self._shares}"
         self._shares += 1
         if self.rank == 0:
             with _reachable():
-                self._store.set(key, _DONE + data)  # type: ignore[arg-type] # bytes do
+                self._rendezvous.set(key, _DONE + data)  # type: ignore[arg-type] # bytes do
             return data
-        return self._outcome(key, lambda: late("rank 0", self._timeout))
+        return self._outcome(key)
 
     def _meet(self, data: bytes | None) -> list[bytes]:
         key = f"meeting/{self._meetings}"
         self._meetings += 1
         with _reachable():
-            self._store.set(f"{key}/{self.rank}", data or b"")  # type: ignore[arg-type]
+            self._rendezvous.set(f"{key}/{self.rank}", data or b"")  # type: ignore[arg-type]
         if self._cancelled:
             self._decide(key, self._cancelled)
         else:
             with _reachable():
-                is_last = self._store.add(f"{key}/count", 1) == self.world_size
+                is_last = self._rendezvous.add(f"{key}/count", 1) == self.world_size
             if is_last:
                 self._decide(key, _DONE)
-        self._outcome(key, lambda: self._give_up_waiting(key))
+        self._outcome(key)
         if data is None or self.rank > 0:
             return []
         with _reachable():
-            return [bytes(self._store.get(f"{key}/{rank}")) for rank in range(self.world_size)]
+            return [bytes(self._rendezvous.get(f"{key}/{rank}")) for rank in range(self.world_size)]
 
-    def _give_up_waiting(self, key: str) -> PeerError | None:
-        ranks = range(self.world_size)
-        missing = [rank for rank in ranks if not self._store.check([f"{key}/{rank}"])]
-        who = ", ".join(f"rank {rank}" for rank in missing[:8]) or "another rank"
-        problem = late(who, self._timeout)
-        verdict = _FAILED + f"rank {self.rank}: {in_one_line(problem)}".encode()
-        return None if self._decide(key, verdict) == _DONE else problem
-
-    def _outcome(self, key: str, give_up: Callable[[], PeerError | None]) -> bytes:
-        """What was decided under a key; `give_up` says what it means that nothing was in time."""
+    def _outcome(self, key: str) -> bytes:
+        """What was decided under a key. What is shared rank 0 alone decides; that a meeting failed
+        may any rank that gives up waiting.
+        """
         started = time.monotonic()
+        is_share = key.startswith("share")
         shortest = _SHORTEST_PAUSE + _PAUSE_PER_RANK * self.world_size
         with _reachable():
-            while not self._store.check([key]):
+            while not self._rendezvous.check([key]):
                 waited = time.monotonic() - started
                 if self._cancelled:
-                    if key.startswith("share"):  # rank 0's alone to decide
+                    if is_share:
                         said = self._cancelled[1:].decode()
                         raise GivenUpError(f"{self.failure}, because of {said}")
                     self._decide(key, self._cancelled)
                     break
                 if waited > self._timeout:
-                    problem = give_up()
-                    if problem is not None:
-                        self._told = f"rank {self.rank}: {in_one_line(problem)}"
-                        raise problem
-                    break
+                    who = "rank 0"
+                    if not is_share:
+                        ranks, check = range(self.world_size), self._rendezvous.check
+                        missing = [rank for rank in ranks if not check([f"{key}/{rank}"])]
+                        who = ", ".join(f"rank {r}" for r in missing[:8]) or "another rank"
+                    problem = late(who, self._timeout)
+                    own = f"rank {self.rank}: {in_one_line(problem)}"
+                    # Unless the last rank has come just now.
+                    if not is_share and self._decide(key, _FAILED + own.encode()) == _DONE:
+                        break
+                    self._told = own
+                    raise problem
                 time.sleep(min(max(shortest, _SHARE_OF_WAIT * waited), _LONGEST_PAUSE))
-            verdict = bytes(self._store.get(key))
+            verdict = bytes(self._rendezvous.get(key))
         if verdict.startswith(_FAILED):
             # What ends a meeting in failure is seen by rank 0 too, which then never commits.
             self._told = verdict[1:].decode()
@@ -201,7 +221,7 @@ class StoreRanks(Ranks):
     def _decide(self, key: str, verdict: bytes) -> bytes:
         """Settle how a meeting ended, unless another rank has: its verdict counts then."""
         with _reachable():
-            return bytes(self._store.compare_set(key, "", verdict))  # type: ignore[arg-type]
+            return bytes(self._rendezvous.compare_set(key, "", verdict))  # type: ignore[arg-type]
 
 
 class GroupRanks(Ranks):
@@ -268,22 +288,47 @@ class GroupRanks(Ranks):
         return [each[: int(size)].cpu().numpy().tobytes() for each, size in pairs]
 
 
-class _reachable:  # noqa: N801 — reads as a statement
-    """Turns a lost store into an error that says what that means."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, dist.DistError):
-            raise PeerError(
-                "the job's store does not answer: the rank or agent that holds it is gone",
-                hint="look at the log of rank 0",
-            ) from error
+@contextmanager
+def _reachable() -> Iterator[None]:
+    """Turn a lost store into an error that says what that means."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise PeerError(
+            "the job's store does not answer: the rank or agent that holds it is gone",
+            hint="look at the log of rank 0",
+        ) from error
 
 
 def listed(ranks: Sequence[int], most: int = 8) -> str:
     """Some ranks as an error names them: the first, and a mark where there are more."""
     return ", ".join(map(str, ranks[:most])) + (", …" if len(ranks) > most else "")
+
+
+# By process group, then by the sizes of the mesh and the axes: what was made once serves all loads,
+# as torch's names of groups that come and go are not the same on all ranks.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Axes, Axes], dist.ProcessGroup]]
+_groups = WeakKeyDictionary()
+
+
+def group_along(
+    sizes: Axes, coords: Axes, axes: Axes
+) -> tuple[list[int], dist.ProcessGroup | None]:
+    """The ranks of a mesh that differ from the one at some coordinates along some axes only, and
+    their process group; every rank asks for the same axes.
+    """
+    everyone = np.arange(math.prod(sizes)).reshape(sizes)
+    index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(coords))
+    ranks: list[int] = everyone[index].reshape(-1).tolist()
+    default = dist.group.WORLD
+    if default is None or len(ranks) == everyone.size:
+        return ranks, default
+    known = _groups.setdefault(default, {})
+    if (sizes, axes) not in known:
+        last = np.moveaxis(everyone, axes, range(-len(axes), 0))
+        lines: list[list[int]] = last.reshape(-1, len(ranks)).tolist()
+        known[sizes, axes], _ = dist.new_subgroups_by_enumeration(lines)
+    return ranks, known[sizes, axes]
 
 
 def copying_threads(world: World) -> int:

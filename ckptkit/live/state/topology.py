@@ -202,7 +202,9 @@ def _axes_of(lines: list[Line], world_size: int) -> list[Line]:
     """The axes that lines lie along, from the widest stride to the narrowest."""
     ends = {end for line in lines for end in (line.stride, line.stride * line.size)}
     bounds = sorted({1, world_size, *ends})
-    if any(b % a for a, b in pairwise(bounds)) or not all(line.is_line for line in lines):
+    # Where ranks are numbered row by row, a line that begins in the middle of a row is no line.
+    is_amiss = any(line.ranks[0] // line.stride % line.size for line in lines)
+    if is_amiss or any(b % a for a, b in pairwise(bounds)):
         raise StrategyError(
             f"the groups of ranks do not span a mesh of {world_size} ranks",
             value=[(line.kind, line.name, line.stride, line.size) for line in lines],
@@ -267,6 +269,7 @@ def _torch_layout(
             )
         dim, before = placement.dim, pieces.get(placement.dim, 1)
         factors[at] = int(getattr(placement, "split_factor", 1))
+        # In as many blocks as the axes to the right make: it cuts what these have left.
         is_late = factors[at] == before > 1
         places[at] = Strided(dim) if is_late else Shard(dim)
         pieces[dim] = before * ranks[at]
@@ -343,8 +346,9 @@ def _by_turn(dim: int, steps: Sequence[tuple[AxisRun, Placement]]) -> dict[int, 
 def _by_blocks(
     dim: int, length: int, steps: Sequence[tuple[AxisRun, Placement]], sizes: Sequence[int]
 ) -> dict[int, Placement] | None:
-    """The same in blocks, where all goes evenly: a place along the dim is then a number of several
-    digits, and each axis takes one of them, or every rank has all of its values (None).
+    """The placements of axes that cut a dim in this order, said with blocks; None where it does not
+    go evenly. A place along the dim is then a number of several digits: each axis takes one of
+    them, and of the others (None) every rank has all values.
     """
     digits: list[tuple[int, int | None]] = [(length, None)]
     for run, placement in steps:

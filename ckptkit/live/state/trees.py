@@ -117,7 +117,9 @@ def _marked(
 
 
 def put_tensors(tree: Any, tensor_of: Callable[[str], torch.Tensor] | None, where: str) -> Any:
-    """The tree that `take_tensors` took apart, with a tensor at each mark."""
+    """The tree that `take_tensors` took apart, with a tensor at each mark; without `tensor_of` the
+    value that `plain_extra` was given, which has no tensors.
+    """
     if isinstance(tree, dict):
         if tensor_of is not None and REFERENCE in tree:
             if len(tree) != 1 or not isinstance(tree[REFERENCE], str):
@@ -142,11 +144,6 @@ def put_tensors(tree: Any, tensor_of: Callable[[str], torch.Tensor] | None, wher
         items = [put_tensors(value, tensor_of, where) for value in tree]
         return items if isinstance(tree, list) else tuple(items)
     return tree
-
-
-def unmarked(value: Any, where: str) -> Any:
-    """The value that `plain_extra` was given, which has no tensors."""
-    return put_tensors(value, None, where)
 
 
 def no_tensor(name: str) -> torch.Tensor:

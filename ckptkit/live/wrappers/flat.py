@@ -15,14 +15,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.leaves import dumps
 from ckptkit.live.state.lines import SharedOut
 from ckptkit.live.state.ranks import GroupRanks, World
+from ckptkit.live.state.tensors import local_of
 from ckptkit.live.wrappers.entries import canonical_names
 
 JoinedMeshes = dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
@@ -213,6 +217,54 @@ def as_dtensor(rows: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Rows in their own memory, wherever that is, as what all ranks have together."""
     meta = TensorMeta(spec.shape, spec.stride, rows.dtype)
     return DTensor(rows, DTensorSpec(spec.mesh, spec.placements, meta), requires_grad=False)
+
+
+class RowExtensions(DTensorExtensions):
+    """Cuts state dicts into rows of what tensor parallelism has left to a rank, and puts these
+    together. Where FSDP has a part of a mesh, torch cuts what tensor parallelism repeats along the
+    first dim of the whole mesh, whose ever that is, and takes uneven parts for even ones.
+    """
+
+    def __init__(self, extension: object, group: dist.ProcessGroup, joined: JoinedMeshes) -> None:
+        vars(self).update({} if extension is None else vars(extension))
+        self._group = group
+        self._joined = joined
+
+    def chunk_tensor(self, tensor: torch.Tensor, *where: Any, **how: Any) -> torch.Tensor:
+        """Give this rank's rows; torch refuses those that do not lie row by row."""
+        return _create_chunk_sharded_tensor(tensor.contiguous(), *where, **how)
+
+    def chunk_dtensor(
+        self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh
+    ) -> torch.Tensor:
+        """Give this rank's rows."""
+        local = local_of(tensor)
+        if isinstance(tensor, DTensor):
+            spec = cut_further(tensor._spec, device_mesh, self._joined)
+        else:
+            meta = TensorMeta(local.shape, local.stride(), local.dtype)
+            spec = DTensorSpec(shard_mesh(device_mesh), (Shard(0),), tensor_meta=meta)
+        rows = rows_of(local, rank, self._group.size())
+        return as_dtensor(rows.clone(memory_format=torch.contiguous_format), spec)
+
+    def all_gather_dtensor(
+        self,
+        tensor: DTensor,
+        parent_mesh: DeviceMesh | None,  # noqa: ARG002 — another's interface
+    ) -> torch.Tensor:
+        """Give what tensor parallelism has left to this rank."""
+        mesh, rows = tensor.device_mesh, tensor._local_tensor
+        shape = tuple(tensor.shape)
+        if mesh.ndim > 1:
+            names = mesh.mesh_dim_names or ()
+            shape, _ = compute_local_shape_and_global_offset(
+                shape, mesh[names[1:]], tensor.placements[1:]
+            )
+        ranks = self._group.size()
+        mine = rows.new_zeros((height(shape[0], ranks), *shape[1:]))
+        mine[: len(rows)] = rows
+        found = of_all_ranks(mine.view(-1), self._group)
+        return found.view(len(mine) * ranks, *shape[1:])[: shape[0]]
 
 
 def _flat(

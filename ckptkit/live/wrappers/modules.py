@@ -37,15 +37,44 @@ def lines(module: nn.Module) -> list[Line]:
 
 def details(module: nn.Module) -> dict[str, Any]:
     """What they say of precision, stages and sizes."""
-    found = {
-        "precision": {"parameters": sorted({str(dtype_name(p.dtype)) for p in module.parameters()})}
-    }
-    return (
-        found
-        | _tensor_parallel_details(module)
-        | _fully_shard_details(module)
-        | _ddp_details(module)
-    )
+    dtypes = sorted({str(dtype_name(p.dtype)) for p in module.parameters()})
+    found: dict[str, Any] = {"precision": {"parameters": dtypes}}
+    fsdp = _fsdp_ranks(module)
+    dims: dict[str, int] = {}  # how many tensors are cut along each, by others than FSDP
+    of_mesh: dict[DeviceMesh, list[Line]] = {}
+    for tensor in _dtensors(module):
+        mesh = tensor.device_mesh
+        if mesh not in of_mesh:
+            of_mesh[mesh] = mesh_lines(mesh, ("tp",) * mesh.ndim)
+        for line, place in zip(of_mesh[mesh], tensor.placements, strict=bool(of_mesh[mesh])):
+            if line.ranks not in fsdp and line.size > 1 and hasattr(place, "dim"):
+                dims[str(place.dim)] = dims.get(str(place.dim), 0) + 1
+    if dims:
+        found["tp"] = {"cut_dims": dict(sorted(dims.items()))}
+    if groups := _param_groups(module):
+        # The outermost module stays gathered on its own, and often the last of several units.
+        gathered = [group.post_forward_mesh_info is None for group in groups]
+        policy = groups[0].mp_policy
+        found["fsdp"] = {
+            "zero_stage": 2 if all(gathered) else 3,
+            "units": len(groups),
+            "mixed_precision": {
+                "parameters": dtype_name(policy.param_dtype),
+                "reduction": dtype_name(policy.reduce_dtype),
+                "output": dtype_name(policy.output_dtype),
+            },
+            "offload": type(groups[0].offload_policy).__name__,
+        }
+    for wrapper in _ddp_wrappers(module)[:1]:
+        mixed = wrapper.mixed_precision
+        found["ddp"] = {
+            "bucket_bytes": int(wrapper.bucket_bytes_cap),
+            "broadcast_buffers": bool(wrapper.broadcast_buffers),
+            "gradient_as_bucket_view": bool(wrapper.gradient_as_bucket_view),
+            "static_graph": bool(wrapper.static_graph),
+            "mixed_precision": None if mixed is None else str(mixed),
+        }
+    return found
 
 
 def entries(module: nn.Module) -> list[ModelEntry]:
@@ -119,21 +148,6 @@ def _parameters_of_ddp(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def _ddp_details(module: nn.Module) -> dict[str, Any]:
-    for wrapper in _ddp_wrappers(module)[:1]:
-        mixed = wrapper.mixed_precision
-        return {
-            "ddp": {
-                "bucket_bytes": int(wrapper.bucket_bytes_cap),
-                "broadcast_buffers": bool(wrapper.broadcast_buffers),
-                "gradient_as_bucket_view": bool(wrapper.gradient_as_bucket_view),
-                "static_graph": bool(wrapper.static_graph),
-                "mixed_precision": None if mixed is None else str(mixed),
-            }
-        }
-    return {}
-
-
 # `fully_shard` (FSDP2): parameters are DTensors.
 
 
@@ -163,27 +177,6 @@ def _param_groups(module: nn.Module) -> list[Any]:
     return [g for m in module.modules() if isinstance(m, FSDPModule) for g in own_param_groups(m)]
 
 
-def _fully_shard_details(module: nn.Module) -> dict[str, Any]:
-    groups = _param_groups(module)
-    if not groups:
-        return {}
-    # The outermost module stays gathered on its own, and often the last of several units.
-    gathered = [group.post_forward_mesh_info is None for group in groups]
-    policy = groups[0].mp_policy
-    return {
-        "fsdp": {
-            "zero_stage": 2 if all(gathered) else 3,
-            "units": len(groups),
-            "mixed_precision": {
-                "parameters": dtype_name(policy.param_dtype),
-                "reduction": dtype_name(policy.reduce_dtype),
-                "output": dtype_name(policy.output_dtype),
-            },
-            "offload": type(groups[0].offload_policy).__name__,
-        }
-    }
-
-
 # Tensor parallelism: `parallelize_module`, or DTensors made by hand.
 
 
@@ -202,21 +195,6 @@ def _fsdp_ranks(module: nn.Module) -> set[tuple[int, ...]]:
     """The lines of `fully_shard`, in the order of ranks and in that of its mesh."""
     lines = _fully_sharded_lines(module)
     return {ranks for line in lines for ranks in (line.ranks, line.by_mesh) if ranks}
-
-
-def _tensor_parallel_details(module: nn.Module) -> dict[str, Any]:
-    """How many tensors are cut along each dim, by others than FSDP."""
-    fsdp = _fsdp_ranks(module)
-    dims: dict[str, int] = {}
-    lines: dict[DeviceMesh, list[Line]] = {}
-    for tensor in _dtensors(module):
-        mesh = tensor.device_mesh
-        if mesh not in lines:
-            lines[mesh] = mesh_lines(mesh, ("tp",) * mesh.ndim)
-        for line, place in zip(lines[mesh], tensor.placements, strict=bool(lines[mesh])):
-            if line.ranks not in fsdp and line.size > 1 and hasattr(place, "dim"):
-                dims[str(place.dim)] = dims.get(str(place.dim), 0) + 1
-    return {"tp": {"cut_dims": dict(sorted(dims.items()))}} if dims else {}
 
 
 # Values on their way into a module.

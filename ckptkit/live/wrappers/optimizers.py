@@ -112,6 +112,7 @@ class PlainOptimizer:
                     hint="let it make a step before the load",
                 ) from error
         for parameter, kept in known.items():
+            # Again: the step has made all that the optimizer keeps, saved or not.
             self._drop(parameter, kept)
             for key, item in kept.items():
                 state = self.state[parameter]
@@ -336,30 +337,25 @@ def fresh_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]
     group = next(groups, None)
     if group is None:
         raise UsageError("the optimizer does not step this parameter", value=tuple(parameter.shape))
-    twin = nn.Parameter(torch.zeros_like(parameter))
+    own = nn.Parameter(torch.zeros_like(parameter))
     if isinstance(optimizer, Adagrad):
         # Its state is there before the first step, which expects it.
         first = group["initial_accumulator_value"]
-        return dict(Adagrad([twin], initial_accumulator_value=first).state[twin])
-    twin.grad = torch.zeros_like(parameter)
-    stepping = _twin(optimizer, {**group, "params": [twin]})
-    type(stepping).step(stepping)
-    state = dict(stepping.state.get(twin, {}))
+        return dict(Adagrad([own], initial_accumulator_value=first).state[own])
+    own.grad = torch.zeros_like(parameter)
+    twin = object.__new__(type(optimizer))
+    # A scheduler puts a `step` of its own on the instance, which would step the original.
+    twin.__dict__ = {key: value for key, value in vars(optimizer).items() if key != "step"}
+    # Nobody is told that it steps.
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    twin.state = defaultdict(dict)
+    options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+    twin.param_groups = [{**options, "params": [own]}]
+    type(twin).step(twin)
+    state = dict(twin.state.get(own, {}))
     if torch.is_tensor(state.get("step")):
         state["step"].zero_()
     elif "step" in state:
         state["step"] = 0
     return state
-
-
-def _twin(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """An optimizer of the same kind, of one group; nobody is told when it steps."""
-    twin = object.__new__(type(optimizer))
-    # A scheduler puts a `step` of its own on the instance, which would step the original.
-    twin.__dict__ = {key: value for key, value in vars(optimizer).items() if key != "step"}
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
-    twin.state = defaultdict(dict)
-    options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-    twin.param_groups = [{**options, "params": group["params"]}]
-    return twin

@@ -22,7 +22,6 @@ from ckptkit.live.state.lines import Line, line_of
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.wrappers import fsdp1, modules
 from ckptkit.live.wrappers.entries import ModelEntry
-from ckptkit.live.wrappers.fsdp1_optimizer import FSDP1Optimizer
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer
 
 
@@ -106,7 +105,7 @@ def _optimizer(optimizer: object, modules: Sequence[nn.Module]) -> PlainOptimize
     if Zero1Optimizer.recognises(optimizer):
         return Zero1Optimizer(optimizer)
     if any(map(fsdp1.is_used, modules)):
-        return FSDP1Optimizer(optimizer, modules)
+        return fsdp1.FSDP1Optimizer(optimizer, modules)
     return PlainOptimizer(optimizer)
 
 

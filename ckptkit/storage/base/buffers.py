@@ -1,4 +1,16 @@
-"""Page-aligned memory, used again: the first touch of fresh memory costs more than a copy."""
+"""Page-aligned memory, used again: the first touch of fresh memory costs more than a copy.
+
+Who owns memory that native code works on, since Python cannot see that it is in use:
+- Calls of the system, checksums and numpy's copies use it until they return, and hold a view.
+- obstore holds a view of a block until its last piece was sent; `upload` waits for that.
+- A collective of torch holds its tensors itself, also one that nobody waits for any longer.
+- MPI holds nothing: `mpi_group` keeps the memory of all that is not over, however it ends.
+- `torch.frombuffer` gives its view back at once, and keeps the object alive only. So it is never
+  used on memory of a pool, whose next user would write into the tensor.
+
+Memory of a pool is mapped, not malloc's, and views are bounded: what writes into it cannot reach
+the lists of the allocator.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +107,11 @@ class BufferPool:
             kept = self._kept.get(length)
             memory = kept.pop() if kept else None
             self._kept_bytes -= length if memory is not None else 0
-        return AlignedBuffer(self, memory or _fresh(length), start, size)
+        if memory is None:
+            memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if length >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return AlignedBuffer(self, memory, start, size)
 
     def has(self, size: int, *, congruent_to: int = 0) -> bool:
         """Whether a buffer that `take` would lend is kept."""
@@ -143,10 +159,3 @@ def _rounded(size: int) -> int:
     """The next of few lengths, at most an eighth above, so that like loans find each other."""
     step = max(PAGE, 1 << max(0, size.bit_length() - 4))
     return max(PAGE, -(-size // step) * step)
-
-
-def _fresh(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory

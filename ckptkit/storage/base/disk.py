@@ -127,17 +127,12 @@ def _below(descriptor: int, path: Path, made: list[Path] | None) -> int:
         return os.open(path.name, _PASSED | os.O_NOFOLLOW, dir_fd=descriptor)
     except OSError as error:
         # Systems differ in what they say of a link.
-        if error.errno in (errno.ENOTDIR, errno.ELOOP) and _is_link(path.name, descriptor):
-            raise link_in_the_way(path) from error
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):
+            with suppress(FileNotFoundError):
+                status = os.stat(path.name, dir_fd=descriptor, follow_symlinks=False)
+                if stat.S_ISLNK(status.st_mode):
+                    raise link_in_the_way(path) from error
         raise
-
-
-def _is_link(name: str, descriptor: int) -> bool:
-    try:
-        status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return stat.S_ISLNK(status.st_mode)
 
 
 def where_folders_vanish(make: Callable[[], T]) -> T:
@@ -296,7 +291,7 @@ class DirectFile:
         if not size or (on_device and _fallocate(self._descriptor, size)):
             return
         # Where it cannot be taken, at least look.
-        if size > _room(self._descriptor):
+        if size > free_bytes(self._descriptor):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def seal(self, size: int) -> None:
@@ -329,9 +324,9 @@ class DirectFile:
         return wanted and bool(_O_DIRECT)
 
 
-def _room(descriptor: int) -> int:
-    """The bytes that are free on the file system of a file."""
-    system = os.fstatvfs(descriptor)
+def free_bytes(place: Path | int) -> int:
+    """The bytes that are free on the file system of a folder, or of an open file."""
+    system = os.statvfs(place)
     return system.f_bavail * system.f_frsize
 
 

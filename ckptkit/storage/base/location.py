@@ -44,13 +44,37 @@ class Location:
         _refuse_unknown(self.scheme)
         if not self.path or "\0" in self.path:
             raise UsageError("a location must be a non-empty path without NUL", value=self.path)
-        if self.scheme != "file":
-            _refuse_odd_names(self.scheme, self.path)
-        elif not self.path.startswith("/"):
+        if self.scheme == "file":
+            if not self.path.startswith("/"):
+                raise UsageError(
+                    "a file location must be an absolute path",
+                    value=self.path,
+                    hint="Location.parse makes paths absolute",
+                )
+            return
+        # An absolute path behind some host-less scheme of fsspec keeps its slash.
+        names = self.path if self.scheme in SCHEMES else self.path.removeprefix("/")
+        if any(part in ("", ".", "..") for part in names.split("/")):
+            what = "a bucket" if self.scheme in BUCKETS else "a name"
             raise UsageError(
-                "a file location must be an absolute path",
-                value=self.path,
-                hint="Location.parse makes paths absolute",
+                f"{self.scheme}:// needs {what} and plain names below it",
+                value=str(self),
+                hint=f"write {self.scheme}://name or {self.scheme}://name/folder, "
+                "no empty, `.` or `..` parts",
+            )
+        # Engines fail at these, each in its own way, and not at once.
+        bucket = self.path.partition("/")[0]
+        if self.scheme in BUCKETS and not _BUCKET.fullmatch(bucket):
+            raise UsageError(
+                "no bucket can have this name",
+                value=f"{self.scheme}://{bucket}",
+                hint="it has letters, digits, dots and dashes",
+            )
+        if self.scheme in BUCKETS and _CONTROLS.search(self.path):
+            raise UsageError(
+                f"{self.scheme}:// must not be followed by control characters",
+                value=str(self),
+                hint="choose a name that can be printed",
             )
 
     @classmethod
@@ -64,15 +88,44 @@ class Location:
         if not path or "\0" in path:
             raise UsageError("a location must be a non-empty path without NUL", value=path)
         if match := _URL.fullmatch(path):
-            return _from_url(match[1].lower(), match[2])
-        if match := _COLLAPSED_URL.match(path):
+            scheme, rest = _ALIASES.get(match[1].lower(), match[1].lower()), match[2]
+            _refuse_unknown(scheme)
+            if scheme != "file":
+                # Elsewhere than at a server of objects a name before the host is no secret:
+                # sftp://me@host/folder.
+                secret = _USER_AND_SECRET if scheme not in SCHEMES else _USER
+                if secret.match(rest):
+                    raise UsageError(
+                        "a location must not hold credentials",
+                        where=f"{scheme}://…@…",
+                        hint="pass them as storage options or in the environment, "
+                        "and only the name here",
+                    )
+                return cls(scheme, rest.rstrip("/") or "/")
+            path = unquote(rest).removeprefix("localhost")
+            if not path.startswith("/"):
+                raise UsageError(
+                    "a file URL must name no host",
+                    value=f"file://{unquote(rest)}",
+                    hint=f"write file:///{unquote(rest)} or just the path",
+                )
+            if "\0" in path:
+                raise UsageError("a location must be a non-empty path without NUL", value=path)
+        elif match := _COLLAPSED_URL.match(path):
             raise UsageError(
                 f"{match[1]}:/… is neither a URL nor a clear path",
                 hint="pass URLs as text, pathlib drops a slash; write ./ before a path like this",
             )
-        if _CHAINED_URL.match(path):
+        elif _CHAINED_URL.match(path):
             raise UsageError("chained URLs are not taken", hint="name one place, without `::`")
-        return cls("file", _absolute(path))
+        try:
+            whole = str(Path(path).expanduser().absolute())
+        except RuntimeError as error:
+            raise UsageError(
+                "there is no such user's home", value=path, hint="write the path in full"
+            ) from error
+        # POSIX lets two leading slashes mean something else; nobody does.
+        return cls("file", "/" + os.path.normpath(whole).lstrip("/"))
 
     def __truediv__(self, name: str) -> Location:
         parts = name.split("/")
@@ -101,31 +154,6 @@ class Location:
         return self.path if self.scheme == "file" else f"{self.scheme}://{self.path}"
 
 
-def _from_url(scheme: str, rest: str) -> Location:
-    scheme = _ALIASES.get(scheme, scheme)
-    _refuse_unknown(scheme)
-    if scheme == "file":
-        path = unquote(rest).removeprefix("localhost")
-        if not path.startswith("/"):
-            raise UsageError(
-                "a file URL must name no host",
-                value=f"file://{unquote(rest)}",
-                hint=f"write file:///{unquote(rest)} or just the path",
-            )
-        if "\0" in path:
-            raise UsageError("a location must be a non-empty path without NUL", value=path)
-        return Location("file", _absolute(path))
-    # Elsewhere a name before the host is no secret: sftp://me@host/folder.
-    secret = _USER_AND_SECRET if scheme not in SCHEMES else _USER
-    if secret.match(rest):
-        raise UsageError(
-            "a location must not hold credentials",
-            where=f"{scheme}://…@…",
-            hint="pass them as storage options or in the environment, and only the name here",
-        )
-    return Location(scheme, rest.rstrip("/") or "/")
-
-
 def _refuse_unknown(scheme: str) -> None:
     if scheme in SCHEMES:
         return
@@ -138,43 +166,6 @@ def _refuse_unknown(scheme: str) -> None:
     if scheme in ("http", "https"):
         hint = "for a server that speaks S3 write s3://bucket/folder, with the option endpoint"
     raise UsageError("no store for this kind of URL", value=f"{scheme}://", hint=hint)
-
-
-def _refuse_odd_names(scheme: str, path: str) -> None:
-    # An absolute path behind some host-less scheme of fsspec keeps its slash.
-    names = path if scheme in SCHEMES else path.removeprefix("/")
-    if any(part in ("", ".", "..") for part in names.split("/")):
-        what = "a bucket" if scheme in BUCKETS else "a name"
-        raise UsageError(
-            f"{scheme}:// needs {what} and plain names below it",
-            value=f"{scheme}://{path}",
-            hint=f"write {scheme}://name or {scheme}://name/folder, no empty, `.` or `..` parts",
-        )
-    # Engines fail at these, each in its own way, and not at once.
-    bucket = path.partition("/")[0]
-    if scheme in BUCKETS and not _BUCKET.fullmatch(bucket):
-        raise UsageError(
-            "no bucket can have this name",
-            value=f"{scheme}://{bucket}",
-            hint="it has letters, digits, dots and dashes",
-        )
-    if scheme in BUCKETS and _CONTROLS.search(path):
-        raise UsageError(
-            f"{scheme}:// must not be followed by control characters",
-            value=f"{scheme}://{path}",
-            hint="choose a name that can be printed",
-        )
-
-
-def _absolute(path: str) -> str:
-    try:
-        whole = str(Path(path).expanduser().absolute())
-    except RuntimeError as error:
-        raise UsageError(
-            "there is no such user's home", value=path, hint="write the path in full"
-        ) from error
-    # POSIX lets two leading slashes mean something else; nobody does.
-    return "/" + os.path.normpath(whole).lstrip("/")
 
 
 def checked_key(key: str) -> str:
@@ -193,7 +184,7 @@ def checked_key(key: str) -> str:
 
 
 def deletable_key(key: str) -> str:
-    """The same for a deletion, which takes what a store lists as left over as well."""
+    """A key that may be deleted: any key, and what a store lists as left over."""
     folder, _, name = key.rpartition("/")
     if not is_leftover(name):
         return checked_key(key)
@@ -213,7 +204,7 @@ def new_temporary() -> str:
 
 
 def temporary_beside(key: str) -> str:
-    """The same in the folder of a key, where a clean-up of that finds it."""
+    """A new temporary name in the folder of a key, where a clean-up of that folder finds it."""
     folder, slash, _ = key.rpartition("/")
     return f"{folder}{slash}{new_temporary()}"
 

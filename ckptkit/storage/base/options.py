@@ -86,7 +86,7 @@ class Settings:
     """How many requests at a time."""
     request_bytes: int = 16 << 20
     gap_bytes: int = 256 << 10
-    others: Options = field(default_factory=lambda: MappingProxyType({}), repr=False, hash=False)
+    others: Options = field(default_factory=lambda: NO_OPTIONS, repr=False, hash=False)
     """What only the file system behind fsspec understands."""
 
     @property

@@ -5,12 +5,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import index
 
 from ckptkit.errors import StorageError, UsageError
 from ckptkit.storage.base.buffers import copy_bytes, default_pool
 from ckptkit.storage.base.store import as_bytes
+
+# S3 takes 10,000 parts.
+_MOST_PIECES = 9_000
+_PIECE_STEP = 1 << 20
+
+
+def piece_size(total: int, preferred: int) -> int:
+    """The bytes that a server is sent at a time of an object of so many: as preferred, or as many
+    as few enough pieces need.
+    """
+    needed = -(-total // _MOST_PIECES)
+    return max(preferred, -(-needed // _PIECE_STEP) * _PIECE_STEP)
 
 
 class Parts:
@@ -24,7 +37,7 @@ class Parts:
             least = min(self.sizes)
             raise UsageError("a part cannot have a negative length", where=where, value=least)
         self.total = sum(self.sizes)
-        self._where = where
+        self.where = where
         self._offsets = list(accumulate(self.sizes, initial=0))
         self._largest = max(self.sizes, default=0)
         self._claimed = bytearray(len(self.sizes))
@@ -33,13 +46,6 @@ class Parts:
         self._closed = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-
-    @contextmanager
-    def writing(self, part: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Claim a part: yields its offset and its bytes; an error inside spoils the object."""
-        view = as_bytes(self._where, data)
-        with self.claiming(part, view.nbytes) as offset:
-            yield offset, view
 
     @contextmanager
     def claiming(self, part: int, size: int) -> Iterator[int]:
@@ -108,46 +114,41 @@ class Parts:
         self._changed.wait_for(lambda: self._running == 0)
 
     def _misuse(self, what: str) -> UsageError:
-        return UsageError(what, where=self._where, hint="write every part once, whole, then finish")
+        return UsageError(what, where=self.where, hint="write every part once, whole, then finish")
 
     def _spoiled(self) -> StorageError:
         return StorageError(
-            "an earlier write to this object failed", where=self._where, hint="abort and start over"
+            "an earlier write to this object failed", where=self.where, hint="abort and start over"
         )
 
 
+@dataclass(frozen=True, eq=False)
 class BufferSink:
     """A new object that is in memory until it is finished, and then stored at once."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        memory: memoryview,
-        store: Callable[[], None],
-        forget: Callable[[], None],
-    ) -> None:
-        self._parts = parts
-        self._memory = memory
-        self._store = store
-        self._forget = forget
+    parts: Parts
+    memory: memoryview
+    store: Callable[[], None]
+    forget: Callable[[], None]
 
     def write(self, part: int, data: memoryview) -> None:
-        with self._parts.writing(part, data) as (offset, view):
-            copy_bytes(view, self._memory[offset : offset + view.nbytes])
+        view = as_bytes(self.parts.where, data)
+        with self.parts.claiming(part, view.nbytes) as offset:
+            copy_bytes(view, self.memory[offset : offset + view.nbytes])
 
     @contextmanager
     def filling(self, part: int) -> Iterator[memoryview]:
-        size = self._parts.size(part)
+        size = self.parts.size(part)
         with (
-            self._parts.claiming(part, size) as offset,
-            self._memory[offset : offset + size] as memory,
+            self.parts.claiming(part, size) as offset,
+            self.memory[offset : offset + size] as memory,
         ):
             yield memory
 
     def finish(self) -> None:
-        self._parts.complete()
-        self._store()
+        self.parts.complete()
+        self.store()
 
     def abort(self) -> None:
-        self._parts.close()
-        self._forget()
+        self.parts.close()
+        self.forget()

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 from ckptkit.errors import CorruptionError, FormatError, UsageError
@@ -59,7 +58,7 @@ Names: TypeAlias = list[str]
 Entries: TypeAlias = list[Stored]
 
 
-class Source(Protocol):
+class Source(AbstractContextManager["Source", None], Protocol):
     """One object, open for reading from any thread; close it once no read is running."""
 
     @property
@@ -70,19 +69,12 @@ class Source(Protocol):
         """Fill the whole buffer from `offset`; CorruptionError where the object is too short."""
 
     def fetch(self, offset: int, length: int) -> memoryview:
-        """The same bytes in memory of the store's own: what came over a network is not copied."""
+        """Exactly `length` bytes, in memory of the store's own: what came over a network is not
+        copied.
+        """
 
     def close(self) -> None:
         """Free what the source holds; closing twice is fine."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
 
 
 class Sink(Protocol):

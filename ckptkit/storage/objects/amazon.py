@@ -235,7 +235,11 @@ class BucketDetails:
         """
         if self._settings.anonymous or find_spec("botocore") is None:
             return
-        where = below(self._top, scratch)
+        where, bucket = below(self._top, scratch), self._top.path
+
+        def exchange_body(request: Any, **_: object) -> None:
+            request.body = _SENT
+
         with self._asking:
             if self._asked:  # all stores of a bucket share a client
                 return
@@ -243,8 +247,18 @@ class BucketDetails:
             try:
                 with translated(where, self._settings.secrets):
                     client = new_client(self._settings, where)
-                    client.meta.events.register("before-send.s3.PutObject", _exchange_body)
-                    self.compares_bodies = _refuses(client, self._top.path, scratch)
+                    client.meta.events.register("before-send.s3.PutObject", exchange_body)
+                    try:
+                        client.put_object(Bucket=bucket, Key=scratch, Body=_SIGNED)
+                    except Exception as error:
+                        answer = answer_of(error)
+                        if answer is None or answer.code not in _MISMATCH:
+                            raise
+                        self.compares_bodies = True
+                    else:
+                        with suppress(Exception):
+                            client.delete_object(Bucket=bucket, Key=scratch)
+                        self.compares_bodies = False
             except (CkptkitError, Transient) as error:
                 self._asked = False  # the next large upload asks again
                 _log.debug("%s: whether bodies are compared cannot be found out: %s", where, error)
@@ -276,20 +290,3 @@ class BucketDetails:
             if process not in self._clients:
                 self._clients = {process: new_client(self._settings, where)}
             return self._clients[process]
-
-
-def _exchange_body(request: Any, **_: object) -> None:
-    request.body = _SENT
-
-
-def _refuses(client: Any, bucket: str, key: str) -> bool:
-    try:
-        client.put_object(Bucket=bucket, Key=key, Body=_SIGNED)
-    except Exception as error:
-        answer = answer_of(error)
-        if answer is None or answer.code not in _MISMATCH:
-            raise
-        return True
-    with suppress(Exception):
-        client.delete_object(Bucket=bucket, Key=key)
-    return False

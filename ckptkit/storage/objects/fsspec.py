@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -343,10 +344,8 @@ class S3fsClient(FsspecClient):
 
     def _call_again(self, method: str, key: str, *, in_flight: int = 0, **asked: Any) -> Any:
         deadline = self._settings.deadline + self._settings.extra_seconds(in_flight)
-        where = below(self._top, key)
-        return retried(
-            deadline, method, where, lambda _: self._call(method, key, in_flight=in_flight, **asked)
-        )
+        call = partial(self._call, method, key, in_flight=in_flight, **asked)
+        return retried(deadline, method, below(self._top, key), call)
 
     def _limit(self, seconds: float, nbytes: int = 0) -> dict[str, float]:
         # Waited for in the loop: aiohttp waits without end for a server to welcome a body.

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 import obstore
@@ -40,18 +40,14 @@ _OLDEST = (0, 11)
 _SMALL = 1 << 20
 
 
-class _Threads:
-    """Those of obstore, which run in the process that used it first."""
-
-    process: int | None = None
-
-
 class ObstoreClient:
     """One bucket; its connections are made when they are first needed."""
 
     exclusive = True
     repeats = False
     copies = False
+    _threads_of: ClassVar[int | None] = None
+    """The process that used obstore first: its threads run there."""
 
     def __init__(self, top: Location, settings: Settings) -> None:
         version = obstore.__version__
@@ -143,9 +139,9 @@ class ObstoreClient:
         Several, because a time-out is that of a store, and a retry of a single request is ours and
         that of a part cannot be.
         """
-        if _Threads.process is None:
-            _Threads.process = os.getpid()
-        elif _Threads.process != os.getpid():
+        if ObstoreClient._threads_of is None:
+            ObstoreClient._threads_of = os.getpid()
+        elif ObstoreClient._threads_of != os.getpid():
             # Without its threads, which no fork takes along, obstore waits without end.
             raise StorageError(
                 "obstore cannot be used in a process that was forked after it had been used",

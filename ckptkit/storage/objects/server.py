@@ -67,21 +67,14 @@ class Client(Protocol):
     credentials. Any thread may call it.
     """
 
-    @property
-    def exclusive(self) -> bool:
-        """Whether `put(create=True)` says so to the server; some replace an object all the same."""
-
-    @property
-    def repeats(self) -> bool:
-        """Whether it may ask more than once after all: then a refusal may be its own doing."""
-
-    @property
-    def copies(self) -> bool:
-        """Whether it keeps a copy of each piece of an upload while that is sent."""
-
-    @property
-    def details(self) -> BucketDetails | None:
-        """Who knows what only Amazon's own library can ask; None elsewhere than at S3."""
+    exclusive: bool
+    """Whether `put(create=True)` says so to the server; some replace an object all the same."""
+    repeats: bool
+    """Whether it may ask more than once after all: then a refusal may be its own doing."""
+    copies: bool
+    """Whether it keeps a copy of each piece of an upload while that is sent."""
+    details: BucketDetails | None
+    """Who knows what only Amazon's own library can ask; None elsewhere than at S3."""
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
         """At most `length` (not 0) bytes from `start`; fewer where the object ends before."""
@@ -147,7 +140,6 @@ class ObjectServer:
         self.known = Known()
         self._top = top
         self._place = place or top
-        self._retry = partial(retried, settings.deadline)
         self._probing = threading.Lock()
 
     def where(self, key: str) -> str:
@@ -155,7 +147,7 @@ class ObjectServer:
         return below(self._top, key)
 
     def _ask(self, operation: str, key: str, do: Callable[[], T]) -> T:
-        return self._retry(operation, self.where(key), lambda _: do())
+        return retried(self.settings.deadline, operation, self.where(key), do)
 
     # Reading
 
@@ -209,9 +201,14 @@ class ObjectServer:
 
     def put(self, key: str, data: memoryview) -> None:
         """Store an object whole, whatever is there."""
-        self._ask("writing", key, lambda: self._put_once(key, data))
 
-    def create(self, key: str, data: memoryview) -> None:
+        def attempt() -> None:
+            if self._is_damaged(key, data, self.client.put(key, data, create=False)):
+                raise Transient(_DAMAGED)
+
+        self._ask("writing", key, attempt)
+
+    def put_exclusive(self, key: str, data: memoryview) -> None:
         """Store an object; AlreadyExistsError where there is one.
 
         Where `learn` found that racing creators are not told apart, two may both believe that they
@@ -249,24 +246,10 @@ class ObjectServer:
             )
 
     def _refuses_to_replace(self, scratch: Names) -> bool:
-        try:
-            self._create(scratch[0], memoryview(b"1"))
-            self._create(scratch[0], memoryview(b"2"))
-        except AlreadyExistsError:
-            # It refuses whoever comes later; now those that come at once.
-            with ThreadPoolExecutor(2) as creators:
-                return not any(self._both_win(key, creators) for key in scratch[1:])
-        except UnsupportedError:
-            pass  # some servers do not ignore what they do not know
-        finally:
-            self._discard(scratch)
-        return False
+        meeting = threading.Barrier(2)
 
-    def _both_win(self, key: str, creators: ThreadPoolExecutor) -> bool:
-        start = threading.Barrier(2)
-
-        def wins(byte: int) -> bool:
-            start.wait()
+        def wins(key: str, byte: int) -> bool:
+            meeting.wait()
             try:
                 # Not asked again: servers tell the loser of a race so by 409, too.
                 self.client.put(key, memoryview(bytes([byte])), create=True)
@@ -274,31 +257,42 @@ class ObjectServer:
                 return False
             return True
 
-        return all(list(creators.map(wins, b"12")))
-
-    def _discard(self, scratch: Names) -> None:
         try:
-            self.delete(scratch)
-        except CkptkitError as error:
-            where = self.where(scratch[0])
-            _log.warning("the scratch object %s may stay: %s", where, error.what)
+            self._create(scratch[0], memoryview(b"1"))
+            self._create(scratch[0], memoryview(b"2"))
+        except AlreadyExistsError:
+            # It refuses whoever comes later; now those that come at once, of whom both may win.
+            with ThreadPoolExecutor(2) as creators:
+                races = (list(creators.map(wins, [key, key], b"12")) for key in scratch[1:])
+                return not any(map(all, races))
+        except UnsupportedError:
+            pass  # some servers do not ignore what they do not know
+        finally:
+            try:
+                self.delete(scratch)
+            except CkptkitError as error:
+                where = self.where(scratch[0])
+                _log.warning("the scratch object %s may stay: %s", where, error.what)
+        return False
 
     def _create(self, key: str, data: memoryview, *, asks: bool = True) -> None:
         """Store an object whole where the server says that there is none: AlreadyExistsError. What
         it has damaged at every attempt is deleted: nobody can read it, and it has the name.
         """
         ours = not asks
+        attempts = 0
         damaged: set[str | None] = set()  # ETags
 
-        def attempt(number: int) -> None:
-            nonlocal ours
+        def attempt() -> None:
+            nonlocal ours, attempts
+            attempts += 1
             try:
                 # Once it is ours nobody else could take the name, but what lies there is not what
                 # was sent.
                 etag = self.client.put(key, data, create=not ours)
             except AlreadyExistsError:
                 # An attempt whose answer was lost may have been the one that took the name.
-                again = number > 1 or self.client.repeats
+                again = attempts > 1 or self.client.repeats
                 if not again or not self._holds(key, data):
                     raise
                 return
@@ -308,17 +302,13 @@ class ObjectServer:
                 raise Transient(_DAMAGED)
 
         try:
-            self._retry("creating", self.where(key), attempt)
+            self._ask("creating", key, attempt)
         except StorageError:
             # Not what has another ETag: it may be whole, its answer lost, or by now another job's.
             with suppress(CkptkitError, Transient):
                 if damaged and self.client.head(key).etag in damaged:
                     self.client.delete([key])
             raise
-
-    def _put_once(self, key: str, data: memoryview) -> None:
-        if self._is_damaged(key, data, self.client.put(key, data, create=False)):
-            raise Transient(_DAMAGED)
 
     def _holds(self, key: str, data: memoryview) -> bool:
         try:
@@ -329,13 +319,6 @@ class ObjectServer:
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, in any order."""
         self._ask("deleting", keys[0], lambda: self.client.delete(keys))
-
-    def upload(
-        self, key: str, blocks: Iterator[memoryview], piece_size: int, concurrency: int
-    ) -> str | None:
-        """Store the bytes of all blocks as one object, each let go of once it is there."""
-        signs = self._compares_bodies is not False
-        return self.client.upload(key, blocks, piece_size, concurrency, signs=signs)
 
     def uploads(self, folder: str) -> Sequence[Upload]:
         """The multipart uploads that were begun below a folder: Google and Azure forget theirs
@@ -362,10 +345,13 @@ class ObjectServer:
             return None
         if size >= WORTH_ASKING and self.client.details:
             self.client.details.learn(temporary_beside(key))
-        return None if self._compares_bodies else ExpectedEtag(piece_size)
+        return None if self.compares_bodies else ExpectedEtag(piece_size)
 
     @property
-    def _compares_bodies(self) -> bool | None:
+    def compares_bodies(self) -> bool | None:
+        """Whether the server refuses a body other than the one that was signed; None where nobody
+        knows.
+        """
         return self.client.details.compares_bodies if self.client.details else None
 
     def distrust_etags(self, key: str) -> None:
@@ -381,7 +367,6 @@ class ObjectServer:
         if expected is None:
             return False
         expected.add(data)
-        expected.end()
         if not expected.differs(etag):
             return False
         if not self._holds(key, data):
@@ -390,8 +375,8 @@ class ObjectServer:
         return False
 
 
-def retried(deadline: float, operation: str, where: str, do: Callable[[int], T]) -> T:
-    """What `do` returns; it is told the number of its attempt, from 1.
+def retried(deadline: float, operation: str, where: str, do: Callable[[], T]) -> T:
+    """What `do` returns, called until it raises no `Transient`.
 
     Calls again after pauses that double, with jitter so that ranks do not come back together. No
     attempt begins once `deadline` seconds have passed. Every repetition is logged.
@@ -400,7 +385,7 @@ def retried(deadline: float, operation: str, where: str, do: Callable[[int], T])
     attempt = 1
     while True:
         try:
-            return do(attempt)
+            return do()
         except Transient as transient:
             reason, longest = transient.reason, min(transient.within, deadline)
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(attempt, 30))
@@ -441,13 +426,10 @@ class ExpectedEtag:
             if self._taken == self._size:
                 self._end_piece()
 
-    def end(self) -> None:
-        """That was all."""
+    def differs(self, etag: str | None) -> bool:
+        """Whether this is the ETag of other bytes than those; one of another form tells nothing."""
         if self._taken or not self._pieces:
             self._end_piece()
-
-    def differs(self, etag: str | None) -> bool:
-        """Whether this is the ETag of other bytes; one of another form tells nothing."""
         match = _ETAG.fullmatch(etag or "")
         if match is None:
             return False

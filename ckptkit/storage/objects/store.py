@@ -56,7 +56,10 @@ def open_objects(location: Location, options: Options) -> ObjectStore:
         settings = replace(settings, endpoint=profile_endpoint(settings, str(location)))
     top, _ = _split(location)
     # What only one file system understands need not be hashable; fsspec keeps those itself.
-    client = _client(top, settings) if settings.others else _kept(top, settings, _surroundings())
+    if settings.others:
+        client = _new_client(top, settings)
+    else:
+        client = _shared_client(top, settings, _surroundings())
     return ObjectStore(client, Address(location, dict(options)), settings)
 
 
@@ -69,9 +72,9 @@ def _split(location: Location) -> tuple[Location, str]:
 
 
 @lru_cache(maxsize=16)
-def _kept(top: Location, settings: Settings, _surroundings: object) -> Client:
-    """One client for all stores that are reached alike: they share its connections."""
-    return _client(top, settings)
+def _shared_client(top: Location, settings: Settings, _surroundings: object) -> Client:
+    """The client of all stores that are reached alike: they share its connections."""
+    return _new_client(top, settings)
 
 
 def _surroundings() -> object:
@@ -88,7 +91,7 @@ def _surroundings() -> object:
     return os.getpid(), tuple(sorted(found.items())), tuple(map(changed, files))
 
 
-def _client(top: Location, settings: Settings) -> Client:
+def _new_client(top: Location, settings: Settings) -> Client:
     engine = "fsspec"
     if top.scheme in BUCKETS:
         file_system, extra = _FILE_SYSTEMS[top.scheme]
@@ -201,7 +204,7 @@ class ObjectStore(KeyedStore):
         path = self._path(key)
         view = as_bytes(self._where(key), data)
         if exclusive:
-            self._server.create(path, view)
+            self._server.put_exclusive(path, view)
         else:
             self._server.put(path, view)
 

@@ -19,24 +19,16 @@ import numpy as np
 
 from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError, StorageError
 from ckptkit.storage.base.buffers import AlignedBuffer, copy_bytes, default_pool
-from ckptkit.storage.base.sink import Parts
+from ckptkit.storage.base.sink import Parts, piece_size
+from ckptkit.storage.base.store import as_bytes
 from ckptkit.storage.objects.errors import Transient
-from ckptkit.storage.objects.server import ExpectedEtag, ObjectServer
+from ckptkit.storage.objects.server import ObjectServer
 
-# S3 takes 10,000 parts.
-_MOST_PIECES = 9_000
-_PIECE_STEP = 1 << 20
 _LEAST_PIECES = 2
 # An engine that sends a piece again may say nothing, for as long as its deadline is.
 _PATIENCE = 30.0
 
 _log = logging.getLogger("ckptkit.storage")
-
-
-def piece_size(total: int, preferred: int) -> int:
-    """The bytes per piece of an upload: as preferred, or as many as few enough pieces need."""
-    needed = -(-total // _MOST_PIECES)
-    return max(preferred, -(-needed // _PIECE_STEP) * _PIECE_STEP)
 
 
 class ObjectSink:
@@ -68,7 +60,8 @@ class ObjectSink:
 
     def write(self, part: int, data: memoryview) -> None:
         """Copy one part; what is whole is on its way."""
-        with self._parts.writing(part, data) as (_, view), self._under_way():
+        view = as_bytes(self._where, data)
+        with self._parts.claiming(part, view.nbytes), self._under_way():
             self._window.write(part, view)
 
     @contextmanager
@@ -76,8 +69,9 @@ class ObjectSink:
         """Memory that is sent from, unless the part is longer than what is sent at a time."""
         size = self._parts.size(part)
         with self._parts.claiming(part, size), self._under_way():
-            if self._window.is_one_block(part):
-                with self._window.filling(part) as memory:
+            blocks = self._window.blocks_of(part)
+            if len(blocks) == 1:
+                with self._window.filling(blocks[0]) as memory:
                     yield memory
                 return
             with self._parts.loan(part) as memory:
@@ -89,14 +83,24 @@ class ObjectSink:
         """Make the object visible, once the server has every piece of it."""
         self._parts.complete()
         self._window.seal()
-        self._start()
-        self._join()
+        # It has begun: an object of several pieces has a part that is not empty.
+        if self._thread is not None:
+            self._thread.join()
         if self._error is not None and not self._is_there():
             raise self._refusal() from self._error
-        if self._expected is not None:
-            self._expected.end()
-            if self._expected.differs(self._etag):
-                self._read_back(self._expected)
+        expected = self._expected
+        if expected is not None and expected.differs(self._etag):
+            # Either it is of another kind, or a piece was damaged on its way.
+            for number, start in enumerate(range(0, self._parts.total, self._size)):
+                length = min(self._size, self._parts.total - start)
+                if expected.piece_differs(number, self._server.read(self._key, start, length)):
+                    self._server.delete([self._key])
+                    raise CorruptionError(
+                        f"the server stored other bytes than were sent, from byte {start} on",
+                        where=self._where,
+                        hint="something between here and the server damages data; use https",
+                    )
+            self._server.distrust_etags(self._key)
         self._ended = True
         self._window.close()
 
@@ -108,7 +112,8 @@ class ObjectSink:
         if self._ended:
             return
         self._ended = True
-        self._join()
+        if self._thread is not None:
+            self._thread.join()
         self._window.close()
         # Its traceback knows this sink.
         self._error = None
@@ -118,7 +123,12 @@ class ObjectSink:
         """While something is sent. Where that fails nobody waits for anything any more."""
         try:
             # Before, because whoever waits for memory waits for what is sent.
-            self._start()
+            with self._starting:
+                if self._thread is None:
+                    # A daemon: a program that forgot to end a sink must be able to end.
+                    thread = threading.Thread(target=self._run, name="upload", daemon=True)
+                    thread.start()
+                    self._thread = thread
             yield
         except Stopped:
             raise self._refusal() from self._error
@@ -132,25 +142,41 @@ class ObjectSink:
             self._error = error
         self._window.stop()
 
-    def _start(self) -> None:
-        with self._starting:
-            if self._thread is None:
-                # A daemon: a program that forgot to end a sink must be able to end.
-                thread = threading.Thread(target=self._run, name="upload", daemon=True)
-                thread.start()
-                self._thread = thread
-
     def _run(self) -> None:
+        """Send the blocks as they come: what the thread of the upload does."""
+        server, ended = self._server, threading.Event()
         try:
-            blocks = self._window.blocks()
-            with _watched(self._window, self._where):
-                self._etag = self._server.upload(self._key, blocks, self._size, self._concurrency)
+            watch = threading.Thread(
+                target=self._watch, args=(ended,), name="upload watch", daemon=True
+            )
+            watch.start()
+            self._etag = server.client.upload(
+                self._key,
+                self._window.blocks(),
+                self._size,
+                self._concurrency,
+                # Where nobody has asked it may compare them.
+                signs=server.compares_bodies is not False,
+            )
         except BaseException as error:  # noqa: BLE001 — whoever writes or finishes raises it
             self._stop(error)
+        finally:
+            ended.set()
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+    def _watch(self, ended: threading.Event) -> None:
+        """Say so while the server takes nothing of what it is sent."""
+        window = self._window
+        last, waited = window.under_way, 0.0
+        while not ended.wait(_PATIENCE):
+            now = window.under_way
+            waits_for_us = not now[1] and not window.is_empty
+            waited = 0.0 if now != last or waits_for_us else waited + _PATIENCE
+            last = now
+            if waited:
+                _log.warning(
+                    "writing of %s: the server has taken nothing for %.0f s, still trying",
+                    self._where, waited,
+                )  # fmt: skip
 
     def _is_there(self) -> bool:
         """Whether the upload was completed, though the answer was lost.
@@ -167,19 +193,6 @@ class ObjectSink:
         self._etag = found.etag
         return found.size == self._parts.total
 
-    def _read_back(self, expected: ExpectedEtag) -> None:
-        """An ETag is wrong: either it is of another kind, or a piece was damaged on its way."""
-        for number, start in enumerate(range(0, self._parts.total, self._size)):
-            length = min(self._size, self._parts.total - start)
-            if expected.piece_differs(number, self._server.read(self._key, start, length)):
-                self._server.delete([self._key])
-                raise CorruptionError(
-                    f"the server stored other bytes than were sent, from byte {start} on",
-                    where=self._where,
-                    hint="something between here and the server damages data; use https",
-                )
-        self._server.distrust_etags(self._key)
-
     def _refusal(self) -> CkptkitError:
         if isinstance(self._error, CkptkitError):
             return copy(self._error)
@@ -193,31 +206,6 @@ class ObjectSink:
             hint="check the endpoint and the network, then save again; "
             "a slow one needs fewer bytes at a time (concurrency) or a longer timeout",
         )
-
-
-@contextmanager
-def _watched(window: UploadWindow, where: str) -> Iterator[None]:
-    """Say so while a server takes nothing of what it is sent."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        last, waited = window.under_way, 0.0
-        while not ended.wait(_PATIENCE):
-            now = window.under_way
-            waits_for_us = not now[1] and not window.is_empty
-            waited = 0.0 if now != last or waits_for_us else waited + _PATIENCE
-            last = now
-            if waited:
-                _log.warning(
-                    "writing of %s: the server has taken nothing for %.0f s, still trying",
-                    where, waited,
-                )  # fmt: skip
-
-    threading.Thread(target=watch, name="upload watch", daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
 
 
 class Stopped(Exception):  # noqa: N818 — tells an engine to stop, and is never seen elsewhere
@@ -271,15 +259,27 @@ class UploadWindow:
 
     # Filling
 
-    def is_one_block(self, part: int) -> bool:
-        """Whether a part can be filled in place."""
-        return self._firsts[part + 1] - self._firsts[part] == 1
+    def blocks_of(self, part: int) -> range:
+        """The numbers of the blocks of a part."""
+        return range(self._firsts[part], self._firsts[part + 1])
 
     @contextmanager
-    def filling(self, part: int) -> Iterator[memoryview]:
-        """The memory of a part that is one block. Waits while memory is used up."""
-        with self._block(self._firsts[part]) as memory:
-            yield memory
+    def filling(self, block: int) -> Iterator[memoryview]:
+        """The memory of a block, which is whole when this ends. Waits while memory is used up."""
+        buffer = self._taken(block)
+        is_whole = False
+        try:
+            with buffer.view[: self._sizes[block]] as memory:
+                yield memory
+            is_whole = True
+        finally:
+            with self._changed:
+                self._busy -= 1
+                if is_whole:
+                    self._whole[block] = buffer
+                else:
+                    self._put_back(block, buffer)
+                self._changed.notify_all()
 
     @contextmanager
     def coming(self) -> Iterator[None]:
@@ -295,28 +295,10 @@ class UploadWindow:
 
     def write(self, part: int, data: memoryview) -> None:
         """Copy a part to its blocks. Waits while memory is used up."""
-        first, last = self._firsts[part], self._firsts[part + 1]
-        for block in range(first, last):
-            with self._block(block) as memory:
+        for block in self.blocks_of(part):
+            with self.filling(block) as memory:
                 copy_bytes(data[: memory.nbytes], memory)
                 data = data[memory.nbytes :]
-
-    @contextmanager
-    def _block(self, number: int) -> Iterator[memoryview]:
-        buffer = self._taken(number)
-        is_whole = False
-        try:
-            with buffer.view[: self._sizes[number]] as memory:
-                yield memory
-            is_whole = True
-        finally:
-            with self._changed:
-                self._busy -= 1
-                if is_whole:
-                    self._whole[number] = buffer
-                else:
-                    self._put_back(number, buffer)
-                self._changed.notify_all()
 
     def _taken(self, number: int) -> AlignedBuffer:
         length = self._length(number)
