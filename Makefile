@@ -6,6 +6,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPED := ckptkit ckptkit_command.py $(VENV)/typing/ckptkit/cli $(VENV)/typing/ckptkit/schemas tests $(wildcard examples/*.py benchmarks/*.py docs/*.py)
 TORCH := $(shell sed -n 's/^ *"\(torch==.*\)",$$/\1/p' pyproject.toml)
 FOR ?= $(MAKECMDGOALS)
+# The processes that tests start would compile ckptkit again each, where none may write what it compiles.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 
 # Two that set up at once would damage .venv: they take turns, where there is a flock that works.
 TURNS := $(shell flock -n -E 0 Makefile true 2>/dev/null && echo flock Makefile)
@@ -28,11 +30,11 @@ test: ## set up with torch, then ruff, mypy and pytest
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(TYPED)
-	$(BIN)/pytest -n 4  # more than cores: half of the time is waiting
+	$(PYTEST) -n 4  # more than cores: half of the time is waiting
 
 test-long: ## set up with torch, then the tests that take minutes each, and properties on many examples
 	+@$(SET_UP) dev
-	$(BIN)/pytest -n 2 -m "long or hypothesis" --hypothesis-profile=many
+	$(PYTEST) -n 2 -m "long or hypothesis" --hypothesis-profile=many
 
 bench: ## set up with torch, then measure side by side with peers
 	+@$(SET_UP) dev

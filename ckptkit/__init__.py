@@ -12,11 +12,16 @@ from ckptkit.errors import CkptkitError
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoint.check.compare import ArrayDifference, Diff, ObjectDifference, diff
-    from ckptkit.checkpoint.check.digest import Digest, digest
-    from ckptkit.checkpoint.check.rebuild import rebuild
+    from ckptkit.checkpoint.check.state import (
+        ArrayDifference,
+        Diff,
+        Digest,
+        ObjectDifference,
+        diff,
+        digest,
+    )
     from ckptkit.checkpoint.check.unpack import unpack
-    from ckptkit.checkpoint.check.verify import Finding, verify
+    from ckptkit.checkpoint.check.verify import Finding, rebuild, verify
     from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
     from ckptkit.checkpoint.read.checkpoint import Checkpoint
     from ckptkit.checkpoint.read.checkpoint import open_checkpoint as open  # noqa: A004
@@ -33,11 +38,16 @@ if TYPE_CHECKING:
 # Each name is imported when it is first asked for: `ckpt ls` needs a tenth of them, and would take
 # three times as long if it waited for all.
 _MODULES = {
-    "checkpoint.check.compare": ("ArrayDifference", "Diff", "ObjectDifference", "diff"),
-    "checkpoint.check.digest": ("Digest", "digest"),
-    "checkpoint.check.rebuild": ("rebuild",),
+    "checkpoint.check.state": (
+        "ArrayDifference",
+        "Diff",
+        "Digest",
+        "ObjectDifference",
+        "diff",
+        "digest",
+    ),
     "checkpoint.check.unpack": ("unpack",),
-    "checkpoint.check.verify": ("Finding", "verify"),
+    "checkpoint.check.verify": ("Finding", "rebuild", "verify"),
     "checkpoint.ranks": ("FileBarrier", "Ranks", "ThreadBarrier"),
     "checkpoint.read.checkpoint": ("Checkpoint", "open"),
     "checkpoint.reshard.engines": ("commit_packs",),

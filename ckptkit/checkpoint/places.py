@@ -1,4 +1,6 @@
-"""Where the files of a run are: the only place that spells their names (FORMAT section 1)."""
+"""Where the files of a run are, the only place that spells their names (FORMAT section 1); and from
+a location to a committed step: the step itself, or the newest one of a run.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,43 @@ import datetime
 import os
 import re
 import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TypeAlias
 
-from ckptkit.errors import UsageError
-from ckptkit.storage import NO_OPTIONS, Address, Location, Options, Store, open_store
+from isal import isal_zlib
+
+from ckptkit.checkpoint.workers import ask_all
+from ckptkit.errors import (
+    AlreadyExistsError,
+    CkptkitError,
+    FormatError,
+    NotCommittedError,
+    NotFoundError,
+    UsageError,
+)
+from ckptkit.format.envelope import (
+    CRC_BYTES,
+    CRC_MARK,
+    MAX_DOCUMENT_BYTES,
+    check_head,
+    check_sum,
+)
+from ckptkit.format.manifest import MANIFEST_KIND, Manifest
+from ckptkit.format.record import SaveInfo
+from ckptkit.storage import (
+    NO_OPTIONS,
+    Address,
+    Location,
+    Options,
+    Source,
+    Store,
+    default_pool,
+    open_store,
+)
+from ckptkit.storage.base.disk import link_in_the_way
+from ckptkit.storage.base.store import checked_size
 
 MANIFEST = "manifest.msgpack"
 DATA = "data"
@@ -18,6 +53,10 @@ MAX_STEP = (1 << 63) - 1
 Place: TypeAlias = str | os.PathLike[str] | Location | Address | Store
 
 _STEP = re.compile(r"step-([0-9]{10,19})")
+# Larger manifests, of more than two million chunks, are looked at before they are read.
+_AT_ONCE = 64 << 20
+_BAND = 4 << 20
+_HEAD_BYTES = 4096
 
 
 def store_at(place: Place, options: Options | None = None) -> Store:
@@ -86,3 +125,250 @@ def new_save_id() -> str:
     """Never used before; sorts by time, so that a listing tells a story."""
     now = datetime.datetime.now(datetime.UTC)
     return f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(6)}"
+
+
+def read_manifest(store: Store, prefix: str) -> Manifest:
+    """The manifest of a step; NotCommittedError or NotFoundError where there is none."""
+    data = manifest_bytes(store, prefix)
+    if not data:
+        raise _not_committed(store, prefix, store.children(prefix), is_begun=data is not None)
+    return _manifest(store, prefix, data)
+
+
+def manifest_bytes(store: Store, prefix: str, most: int = MAX_DOCUMENT_BYTES) -> bytes | None:
+    """The manifest as it is stored, or its beginning where it has more than `most` bytes, in one
+    request; None where there is none, and nothing in one that was only begun.
+
+    Before a large one is in memory its ends are looked at: a file with a hole of 4 GiB costs
+    nothing to make. In a file system its checksum is compared first too; over a network that would
+    be a second read of all of it.
+    """
+    key = under(prefix, MANIFEST)
+    try:
+        return store.read_whole(key, _AT_ONCE)
+    except NotFoundError:
+        return None
+    except FormatError:
+        where = described(store, key)
+        with store.open(key) as source:
+            checked_size(where, source.size, MAX_DOCUMENT_BYTES)
+            check_head(MANIFEST_KIND, bytes(source.fetch(0, _HEAD_BYTES)), where)
+            tail = bytes(source.fetch(source.size - CRC_BYTES, CRC_BYTES))
+            crc = int.from_bytes(tail[-4:], "big")
+            if not store.abilities.waits_for_answers and tail[0] == CRC_MARK:
+                crc = crc_of(source, 0, source.size - 4)
+            check_sum(MANIFEST_KIND, tail, crc, where)
+        with _in_memory(where, source.size):
+            return store.read(key, 0, min(source.size, most))
+
+
+def read_head(store: Store, prefix: str) -> tuple[SaveInfo, int]:
+    """What a listing shows of a step: the save without its details, and the bytes of its packs;
+    NotCommittedError or NotFoundError where there is no manifest.
+    """
+    data = manifest_bytes(store, prefix, _AT_ONCE)
+    if not data:
+        raise _not_committed(store, prefix, store.children(prefix), is_begun=data is not None)
+    where = described(store, under(prefix, MANIFEST))
+    if len(data) < _AT_ONCE:
+        check_sum(MANIFEST_KIND, data[-CRC_BYTES:], isal_zlib.crc32(memoryview(data)[:-4]), where)
+    save, nbytes = Manifest.head(data, where)
+    _check_number(store, prefix, save)
+    return save, nbytes
+
+
+@contextmanager
+def _in_memory(where: str, size: int) -> Iterator[None]:
+    """A manifest may have 4 GiB, and as objects a part of it takes up to 70 times its bytes."""
+    try:
+        yield
+    except MemoryError as error:
+        raise FormatError(
+            f"a manifest of {size} bytes takes more memory than there is",
+            where=where,
+            hint="`ckpt ls RUN` reads no more than its head",
+        ) from error
+
+
+def crc_of(source: Source, start: int, size: int) -> int:
+    """The checksum of bytes that may be too many to be in memory at once."""
+    crc = 0
+    with default_pool().take(_BAND) as memory:
+        for begin in range(0, size, _BAND):
+            with memory[: min(_BAND, size - begin)] as band:
+                source.read_into(start + begin, band)
+                crc = int(isal_zlib.crc32(band, crc))
+    return crc
+
+
+def _manifest(store: Store, prefix: str, data: bytes) -> Manifest:
+    where = described(store, under(prefix, MANIFEST))
+    with _in_memory(where, len(data)):
+        manifest = Manifest.from_bytes(data, where)
+    _check_number(store, prefix, manifest.save)
+    return manifest
+
+
+def _check_number(store: Store, prefix: str, save: SaveInfo) -> None:
+    number = step_number(prefix or store.location.name)
+    if number is not None and number != save.step:
+        raise FormatError(
+            f"the manifest is of step {save.step}, the folder of step {number}",
+            where=described(store, under(prefix, MANIFEST)),
+            hint="the folder was renamed; give it its own name again",
+        )
+
+
+def manifest_at(store: Store) -> tuple[str, Manifest]:
+    """(prefix in the store, manifest) of the step at its location, or of the newest one of the
+    run there: one request for a step that has its own name, and two for a run.
+    """
+    if step_number(store.location.name) is not None and (data := manifest_bytes(store, "")):
+        return "", _manifest(store, "", data)
+    names = store.children("")
+    if MANIFEST in names or DATA in names:
+        return "", read_manifest(store, "")
+    for _, prefix in sorted(_numbered(names).items(), reverse=True):
+        if data := manifest_bytes(store, prefix):
+            return prefix, _manifest(store, prefix, data)
+    raise _not_committed(store, "", names)
+
+
+def step_folders(store: Store) -> dict[int, str]:
+    """The folders of all steps of a run by number, committed or not."""
+    return _numbered(store.children(""))
+
+
+def _numbered(names: Iterable[str]) -> dict[int, str]:
+    found = {step_number(name): name for name in names}
+    return {number: found[number] for number in sorted(n for n in found if n is not None)}
+
+
+def committed_steps(store: Store) -> dict[int, str]:
+    """The folders of the committed steps of a run by number.
+
+    An empty manifest commits nothing: where a file system has no links it is what remains of a
+    commit that was killed (`Store.put`).
+    """
+    folders = step_folders(store)
+    sizes = ask_all(store, lambda name: manifest_size(store, name), folders.values())
+    return {
+        number: name for (number, name), size in zip(folders.items(), sizes, strict=True) if size
+    }
+
+
+def manifest_size(store: Store, prefix: str) -> int | None:
+    """The bytes of a step's manifest: none at all where a commit was cut off, None without one."""
+    return stored_size(store, under(prefix, MANIFEST))
+
+
+def stored_size(store: Store, key: str) -> int | None:
+    """The bytes of an object; None where there is none."""
+    try:
+        return store.size(key)
+    except NotFoundError:
+        return None
+
+
+def refuse_begun(store: Store, prefix: str) -> None:
+    """Raise AlreadyExistsError where the manifest is empty: a commit was cut off, or is just
+    about to fill it.
+    """
+    if manifest_size(store, prefix) == 0:
+        raise AlreadyExistsError(
+            "a save of this step was killed while it committed: its manifest is empty",
+            where=described(store, prefix),
+            hint="once no save is under way, `ckpt prune RUN --grace 0` removes what it left, "
+            "and `ckpt rebuild STEP` commits it; overwrite=True replaces it",
+        )
+
+
+def refuse_links(store: Store, prefix: str) -> None:
+    """Raise what writing to a step would, where its folder or that of its data is a link."""
+    for folder, name in (("", prefix), (prefix, DATA)):
+        if name in store.links(folder):
+            raise link_in_the_way(described(store, under(folder, name)))
+
+
+def _not_committed(
+    store: Store, prefix: str, names: Sequence[str], *, is_begun: bool = False
+) -> NotFoundError:
+    where = described(store, prefix)
+    if is_begun or DATA in names:
+        objects = len(store.list(under(prefix, DATA)))
+        manifest = "an empty manifest" if is_begun else "no manifest"
+        return NotCommittedError(
+            f"not a committed checkpoint: {objects} objects, {manifest}",
+            where=where,
+            hint="`ckpt ls RUN` lists the steps that are; "
+            "`ckpt rebuild STEP` makes a lost manifest again",
+        )
+    steps = [name for name in names if step_number(name) is not None]
+    if steps:
+        return NotFoundError(
+            f"a run without a committed step: {len(steps)} were begun",
+            where=where,
+            hint="`ckpt ls RUN` shows them",
+        )
+    if what := _foreign(store, names):
+        return NotFoundError(
+            f"no checkpoint of ckptkit, but {what}", where=where, hint=_FOREIGN_HINT
+        )
+    what = f"{len(names)} other files" if names else "nothing there"
+    return NotFoundError(
+        f"no checkpoint: {what}", where=where, hint="pass the folder of a run or of a step"
+    )
+
+
+_FOREIGN_HINT = (
+    "this version cannot read it: load it with what wrote it, and save that with ckptkit.live.save"
+    " or ckptkit.Writer; of a pack or a manifest pass the folder of the step"
+)
+
+_HEAD = 256
+
+# What a folder is, and the names that tell; the first that fits counts.
+_FOLDERS = (
+    ("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp"),
+    (
+        "a DeepSpeed checkpoint",
+        r"global_step\d+|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",
+    ),
+    ("a Megatron checkpoint", r"iter_\d+|latest_checkpointed_iteration\.txt|mp_rank_\d+(_\d+)*"),
+    (
+        "a Hugging Face model",
+        r".*\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?",
+    ),
+    ("a plain Zarr folder", r"zarr\.json|\.zgroup|\.zarray|\.zmetadata"),
+    ("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)"),
+)
+# What a file is, and the bytes that tell.
+_FILES = (
+    ("a safetensors file", rb".{5}\x00{3}\{"),
+    ("the pack of one rank of a step", rb"PK\x03\x04.{26}.*zarr\.json"),
+    ("a torch.save file", rb"PK\x03\x04.{26}[^\x00]*data\.pkl"),
+    ("a pickle, as torch.save wrote before torch 1.6", rb"\x80[\x02-\x05]"),
+    ("a zip file", rb"PK\x03\x04"),
+    ("a GGUF file", rb"GGUF"),
+    ("an HDF5 file", rb"\x89HDF\r\n"),
+)
+
+
+def _foreign(store: Store, names: Sequence[str]) -> str | None:
+    """What is at the location of a store whose folder has these names, if it can be told."""
+    for what, pattern in _FOLDERS:
+        if any(re.fullmatch(pattern, name) for name in names):
+            return what
+    if names:
+        return None
+    # There is a store of folders only: for it a file is a folder without names.
+    location = store.location
+    if location.name == MANIFEST:
+        return "the manifest of a step"
+    head = b""
+    with suppress(CkptkitError):  # it is no file, or may not be read
+        above = store_at(replace(store.address, location=location.parent))
+        with above.open(location.name) as source:
+            head = bytes(source.fetch(0, min(_HEAD, source.size)))
+    found = (what for what, magic in _FILES if re.match(magic, head, re.DOTALL))
+    return next(found, "a file of a kind that is not known" if head else None)

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -197,14 +198,14 @@ class ThreadBarrier(Ranks):
         return _failed(self.failure, first, given_up=0 in self._room.left)
 
 
+@dataclass(slots=True)
 class _Room:
     """What the threads of one group share."""
 
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.shared: dict[int, bytes] = {}
-        self.said: dict[int, dict[int, bytes]] = {}
-        self.left: dict[int, str] = {}
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    shared: dict[int, bytes] = field(default_factory=dict)
+    said: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    left: dict[int, str] = field(default_factory=dict)
 
 
 class FileBarrier(Ranks):

@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -110,57 +111,41 @@ def _found(what: RulesLike, names: Iterable[str]) -> Rules:
         return what
     if isinstance(what, Mapping):
         return Rules.from_doc(what, where="rules")
+    if what == "auto":
+        known = list(dict.fromkeys(names))
+        fitting = [name for name, preset in presets().items() if preset.fits(known)]
+        if len(fitting) > 1:
+            raise RulesError(
+                f"more than one preset fits: {', '.join(fitting)}",
+                where="rules auto",
+                hint=f"name the one that is meant, such as --rules {fitting[0]}",
+            )
+        if fitting:
+            return presets()[fitting[0]].rules
+        return Rules("auto, which knows no preset for these names", ())
     path = Path(what)
     if isinstance(what, str):
-        if what == "auto":
-            return _detected(names)
         if what in presets():
             return presets()[what].rules
-        if path.suffix not in _SUFFIXES and not _exists(path):
-            raise _no_such(what)
-    return Rules.from_doc(_document(path), where=path.name)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name that no file can have
-        return False
-
-
-def _detected(names: Iterable[str]) -> Rules:
-    known = list(dict.fromkeys(names))
-    fitting = [name for name, preset in presets().items() if preset.fits(known)]
-    if len(fitting) > 1:
-        raise RulesError(
-            f"more than one preset fits: {', '.join(fitting)}",
-            where="rules auto",
-            hint=f"name the one that is meant, such as --rules {fitting[0]}",
-        )
-    if fitting:
-        return presets()[fitting[0]].rules
-    return Rules("auto, which knows no preset for these names", ())
-
-
-def _document(path: Path) -> Any:
+        is_file = path.suffix in _SUFFIXES
+        with suppress(OSError, ValueError):  # a name that no file can have
+            is_file = is_file or path.exists()
+        if not is_file:
+            close = difflib.get_close_matches(what[:80], [*presets(), "auto"], n=1)
+            guess = f"did you mean {close[0]}? " if close else ""
+            raise RulesError(
+                "no preset of this name, nor a file",
+                value=what,
+                hint=f"{guess}presets are {', '.join(presets())}, and auto",
+            )
     try:
         text = path.read_text(encoding="utf-8")
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        doc = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise RulesError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise RulesError(f"is neither YAML nor JSON: {error}", where=str(path)) from error
-
-
-def _no_such(what: str) -> RulesError:
-    close = difflib.get_close_matches(what[:80], [*presets(), "auto"], n=1)
-    guess = f"did you mean {close[0]}? " if close else ""
-    listed = ", ".join(presets())
-    return RulesError(
-        "no preset of this name, nor a file",
-        value=what,
-        hint=f"{guess}presets are {listed}, and auto",
-    )
+    return Rules.from_doc(doc, where=path.name)
 
 
 def _any(pattern: str, names: list[str]) -> bool:

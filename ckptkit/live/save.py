@@ -27,7 +27,6 @@ from ckptkit.live.state.agreement import put_together
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import StoreRanks, World, copying_threads, listed
 from ckptkit.live.state.tensors import as_bits, checksum, dtype_of
-from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import Keys, is_mark, own_apart, tensors_inline
 from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
@@ -112,7 +111,9 @@ def prepare(
     # where there can be such do ranks meet here: a rank that is late keeps nobody waiting.
     replicas = _replicas(snapshot, options.differing)
     plain = _plain_values(snapshot, values, options.differing)
-    keys = _fingerprint_of_keys(trees) if trees else b""
+    # In whatever order they are, the same keys have the same digest.
+    ordered = sorted((list(keys) for keys in _keys(trees)), key=dumps)
+    keys = hashlib.sha256(dumps(ordered)).digest() if trees else b""
     # The first stage may have none of the buffers of the others.
     compares = bool(replicas) or bool(trees) or topology.pipeline is not None
     wanted, details, first_keys, compares, theirs = ranks.share(
@@ -121,7 +122,10 @@ def prepare(
     if wanted != step:
         raise UsageError(f"rank 0 saves step {wanted}, rank {world.rank} another one", value=step)
     if compares:
-        first = _first_of_stage(topology)
+        # Stages of a pipeline have groups of their own: the first rank of each is what counts.
+        mesh = topology.strategy.mesh
+        here = enumerate(mesh.coords(world.rank))
+        first = mesh.rank(tuple(at if axis == topology.pipeline else 0 for axis, at in here))
         _check_replicas(ranks, [*((n, first, crc) for n, crc in plain.items()), *replicas])
     else:
         _check_plain_values(plain, theirs, world.rank)
@@ -210,13 +214,6 @@ def _plain_values(
     }
 
 
-def _first_of_stage(topology: Topology) -> int:
-    """Whose plain values count here: stages of a pipeline have groups of their own."""
-    mesh = topology.strategy.mesh
-    here = enumerate(mesh.coords(topology.rank))
-    return mesh.rank(tuple(at if axis == topology.pipeline else 0 for axis, at in here))
-
-
 def _check_plain_values(mine: Mapping[str, int], first: Mapping[str, int], rank: int) -> None:
     apart = [name for name, crc in mine.items() if first.get(name, crc) != crc]
     if apart:
@@ -294,12 +291,6 @@ def _keys_of_some(
         return [(keys, those) for keys, those in some.items() if keys[:-1] not in some]
 
     return dict(ranks.agree(list(_keys(trees)), of_some))
-
-
-def _fingerprint_of_keys(trees: Mapping[str, Any]) -> bytes:
-    """What tells whether ranks have the same keys, in whatever order."""
-    keys = sorted((list(keys) for keys in _keys(trees)), key=dumps)
-    return hashlib.sha256(dumps(keys)).digest()
 
 
 def _keys(tree: object, above: Keys = ()) -> Iterator[Keys]:

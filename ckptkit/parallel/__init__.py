@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ckptkit.parallel.optimizers.asynchronous import AsynchronousSGD
 from ckptkit.parallel.optimizers.compression import Compression
-from ckptkit.parallel.optimizers.elastic import ElasticTraining
+from ckptkit.parallel.optimizers.elastic import ElasticTraining, GlobalSampler
 from ckptkit.parallel.optimizers.methods import compression_of
-from ckptkit.parallel.optimizers.sampler import GlobalSampler
 from ckptkit.parallel.ranks.communicator import Communicator
 from ckptkit.parallel.ranks.job import current_communicator, init, run_in_memory
 from ckptkit.parallel.strategies import Bytes, Distributed, Memory, as_distributed

@@ -59,7 +59,7 @@ def test_the_ends_of_a_large_manifest_are_looked_at_before_it_is_fetched(
     key = "step-0000000001/manifest.msgpack"
     store = RemoteStore(memory_with({e.key: remote.read(e.key) for e in remote.list()}))
     good = remote.read(key)
-    monkeypatch.setattr("ckptkit.checkpoint.locate._AT_ONCE", len(good) - 1)
+    monkeypatch.setattr("ckptkit.checkpoint.places._AT_ONCE", len(good) - 1)
     with ckptkit.open(store) as checkpoint:
         assert sorted(checkpoint.arrays) == sorted(STATE)
     (info,) = Run(store).listing()

@@ -138,8 +138,8 @@ class PackFile:
         return [*self._scan(entries.windows, entries.faults), (known.end, what)]
 
     def chunk_faults(self, manifest: Manifest, pack: int) -> list[Fault]:
-        """The same of its chunks alone, by what the manifest says of them: its record cannot be
-        read.
+        """What is wrong with its chunks alone, by what the manifest says of them: its record cannot
+        be read.
         """
         rows = np.flatnonzero(manifest.pack == pack)
         rows = rows[np.argsort(manifest.offset[rows])]
@@ -152,11 +152,8 @@ class PackFile:
             crc = int(manifest.crc32[row])
             return Expected(Entry(manifest.chunk_key(row), offset, length, crc))
 
-        def faults(window: PackWindow, memory: memoryview) -> Iterator[Fault]:
-            for item in window.entries:
-                yield from _entry_faults(item, memory, window.start)
-
-        return self._scan(windows, faults)
+        # There is no knowing what follows them.
+        return self._scan(windows, PackBytes(None, self.size, b"").faults)
 
     def _scan(
         self,
@@ -169,9 +166,8 @@ class PackFile:
         with self.store.open(self.key, self.size) as source:
 
             def scan(window: PackWindow) -> None:
-                if (
-                    pace.reads_are_copies
-                ):  # reading is copying: memory that was used before is faster
+                if pace.reads_are_copies:
+                    # Into memory that was used before, which is faster to fill.
                     with default_pool().take(window.size) as memory:
                         source.read_into(window.start, memory)
                         found.extend(faults(window, memory))

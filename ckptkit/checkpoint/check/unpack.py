@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from ckptkit.storage.base.disk import entered, make_folders, refusals, sync_fold
 _WRITING = 4
 # More than there are cores: the file system then writes its journal once for several files.
 _SYNCING = 8
+_KEYS = 16
 
 
 def unpack(
@@ -49,7 +50,13 @@ def unpack(
             hint="unpack into a folder, and copy that; `Checkpoint.zarr` reads without unpacking",
         )
     target = Path(place.path)
-    _check_free(target)
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        if _unfinished(target):
+            with suppress(OSError), _turn(target):
+                pass  # which removes what is nobody's
+        raise AlreadyExistsError(
+            "there is something already", where=str(target), hint="name a folder that is not there"
+        )
     made = [parent for parent in target.parents if not parent.exists()]
     try:
         with refusals(str(target)):
@@ -73,16 +80,6 @@ def unpack(
                 parent.rmdir()
         raise
     return count
-
-
-def _check_free(target: Path) -> None:
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        if _unfinished(target):
-            with suppress(OSError), _turn(target):
-                pass  # which removes what is nobody's
-        raise AlreadyExistsError(
-            "there is something already", where=str(target), hint="name a folder that is not there"
-        )
 
 
 def _unfinished(target: Path) -> list[Path]:
@@ -147,24 +144,27 @@ def _threads(checkpoint: Checkpoint, memory: int) -> int:
 
 
 def _write(view: ZarrView, root: Path, threads: int, progress: Progress | None) -> int:
+    """Write the value of each key as a file; returns their number."""
     counts: list[int] = []
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
     def write(keys: Sequence[str]) -> None:
         for key in keys:
-            size = _write_key(view, root, key)
+            data = view.read_key(key) or b""
+            path = root.joinpath(*key.split("/"))
+            with (
+                entered(root.parent, path.parent, []) as folder,
+                os.fdopen(os.open(path.name, flags, 0o666, dir_fd=folder), "wb") as file,
+            ):
+                file.write(data)
             if progress:
-                progress(size)
+                progress(len(data))
         counts.append(len(keys))
 
-    share_out(_batches(view.keys()), write, threads)
+    left = iter(view.keys())
+    # A few at a time: threads that asked for each would mostly wait for one another.
+    share_out(iter(lambda: list(islice(left, _KEYS)), []), write, threads)
     return sum(counts)
-
-
-def _batches(keys: Iterable[str]) -> Iterator[list[str]]:
-    """A few at a time, since threads that ask for each would mostly wait for one another."""
-    left = iter(keys)
-    while batch := list(islice(left, 16)):
-        yield batch
 
 
 def _sync(path: Path) -> None:
@@ -174,15 +174,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write_key(view: ZarrView, root: Path, key: str) -> int:
-    data = view.read_key(key) or b""
-    path = root.joinpath(*key.split("/"))
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with (
-        entered(root.parent, path.parent, []) as folder,
-        os.fdopen(os.open(path.name, flags, 0o666, dir_fd=folder), "wb") as file,
-    ):
-        file.write(data)
-    return len(data)

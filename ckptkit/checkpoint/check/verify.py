@@ -1,5 +1,5 @@
 """Is a step whole? Every byte of it is accounted for, and what is wrong comes back as findings,
-not as exceptions.
+not as exceptions. Where the packs are whole, `rebuild` makes a lost manifest of them again.
 """
 
 from __future__ import annotations
@@ -12,12 +12,34 @@ from itertools import chain
 import numpy as np
 
 from ckptkit.checkpoint.check.pack import Fault, PackBytes, PackFile
-from ckptkit.checkpoint.locate import manifest_at
-from ckptkit.checkpoint.places import Place, data_prefix, described, store_at
+from ckptkit.checkpoint.places import (
+    DATA,
+    MANIFEST,
+    Place,
+    data_prefix,
+    described,
+    manifest_at,
+    read_manifest,
+    step_name,
+    step_number,
+    store_at,
+    under,
+)
 from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.workers import Pace, Progress, ask_all
 from ckptkit.checkpoint.write.assemble import assemble
-from ckptkit.errors import CkptkitError, FormatError, NotFoundError, StorageError
+from ckptkit.checkpoint.write.commit import gather, publish
+from ckptkit.errors import (
+    CkptkitError,
+    FormatError,
+    NotCommittedError,
+    NotFoundError,
+    PeerError,
+    StepExistsError,
+    StorageError,
+    UsageError,
+    VersionError,
+)
 from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import whole
@@ -26,6 +48,8 @@ from ckptkit.storage import Options, Store
 
 # So many packs at a time, where they are read over a network.
 _PACKS = 4
+# So many saves are named where there are several.
+_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +121,11 @@ def verify(
     looked = [*map(look, ranks[:1]), *ask_all(store, look, ranks[1:], at_once)]
     findings += chain.from_iterable(found for found, _ in looked)
     records = [record for _, record in looked if record is not None]
-    findings += _totals(manifest, described(store, prefix))
+    for item in manifest.objects:
+        try:
+            whole(item)
+        except FormatError as error:  # a sum that has no total: older versions wrote them
+            findings.append(_as_finding(error, described(store, prefix)))
     if len(records) == manifest.save.world_size:
         for number in set(there).difference(ranks):
             key = f"{folder}/{manifest.packs[number].name}"
@@ -136,15 +164,6 @@ def _files(store: Store, folder: str, manifest: Manifest) -> tuple[list[Finding]
     return findings, wrong
 
 
-def _totals(manifest: Manifest, where: str) -> Iterator[Finding]:
-    """Sums that have no total: older versions wrote them."""
-    for item in manifest.objects:
-        try:
-            whole(item)
-        except FormatError as error:
-            yield _as_finding(error, where)
-
-
 def _compare(
     store: Store, prefix: str, manifest: Manifest, records: list[Record]
 ) -> Iterator[Finding]:
@@ -169,3 +188,89 @@ def _compare(
 def _as_finding(error: CkptkitError, where: str) -> Finding:
     kind = "corrupt" if isinstance(error, FormatError) else "unreadable"
     return Finding(kind, error.where or where, error.what, error.hint)
+
+
+def rebuild(
+    location: Place, *, save_id: str | None = None, storage_options: Options | None = None
+) -> Manifest:
+    """Make the manifest of a step from its packs and commit it; refused where a readable one
+    exists.
+
+    A damaged or empty one is replaced.
+
+    With the packs of several complete saves in the step, `save_id` has to say which one is
+    meant.
+    """
+    store, prefix = store_at(location, storage_options), ""
+    number = step_number(store.location.name)
+    if number is not None and store.location.scheme == "file" and not isinstance(location, Store):
+        # From the run down: where the step is a link, what it leads to is not this run's.
+        store, prefix = store_at(store.location.parent), store.location.name
+    damaged = _is_damaged(store, prefix)
+    manifest = _choose(store, prefix, save_id)
+    if number is not None and number != manifest.save.step:
+        raise FormatError(
+            f"the packs are of step {manifest.save.step}, the folder is that of step {number}",
+            where=described(store, prefix),
+            hint=f"the folder was renamed: call it {step_name(manifest.save.step)} again",
+        )
+    publish(store, prefix, manifest, replace=damaged)
+    return manifest
+
+
+def _is_damaged(store: Store, prefix: str) -> bool:
+    """Whether there is a manifest that is damaged or empty; StepExistsError where there is a
+    good one.
+    """
+    if MANIFEST not in store.children(prefix):
+        return False
+    try:
+        read_manifest(store, prefix)
+    except VersionError:
+        raise
+    except (FormatError, NotCommittedError):
+        return True
+    where = described(store, prefix)
+    raise StepExistsError(
+        "the step is committed already, and its manifest can be read",
+        where=where,
+        hint=f"there is nothing to rebuild; `ckpt verify {where}` looks at every byte",
+    )
+
+
+def _choose(store: Store, prefix: str, save_id: str | None) -> Manifest:
+    where = described(store, under(prefix, DATA))
+    found = store.children(under(prefix, DATA))
+    if not found:
+        raise NotFoundError(
+            "no packs to rebuild from",
+            where=where,
+            hint="pass the folder of a step; `ckpt ls RUN` lists those of a run",
+        )
+    if save_id is not None and save_id not in found:
+        raise NotFoundError(
+            "no such save",
+            where=where,
+            value=save_id,
+            hint=f"there is {', '.join(found[-_NAMED:])}",
+        )
+    complete: dict[str, Manifest] = {}
+    problems = []
+    for candidate in [save_id] if save_id else found:
+        try:
+            complete[candidate] = gather(store, prefix, candidate)
+        except (FormatError, PeerError, NotFoundError) as error:
+            problems.append(": ".join(filter(None, (candidate, error.where, error.what))))
+    if not complete:
+        raise FormatError(
+            f"no save in it is complete: {'; '.join(problems)}",
+            where=where,
+            hint="the step was never finished, or a pack is damaged; use an older step",
+        )
+    if len(complete) > 1:
+        raise UsageError(
+            f"{len(complete)} complete saves: {', '.join(complete)}",
+            where=where,
+            hint="say which one with save_id (`ckpt rebuild STEP --save-id …`)",
+        )
+    return next(iter(complete.values()))

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.locate import manifest_at, read_manifest
-from ckptkit.checkpoint.places import Place, described, store_at
+from ckptkit.checkpoint.places import Place, described, manifest_at, read_manifest, store_at
 from ckptkit.checkpoint.read.packs import OpenPacks
 from ckptkit.checkpoint.read.reader import Wanted, plan_read
 from ckptkit.checkpoint.workers import Pace, Progress, share_out

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from isal import isal_zlib
 
-from ckptkit.checkpoint.locate import read_manifest
-from ckptkit.checkpoint.places import data_prefix, described
+from ckptkit.checkpoint.places import data_prefix, described, read_manifest
 from ckptkit.checkpoint.workers import Pace
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.format.array_table import ArrayTables

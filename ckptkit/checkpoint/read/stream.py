@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.locate import crc_of
+from ckptkit.checkpoint.places import crc_of
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.reader import BAND_BYTES
 from ckptkit.checkpoint.workers import Pace, Progress, copy_threads, cores, share_out

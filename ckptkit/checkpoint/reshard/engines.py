@@ -19,8 +19,17 @@ from importlib import import_module
 from operator import call
 from typing import Any
 
-from ckptkit.checkpoint.locate import committed_steps, read_manifest, step_folders
-from ckptkit.checkpoint.places import DATA, Place, data_prefix, described, store_at, under
+from ckptkit.checkpoint.places import (
+    DATA,
+    Place,
+    committed_steps,
+    data_prefix,
+    described,
+    read_manifest,
+    step_folders,
+    store_at,
+    under,
+)
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.reshard.copy import Budget, copying

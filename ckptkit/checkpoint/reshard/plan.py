@@ -13,15 +13,15 @@ from typing import Any, Required, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.check.digest import digest_of
 from ckptkit.checkpoint.check.pack import PackBytes, PackFile
-from ckptkit.checkpoint.locate import refuse_links
+from ckptkit.checkpoint.check.state import digest_of
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
     Place,
     data_prefix,
     described,
+    refuse_links,
     step_name,
     step_number,
     stores_at,

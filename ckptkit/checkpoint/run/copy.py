@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckptkit.checkpoint.check.pack import PackBytes, PackWindow
-from ckptkit.checkpoint.locate import read_manifest
-from ckptkit.checkpoint.places import data_prefix, described, step_name
+from ckptkit.checkpoint.places import data_prefix, described, read_manifest, step_name, stored_size
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
 from ckptkit.checkpoint.workers import Progress, ask_all, share_out
@@ -110,7 +109,12 @@ class _Copying:
         if is_there:
             return 0
         sent, problem = self._send(ranks)
-        self._agree(ranks, problem)
+        # When all packs are complete they go on; where one is damaged, all raise.
+        mine = None if problem is None else (problem.what, problem.where)
+        told = ranks.agree(mine, lambda heard: next(filter(None, heard), None))
+        if told is not None:
+            what, where = told
+            raise problem or UnsoundStepError(what, where=where, save_id=self.save_id)
         commit_together(ranks, self._target, self._prefix, save_id, self._commit)
         return sent
 
@@ -142,14 +146,6 @@ class _Copying:
             self._sources.close()
         return sent, None
 
-    def _agree(self, ranks: Ranks, problem: UnsoundStepError | None) -> None:
-        """When all packs are complete, go on; where one is damaged, raise on all ranks."""
-        mine = None if problem is None else (problem.what, problem.where)
-        told = ranks.agree(mine, lambda heard: next(filter(None, heard), None))
-        if told is not None:
-            what, where = told
-            raise problem or UnsoundStepError(what, where=where, save_id=self.save_id)
-
     @contextmanager
     def _reading(self, where: str) -> Iterator[None]:
         """Where what goes wrong is the source's fault."""
@@ -166,7 +162,7 @@ class _Copying:
         info = self._manifest.packs[pack]
         key = f"{self._folder}/{info.name}"
         # In a file system what was cut off can be seen, and have its full size already.
-        if not self._target.abilities.claims_names and _size(self._target, key) == info.size:
+        if not self._target.abilities.claims_names and stored_size(self._target, key) == info.size:
             return 0
         where, progress = self._sources.where(pack), self._options.progress
         with self._reading(where):
@@ -244,10 +240,3 @@ class _Copying:
         except StepExistsError:
             discard(self._target, self._prefix, self.save_id)
             raise
-
-
-def _size(store: Store, key: str) -> int | None:
-    try:
-        return store.size(key)
-    except NotFoundError:
-        return None

@@ -28,8 +28,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from ckptkit.checkpoint.locate import manifest_bytes, refuse_begun
-from ckptkit.checkpoint.places import MANIFEST, data_prefix, described, under
+from ckptkit.checkpoint.places import (
+    MANIFEST,
+    data_prefix,
+    described,
+    manifest_bytes,
+    refuse_begun,
+    under,
+)
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.packs import PackRecord, read_record
 from ckptkit.checkpoint.workers import asked_in_threads, at_once

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_line, late
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_line, late, leaving
 from ckptkit.checkpoint.workers import copy_threads
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import dumps
@@ -84,6 +85,18 @@ def ranks_of(
 ) -> StoreRanks | OneRank:
     """All ranks of a job, for one call; every rank has to ask for the same name."""
     return StoreRanks(world, name, timeout, failure) if world.size > 1 else OneRank()
+
+
+@contextmanager
+def meeting(
+    world: World, what: str, timeout: float = DEFAULT_TIMEOUT, failure: str = Ranks.failure
+) -> Iterator[Ranks]:
+    """All ranks of a job, for one call that every rank makes; what goes wrong in it on one rank is
+    told to the others, which raise it too.
+    """
+    ranks = ranks_of(world, next_name(world, what), timeout, failure)
+    with leaving(ranks):
+        yield ranks
 
 
 class StoreRanks(Ranks):
@@ -275,17 +288,16 @@ class GroupRanks(Ranks):
         return [each[: int(size)].cpu().numpy().tobytes() for each, size in pairs]
 
 
-class _reachable:  # noqa: N801 — reads as a statement
-    """Turns a lost store into an error that says what that means."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, dist.DistError):
-            raise PeerError(
-                "the job's store does not answer: the rank or agent that holds it is gone",
-                hint="look at the log of rank 0",
-            ) from error
+@contextmanager
+def _reachable() -> Iterator[None]:
+    """Turn a lost store into an error that says what that means."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise PeerError(
+            "the job's store does not answer: the rank or agent that holds it is gone",
+            hint="look at the log of rank 0",
+        ) from error
 
 
 def listed(ranks: Sequence[int], most: int = 8) -> str:

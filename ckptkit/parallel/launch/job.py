@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptkit.errors import UsageError
-
-BACKENDS = ("auto", "gloo", "nccl", "mpi")
+from ckptkit.parallel.ranks.job import BACKENDS
 
 Show = Callable[[str, str], None]
 """Called with "stdout" or "stderr", and a line."""
@@ -99,7 +98,7 @@ class Outcome:
 
     @property
     def reason(self) -> str:
-        """In words."""
+        """Which rank failed, and how, in a few words."""
         if self.ok:
             return "all ranks ended well"
         who = "a rank" if self.failed_rank is None else f"rank {self.failed_rank}"
@@ -131,7 +130,7 @@ class Output:
         self._told = False
 
     def line(self, rank: int, stream: str, text: str) -> None:
-        """A line of a rank."""
+        """Show a line of a rank, or keep it where it belongs to a traceback."""
         with self._lock:
             if stream == "stderr":
                 text = _OF_TORCH.sub("", text)
@@ -147,7 +146,7 @@ class Output:
             self._show(stream, f"[rank {rank}] {text}")
 
     def ended(self, rank: int, code: int) -> None:
-        """A rank has ended so."""
+        """Note when a rank ended, by the exit code that it ended with."""
         with self._lock:
             self._ended.setdefault(rank, (time.monotonic(), code))
             if code == 0:
@@ -206,7 +205,7 @@ class Output:
             self._held.clear()
 
     def note(self, text: str) -> None:
-        """A line of no rank."""
+        """Show a line that is of no rank."""
         with self._lock:
             self._show("stderr", text)
 

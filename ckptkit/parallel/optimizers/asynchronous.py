@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from ckptkit.checkpoint.ranks import leaving
 from ckptkit.errors import UsageError
-from ckptkit.live.state.ranks import World, current_world, next_name, ranks_of
+from ckptkit.live.state.ranks import World, current_world, meeting
 from ckptkit.live.state.sockets import Listener, own_address
 from ckptkit.live.wrappers.entries import parameter_names
 from ckptkit.live.wrappers.training import Model
@@ -78,7 +77,7 @@ class AsynchronousSGD:
         self._met: dict[str, Any] | None = {}
         self._closed = False
         self._access = self._connect()
-        self._pull()
+        self._take((server, access.pull()) for server, access in self._access.items())
 
     @property
     def steps(self) -> dict[int, int]:
@@ -97,8 +96,7 @@ class AsynchronousSGD:
         self._met = None
         for server, access in self._access.items():
             access.begin_push([self._parameters[name].grad for name in self._shares[server]])
-        for server, access in self._access.items():
-            self._put(server, access.end_push())
+        self._take((server, access.end_push()) for server, access in self._access.items())
 
     def set_options(self, **options: object) -> None:
         """Change options of the servers' optimizers for all workers, such as `lr=0.01`."""
@@ -113,11 +111,9 @@ class AsynchronousSGD:
         `on_loss="continue"`.
         """
         self._check_open()
-        name = next_name(self._world, "meeting")
-        ranks = ranks_of(self._world, name, self._timeout, "there is no common state")
-        with leaving(ranks):
+        with meeting(self._world, "meeting", self._timeout, "there is no common state") as ranks:
             ranks.wait()
-            self._pull()
+            self._take((server, access.pull()) for server, access in self._access.items())
             states, steps = [access.state() for access in self._access.values()], self.steps
             # Nobody pushes again before all have pulled.
             ranks.wait()
@@ -139,10 +135,10 @@ class AsynchronousSGD:
         """Go on from a state, and from the parameters that the model has now; any number of
         servers and workers may have saved it. All ranks load before one steps.
         """
-        self._shard.take(self._parameters)
-        if not state:
-            return  # of a training that had not begun
-        self._shard.load(state["options"], state["state"])
+        if not state:  # of a training that had not begun
+            self._shard.load(self._parameters, {}, {})
+            return
+        self._shard.load(self._parameters, state["options"], state["state"])
         steps = {int(worker): count for worker, count in state["steps"].items()}
         if set(steps) != set(self._workers):
             # Who did them is of no use to others: all begin alike.
@@ -177,22 +173,18 @@ class AsynchronousSGD:
         if self._server is not None:
             self._server.close()
 
-    def _pull(self) -> None:
-        for server, access in self._access.items():
-            self._put(server, access.pull())
-
-    def _put(self, server: int, values: Sequence[torch.Tensor]) -> None:
+    def _take(self, pulled: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> None:
+        """Put the values of each server's parameters in place, one server after another."""
         with torch.no_grad():
-            for name, value in zip(self._shares[server], values, strict=True):
-                self._parameters[name].copy_(value)
+            for server, values in pulled:
+                for name, value in zip(self._shares[server], values, strict=True):
+                    self._parameters[name].copy_(value)
 
     def _connect(self) -> dict[int, Access]:
         """Reach all servers; a rank that is no worker asks them too, when all meet."""
         world, shard, clocks = self._world, self._shard, self._clocks
         used = [server for server in self._servers if self._shares[server]]
-        name = next_name(world, "asynchronous")
-        ranks = ranks_of(world, name, self._timeout, "no training begins")
-        with leaving(ranks):
+        with meeting(world, "asynchronous", self._timeout, "no training begins") as ranks:
             hosts = ranks.agree(socket.gethostname(), list)
             address = None
             if world.rank in used and world.size > 1:

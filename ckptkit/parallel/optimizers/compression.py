@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,8 @@ class Compression(ABC):
     def __init__(self, spec: str) -> None:
         self.spec = spec
         self._wire: Wire | None = None
-        self._names: dict[nn.Parameter, str] = {}
+        self._names: dict[Any, str] = {}
+        """Of the parameters in the checkpoint: unlike buckets, names outlive a job."""
 
     def attach(self, model: nn.Module) -> None:
         """Let the gradients of a model go through here; once, before its first step."""
@@ -119,7 +120,7 @@ class Compression(ABC):
         return 0 if self._wire is None else self._wire.uncompressed
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on."""
+        """What a job that goes on has to know: the compression, and what it has left unsent."""
         return {"spec": self.spec}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -141,12 +142,8 @@ class Compression(ABC):
         raise NotImplementedError
 
     def unpacked(self, data: torch.Tensor, numel: int) -> torch.Tensor:
-        """The elements that they stand for."""
+        """The elements, about, that `packed` made bytes of."""
         raise NotImplementedError
-
-    def name_of(self, parameter: torch.Tensor) -> str:
-        """The name of a parameter in the checkpoint: unlike buckets, names outlive a job."""
-        return self._names[cast("nn.Parameter", parameter)]
 
     def _hook(self, bucket: GradBucket) -> Sent:
         self.wire.uncompressed += self.wire.ring(bucket.buffer().nbytes)

@@ -1,4 +1,6 @@
-"""A training loop that goes on where it was, with as many ranks as there are now."""
+"""A training loop that goes on where it was, with as many ranks as there are now, and the order of
+samples that it keeps.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,23 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import CkptkitError, FormatError, UsageError
 from ckptkit.format.objects import PerRank
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.restore import Restored
 from ckptkit.live.state.extra import rng_state, set_rng_state
-from ckptkit.live.state.ranks import World, current_world, next_name, ranks_of
-from ckptkit.parallel.optimizers.sampler import GlobalSampler, seed_of
+from ckptkit.live.state.ranks import World, current_world, meeting, next_name
 
 log = logging.getLogger("ckptkit.parallel")
 
@@ -156,7 +159,8 @@ class ElasticTraining:
             self._checkpointer.wait()
         if self._replicas is not None:
             self._replicas.close()
-            self._ranks().wait()  # nobody writes there any more
+            with self._meeting() as ranks:
+                ranks.wait()  # nobody writes there any more
             if self._world.rank == 0:
                 shutil.rmtree(self._replicas.location, ignore_errors=True)
         self._leave()
@@ -181,12 +185,23 @@ class ElasticTraining:
 
     def _begin(self, rule: RateRule) -> None:
         """Go on with the newest step there is, of whatever number of ranks, or begin a run."""
-        replica = self._newest_replica()
+
+        def newer_replica() -> int:
+            """The step in memory that is newer than all checkpoints, or -1: rank 0's view."""
+            if self._replicas is None:
+                return -1
+            saved, job = newest_of(self._checkpointer.run)
+            replica, _ = newest_of(self._replicas.run, job)
+            return replica if replica > saved >= 0 else -1
+
+        with self._meeting() as ranks:
+            replica = int(ranks.share(newer_replica))
         restored = self._restored(replica)
         ratio = self._world.size / self._reference
         if restored is None:
             # Replicas belong to a run that has this step: what another left is not taken for it.
-            self._job = self._ranks().share(lambda: secrets.token_hex(8))
+            with self._meeting() as ranks:
+                self._job = ranks.share(lambda: secrets.token_hex(8))
             factor = rule(ratio)
         else:
             document = restored.extra[_DOCUMENT]
@@ -197,6 +212,7 @@ class ElasticTraining:
                 set_rng_state(restored.extra["rng"])
             else:  # not what they began with, and not the same on two ranks
                 torch.manual_seed(seed_of(self._step, self._world.rank))
+            # What was restored has been multiplied already, for the ranks that there were.
             before = rule(document["ranks"] / self._reference)
             factor = rule(self._world.size / self._reference) / before
         if factor != 1:
@@ -207,25 +223,10 @@ class ElasticTraining:
             self._save(self._checkpointer)
             self._checkpointer.wait()
         if self._replicas is not None:
-            ranks = self._ranks()
-            with leaving(ranks):
+            with self._meeting() as ranks:
                 if self._world.rank == 0:
                     free_memory(self._replicas.run, replica)
                 ranks.wait()
-
-    def _newest_replica(self) -> int:
-        """The step in memory that is newer than all checkpoints, or -1: rank 0's view."""
-
-        def newest() -> int:
-            if self._replicas is None:
-                return -1
-            saved, job = newest_of(self._checkpointer.run)
-            replica, _ = newest_of(self._replicas.run, job)
-            return replica if replica > saved >= 0 else -1
-
-        ranks = self._ranks()
-        with leaving(ranks):
-            return int(ranks.share(newest))
 
     def _restored(self, replica: int) -> Restored | None:
         def checked(restored: Restored | None) -> Restored | None:
@@ -269,9 +270,8 @@ class ElasticTraining:
             time.sleep(_PAUSE)
             left = world.rendezvous.add(key, 0)
 
-    def _ranks(self) -> Ranks:
-        name = next_name(self._world, "elastic")
-        return ranks_of(self._world, name, self._timeout, "the training does not go on")
+    def _meeting(self) -> AbstractContextManager[Ranks]:
+        return meeting(self._world, "elastic", self._timeout, "the training does not go on")
 
 
 def replicas_in(
@@ -282,8 +282,7 @@ def replicas_in(
     """
     path = Path(folder)
     token = path / f".seen-{os.getpid()}"
-    ranks = ranks_of(world, next_name(world, "replicas"), timeout, "nothing was replicated")
-    with leaving(ranks):
+    with meeting(world, "replicas", timeout, "nothing was replicated") as ranks:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Where all users may write, somebody else may have made it, or a link to what is ours.
         is_own = path.lstat().st_uid == path.stat().st_uid == os.getuid()
@@ -375,3 +374,75 @@ def _schedulers(scheduler: Any) -> Iterator[Any]:
         yield scheduler
         for inner in getattr(scheduler, "_schedulers", []):
             yield from _schedulers(inner)
+
+
+class GlobalSampler:
+    """Gives each sample once an epoch, to one rank, also when the number of ranks changes.
+
+    Its position is how many samples all ranks together have taken. An epoch's order follows from
+    the seed and the number of the epoch; a batch may reach into the next epoch.
+
+    >>> sampler = GlobalSampler(10, shuffle=False)
+    >>> sampler.share(4, rank=1, ranks=2)
+    [2, 3]
+    """
+
+    def __init__(self, size: int, *, seed: int = 0, shuffle: bool = True) -> None:
+        if size < 1:
+            raise UsageError("a number of samples", where="size", value=size)
+        self.position = 0
+        self._size, self._seed, self._shuffle = size, seed, shuffle
+        self._orders: dict[int, list[int]] = {}
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next sample."""
+        return self.position // self._size
+
+    def share(self, count: int, rank: int = 0, ranks: int = 1) -> list[int]:
+        """What a rank has of the next samples; all ranks ask for the same number of them."""
+        first = self.position
+        samples = []
+        for place in range(first + count * rank // ranks, first + count * (rank + 1) // ranks):
+            epoch, at = divmod(place, self._size)
+            if self._shuffle:
+                if epoch not in self._orders:
+                    if len(self._orders) > 1:
+                        del self._orders[min(self._orders)]
+                    generator = torch.Generator().manual_seed(seed_of(self._seed, epoch))
+                    order = torch.randperm(self._size, generator=generator)
+                    self._orders[epoch] = order.tolist()
+                at = self._orders[epoch][at]
+            samples.append(at)
+        return samples
+
+    def advance(self, count: int) -> None:
+        """Go on by as many samples as all ranks together have taken."""
+        self.position += count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "position": self.position,
+            "size": self._size,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position in the same order."""
+        mine = self.state_dict()
+        for key in ("size", "seed", "shuffle"):
+            if state[key] != mine[key]:
+                raise UsageError(
+                    f"the order was made with {key}={state[key]!r}: here samples would be lost "
+                    "or come again",
+                    where=f"sampler.{key}",
+                    value=mine[key],
+                )
+        self.position = state["position"]
+
+
+def seed_of(*numbers: int) -> int:
+    """A seed made of several numbers; of 32 bits, as torch's generator on CPUs ignores more."""
+    text = "/".join(map(str, numbers))
+    return int.from_bytes(sha256(text.encode()).digest()[:4], "big")

@@ -172,7 +172,7 @@ def encoded(values: torch.Tensor, runs: Sequence[BlockRun]) -> torch.Tensor:
 
 
 def decoded(data: torch.Tensor, runs: Sequence[BlockRun]) -> torch.Tensor:
-    """The elements that were encoded."""
+    """The elements, about, that `encoded` made bytes of."""
     head = _SCALE_BYTES * sum(run.count for run in runs)
     scales = data[:head].clone().view(torch.float32).split([run.count for run in runs])
     codes = data[head:].view(torch.int8).split([run.numel for run in runs])
@@ -200,10 +200,14 @@ class TopK(RememberingCompression):
 
     def _send(self, bucket: GradBucket) -> Sent:
         gradients = bucket.gradients()
-        chosen = [
-            self._choose(self.name_of(parameter), gradient)
-            for parameter, gradient in zip(bucket.parameters(), gradients, strict=True)
-        ]
+        chosen = []  # of each gradient: where its largest elements are, those, and what is left
+        for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
+            residual = self.residual(self._names[parameter], gradient)
+            total = (residual + gradient.float()).flatten()
+            count = math.ceil(self._share * total.numel())
+            index = total.abs().topk(count, sorted=False).indices
+            left = total.index_fill(0, index, 0).view_as(residual)
+            chosen.append((index, total[index], left))
         indices = torch.cat([index for index, _, _ in chosen]).to(torch.int32).view(torch.uint8)
         values = torch.cat([value for _, value, _ in chosen]).view(torch.uint8)
         payload = torch.cat([indices, values])
@@ -218,18 +222,10 @@ class TopK(RememberingCompression):
         each = zip(bucket.parameters(), gradients, sums, chosen, strict=True)
         for parameter, gradient, total, (_, _, left) in each:
             gradient.copy_(total.div_(self.wire.size).view_as(gradient))
-            residual = self.residuals[self.name_of(parameter)]
+            residual = self.residuals[self._names[parameter]]
             # The same on all ranks: after an overflow, which the training skips, all stays.
             torch.where(total.isfinite().all(), left, residual, out=residual)
         return done(bucket.buffer())
-
-    def _choose(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Where the largest elements are, what they are, and what is left without them."""
-        residual = self.residual(name, gradient)
-        total = (residual + gradient.float()).flatten()
-        count = math.ceil(self._share * total.numel())
-        index = total.abs().topk(count, sorted=False).indices
-        return index, total[index], total.index_fill(0, index, 0).view_as(residual)
 
 
 class PowerSGD(RememberingCompression):
@@ -273,7 +269,7 @@ class PowerSGD(RememberingCompression):
             thin, whole = {}, []
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 if self._thin(gradient):
-                    thin[self.name_of(parameter)] = gradient
+                    thin[self._names[parameter]] = gradient
                 else:
                     whole.append(gradient)
             if whole:

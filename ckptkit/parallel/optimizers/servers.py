@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -82,11 +83,6 @@ class ParameterShard:
         with self._lock:
             return [parameter.detach().clone() for parameter in self._parameters.values()]
 
-    def take(self, values: Mapping[str, torch.Tensor]) -> None:
-        with self._lock, torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(values[name])
-
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Change options of the optimizer, such as the learning rate."""
         with self._lock:
@@ -104,8 +100,16 @@ class ParameterShard:
             state = {name: _copied(kept.get(p, {})) for name, p in self._parameters.items()}
             return {"options": options, "state": state}
 
-    def load(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Take over what the optimizers of any number of servers kept."""
+    def load(
+        self,
+        values: Mapping[str, torch.Tensor],
+        options: Mapping[str, Any],
+        state: Mapping[str, Any],
+    ) -> None:
+        """Take over parameters, and what the optimizers of any number of servers kept."""
+        with self._lock, torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(values[name])
         self.set_options(options)
         with self._lock:
             for name, parameter in self._parameters.items():
@@ -137,7 +141,6 @@ class Clocks:
         self._problem = ""
         self._changed = threading.Condition()
 
-    @property
     def steps(self) -> dict[int, int]:
         """By worker, how many gradients have come."""
         with self._changed:
@@ -163,7 +166,7 @@ class Clocks:
                 slowest = min((self._steps[w] for w in self._active), default=self._steps[worker])
                 if self._steps[worker] - slowest <= self._staleness:
                     break
-                if slowest > seen:
+                if slowest > seen:  # it is slow, and not gone: time begins anew
                     since, seen = time.monotonic(), slowest
                 left = since + self._timeout - time.monotonic()
                 if left <= 0:
@@ -214,6 +217,7 @@ class InProcess:
     def __init__(self, shard: ParameterShard, clocks: Clocks, worker: int) -> None:
         self._shard, self._clocks, self._worker = shard, clocks, worker
         self.pull, self.state, self.set_options = shard.pull, shard.state, shard.set_options
+        self.steps, self.leave = clocks.steps, partial(clocks.leave, worker)
 
     def begin_push(self, gradients: Sequence[torch.Tensor | None]) -> None:
         self._clocks.check()
@@ -223,13 +227,6 @@ class InProcess:
         """Wait until the worker may go on; the parameters then."""
         self._clocks.tick(self._worker)
         return self._shard.pull()
-
-    def steps(self) -> dict[int, int]:
-        return self._clocks.steps
-
-    def leave(self) -> None:
-        """Say that no more gradients will come."""
-        self._clocks.leave(self._worker)
 
     def close(self) -> None: ...
 
@@ -255,7 +252,10 @@ class OverSocket:
         self._send(Kind.HELLO)
 
     def begin_push(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._send(Kind.PUSH, with_gradients(gradients))
+        """Send which parameters have a gradient, a byte for each, and the gradients."""
+        which = bytes(gradient is not None for gradient in gradients)
+        found = [each.detach().cpu().contiguous() for each in gradients if each is not None]
+        self._send(Kind.PUSH, [memoryview(which), *map(memory_of, found)])
 
     def end_push(self) -> list[torch.Tensor]:
         return tensors_in(self._answer(), self._like)
@@ -385,15 +385,8 @@ def receive_message(pipe: socket.socket, largest: int) -> tuple[Kind, int, bytea
     return Kind(kind), worker, receive(pipe, length)
 
 
-def with_gradients(gradients: Sequence[torch.Tensor | None]) -> list[memoryview]:
-    """Which parameters have a gradient, a byte for each, and the gradients."""
-    which = bytes(gradient is not None for gradient in gradients)
-    found = [gradient.detach().cpu().contiguous() for gradient in gradients if gradient is not None]
-    return [memoryview(which), *(memory_of(gradient) for gradient in found)]
-
-
 def gradients_in(data: bytearray, like: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradients of a message, for parameters alike."""
+    """The gradients of a message, as `begin_push` sends them, for parameters alike."""
     which = data[: len(like)]
     present = [parameter for has, parameter in zip(which, like, strict=True) if has]
     found = iter(tensors_in(data, present, len(like)))

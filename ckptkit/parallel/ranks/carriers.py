@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import PeerError, UsageError
-from ckptkit.parallel.ranks.messages import combine
+from ckptkit.parallel.ranks.messages import COMBINED
 
 T = TypeVar("T")
 
@@ -137,6 +137,7 @@ class TorchCarrier:
         with _failures(self.timeout):
             work = start()
             if work is not None:
+                # A call that blocks would wait as long as its group was told to when it was made.
                 work.wait(timedelta(seconds=self.timeout))
 
 
@@ -236,6 +237,7 @@ class Hub:
             self._waiting.pop(me, None)
 
     def _look_for_a_deadlock(self) -> None:
+        # One that is ready has been woken, and has only not run yet.
         waiting = list(self._waiting.values())
         if len(waiting) < self._running or not waiting or any(ready() for ready, _ in waiting):
             return
@@ -268,9 +270,9 @@ class MemoryCarrier:
     def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
         """Every rank adds up by itself, in the order of the ranks."""
         total, *others = self.exchange(tensor.clone())
-        total = total.clone()
+        total = total.clone()  # the other ranks add up the same tensors
         for other in others:
-            combine(total, other, op)
+            COMBINED[op](total, other, out=total)
         tensor.copy_(total)
 
     def broadcast(self, data: torch.Tensor, src: int) -> None:
@@ -280,7 +282,7 @@ class MemoryCarrier:
 
     def all_to_all(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:  # noqa: ARG002 - they come along
         told = self.exchange([part.clone() for part in parts])
-        return [row[self.rank].clone() for row in told]
+        return [row[self.rank] for row in told]
 
     def send(self, data: torch.Tensor, dst: int, tag: int) -> None:
         """Leave a copy; never waits."""
@@ -301,7 +303,7 @@ class MemoryCarrier:
         )
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing: the hub goes with its last rank."""
 
 
 Carrier: TypeAlias = TorchCarrier | MemoryCarrier

@@ -18,6 +18,7 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import CkptkitError, LayoutError, PeerError, UsageError
 from ckptkit.parallel.ranks.carriers import Carrier, TorchCarrier
 from ckptkit.parallel.ranks.messages import (
+    COMBINED,
     Call,
     TensorForm,
     as_bytes,
@@ -26,7 +27,6 @@ from ckptkit.parallel.ranks.messages import (
     check_same,
     check_same_dtypes,
     check_same_forms,
-    combine,
     dense_tensor,
     from_bytes,
     loaded,
@@ -294,7 +294,8 @@ class Communicator:
         if reduction and found:
             # In the order of the ranks: the same sum whatever the timing.
             for other in found[1:]:
-                combine(found[0], other, carried_op(reduction, mine[own].dtype))
+                together = COMBINED[carried_op(reduction, mine[own].dtype)]
+                together(found[0], other, out=found[0])
             found = [narrowed(found[0], reduction, size, mine[own])]
         return [part.to(mine[0].device) for part in found] if mine else found
 
@@ -390,7 +391,7 @@ class Communicator:
             if call.problem:
                 what = f"rank {rank} cannot make this call: {call.problem}"
                 raise PeerError(what, where=call.name)
-        check_same([f"{call}" for call in calls], "the ranks make different calls", "")
+        check_same([f"{c.name}({c.options})" for c in calls], "the ranks make different calls", "")
         return calls, mine
 
     def _check_rank(self, rank: int, where: str, *, is_other: bool = False) -> None:

@@ -26,8 +26,8 @@ from ckptkit.parallel.ranks.communicator import Communicator
 
 T = TypeVar("T")
 
-BACKENDS = ("gloo", "nccl", "mpi")
-VARIABLE = "CKPTKIT_BACKEND"
+BACKENDS = ("auto", "gloo", "nccl", "mpi")
+BACKEND_VARIABLE = "CKPTKIT_BACKEND"
 """What `auto` means, where it is set: `ckpt launch --backend` sets it."""
 _GRACE = 5.0  # a rank that neither communicates nor ends cannot be told that the others failed
 _PORTS = range(20000, 30000)  # below those that systems give away by themselves
@@ -160,7 +160,7 @@ def run_in_memory(
 def _chosen(backend: str) -> str:
     has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     if backend == "auto":
-        backend = os.environ.get(VARIABLE) or "auto"
+        backend = os.environ.get(BACKEND_VARIABLE) or "auto"
     if backend == "auto":
         return "nccl" if has_nccl else "gloo"
     if backend == "memory":
@@ -170,7 +170,7 @@ def _chosen(backend: str) -> str:
             hint="ckptkit.parallel.run_in_memory(function, world_size=4) makes them",
         )
     if backend not in BACKENDS:
-        hint = f"there are auto, {', '.join(BACKENDS)}"
+        hint = f"there are {', '.join(BACKENDS)}"
         raise UsageError("no such backend", where="backend", value=backend, hint=hint)
     if backend == "nccl" and not has_nccl:
         what = "nccl needs a GPU, and a torch that knows CUDA"

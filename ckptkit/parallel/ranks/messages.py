@@ -14,6 +14,12 @@ from ckptkit.errors import FormatError, PeerError, UnsupportedTypeError, UsageEr
 from ckptkit.format import leaves
 
 OPS = ("sum", "mean", "max", "min")
+COMBINED: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+"""What two of `widened` make together, by what a carrier is asked for."""
 _LOWEST = torch.iinfo(torch.int64).min  # its bits are those of the sign
 
 
@@ -94,15 +100,6 @@ def carried_op(op: str, dtype: torch.dtype) -> str:
     return "sum" if op == "mean" else op
 
 
-def combine(total: torch.Tensor, other: torch.Tensor, op: str) -> None:
-    if op == "sum":
-        total += other
-    elif op == "max":
-        torch.maximum(total, other, out=total)
-    else:
-        torch.minimum(total, other, out=total)
-
-
 def _flat(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device).resolve_conj().resolve_neg().contiguous().reshape(-1)
 
@@ -154,9 +151,6 @@ class Call:
         name, options, forms, problem = json.loads(data)
         found = tuple(TensorForm(dtype, tuple(shape)) for dtype, shape in forms)
         return cls(name, options, found, problem)
-
-    def __str__(self) -> str:
-        return f"{self.name}({self.options})"
 
 
 def check_same_forms(calls: Sequence[Call]) -> None:

@@ -50,8 +50,9 @@ _OPS = {
     dist.ReduceOp.BXOR: ("xor", MPI.BXOR),
 }
 _OF_BOOLEANS = {dist.ReduceOp.SUM: dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT: dist.ReduceOp.MIN}
-# MPI may still write to what these use: no collective can be called off.
-_abandoned: list[Any] = []
+# What is not over, though nobody waits for it: a test of that, and the memory which MPI reads or
+# writes until then. Nothing can be called off, and MPI keeps no memory alive.
+_abandoned: list[tuple[Callable[[], bool], tuple[Any, ...]]] = []
 # Torch calls the methods of a group in one of the ways that its own type allows.
 _ProcessGroup: Any = dist.ProcessGroup
 
@@ -91,6 +92,7 @@ def shared_store(timeout: float) -> Store:
     wait = timedelta(seconds=timeout)
     store = None
     if world.rank == 0:
+        # It cannot wait for the others, who are told only below where it is.
         store = TCPStore(host, 0, is_master=True, timeout=wait, wait_for_workers=False)
     port = world.bcast(None if store is None else store.port, 0)
     return store or TCPStore(host, port, is_master=False, timeout=wait)
@@ -359,6 +361,10 @@ class MpiWork(dist.Work):
         self._source = source
         self._land = land
 
+    def __del__(self) -> None:
+        for request, piece in self._requests:
+            _abandon(request.Test, piece)
+
     def is_completed(self) -> bool:
         return all(request.Test() for request, _ in self._requests)
 
@@ -400,13 +406,28 @@ def _wait_for(test: Callable[[], bool], seconds: float, what: str, *kept: Any) -
     while not test():
         turns += 1
         if time.monotonic() > deadline:
-            _abandoned.append((test, kept))
+            if kept:
+                _abandon(test, *kept)
             raise PeerError(
                 f"not all ranks came within {seconds:g} s",
                 where=what,
                 hint="look at the logs of the other ranks: one of them failed, hangs or is slow",
             )
         time.sleep(0 if turns < _SPINS else min(_LONGEST_PAUSE, 0.00001 * (turns - _SPINS)))
+
+
+def _abandon(test: Callable[[], bool], *kept: Any) -> None:
+    """Keep memory until MPI is done with it; of what it is done with meanwhile, let go."""
+
+    def is_over(test: Callable[[], bool]) -> bool:
+        try:
+            return test()
+        except MPI.Exception:  # it failed: that is over too
+            return True
+
+    _abandoned.append((test, kept))
+    if not MPI.Is_finalized():
+        _abandoned[:] = [each for each in _abandoned if not is_over(each[0])]
 
 
 def _reduction(opts: Any, dtype: torch.dtype) -> tuple[str, MPI.Op]:
@@ -453,6 +474,5 @@ def _pieces(data: torch.Tensor, least: int = 0) -> Iterator[torch.Tensor]:
 
 
 def _buffer(tensor: torch.Tensor) -> Any:
-    """Dense elements as MPI takes them."""
     # No count: for some collectives mpi4py takes it as that of each rank, and checks no bounds.
     return [tensor.numpy(), _TYPES[tensor.dtype]]

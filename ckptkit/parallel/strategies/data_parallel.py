@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,13 +82,12 @@ def check_parameters(model: nn.Module, strategy: Strategy, group_below: int) -> 
             )
 
 
-def shard(
+def wrap_units(
     model: nn.Module, mesh: DeviceMesh, options: StrategyOptions, sharder: str | None
 ) -> list[Unit]:
     """Cut the parameters of a model over the last axis of a mesh, repeated over the one before, by
     `fully_shard`; without a sharder keep them alike over the mesh by `replicate`: what tensor
-    parallelism has cut, or a stage of a pipeline, DDP does not bear. Returns what is
-    gathered together.
+    parallelism has cut, or a stage of a pipeline, DDP does not bear. Returns the units.
     """
     units = units_of(model, options.group_below)
     inside = {id(p) for unit in units for m in unit.modules for p in m.parameters()}
@@ -135,8 +133,9 @@ def let_go(model: nn.Module) -> None:
 
 
 def end_passes(modules: Iterable[nn.Module], *_: Any) -> None:
-    """The same where no backward pass can come any more, of forward passes that did not end, too:
-    one raised, or of several modules that are gathered together one was called by itself.
+    """Let go of what any forward pass has gathered, where no backward pass can come any more: also
+    one that did not end, because it raised, or because of several modules that are gathered
+    together one was called by itself.
     """
     for module in (m for model in modules for m in model.modules() if isinstance(m, FSDPModule)):
         state: Any = module._get_fsdp_state()
@@ -239,8 +238,7 @@ def units_of(model: nn.Module, below: int) -> list[Unit]:
     whole = nbytes_of(model.parameters())
     if whole <= below:
         return []
-    is_apart = partial(_is_taken_apart, whole=whole, below=below)
-    singles = list(_gathered_whole("", model, is_apart))
+    singles = list(_gathered_whole("", model, whole, below))
     inside = {id(m) for single in singles for m in single.modules[0].modules()}
     others = (m for m in model.modules() if id(m) not in inside)
     users = Counter(id(p) for m in others for p in m.parameters(recurse=False))
@@ -248,7 +246,25 @@ def units_of(model: nn.Module, below: int) -> list[Unit]:
         users.update({id(p) for p in single.modules[0].parameters()})
     # One that stands at two places shares them with itself, and runs more than once in a step.
     alone = [s for s in singles if all(users[id(p)] == 1 for p in s.modules[0].parameters())]
-    return list(_packed(alone, below))
+    units: list[Unit] = []
+    run: list[Unit] = []
+    is_parted = False
+    for single in alone:
+        # What is left before the last one goes with it, as a norm with the head after it.
+        rest = [*run, single] if single is alone[-1] and not is_parted else []
+        trained = {p.dtype for r in rest for p in r.modules[0].parameters() if p.requires_grad}
+        is_last = bool(rest) and len(trained) < 2
+        if single.nbytes >= below and not is_last:
+            units.append(single)
+            is_parted = bool(run)
+            continue
+        run.append(single)
+        nbytes = sum(each.nbytes for each in run)
+        if nbytes >= below:
+            names = tuple(each.names[0] for each in run)
+            units.append(Unit(names, tuple(each.modules[0] for each in run), nbytes))
+            run, is_parted = [], False
+    return units  # what is left is less than that, and comes with the model's own unit
 
 
 def nbytes_of(parameters: Iterable[torch.Tensor]) -> int:
@@ -257,7 +273,7 @@ def nbytes_of(parameters: Iterable[torch.Tensor]) -> int:
     return sum(local_of(p).numel() * p.element_size() for p in distinct.values())
 
 
-def _gathered_whole(prefix: str, module: nn.Module, is_apart: Any) -> Iterator[Unit]:
+def _gathered_whole(prefix: str, module: nn.Module, whole: int, below: int) -> Iterator[Unit]:
     """The modules to gather as they are, one by one."""
     is_container = isinstance(module, CONTAINERS)
     # Not by named_children, which names a module once that stands at two places.
@@ -265,14 +281,14 @@ def _gathered_whole(prefix: str, module: nn.Module, is_apart: Any) -> Iterator[U
         nbytes = nbytes_of(child.parameters()) if child is not None else 0
         if child is None or not nbytes:
             continue
-        if is_apart(child, nbytes, is_element=is_container):
-            yield from _gathered_whole(f"{prefix}{name}.", child, is_apart)
+        if _is_taken_apart(child, nbytes, whole, below, is_element=is_container):
+            yield from _gathered_whole(f"{prefix}{name}.", child, whole, below)
         else:
             yield Unit((f"{prefix}{name}",), (child,), nbytes)
 
 
 def _is_taken_apart(
-    module: nn.Module, nbytes: int, *, is_element: bool, whole: int, below: int
+    module: nn.Module, nbytes: int, whole: int, below: int, *, is_element: bool
 ) -> bool:
     """Whether to gather what is inside of a module rather than all of it."""
     if isinstance(module, CONTAINERS):
@@ -287,24 +303,3 @@ def _is_taken_apart(
     return (is_most or (has_containers and not is_element)) and any(
         True for child in module.children() for _ in child.parameters()
     )
-
-
-def _packed(singles: Sequence[Unit], below: int) -> Iterator[Unit]:
-    run: list[Unit] = []
-    is_parted = False
-    for single in singles:
-        # What is left before the last one goes with it, as a norm with the head after it.
-        rest = [*run, single] if single is singles[-1] and not is_parted else []
-        trained = {p.dtype for r in rest for p in r.modules[0].parameters() if p.requires_grad}
-        is_last = bool(rest) and len(trained) < 2
-        if single.nbytes >= below and not is_last:
-            yield single
-            is_parted = bool(run)
-            continue
-        run.append(single)
-        nbytes = sum(each.nbytes for each in run)
-        if nbytes >= below:
-            names = tuple(each.names[0] for each in run)
-            yield Unit(names, tuple(each.modules[0] for each in run), nbytes)
-            run, is_parted = [], False
-    # What is left is less than that, and comes with the model's own unit.

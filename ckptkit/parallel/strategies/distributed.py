@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.live import Restored, ShardedOptimizerState, distributed_model, load, save
-from ckptkit.live.state.ranks import current_world, next_name, ranks_of
+from ckptkit.live.state.ranks import current_world, meeting
 from ckptkit.live.state.tensors import local_of
 from ckptkit.live.wrappers.entries import canonical_names
 from ckptkit.model import Strategy
@@ -425,12 +425,10 @@ def has_residuals(location: str | os.PathLike[str], options: Mapping[str, Any]) 
         except CkptkitError:
             return True  # the load itself says what is wrong
 
-    ranks = all_ranks("residuals", options.get("timeout", DEFAULT_TIMEOUT))
-    with leaving(ranks):
+    with all_ranks("residuals", options.get("timeout", DEFAULT_TIMEOUT)) as ranks:
         return bool(ranks.share(look))
 
 
-def all_ranks(what: str, timeout: float = DEFAULT_TIMEOUT) -> Ranks:
-    """The ranks of the job, to meet once without a collective."""
-    world = current_world()
-    return ranks_of(world, next_name(world, what), timeout, "the ranks do not go on")
+def all_ranks(what: str, timeout: float = DEFAULT_TIMEOUT) -> AbstractContextManager[Ranks]:
+    """The ranks of the job, to meet without a collective; a failure of one is raised on all."""
+    return meeting(current_world(), what, timeout, "the ranks do not go on")

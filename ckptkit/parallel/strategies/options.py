@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import StrategyError, UsageError
 from ckptkit.model import Strategy
-from ckptkit.model.document import parse_size
 from ckptkit.parallel.optimizers.methods import compression_of
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
@@ -194,11 +193,6 @@ def precision_of(what: object) -> Precision | None:
     raise UsageError(
         "no precision", where="mixed_precision", value=what, hint='write "bf16" or "fp16"'
     )
-
-
-def group_size(what: int | str) -> int:
-    """The bytes below which modules are gathered together; 0 gathers each alone."""
-    return 1 if what in (0, "0") else parse_size(what)
 
 
 def schedule_of(what: str | None) -> tuple[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, cast
@@ -21,13 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ckptkit.checkpoint.ranks import OneRank, Ranks, leaving
+from ckptkit.checkpoint.ranks import OneRank, Ranks
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import PeerError, StrategyError, UsageError
 from ckptkit.model import Strategy
+from ckptkit.model.document import parse_size
 from ckptkit.parallel.optimizers.methods import compression_of
 from ckptkit.parallel.ranks.job import init
-from ckptkit.parallel.strategies.data_parallel import Unit, check_parameters, replicated, shard
+from ckptkit.parallel.strategies.data_parallel import Unit, check_parameters, replicated, wrap_units
 from ckptkit.parallel.strategies.distributed import Distributed, all_ranks
 from ckptkit.parallel.strategies.options import (
     SHARDED,
@@ -37,7 +39,6 @@ from ckptkit.parallel.strategies.options import (
     StrategyOptions,
     check_optimizer,
     check_step,
-    group_size,
     microbatches_of,
     precision_of,
     resolved,
@@ -89,8 +90,8 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
     if spec != "single":
         _join()
     plain = _known_as(model)
-    ranks = OneRank() if isinstance(plain, Distributed) else all_ranks("spread")
-    with leaving(ranks):
+    is_known = isinstance(plain, Distributed)
+    with nullcontext(OneRank()) if is_known else all_ranks("spread") as ranks:
         strategy = resolved(spec, dist.get_world_size() if dist.is_initialized() else 1)
         order, stages_per_rank = schedule_of(schedule)
         options = StrategyOptions(
@@ -100,7 +101,8 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
             sizes=dict(sizes or {}),
             precision=precision_of(mixed_precision),
             offload=offload,
-            group_below=group_size(group_below),
+            # 0 gathers each module alone.
+            group_below=1 if group_below in (0, "0") else parse_size(group_below),
             microbatches=microbatches_of(microbatches, strategy, order),
             schedule=order,
             stages_per_rank=stages_per_rank,
@@ -139,8 +141,7 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
     if pp > 1:
         first = job.along("pp").get_local_rank()
         numbers = [first + pp * turn for turn in range(options.stages_per_rank)]
-        ranks = all_ranks("stages")
-        with leaving(ranks):
+        with all_ranks("stages") as ranks:
             stages = split_into_stages(plain, count, options, ranks)
             check_alike(ranks, {"split into stages": stages.said()})
         modules = stages.made(numbers, options.split)
@@ -315,50 +316,43 @@ def _wrapped(module: nn.Module, job: _Job, plan: Mapping[str, Any], units: list[
     if plan:
         parallelize(module, job.along("tp"), plan)
     if sharder:  # which moves the model to the device unit by unit
-        units += shard(module, job.along("ddp", sharder), options, sharder)
+        units += wrap_units(module, job.along("ddp", sharder), options, sharder)
         return module
     module = module.to(job.device)
     if "ddp" in job.names and (plan or (is_stage and options.compression is None)):
-        units += shard(module, job.along("ddp"), options, None)
+        units += wrap_units(module, job.along("ddp"), options, None)
     elif "ddp" in job.names or "zero1" in job.names:
         group = job.along("ddp", "zero1").get_group()
         module = replicated(module, group, job.device, is_stage=is_stage)
     return module
 
 
-def _optimizer_of(modules: list[nn.Module], job: _Job) -> Optimizer | None:
-    if job.options.optimizer is None:
-        return None
-    group = job.along("zero1").get_group() if "zero1" in job.names else None
-    # Each stage may have groups of its own.
-    ranks = OneRank() if "pp" in job.names else all_ranks("optimizer")
-    with leaving(ranks):
-        made = _optimizer_for(modules, job.options, group)
-        check_alike(ranks, {"optimizer_options": _described(made.param_groups)})
-    return made
-
-
-def _optimizer_for(
-    modules: Sequence[nn.Module], options: StrategyOptions, group: dist.ProcessGroup | None = None
-) -> Optimizer:
-    """The optimizer of these modules; with a group, its state is shared out there (ZeRO-1), and
-    with `overlap` parameters may be on their way while the modules run.
+def _optimizer_of(modules: Sequence[nn.Module], job: _Job) -> Optimizer | None:
+    """The optimizer of what this rank has; of ZeRO-1, one whose state is shared out, and with
+    `overlap` parameters may be on their way while the modules run.
     """
-    if isinstance(options.optimizer, Optimizer):
-        return options.optimizer
+    options = job.options
+    if options.optimizer is None:
+        return None
     parameters = dict.fromkeys(p for module in modules for p in module.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    if group is not None and trained:
-        # There, because it takes a while to import, and warns.
-        from ckptkit.parallel.strategies.zero1 import shared_out  # noqa: PLC0415
+    group = job.along("zero1").get_group() if "zero1" in job.names else None
+    # Each stage may have groups of its own.
+    with nullcontext(OneRank()) if "pp" in job.names else all_ranks("optimizer") as ranks:
+        if isinstance(options.optimizer, Optimizer):
+            made = options.optimizer
+        elif group is not None and trained:
+            # There, because it takes a while to import, and warns.
+            from ckptkit.parallel.strategies.zero1 import shared_out  # noqa: PLC0415
 
-        by_class = isinstance(options.optimizer, type)
-        every = None if by_class else _called(options, trained)
-        return shared_out(modules, trained, options, group, every)
-    made = _called(options, trained)
-    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in trained}
-    if len(meshes) > 1:
-        made.register_step_pre_hook(_one_by_one)
+            by_class = isinstance(options.optimizer, type)
+            every = None if by_class else _called(options, trained)
+            made = shared_out(modules, trained, options, group, every)
+        else:
+            made = _called(options, trained)
+            if len({p.device_mesh if isinstance(p, DTensor) else None for p in trained}) > 1:
+                made.register_step_pre_hook(_one_by_one)
+        check_alike(ranks, {"optimizer_options": _described(made.param_groups)})
     return made
 
 

@@ -161,7 +161,6 @@ class _WaitingMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Wait, and go on."""
         named = kwargs or {}
         self._optimizer.wait(tensors_of((*args, *named.values())))
         return func(*args, **named)

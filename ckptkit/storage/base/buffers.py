@@ -1,4 +1,16 @@
-"""Page-aligned memory, used again: the first touch of fresh memory costs more than a copy."""
+"""Page-aligned memory, used again: the first touch of fresh memory costs more than a copy.
+
+Who owns memory that native code works on, since Python cannot see that it is in use:
+- Calls of the system, checksums and numpy's copies use it until they return, and hold a view.
+- obstore holds a view of a block until its last piece was sent; `upload` waits for that.
+- A collective of torch holds its tensors itself, also one that nobody waits for any longer.
+- MPI holds nothing: `mpi_group` keeps the memory of all that is not over, however it ends.
+- `torch.frombuffer` gives its view back at once, and keeps the object alive only. So it is never
+  used on memory of a pool, whose next user would write into the tensor.
+
+Memory of a pool is mapped, not malloc's, and views are bounded: what writes into it cannot reach
+the lists of the allocator.
+"""
 
 from __future__ import annotations
 

@@ -19,25 +19,16 @@ import numpy as np
 
 from ckptkit.errors import CkptkitError, CorruptionError, NotFoundError, StorageError
 from ckptkit.storage.base.buffers import AlignedBuffer, copy_bytes, default_pool
-from ckptkit.storage.base.sink import Parts
+from ckptkit.storage.base.sink import Parts, piece_size
 from ckptkit.storage.base.store import as_bytes
 from ckptkit.storage.objects.errors import Transient
 from ckptkit.storage.objects.server import ObjectServer
 
-# S3 takes 10,000 parts.
-_MOST_PIECES = 9_000
-_PIECE_STEP = 1 << 20
 _LEAST_PIECES = 2
 # An engine that sends a piece again may say nothing, for as long as its deadline is.
 _PATIENCE = 30.0
 
 _log = logging.getLogger("ckptkit.storage")
-
-
-def piece_size(total: int, preferred: int) -> int:
-    """The bytes per piece of an upload: as preferred, or as many as few enough pieces need."""
-    needed = -(-total // _MOST_PIECES)
-    return max(preferred, -(-needed // _PIECE_STEP) * _PIECE_STEP)
 
 
 class ObjectSink:

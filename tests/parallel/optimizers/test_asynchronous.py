@@ -241,7 +241,7 @@ def test_a_worker_that_does_not_come_is_an_error_or_left_behind() -> None:
     patient.tick(0)
     patient.tick(0)
     patient.tick(1)  # it is back, and nobody waits for what it has missed
-    assert patient.steps == {0: 2, 1: 3}
+    assert patient.steps() == {0: 2, 1: 3}
 
 
 def test_one_who_has_left_is_not_waited_for() -> None:
@@ -251,7 +251,7 @@ def test_one_who_has_left_is_not_waited_for() -> None:
     waiting.start()
     clocks.tick(2)
     waiting.join()
-    assert clocks.steps == {0: 1, 1: 0, 2: 1}
+    assert clocks.steps() == {0: 1, 1: 0, 2: 1}
     clocks.leave(0)
     clocks.leave(2)
     clocks.wait_until_empty()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -54,6 +55,7 @@ def everything(comm: Communicator, folder: str) -> dict[str, Any]:
     found["pieces"] = problem_of(lambda: in_pieces(comm))
     found["pipeline"] = problem_of(cross)
     found["anyone"] = problem_of(lambda: from_anyone(comm))
+    found["forgotten"] = problem_of(forgotten)
     found["late"] = problem_of(lambda: late(comm))
     return found
 
@@ -136,6 +138,19 @@ def from_anyone(comm: Communicator) -> None:
         sources.append(dist.recv(found))
         assert sources[-1] == int(found)
     assert sorted(sources) == list(range(1, comm.world_size))
+
+
+def forgotten() -> None:
+    """Nobody keeps what was sent, nor waits for it: it arrives as it was."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    to, by, length = (rank + 1) % size, (rank - 1) % size, 3 << 20
+    for number in range(3):
+        dist.isend(torch.full((length,), float(rank + number)), to, tag=number)
+        gc.collect()
+        others = [torch.full((length,), -1.0) for _ in range(4)]
+        got = torch.empty(length)
+        dist.recv(got, by, tag=number)
+        assert bool((got == by + number).all()), (number, got[:4], len(others))
 
 
 def late(comm: Communicator) -> None:

@@ -90,6 +90,7 @@ def test_every_strategy_trains_over_mpi_as_over_gloo(gloo: Pool, tmp_path: Path)
         pytest.param("pieces", id="what is too large for one call goes in pieces"),
         pytest.param("pipeline", id="large messages cross each other"),
         pytest.param("anyone", id="a rank receives from whoever sends"),
+        pytest.param("forgotten", id="what nobody waits for arrives as it was sent"),
         pytest.param("late", id="a late rank is a clear error"),
     ],
 )

@@ -1,10 +1,13 @@
-"""Are two steps the same state, whatever their strategies? Both are streamed side by side."""
+"""The state in a step, whatever its strategy: its digest (FORMAT section 11), and where two differ.
+Arrays are streamed, those of two steps side by side.
+"""
 
 from __future__ import annotations
 
 import math
+import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from ckptkit.checkpoint.check.digest import object_digest, state_objects
-from ckptkit.checkpoint.places import Place, stores_at
+from ckptkit.checkpoint.check.verify import Finding
+from ckptkit.checkpoint.places import Place, store_at, stores_at
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.stream import (
     STREAM_MEMORY,
@@ -27,14 +31,117 @@ from ckptkit.checkpoint.read.stream import (
 )
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import UsageError
-from ckptkit.format.names import check_used, inner_name, matches, pattern_list
-from ckptkit.format.objects import whole
+from ckptkit.format.leaves import canonical
+from ckptkit.format.names import (
+    ALIKE,
+    DIGEST_ALGORITHM,
+    check_used,
+    inner_name,
+    matches,
+    pattern_list,
+)
+from ckptkit.format.objects import ObjectInfo, whole
 from ckptkit.model import DType
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Options
 
+Array = npt.NDArray[Any]
+Mask = npt.NDArray[np.bool_]
+
+_ARRAY, _OBJECT, _STEP = b"ckptkit-array-1\0", b"ckptkit-object-1\0", b"ckptkit-step-1\0"
 # What the numbers of a block are converted to, a few times over.
 _SPARE = 4 << 20
+# So many elements at a time: what they are converted to stays in the cache, and small.
+_BLOCK = 1 << 14
+_LARGEST = float(2**64)
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What a state is, whatever its strategy: equal digests, equal states."""
+
+    step: str
+    """Of all arrays and objects together."""
+    arrays: dict[str, str]
+    """By name; tied arrays are there under each of their names."""
+    objects: dict[str, str]
+
+    @property
+    def algorithm(self) -> str:
+        """The hash that all of them are made with."""
+        return DIGEST_ALGORITHM
+
+    def findings(self, checkpoint: Checkpoint) -> list[Finding]:
+        """What is wrong if this is the digest of a step: it may have another one on record."""
+        recorded = checkpoint.details.get("digest")
+        if not isinstance(recorded, dict) or recorded.get("algorithm") != DIGEST_ALGORITHM:
+            return []
+        if recorded.get("step") == self.step:
+            return []
+        what = f"the state has the digest {self.step}, recorded is {recorded.get('step')!s:.40}"
+        return [Finding("mismatch", checkpoint.location, what)]
+
+
+def digest(
+    location: Place,
+    *,
+    memory: int | str = STREAM_MEMORY,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    storage_options: Options | None = None,
+) -> Digest:
+    """The digest of a step (of a run: its newest one), every chunk of which is checked."""
+    store = store_at(location, storage_options)
+    limits = Limits.of(parse_size(memory), threads, stores=[store])
+    with open_checkpoint(store) as checkpoint:
+        stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(store))
+        return digest_of(stored, checkpoint.manifest.objects, limits, progress=progress)
+
+
+def digest_of(
+    arrays: Mapping[str, Readable],
+    objects: Sequence[ObjectInfo],
+    limits: Limits,
+    *,
+    progress: Progress | None = None,
+) -> Digest:
+    """The digest of arrays by name, where two names may have one array, and of objects as a
+    manifest has them.
+    """
+    distinct = list({id(array): array for array in arrays.values()}.values())
+    hashers = []
+    for array in distinct:
+        heading = _ARRAY + array.dtype.name.encode() + b"\0"
+        numbers = (len(array.shape), *array.shape)
+        hashers.append(xxhash.xxh3_128(heading + struct.pack(f"<{len(numbers)}Q", *numbers)))
+
+    def add(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
+        hashers[band.item].update(values[0].reshape(-1).view(np.uint8).data)
+
+    stream([[array] for array in distinct], add, limits, ordered=True, progress=progress)
+    texts = {id(array): hasher.hexdigest() for array, hasher in zip(distinct, hashers, strict=True)}
+    of_arrays = {name: texts[id(arrays[name])] for name in sorted(arrays)}
+    of_objects = {item.name: object_digest(item) for item in state_objects(objects, of_arrays)}
+    of_step = xxhash.xxh3_128(_STEP)
+    for kind, digests in ((b"a", of_arrays), (b"o", of_objects)):
+        for name in sorted(digests):
+            text = name.encode()
+            of_step.update(kind + bytes.fromhex(digests[name]))
+            of_step.update(struct.pack("<Q", len(text)) + text)
+    return Digest(of_step.hexdigest(), of_arrays, of_objects)
+
+
+def state_objects(objects: Sequence[ObjectInfo], arrays: Iterable[str]) -> list[ObjectInfo]:
+    """The objects, sorted by name, that are part of the state, and not said of an array that is."""
+    said = {f"{ALIKE}/{name}" for name in arrays}
+    return sorted((o for o in objects if o.name not in said), key=lambda item: item.name)
+
+
+def object_digest(item: ObjectInfo) -> str:
+    """The digest of one object of a manifest."""
+    hasher = xxhash.xxh3_128(_OBJECT + item.semantics.encode() + b"\0")
+    hasher.update(canonical(whole(item), item.name))
+    return hasher.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,24 +247,10 @@ def diff(  # noqa: PLR0913 — one keyword for each decision, all with defaults
         stored = [stored_arrays(c, limits.chunk_bytes, limits.pace(c.store)) for c in sides]
         names = sorted(chosen.intersection({*stored[0], *stored[1]}))
         pairs = {name: (stored[0].get(name), stored[1].get(name)) for name in names}
-        # Tied arrays are read, and counted, once.
-        alike = [pair for pair in dict.fromkeys(pairs.values()) if _kind(*pair) == "values"]
-        values = _values(alike, tolerance, limits, progress)
-        arrays = [_array_difference(name, *pair, values.get(pair)) for name, pair in pairs.items()]
+        arrays, nbytes = _compare_arrays(pairs, tolerance, limits, progress)
         count, objects = _compare_objects(sides, chosen, tolerance)
-        return Diff(
-            _compared(sides[0]),
-            _compared(sides[1]),
-            tuple(found for found in arrays if found is not None),
-            objects,
-            len(pairs),
-            count,
-            sum(ours.nbytes for ours, _ in alike if ours is not None),
-        )
-
-
-def _compared(checkpoint: Checkpoint) -> Compared:
-    return Compared(checkpoint.location, checkpoint.step, str(checkpoint.strategy))
+        ours, theirs = (Compared(c.location, c.step, str(c.strategy)) for c in sides)
+        return Diff(ours, theirs, arrays, objects, len(pairs), count, nbytes)
 
 
 _Pair = tuple[Readable | None, Readable | None]
@@ -172,16 +265,18 @@ def _kind(a: Readable | None, b: Readable | None) -> str:
     return "values" if a.dtype == b.dtype else "dtype"
 
 
-def _values(
-    pairs: Sequence[_Pair], tolerance: Tolerance, limits: Limits, progress: Progress | None
-) -> dict[_Pair, Apart]:
-    """Where the arrays of pairs that are alike have other values."""
-    items = [[side for side in pair if side is not None] for pair in pairs]
+def _compare_arrays(
+    pairs: Mapping[str, _Pair], tolerance: Tolerance, limits: Limits, progress: Progress | None
+) -> tuple[tuple[ArrayDifference, ...], int]:
+    """What of the arrays differs, by their names, and the bytes that were compared."""
+    # Tied arrays are read, and counted, once.
+    alike = [pair for pair in dict.fromkeys(pairs.values()) if _kind(*pair) == "values"]
+    items = [[side for side in pair if side is not None] for pair in alike]
     found: dict[_Pair, Apart] = {}
     lock = threading.Lock()
 
-    def compare(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
-        pair, dtype = pairs[band.item], items[band.item][0].dtype
+    def compare(band: Band, values: Sequence[Array]) -> None:
+        pair, dtype = alike[band.item], items[band.item][0].dtype
         ours, theirs = (side.reshape(-1) for side in values)
         here = apart(dtype, ours, theirs, tolerance, band.start)
         if here is not None:
@@ -189,23 +284,18 @@ def _values(
                 found[pair] = here.joined(found[pair]) if pair in found else here
 
     stream(items, compare, limits, progress=progress)
-    return found
-
-
-def _array_difference(
-    name: str, a: Readable | None, b: Readable | None, found: Apart | None
-) -> ArrayDifference | None:
-    kind = _kind(a, b)
-    form_a, form_b = (
-        None if side is None else ArrayForm(side.shape, side.dtype.name) for side in (a, b)
-    )
-    if kind != "values":
-        return ArrayDifference(name, kind, form_a, form_b)
-    if found is None or a is None:
-        return None
-    first = tuple(int(place) for place in np.unravel_index(found.first, a.shape))
-    values = ValueDifference(found.count, a.size, found.most, first)
-    return ArrayDifference(name, kind, form_a, form_b, values)
+    differences = []
+    for name, pair in pairs.items():
+        kind, values = _kind(*pair), None
+        if kind == "values":
+            array, here = pair[0], found.get(pair)
+            if array is None or here is None:
+                continue
+            first = tuple(int(place) for place in np.unravel_index(here.first, array.shape))
+            values = ValueDifference(here.count, array.size, here.most, first)
+        a, b = (None if side is None else ArrayForm(side.shape, side.dtype.name) for side in pair)
+        differences.append(ArrayDifference(name, kind, a, b, values))
+    return tuple(differences), sum(item[0].nbytes for item in items)
 
 
 def _compare_objects(
@@ -249,14 +339,6 @@ def _chosen(
     }
 
 
-Array = npt.NDArray[Any]
-Mask = npt.NDArray[np.bool_]
-
-# So many elements at a time: what they are converted to stays in the cache, and small.
-_BLOCK = 1 << 14
-_LARGEST = float(2**64)
-
-
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """How far apart two numbers may be: `atol`, and `rtol` times the second one."""
@@ -298,7 +380,10 @@ def apart(dtype: DType, a: Array, b: Array, tolerance: Tolerance, start: int = 0
     found: Apart | None = None
     for begin in range(0, len(a), _BLOCK):
         ours, theirs = a[begin : begin + _BLOCK], b[begin : begin + _BLOCK]
-        here = None if _same_bits(ours, theirs) else _block(dtype, ours, theirs, tolerance)
+        word = np.uint64 if ours.nbytes % 8 == 0 else np.uint8
+        if not np.any(ours.view(word) != theirs.view(word)):
+            continue
+        here = _block(dtype, ours, theirs, tolerance)
         if here is not None:
             here = Apart(here.count, start + begin + here.first, here.most)
             found = here if found is None else found.joined(here)
@@ -315,7 +400,12 @@ def is_near(a: Any, b: Any, tolerance: Tolerance) -> bool:
         pairs = zip(a, b, strict=False)
         return len(a) == len(b) and all(is_near(x, y, tolerance) for x, y in pairs)
     if isinstance(a, (float, np.generic, np.ndarray)):
-        return _is_near_array(np.asarray(a), np.asarray(b), tolerance)
+        x, y = np.asarray(a), np.asarray(b)
+        if x.dtype != y.dtype or x.shape != y.shape:
+            return False
+        dtype = DType.of(x.dtype)
+        ours, theirs = (np.ascontiguousarray(v).reshape(-1).view(dtype.bits) for v in (x, y))
+        return apart(dtype, ours, theirs, tolerance) is None
     if isinstance(a, int) and not isinstance(a, bool):
         try:
             return bool(abs(a - b) <= tolerance.atol + tolerance.rtol * abs(b))
@@ -325,59 +415,43 @@ def is_near(a: Any, b: Any, tolerance: Tolerance) -> bool:
     return bool(a == b)
 
 
-def _is_near_array(a: Array, b: Array, tolerance: Tolerance) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    dtype = DType.of(a.dtype)
-    ours, theirs = (np.ascontiguousarray(x).reshape(-1).view(dtype.bits) for x in (a, b))
-    return apart(dtype, ours, theirs, tolerance) is None
-
-
-def _same_bits(a: Array, b: Array) -> bool:
-    size = np.uint64 if a.nbytes % 8 == 0 else np.uint8
-    return not np.any(a.view(size) != b.view(size))
-
-
 def _block(dtype: DType, a: Array, b: Array, tolerance: Tolerance) -> Apart | None:
     x, y = _numbers(dtype, a), _numbers(dtype, b)
-    distance = _distance(x, y)
-    if tolerance.is_exact:
-        differs = _other_bits(a, b)
-    elif distance.dtype.kind == "u":
-        differs = _beyond(distance, y, tolerance)
+    are_integers = x.dtype.kind in "iu"
+    distance: Array
+    differs: Mask
+    if are_integers:
+        # Of 64 bits the difference may need 65, but its size does not, and wraps to the right one.
+        unsigned = np.dtype(f"<u{x.itemsize}")
+        high, low = np.maximum(x, y).view(unsigned), np.minimum(x, y).view(unsigned)
+        distance = (high - low).astype(np.uint64)
     else:
-        differs = ~_near(x, y, distance, tolerance)
+        with np.errstate(all="ignore"):
+            distance = np.abs(x - y)
+    if tolerance.is_exact and a.itemsize <= 8:
+        differs = a != b
+    elif tolerance.is_exact:
+        # Raw elements of 16 bytes are complex numbers, of which -0.0 and 0.0 are equal.
+        words = a.view(np.uint64) != b.view(np.uint64)
+        differs = words[::2] | words[1::2]
+    elif are_integers:
+        # Compared as integers: doubles do not tell large ones apart.
+        allowed = np.floor(tolerance.atol + tolerance.rtol * np.abs(y.astype(np.float64)))
+        limit = np.where(allowed < _LARGEST, allowed, 0).astype(np.uint64)
+        differs = (distance > limit) & (allowed < _LARGEST)
+    else:
+        with np.errstate(all="ignore"):
+            allowed = np.asarray(tolerance.atol)
+            if tolerance.rtol:
+                allowed = allowed + tolerance.rtol * np.abs(y)
+            # Nothing else is near to infinity, however much of infinity is allowed.
+            differs = ~((distance <= allowed) & (distance < np.inf))
+        if differs.any():
+            differs &= ~((x == y) | (np.isnan(x) & np.isnan(y)))
     count = int(np.count_nonzero(differs))
     if not count:
         return None
     return Apart(count, int(np.argmax(differs)), _most(distance, differs, tolerance))
-
-
-def _other_bits(a: Array, b: Array) -> Mask:
-    if a.itemsize <= 8:
-        differs: Mask = a != b
-        return differs
-    # Raw elements of 16 bytes are complex numbers, of which -0.0 and 0.0 are equal.
-    words: Mask = a.view(np.uint64) != b.view(np.uint64)
-    either: Mask = words[::2] | words[1::2]
-    return either
-
-
-def _near(x: Array, y: Array, distance: Array, tolerance: Tolerance) -> Mask:
-    with np.errstate(all="ignore"):
-        allowed = tolerance.atol + (tolerance.rtol * np.abs(y) if tolerance.rtol else 0.0)
-        # Nothing else is near to infinity, however much of infinity is allowed.
-        near: Mask = (distance <= allowed) & (distance < np.inf)
-    if not near.all():
-        near |= (x == y) | (np.isnan(x) & np.isnan(y))
-    return near
-
-
-def _beyond(distance: Array, y: Array, tolerance: Tolerance) -> Mask:
-    """Compared as integers: doubles do not tell large ones apart."""
-    allowed = np.floor(tolerance.atol + tolerance.rtol * np.abs(y.astype(np.float64)))
-    limit = np.where(allowed < _LARGEST, allowed, 0).astype(np.uint64)
-    return np.logical_and(distance > limit, allowed < _LARGEST)
 
 
 def _most(distance: Array, differs: Mask, tolerance: Tolerance) -> int | float | None:
@@ -392,18 +466,6 @@ def _most(distance: Array, differs: Mask, tolerance: Tolerance) -> int | float |
         return int(known.max())
     known = known[~np.isnan(known)]
     return float(known.max()) if len(known) else None
-
-
-def _distance(x: Array, y: Array) -> Array:
-    if x.dtype.kind not in "iu":
-        with np.errstate(all="ignore"):
-            distance: Array = np.abs(x - y)
-        return distance
-    # Of 64 bits the difference may need 65, but its size does not, and wraps to the right one.
-    unsigned = np.dtype(f"<u{x.itemsize}")
-    high, low = np.maximum(x, y).view(unsigned), np.minimum(x, y).view(unsigned)
-    exact: Array = (high - low).astype(np.uint64)
-    return exact
 
 
 def _numbers(dtype: DType, raw: Array) -> Array:
