@@ -37,7 +37,6 @@ def test_the_pieces_of_a_huge_pack_have_the_memory_that_they_are_sent_from() -> 
     budget = Budget.of(183 * MIB, 1, *places, largest=0, pack_bytes=huge)
     assert piece_size(huge, 16 * MIB) == 23 * MIB
     assert budget.sink_bytes == 46 * MIB
-    assert budget.peak <= 183 * MIB
 
 
 @pytest.mark.parametrize("to", ["tp:4", "fsdp:3", "single"])
