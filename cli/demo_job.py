@@ -84,11 +84,12 @@ def save_as_rank(run: Path, meeting: Path, rank: int) -> None:
             details={"precision": "float32", "model": "a tiny transformer"},
         ) as writer:
             for name, whole in state(step):
+                rows = -(-len(whole) // _WRITERS)  # as torch.chunk cuts them: the last may be fewer
                 group, _, parameter = name.partition("/")
                 of = f"model/{parameter.rpartition('/')[0]}" if group == "optimizer" else None
                 writer.add(
                     name,
-                    _piece(whole, rank),
+                    whole[rank * rows : (rank + 1) * rows],
                     shape=whole.shape,
                     placements={"fsdp": "shard(0)"},
                     role="optimizer" if of else "param",
@@ -110,12 +111,6 @@ def state(step: int) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     for name, shape in shapes.items():
         for kind in (f"model/{name}", f"optimizer/{name}/exp_avg", f"optimizer/{name}/exp_avg_sq"):
             yield kind, random.standard_normal(shape, dtype=np.float32)
-
-
-def _piece(whole: npt.NDArray[Any], rank: int) -> npt.NDArray[Any]:
-    """The rows of one rank, as torch.chunk cuts them."""
-    rows = -(-len(whole) // _WRITERS)
-    return whole[rank * rows : (rank + 1) * rows]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -123,14 +124,15 @@ class ThreadTransport:
         self.serve(None)
 
 
+@dataclass
 class _ThreadRoom:
     """What the threads of one world share."""
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
-        self.answers: dict[int, Answer | None] = {}
-        self.opened = threading.Condition()
-        self.tensor = torch.empty(0)
+    timeout: float
+    answers: dict[int, Answer | None] = field(default_factory=dict)
+    opened: threading.Condition = field(default_factory=threading.Condition)
+    tensor: torch.Tensor = field(default_factory=partial(torch.empty, 0))
+    """What one rank broadcasts, while all of them are in that call."""
 
 
 def meeting_of(group: dist.ProcessGroup) -> tuple[World, str]:

@@ -105,6 +105,7 @@ class ArrayTables:
         table, and whether that is a reference to rank 0's.
         """
         packed = fields.bytes("placements"), fields.bytes("arrays")
+        # The first byte tells a reference from a list, of which there is nothing to decode yet.
         if packed[1][0] in _MAP_HEADS:
             return self._referred(packed, rank, axes), True
         key = (_digest(packed), axes)

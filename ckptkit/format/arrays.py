@@ -186,6 +186,13 @@ def group_document() -> bytes:
 def array_document(array: ArrayInfo, grid: Grid | None = None) -> bytes:
     """The document of an array, as stored or as presented with another grid."""
     grid = grid or array.grid
+    if grid.is_regular:
+        chunks = {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}}
+    else:
+        dims = zip(grid.shape, grid.edges, strict=True)
+        shapes = [np.diff([0, *edges, extent]).tolist() for extent, edges in dims]
+        inline = {"kind": "inline", "chunk_shapes": shapes}
+        chunks = {"name": "rectilinear", "configuration": inline}
     codec: dict[str, Any] = {"name": "bytes"}
     if array.dtype.itemsize > 1:
         codec["configuration"] = {"endian": "little"}
@@ -195,7 +202,7 @@ def array_document(array: ArrayInfo, grid: Grid | None = None) -> bytes:
             "node_type": "array",
             "shape": list(array.shape),
             "data_type": array.dtype.name,
-            "chunk_grid": _grid(grid),
+            "chunk_grid": chunks,
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": fill_value(array.dtype),
             "codecs": [codec],
@@ -215,16 +222,6 @@ def fill_value(dtype: DType) -> Any:
     if dtype.name == "bool":
         return False
     return 0.0 if "float" in dtype.name else 0
-
-
-def _grid(grid: Grid) -> dict[str, Any]:
-    if grid.is_regular:
-        return {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}}
-    shapes = [
-        np.diff([0, *edges, extent]).tolist()
-        for extent, edges in zip(grid.shape, grid.edges, strict=True)
-    ]
-    return {"name": "rectilinear", "configuration": {"kind": "inline", "chunk_shapes": shapes}}
 
 
 def _dump(document: dict[str, Any]) -> bytes:

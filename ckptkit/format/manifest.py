@@ -36,7 +36,8 @@ from ckptkit.format.objects import (
     objects_to_docs,
 )
 from ckptkit.format.record import SaveInfo
-from ckptkit.model.document import Fields, extent, located
+from ckptkit.model import document
+from ckptkit.model.document import LIMIT, Fields, located
 
 GROUPS_PACK = "groups.zip"
 
@@ -162,7 +163,9 @@ def _pack(doc: Any, where: str) -> PackInfo:
     fields.finish()
     if record is None:
         return PackInfo(name, size, None)
-    offset, length = extent(record, f"{where}.record")
+    if not isinstance(record, list) or len(record) != 2:
+        raise FormatError("not an offset and a length", where=f"{where}.record", value=record)
+    offset, length = document.integers(record, f"{where}.record", most=LIMIT - 1)
     if offset + length > size:
         raise FormatError("a record outside of its pack", where=where, value=(offset, length))
     return PackInfo(name, size, (offset, length))

@@ -155,6 +155,8 @@ def _total_of_arrays(arrays: Sequence[npt.NDArray[Any]], where: str) -> npt.NDAr
     if kinds - set("iub"):
         widest = np.complex128 if "c" in kinds else np.float64
     if widest in (np.int64, np.uint64) and arrays[0].size:
+        # The ends alone tell of most that it fits; only the rest is added as Python's integers,
+        # which is slow.
         low = sum(int(array.min()) for array in arrays)
         high = sum(int(array.max()) for array in arrays)
         limits = np.iinfo(widest)

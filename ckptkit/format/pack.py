@@ -19,6 +19,7 @@ END_BYTES = 22 + 20 + 56  # the three end records, zip64 included
 
 _LIMIT32 = 0xFFFFFFFF
 _LIMIT16 = 0xFFFF
+# Fixed, so that the same entries are the same bytes whenever and wherever they are written.
 _DATE = 0x0021
 _MADE_BY = 0x031E
 _MODE = 0x81A40000

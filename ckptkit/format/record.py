@@ -186,6 +186,7 @@ def _check_chunks(columns: dict[str, Any], table: ArrayTable) -> None:
             where=f"chunks.chunk.{row}",
             value=int(chunk[row]),
         )
+    # Sorted, as a set of pairs would be some objects for each chunk.
     order = np.lexsort((chunk, array))
     twice = (array[order][1:] == array[order][:-1]) & (chunk[order][1:] == chunk[order][:-1])
     if twice.any():

@@ -108,7 +108,7 @@ class Exchange:
         self._group = group
         self._ranks = GroupRanks(world, group) if world.size > 1 else OneRank()
 
-    def speak(
+    def agree(
         self,
         held: Mapping[str, LiveTensor],
         *,
@@ -116,10 +116,9 @@ class Exchange:
         tied: Mapping[str, str] | None = None,
         problem: str = "",
         is_involved: bool = True,
-    ) -> Spoken:
-        """What this rank says of the tensors that it holds; nothing of them where it has found a
-        problem.
-        """
+        where: str = "",
+    ) -> Plan:
+        """Put together what all ranks have; raises on every rank what one of them found wrong."""
         for name, each in held.items():
             part = each.part(self._topology)
             if not part.is_empty and part.shape != tuple(each.local.shape):
@@ -127,14 +126,11 @@ class Exchange:
                     f"{name}: the rank should hold {part.shape} of {each.shape}, "
                     f"but has {tuple(each.local.shape)}"
                 )
-        if problem:
-            return Spoken(problem=problem, is_involved=is_involved)
-        tensors = {name: TensorLayout.of(each) for name, each in held.items()}
-        strategy = str(self._topology.strategy)
-        return Spoken(tensors, values or {}, tied or {}, "", is_involved, strategy)
-
-    def agree(self, spoken: Spoken, where: str = "") -> Plan:
-        """Put together what all say; raises on every rank what one of them found wrong."""
+        spoken = Spoken(problem=problem, is_involved=is_involved)
+        if not problem:  # otherwise the others hear of that only
+            layouts = {name: TensorLayout.of(each) for name, each in held.items()}
+            strategy = str(self._topology.strategy)
+            spoken = Spoken(layouts, values or {}, tied or {}, "", is_involved, strategy)
         if self._world.size == 1:
             plan, problem = self._merged([spoken])
         else:
@@ -155,11 +151,11 @@ class Exchange:
                 }
                 return spreads, plan.values, plan.tied, problem
 
-            tensors, values, tied, problem = self._ranks.share(merged)
+            tensors, plain, aliases, problem = self._ranks.share(merged)
             spreads = {
                 n: list(map(TensorLayout.from_doc, several)) for n, several in tensors.items()
             }
-            plan = Plan(spreads, put_tensors(values, no_tensor, ""), tied)
+            plan = Plan(spreads, put_tensors(plain, no_tensor, ""), aliases)
         if problem:
             raise StateMismatchError(problem, where=where)
         return plan

@@ -102,7 +102,7 @@ class ShardedOptimizerState:
     def has(self, name: str) -> bool:
         """Whether this rank keeps anything for a parameter."""
         part = self._part(name)
-        return bool(self._adapter.state.get(part.parameter)) and part.is_here
+        return bool(self._adapter.state.get(part.parameter)) and part.is_kept_here
 
     def get(self, name: str) -> State:
         """What this rank keeps for a parameter, its tensors in the optimizer's own memory: with
@@ -125,7 +125,7 @@ class ShardedOptimizerState:
         if self.has(name):
             raise UsageError("there is state already", where=name, hint="remove it first")
         part = self._part(name)
-        if part.is_here and (fresh := fresh_state(self._stepping, part.parameter)):
+        if part.is_kept_here and (fresh := fresh_state(self._stepping, part.parameter)):
             self._adapter.state[part.parameter] = fresh
         return self.get(name)
 
@@ -185,8 +185,7 @@ class ShardedOptimizerState:
         """
         held, values, _ = self._held(name)
         is_involved = name in self._parts
-        spoken = self._exchange.speak(held, values=values, is_involved=is_involved)
-        plan = self._exchange.agree(spoken, name)
+        plan = self._exchange.agree(held, values=values, is_involved=is_involved, where=name)
         tensors = self._exchange.gather(plan, held)
         return None if tensors is None else tensors | plan.values
 
@@ -203,7 +202,7 @@ class ShardedOptimizerState:
             raise UsageError(problem, where=name)
         offered: State = wholes | others
         part = self._parts.get(name)
-        knows, keeps = part is not None, part is not None and part.is_here
+        knows, keeps = part is not None, part is not None and part.is_kept_here
         made = bool(offered) and keeps and not self.has(name)
         if made:
             self.create(name)
@@ -213,8 +212,7 @@ class ShardedOptimizerState:
         if not offered and part is not None and not part.is_alone:
             problem = _NOT_ALONE
         try:
-            spoken = self._exchange.speak(held, problem=problem, is_involved=knows)
-            plan = self._exchange.agree(spoken, name)
+            plan = self._exchange.agree(held, problem=problem, is_involved=knows, where=name)
         except CkptkitError:
             if made and part is not None:
                 self._adapter.state.pop(part.parameter, None)
@@ -302,7 +300,7 @@ class _OwnPart:
         return parameter
 
     @property
-    def is_here(self) -> bool:
+    def is_kept_here(self) -> bool:
         return self.adapter.keeps(self.parameter)
 
     def elements(self, value: torch.Tensor) -> torch.Tensor:

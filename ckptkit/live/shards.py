@@ -19,7 +19,7 @@ from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.names import WRAPPED, join, split
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.comparison import Report
-from ckptkit.live.exchange import Exchange, Spoken, TensorLayout
+from ckptkit.live.exchange import Exchange, TensorLayout
 from ckptkit.live.resume import hand_over, with_containers
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
 from ckptkit.live.state.agreement import Documents
@@ -172,14 +172,14 @@ class CheckpointHelper:
         there = ", ".join(document["kind"] for document in shard.optimizers)
         if not problem and mine and mine != there:
             problem = f"the optimizer here is {mine}, the shard has the state of {there or 'none'}"
-        exchange.agree(Spoken(problem=problem))
+        exchange.agree({}, problem=problem)
         names, saved = parameter_names(before.entries), shard.saved_state()
         for each in training.optimizers:
             each.prepare(names, saved)
         snapshot = take_snapshot(world, training)
         here = ShardingMetadata.of(snapshot)
         problem = shard.objection(here, "optimizer") if training.optimizers else ""
-        exchange.agree(Spoken(problem=problem))
+        exchange.agree({}, problem=problem)
         with torch.no_grad():
             for held in snapshot.tensors:
                 held.local.copy_(shard.tensors[held.name])
@@ -314,7 +314,7 @@ class DistributedModel:
     def full_state_dict(self) -> StateDict | None:
         """All of it, in host memory, on rank 0; None on the others."""
         _, held, tied, values = self._look()
-        plan = self._exchange.agree(self._exchange.speak(held, values=values, tied=tied))
+        plan = self._exchange.agree(held, values=values, tied=tied)
         tensors = self._exchange.gather(plan, held)
         if tensors is None:
             return None
@@ -325,7 +325,7 @@ class DistributedModel:
         snapshot, held, tied, values = self._look()
         known = {n: TensorLayout(tuple(h.local.shape), h.local.dtype, ()) for n, h in held.items()}
         problem = _objection(known, tied, values, state)
-        self._exchange.agree(self._exchange.speak({}, problem=problem))
+        self._exchange.agree({}, problem=problem)
         with torch.no_grad():
             for name, each in held.items():
                 each.local.copy_(_tensor(state, name, tied))
@@ -334,7 +334,7 @@ class DistributedModel:
     def load_full_state_dict(self, state: Mapping[str, Any] | None = None) -> None:
         """Take over what rank 0 has of `full_state_dict`; what others pass is ignored."""
         snapshot, held, tied, values = self._look()
-        plan = self._exchange.agree(self._exchange.speak(held, values=values, tied=tied))
+        plan = self._exchange.agree(held, values=values, tied=tied)
         given: StateDict = {}
         if state is None:
             problem = "rank 0 has to pass the whole state"

@@ -53,7 +53,7 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The region both boxes cover, or None when they only touch or are apart."""
-        self._check_rank(other)
+        self._check_ndim(other)
         offset, shape = [], []
         for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
             start, stop = max(a, b), min(a + n, b + m)
@@ -74,7 +74,7 @@ class Box:
 
     def contains(self, other: Box) -> bool:
         """Whether the other box, borders included, lies inside this one."""
-        self._check_rank(other)
+        self._check_ndim(other)
         return all(
             a <= b and b + m <= a + n
             for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -95,7 +95,7 @@ class Box:
             ),
         )
 
-    def _check_rank(self, other: Box) -> None:
+    def _check_ndim(self, other: Box) -> None:
         if len(self.shape) != len(other.shape):
             raise LayoutError(f"the box has not the rank of {self}", value=other)
 
@@ -115,7 +115,7 @@ def _flat_boxes(shape: tuple[int, ...], above: tuple[int, ...], start: int, stop
         return [Box(above, (1,) * dim)]
     row = math.prod(shape[dim + 1 :])
     first, last = -(-start // row), stop // row
-    if first > last:
+    if first > last:  # all of it lies inside of one row
         return _flat_boxes(shape, (*above, last), start - last * row, stop - last * row)
     boxes: list[Box] = []
     if start < first * row:

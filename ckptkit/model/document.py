@@ -20,6 +20,7 @@ def fields(
     for key in required:
         if key not in doc:
             raise FormatError(f"lacks {key!r}", where=where, value=doc)
+    # As the required ones are all there, only a longer document can have others to look at.
     if len(doc) > len(required):
         for key in doc:
             if key not in required and key not in optional:
@@ -28,7 +29,7 @@ def fields(
 
 
 def integer(value: object, where: str, *, least: int = 0, most: int = MAX_COORDINATE) -> int:
-    if type(value) is not int:
+    if type(value) is not int:  # not isinstance, here and below: True would be an integer
         raise FormatError("must be an integer", where=where, value=value)
     if not least <= value <= most:
         raise FormatError(f"must be from {least} to {most}", where=where, value=value)
@@ -110,6 +111,7 @@ class Fields:
 
     def number(self, key: str) -> float:
         value = self.any(key)
+        # A range, which refuses NaN and infinities too.
         if type(value) not in (int, float) or not -(2**63) <= value < 2**64:
             raise FormatError("not a finite number", where=self.at(key), value=value)
         return float(value)
@@ -148,10 +150,3 @@ def located(where: str) -> Iterator[None]:
     except CkptkitError as error:
         error.where = f"{where}: {error.where}" if error.where else where
         raise
-
-
-def extent(value: object, where: str) -> tuple[int, int]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise FormatError("not an offset and a length", where=where, value=value)
-    offset, length = integers(value, where, most=LIMIT - 1)
-    return offset, length

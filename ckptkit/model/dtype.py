@@ -33,7 +33,17 @@ class DType:
         if isinstance(what, DType):
             return what
         if isinstance(what, np.dtype):
-            return _of_numpy(what)
+            known = _BY_NUMPY.get(what)
+            if known is not None:
+                return known
+            # "T", text of any length, has no byte order: to ask for one is an error.
+            if what.kind != "T" and what.newbyteorder("<") in _BY_NUMPY:
+                raise UnsupportedTypeError(
+                    "big-endian arrays are not supported",
+                    value=what,
+                    hint='convert with array.astype(array.dtype.newbyteorder("<"))',
+                )
+            raise _unsupported(what.name, what)
         if isinstance(what, type):
             if what not in _BY_TYPE:
                 raise _unsupported(what.__name__, what)
@@ -110,19 +120,6 @@ _REASONS = (
         "pass text as a non-tensor object, raw bytes as uint8",
     ),
 )
-
-
-def _of_numpy(dtype: np.dtype[Any]) -> DType:
-    found = _BY_NUMPY.get(dtype)
-    if found is not None:
-        return found
-    if dtype.kind != "T" and dtype.newbyteorder("<") in _BY_NUMPY:
-        raise UnsupportedTypeError(
-            "big-endian arrays are not supported",
-            value=dtype,
-            hint='convert with array.astype(array.dtype.newbyteorder("<"))',
-        )
-    raise _unsupported(dtype.name, dtype)
 
 
 def _unsupported(name: str, value: object) -> UnsupportedTypeError:

@@ -81,15 +81,8 @@ class Grid:
     def box(self, index: tuple[int, ...]) -> Box:
         """The region of a chunk, clipped to the array."""
         self._check(index)
-        if self._chunk_shape is not None:
-            offset = tuple(i * c for i, c in zip(index, self._chunk_shape, strict=True))
-            rest = zip(offset, self._chunk_shape, self.shape, strict=True)
-            return Box(offset, tuple(min(c, n - a) for a, c, n in rest))
-        ends = [
-            (edges[i - 1] if i else 0, edges[i] if i < len(edges) else n)
-            for i, edges, n in zip(index, self.edges, self.shape, strict=True)
-        ]
-        return Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+        ends = [self.interval(dim, i) for dim, i in enumerate(index)]
+        return Box(tuple([a for a, _, _ in ends]), tuple([b - a for a, b, _ in ends]))
 
     def stored_shape(self, index: tuple[int, ...]) -> tuple[int, ...]:
         """The shape a chunk is stored in: padding included, where the grid is regular."""
@@ -184,7 +177,16 @@ class Grid:
                 return _regular(shape, chunk)
             if kind == "rectilinear":
                 found = document.fields(doc, where, ("kind", "edges"))
-                return cls(shape, None, _edges_from(found["edges"], f"{where}.edges"))
+                edges = found["edges"]
+                if type(edges) not in (list, tuple):
+                    raise FormatError(
+                        "must be a list of lists", where=f"{where}.edges", value=edges
+                    )
+                inner = tuple(
+                    document.integers(each, f"{where}.edges.{dim}")
+                    for dim, each in enumerate(edges)
+                )
+                return cls(shape, None, inner)
         except LayoutError as error:
             raise FormatError(error.what, where=where, value=doc) from error
         raise FormatError("must be a regular or a rectilinear grid", where=where, value=doc)
@@ -194,6 +196,8 @@ class Grid:
             chunk = self._chunk_shape[dim]
             return range(start // chunk, -(-stop // chunk))
         edges = self.edges[dim]
+        # An edge belongs to the chunk behind it: what starts there starts with that one, and what
+        # stops there has nothing of it.
         return range(bisect_right(edges, start), bisect_left(edges, stop) + 1)
 
     def _is_border(self, dim: int, at: int) -> bool:
@@ -247,9 +251,3 @@ def _rectilinear_counts(
             last = edge
         counts.append(len(inner) + 1 if length else 0)
     return tuple(counts)
-
-
-def _edges_from(doc: object, where: str) -> tuple[tuple[int, ...], ...]:
-    if type(doc) is not list and type(doc) is not tuple:
-        raise FormatError("must be a list of lists", where=where, value=doc)
-    return tuple(document.integers(edges, f"{where}.{dim}") for dim, edges in enumerate(doc))

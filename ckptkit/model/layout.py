@@ -63,10 +63,18 @@ class Layout:
 
     def part(self, rank: int) -> Part:
         part = self._parts.get(rank)
-        if part is None:
-            if len(self._parts) >= _PARTS_KEPT:
-                self._parts.clear()
-            part = self._parts[rank] = self._make_part(rank)
+        if part is not None:
+            return part
+        coords = self.strategy.mesh.coords(rank)
+        runs = [_runs(dim.intervals(coords)) for dim in self._dims]
+        shape = tuple(sum(length for _, length, _ in run) for run in runs)
+        if any(coords[axis] != coord for axis, coord in self._holder.items()):
+            part = Part((0, *shape[1:]) if shape else (), (), ())
+        else:
+            part = Part(shape, *_boxes(runs))
+        if len(self._parts) >= _PARTS_KEPT:
+            self._parts.clear()
+        self._parts[rank] = part
         return part
 
     def replicas(self, rank: int) -> Replicas:
@@ -124,14 +132,6 @@ class Layout:
         """The lowest rank of every distinct part that is not empty."""
         for offsets in product(*(self._offsets(d) for d in range(len(self._dims)))):
             yield self.first_rank + sum(offsets)
-
-    def _make_part(self, rank: int) -> Part:
-        coords = self.strategy.mesh.coords(rank)
-        runs = [_runs(dim.intervals(coords)) for dim in self._dims]
-        shape = tuple(sum(length for _, length, _ in run) for run in runs)
-        if any(coords[axis] != coord for axis, coord in self._holder.items()):
-            return Part((0, *shape[1:]) if shape else (), (), ())
-        return Part(shape, *_boxes(runs))
 
     def _groups(self, d: int, coords: tuple[int, ...]) -> list[tuple[list[_Run], list[Digit]]]:
         dim = self._dims[d]

@@ -110,7 +110,12 @@ def parse_placement(text: str) -> Placement:
         raise LayoutError("not a placement", value=text, hint=_GRAMMAR)
     kind, number, unit = match["kind"], int(match["number"]), int(match["unit"] or 1)
     if kind == "shard":
-        return Shard(number, _blocks(match["blocks"], text), unit)
+        if match["blocks"] is None:
+            return Shard(number, None, unit)
+        blocks = [block.strip() for block in match["blocks"].split(",")]
+        if not all(re.fullmatch(r"[0-9]{1,19}", block) for block in blocks):
+            raise LayoutError("not a list of blocks", value=text, hint=_GRAMMAR)
+        return Shard(number, tuple(map(int, blocks)), unit)
     if match["blocks"] is None and kind == "strided":
         return Strided(number, unit)
     if match["blocks"] is not None or match["unit"] is not None:
@@ -139,13 +144,6 @@ def placement_to_doc(placement: Placement) -> dict[str, object]:
 
 def placement_from_doc(doc: object, *, where: str = "placement") -> Placement:
     """The placement of an untrusted document; FormatError when it is not one."""
-    try:
-        return _from_doc(doc, where)
-    except LayoutError as error:
-        raise FormatError(error.what, where=where, value=doc) from error
-
-
-def _from_doc(doc: object, where: str) -> Placement:
     kind = doc.get("kind") if type(doc) is dict else None
     kind = kind if type(kind) is str else None
     if kind == "replicate":
@@ -165,16 +163,11 @@ def _from_doc(doc: object, where: str) -> Placement:
         return Strided(dim, unit)
     if "blocks" not in found:
         return Shard(dim, None, unit)
-    return Shard(dim, document.integers(found["blocks"], f"{where}.blocks", least=1), unit)
-
-
-def _blocks(text: str | None, whole: str) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    items = [item.strip() for item in text.split(",")]
-    if not all(re.fullmatch(r"[0-9]{1,19}", item) for item in items):
-        raise LayoutError("not a list of blocks", value=whole, hint=_GRAMMAR)
-    return tuple(map(int, items))
+    blocks = document.integers(found["blocks"], f"{where}.blocks", least=1)
+    try:
+        return Shard(dim, blocks, unit)
+    except LayoutError as error:  # no blocks, or more of them than fit a dim
+        raise FormatError(error.what, where=where, value=doc) from error
 
 
 def _unit(unit: int) -> str:

@@ -47,24 +47,25 @@ class Cut:
         if self.dim >= len(shape):
             raise LayoutError(f"there is no dim {self.dim} in a tensor of shape {list(shape)}")
         unit = 1 if self.unit is None else self.unit.value(sizes)
-        return Shard(self.dim, self._blocks(shape[self.dim], sizes), unit)
-
-    def _blocks(self, length: int, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-        if self.blocks is None:
-            return None
-        if not isinstance(self.blocks, Expression):
-            return tuple(each.value(sizes) for each in self.blocks)
-        count = self.blocks.value(sizes)
-        if length % count:
-            raise LayoutError(f"a length of {length} has no {count} equal blocks")
-        return (length // count,) * count if length else None
+        blocks: tuple[int, ...] | None = None
+        if isinstance(self.blocks, Expression):
+            length, count = shape[self.dim], self.blocks.value(sizes)
+            if length % count:
+                raise LayoutError(f"a length of {length} has no {count} equal blocks")
+            # Blocks of no length are none that a shard may have.
+            blocks = (length // count,) * count if length else None
+        elif self.blocks is not None:
+            blocks = tuple(each.value(sizes) for each in self.blocks)
+        return Shard(self.dim, blocks, unit)
 
     def __str__(self) -> str:
         if self.dim is None:
             return "replicate"
-        blocks = f", blocks={_written(self.blocks)}" if self.blocks is not None else ""
+        blocks = self.blocks
+        listed = f"[{', '.join(map(str, blocks))}]" if isinstance(blocks, tuple) else blocks
+        said = "" if listed is None else f", blocks={listed}"
         unit = f", unit={self.unit}" if self.unit is not None else ""
-        return f"shard({self.dim}{blocks}{unit})"
+        return f"shard({self.dim}{said}{unit})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +201,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise RulesError(f"no regular expression: {error}", value=pattern) from error
 
 
-def _written(blocks: Blocks | None) -> str:
-    if isinstance(blocks, tuple):
-        return f"[{', '.join(map(str, blocks))}]"
-    return str(blocks)
-
-
 _T = TypeVar("_T")
 _MAX_RULES = 10_000
 _CUTS = "write replicate, shard(0) or {shard: 0, blocks: [...], unit: n}"
@@ -247,7 +242,12 @@ def _rule(doc: object, where: str, problems: _Problems) -> Rule:
         problems.add(where, "says of neither tp nor ep what it does")
     match = _patterns(found.get("match", []), f"{where}.match", problems)
     tp = _cut(found["tp"], f"{where}.tp", problems) if "tp" in found else None
-    ep = _experts(found["ep"], f"{where}.ep", problems) if "ep" in found else None
+    ep: Cut | Experts | None = None
+    if isinstance(found.get("ep"), Mapping) and "expert" in found["ep"]:
+        said = problems.fields(found["ep"], f"{where}.ep", ("expert",))
+        ep = Experts(_numbering(said["expert"], f"{where}.ep.expert", problems))
+    elif "ep" in found:
+        ep = _cut(found["ep"], f"{where}.ep", problems)
     ndim = found.get("ndim")
     if ndim is not None and not _is_count(ndim):
         problems.add(f"{where}.ndim", f"must be a number of dims, not {_shown(ndim)}")
@@ -292,13 +292,6 @@ def _cut_of_text(text: str) -> Cut:
         None if blocks is None else tuple(Expression(str(block)) for block in blocks),
         None if placement.unit == 1 else Expression(str(placement.unit)),
     )
-
-
-def _experts(doc: object, where: str, problems: _Problems) -> Cut | Experts:
-    if not isinstance(doc, Mapping) or "expert" not in doc:
-        return _cut(doc, where, problems)
-    found = problems.fields(doc, where, ("expert",))
-    return Experts(_numbering(found["expert"], f"{where}.expert", problems))
 
 
 def _pipeline(doc: object, where: str, problems: _Problems) -> Pipeline:

@@ -9,6 +9,7 @@ from ckptkit.errors import FormatError, StrategyError
 from ckptkit.model import document
 
 _EXAMPLES = "fsdp:8, tp:4, ddp:2,fsdp:4, pp:2,tp:2,fsdp:2, hsdp:2x4 or single"
+_AXIS_HINT = "an axis is <kind>:<size>, such as fsdp:8"
 # Each of them cuts the optimizer over its own ranks; two would cut it twice.
 _SHARDERS = ("fsdp", "zero1", "zero2", "zero3")
 
@@ -35,23 +36,18 @@ class Strategy:
     @classmethod
     def parse(cls, text: str) -> Strategy:
         """The strategy that a text such as `pp:2,tp:2,fsdp:2` names."""
+        where = f"strategy {_shortened(text)}"
         if text != text.lower():
-            raise _refusal(
-                "strategies are written in lower case", text, f"write {_shortened(text.lower())}"
-            )
+            hint = f"write {_shortened(text.lower())}"
+            raise StrategyError("strategies are written in lower case", where=where, hint=hint)
         if not text.strip():
-            raise _refusal(
-                "the strategy is empty", text, f"one rank alone is `single`; {_EXAMPLES}"
-            )
-        if text.strip() == "single":
-            return cls(Mesh())
-        axes: list[Axis] = []
-        for item in text.split(","):
-            axes += _axes(item.strip(), text)
+            hint = f"one rank alone is `single`; {_EXAMPLES}"
+            raise StrategyError("the strategy is empty", where=where, hint=hint)
+        items = [] if text.strip() == "single" else text.split(",")
         try:
-            return cls(Mesh(tuple(axes)))
+            return cls(Mesh(tuple(axis for item in items for axis in _axes(item.strip()))))
         except StrategyError as error:
-            error.where = error.where or f"strategy {_shortened(text)}"
+            error.where = where
             raise
 
     @classmethod
@@ -111,42 +107,32 @@ def _written(axis: Axis) -> str:
     return f"{label}:{axis.size}"
 
 
-def _axes(item: str, text: str) -> list[Axis]:
+def _axes(item: str) -> list[Axis]:
     if not item:
-        raise _refusal("an axis is missing between commas", text, f"such as {_EXAMPLES}")
+        raise StrategyError("an axis is missing between commas", hint=f"such as {_EXAMPLES}")
     if item == "single":
-        raise _refusal("single stands alone", text, "leave it out, or leave out the others")
+        raise StrategyError("single stands alone", hint="leave it out, or leave out the others")
     label, colon, size = (piece.strip() for piece in item.partition(":"))
     name, named, kind = (piece.strip() for piece in label.rpartition("="))
     if not colon:
-        raise _refusal(
-            f"{_shortened(item)} has no size", text, "an axis is <kind>:<size>, such as fsdp:8"
-        )
+        raise StrategyError(f"{_shortened(item)} has no size", hint=_AXIS_HINT)
     if kind != "hsdp" or named:
-        return [_axis(name if named else kind, kind, size, text)]
+        return [_axis(name if named else kind, kind, size)]
     outer, times, inner = (piece.strip() for piece in size.partition("x"))
     if not times:
-        raise _refusal("hsdp takes two sizes", text, "replicas x shards, such as hsdp:2x4")
-    return [_axis("ddp", "ddp", outer, text), _axis("fsdp", "fsdp", inner, text)]
+        raise StrategyError("hsdp takes two sizes", hint="replicas x shards, such as hsdp:2x4")
+    return [_axis("ddp", "ddp", outer), _axis("fsdp", "fsdp", inner)]
 
 
-def _axis(name: str, kind: str, size: str, text: str) -> Axis:
+def _axis(name: str, kind: str, size: str) -> Axis:
     # Eight digits hold every size a mesh may have, and int() of more could take long.
     if size and not re.fullmatch(r"[0-9]{1,8}", size):
-        raise _refusal(
-            f"{_shortened(size)} is not a size", text, "sizes are whole numbers from 1 to 2**24"
+        raise StrategyError(
+            f"{_shortened(size)} is not a size", hint="sizes are whole numbers from 1 to 2**24"
         )
     if not size:
-        raise _refusal("an axis has no size", text, "an axis is <kind>:<size>, such as fsdp:8")
-    try:
-        return Axis(name, kind, int(size))
-    except StrategyError as error:
-        error.where = error.where or f"strategy {_shortened(text)}"
-        raise
-
-
-def _refusal(what: str, text: str, hint: str) -> StrategyError:
-    return StrategyError(what, where=f"strategy {_shortened(text)}", hint=hint)
+        raise StrategyError("an axis has no size", hint=_AXIS_HINT)
+    return Axis(name, kind, int(size))
 
 
 def _shortened(text: str) -> str:

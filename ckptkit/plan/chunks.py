@@ -59,6 +59,7 @@ def choose_grid(
     for extent, cuts in zip(shape, edges, strict=True):
         others = itemsize * math.prod(shape) // extent
         ladders.append(_ladder(extent, cuts, others, chunk_bytes))
+    # Regular first: many readers of Zarr know no other grid.
     chosen = _Climb(ladders, itemsize, chunk_bytes).run(shape)
     size = itemsize * math.prod(choice.longest for choice in chosen)
     too_large = size > _LARGEST_MULTIPLE * chunk_bytes or _is_thin(shape, itemsize, edges, chosen)
@@ -70,7 +71,15 @@ def choose_grid(
             for extent, cuts, ladder in zip(shape, edges, ladders, strict=True)
         ]
         chosen = _Climb(free, itemsize, chunk_bytes).run(shape)
-    return _grid(shape, chosen)
+    if all(choice.borders is None for choice in chosen):
+        return Grid.regular(shape, tuple(choice.longest for choice in chosen))
+    borders = [
+        tuple(range(choice.longest, extent, choice.longest))
+        if choice.borders is None
+        else choice.borders
+        for extent, choice in zip(shape, chosen, strict=True)
+    ]
+    return Grid.rectilinear(shape, tuple(borders))
 
 
 def target_grid(
@@ -232,15 +241,3 @@ def _parts(extent: int, ladder: _Ladder, count: int) -> int:
     short = [i for i, choice in enumerate(ladder) if choice.longest <= share]
     aligned = [i for i in short if share % ladder[i].longest == 0 or ladder[i].borders is not None]
     return (aligned or short or [0])[-1]
-
-
-def _grid(shape: tuple[int, ...], chosen: list[_Choice]) -> Grid:
-    if all(choice.borders is None for choice in chosen):
-        return Grid.regular(shape, tuple(choice.longest for choice in chosen))
-    borders = tuple(
-        tuple(range(choice.longest, extent, choice.longest))
-        if choice.borders is None
-        else choice.borders
-        for extent, choice in zip(shape, chosen, strict=True)
-    )
-    return Grid.rectilinear(shape, borders)

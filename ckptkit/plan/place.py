@@ -188,16 +188,15 @@ def _give_owners(rows: list[_Row], index: int, ranks: int, target: Strategy) -> 
             apart = ((i, p) for i, p in enumerate(row.placements) if isinstance(p, Stage | Owner))
             members.setdefault(tuple(apart), {}).setdefault(lead.name, []).append(row)
     for states in members.values():
-        sizes = {name: _elements(parameters[name], target) for name in states}
+        sizes = {}
+        for name in states:
+            parameter = parameters[name]
+            layout = layout_of(parameter.subject.tensor.shape, target, parameter.placements)
+            # What one rank has of it is all that its optimizer sees, and deals out by.
+            sizes[name] = sum(box.size for box in layout.part(layout.first_rank).boxes)
         for name, rank in owners_of(sizes, ranks).items():
             for row in states[name]:
                 row.placements[index] = Owner(rank)
-
-
-def _elements(row: _Row, target: Strategy) -> int:
-    """The elements that one rank has of a parameter."""
-    layout = layout_of(row.subject.tensor.shape, target, row.placements)
-    return sum(box.size for box in layout.part(layout.first_rank).boxes)
 
 
 def _listed(names: Sequence[str]) -> str:

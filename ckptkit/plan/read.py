@@ -247,6 +247,7 @@ def join_runs(
         low, high = int(start[first]), int(stop[first:last].max())
         if found and pack[found[-1][0]] == pack[first]:
             apart, size = max(0, low - reach), max(reach, high) - begin
+            # waste / size <= gap / limit, in whole numbers.
             if apart <= gap and size <= limit and (waste + apart) * limit <= gap * size:
                 found[-1] = (found[-1][0], last)
                 reach, waste = max(reach, high), waste + apart
@@ -338,7 +339,7 @@ def reading_of(
     batch = np.repeat(np.arange(len(runs)), [last - first for first, last in runs])
     needed, owner = _overlapping(source, target, chunks)
     # Once in a batch, however many of its chunks need it.
-    keys = np.unique(batch[owner] * np.int64(source.chunk_count) + needed)
+    keys = np.unique(batch[owner] * np.int64(source.chunk_count) + needed)  # (batch, chunk) as one
     return Reading(
         len(keys),
         int(source.stored_elements(keys % source.chunk_count).sum()) * itemsizes[0],

@@ -46,7 +46,7 @@ def chunks_to_write(arrays: Sequence[Owned], rank: int) -> list[I64]:
     for index, array in enumerate(arrays):
         for share in array.layout.shares(rank):
             stretch = _Stretch(index, _chunks_held(array, share), share.replicas)
-            if share.replicas.count == 1:
+            if share.replicas.count == 1:  # nobody to share it with: no sizes need to be summed
                 mine[index].append(stretch.chunks)
             else:
                 streams.setdefault(share.replicas.key, []).append(stretch)

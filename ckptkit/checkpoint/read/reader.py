@@ -294,7 +294,10 @@ def plan_read(
         stop,
         manifest.crc32[rows][order],
         begin[order],
-        [_flat(each.target) for each in wanted],
+        [
+            each.target.reshape(-1).view(np.uint8).data if each.target.flags.c_contiguous else None
+            for each in wanted
+        ],
         runs,
         lru_cache(_KEPT_PIECES)(Pieces.__getitem__),
         dict(bands),
@@ -324,13 +327,6 @@ def _steps(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     for extent in reversed(shape[1:]):
         steps.append(steps[-1] * extent)
     return tuple(reversed(steps)) if shape else ()
-
-
-def _flat(target: npt.NDArray[Any]) -> memoryview | None:
-    if not target.flags.c_contiguous:
-        return None
-    flat: npt.NDArray[np.uint8] = target.reshape(-1).view(np.uint8)
-    return flat.data
 
 
 def _joined(parts: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:

@@ -39,6 +39,7 @@ from ckptkit.model import Box, DType
 from ckptkit.plan.read import Piece, Pieces, batches, pieces_within
 from ckptkit.storage import Store
 from ckptkit.storage.base.buffers import copy_elements
+from ckptkit.storage.base.sink import piece_size
 
 # Two: threads that write one file through the page cache wait for each other. With many at once few
 # would be complete when a run is cut off.
@@ -61,8 +62,6 @@ _ON_ITS_WAY = 4
 _KEPT_CHUNKS = 16
 # A sink that holds fewer parts waits for each.
 _LEAST_PARTS = 2
-# Parts of very large packs are larger, since servers take only so many.
-_MOST_PARTS = 9000
 
 
 @contextmanager
@@ -408,7 +407,7 @@ class Budget:
         kept = memory // _KEPT_CHUNKS if is_far and is_here else 0
         sink_bytes, packs = None, PACKS_AT_ONCE if is_here else workers
         if can.waits_for_answers:
-            part = max(can.part_size, -(-pack_bytes // _MOST_PARTS))
+            part = piece_size(pack_bytes, can.part_size)
             least, most = _LEAST_PARTS * part, (can.concurrency + 2) * part
             packs = max(1, min(packs, share // least))
             sink_bytes = max(least, min(most, share // packs))

@@ -109,7 +109,12 @@ class _Copying:
         if is_there:
             return 0
         sent, problem = self._send(ranks)
-        self._agree(ranks, problem)
+        # When all packs are complete they go on; where one is damaged, all raise.
+        mine = None if problem is None else (problem.what, problem.where)
+        told = ranks.agree(mine, lambda heard: next(filter(None, heard), None))
+        if told is not None:
+            what, where = told
+            raise problem or UnsoundStepError(what, where=where, save_id=self.save_id)
         commit_together(ranks, self._target, self._prefix, save_id, self._commit)
         return sent
 
@@ -140,14 +145,6 @@ class _Copying:
         finally:
             self._sources.close()
         return sent, None
-
-    def _agree(self, ranks: Ranks, problem: UnsoundStepError | None) -> None:
-        """When all packs are complete, go on; where one is damaged, raise on all ranks."""
-        mine = None if problem is None else (problem.what, problem.where)
-        told = ranks.agree(mine, lambda heard: next(filter(None, heard), None))
-        if told is not None:
-            what, where = told
-            raise problem or UnsoundStepError(what, where=where, save_id=self.save_id)
 
     @contextmanager
     def _reading(self, where: str) -> Iterator[None]:

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from ckptkit.checkpoint.places import described, read_manifest, step_name
+from ckptkit.checkpoint.places import described, read_manifest, step_name, stored_size
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.checkpoint.run.copy import CopyOptions, UnsoundStepError, copy_step
-from ckptkit.checkpoint.run.run import Removal, Run, kept_steps, remove
+from ckptkit.checkpoint.run.run import Run, kept_steps, remove
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
@@ -86,8 +86,13 @@ class Mirror:
             if ranks.rank == 0 and ranks.world_size > 1:
                 self.local.put(mark, b"for a moment")
             ranks.share(lambda: "written")
-            if ranks.rank > 0:
-                self._check_seen(mark, ranks.rank)
+            if ranks.rank > 0 and stored_size(self.local, mark) is None:
+                raise UsageError(
+                    f"rank {ranks.rank} does not see what rank 0 writes here",
+                    where=str(self.local.location),
+                    hint="`local` is one folder that all ranks see: the disk of a single machine, "
+                    "or a shared file system",
+                )
             ranks.wait()
         finally:
             if ranks.rank == 0:
@@ -154,17 +159,6 @@ class Mirror:
                 hint="give every run a local folder of its own",
             ) from None
 
-    def _check_seen(self, mark: str, rank: int) -> None:
-        try:
-            self.local.size(mark)
-        except NotFoundError as error:
-            raise UsageError(
-                f"rank {rank} does not see what rank 0 writes here",
-                where=str(self.local.location),
-                hint="`local` is one folder that all ranks see: the disk of a single machine, "
-                "or a shared file system",
-            ) from error
-
     def _listed(self, here: list[int], *, fallback: bool) -> list[int]:
         try:
             return Run(self.remote).steps()
@@ -230,19 +224,17 @@ class Mirror:
         there = set(run.steps())
         kept = self._retention.kept(sorted({*here, *(there - run.links().keys())}), up_to)
         for step in there.intersection(here):
-            if self._is_settled(step, here[step]):
+            save = _save_of(self.remote, step)
+            if save is None:
+                continue
+            # Overwriting is for what was saved since: a later save there is not to be lost.
+            if save.save_id == here[step] or (
+                self._options.overwrite and self._in_order(step)[0] == REMOTE
+            ):
                 known.arrived.add((step, here[step]))
         waiting = [s for s, i in here.items() if s in kept and (s, i) not in known.arrived]
         # What has failed must not keep others from being copied.
         return sorted(waiting, key=lambda step: (step in known.failed, step))
-
-    def _is_settled(self, step: int, save_id: str) -> bool:
-        """Whether a local step that is in the other place too must not be copied there."""
-        there = _save_of(self.remote, step)
-        if there is None or there.save_id == save_id:
-            return there is not None
-        # Overwriting is for what was saved since: a later save there is not to be lost.
-        return self._options.overwrite and self._in_order(step)[0] == REMOTE
 
     def _copy(self, step: int, ranks: Ranks) -> None:
         started = time.perf_counter()
@@ -250,7 +242,13 @@ class Mirror:
         try:
             copied = copy_step(self.local, self.remote, step, ranks, self._options)
         except UnsoundStepError as error:
-            self._leave_out(step, error, ranks)
+            # No attempt to copy it again will mend it: other steps go on without it.
+            self._known.failed.discard(step)
+            there = _save_of(self.local, step) if ranks.rank == 0 else None
+            # What was deleted meanwhile, or saved anew, is no damage: the latter is copied next
+            # time.
+            if there is not None and there.save_id == error.save_id:
+                self._report(step, error.save_id, error)
             return
         self._known.failed.discard(step)
         if ranks.rank == 0:
@@ -263,14 +261,6 @@ class Mirror:
                 copied.nbytes / 1e9,
                 time.perf_counter() - started,
             )
-
-    def _leave_out(self, step: int, error: UnsoundStepError, ranks: Ranks) -> None:
-        """Go on without a damaged step, which no attempt to copy it again will mend."""
-        self._known.failed.discard(step)
-        there = _save_of(self.local, step) if ranks.rank == 0 else None
-        # What was deleted meanwhile, or saved anew, is no damage: the latter is copied next time.
-        if there is not None and there.save_id == error.save_id:
-            self._report(step, error.save_id, error)
 
     def _prune(self, ranks: Ranks, up_to: int | None) -> None:
         rules = self._retention
@@ -292,13 +282,14 @@ class Mirror:
         kept = rules.kept(sorted(here), up_to)
         arrived = self._known.arrived
         safe = all((s, i) in arrived for s, i in here.items() if s in kept and s <= up_to)
-
-        def may_go(removal: Removal) -> bool:
-            if removal.kind != "step" or (removal.step, removal.save_id) in arrived:
-                return True
-            return safe and removal.step not in kept
-
-        remove(self.local, [removal for removal in removals if may_go(removal)])
+        may_go = [
+            removal
+            for removal in removals
+            if removal.kind != "step"
+            or (removal.step, removal.save_id) in arrived
+            or (safe and removal.step not in kept)
+        ]
+        remove(self.local, may_go)
 
 
 @dataclass(slots=True)

@@ -178,10 +178,10 @@ class Run:
         try:
             save, nbytes = read_head(self._store, name)
         except NotFoundError:
-            nbytes = sum(entry.size for entry in self._store.list(under(name, DATA)))
+            nbytes = _total(self._store.list(under(name, DATA)))
             return StepInfo(step, committed=False, nbytes=nbytes)
         except FormatError as error:
-            nbytes = sum(entry.size for entry in self._store.list(name))
+            nbytes = _total(self._store.list(name))
             return StepInfo(step, committed=True, nbytes=nbytes, problem=error.what)
         return StepInfo(
             step, committed=True, nbytes=nbytes, time=save.time, strategy=str(save.strategy)
@@ -257,11 +257,11 @@ def plan_prune(
     links = store.links()
     folders = {step: name for step, name in step_folders(store).items() if name not in links}
     manifests = _manifests(store, folders)
-    readable = [step for step, manifest in manifests.items() if manifest is not None]
+    readable = {step: manifest for step, manifest in manifests.items() if manifest is not None}
     spared = {step for step in readable if up_to is not None and step > up_to}
     older = sorted(step for step in readable if step not in spared)
     if keep_last is not None or keep_every is not None:
-        while older and not _is_whole(store, folders[older[-1]], manifests[older[-1]]):
+        while older and not _is_whole(store, folders[older[-1]], readable[older[-1]]):
             spared.add(older.pop())
     kept = kept_steps(older, keep_last=keep_last, keep_every=keep_every) | spared
     # Without a grace all is old, whatever the clock says that things were stamped with.
@@ -271,7 +271,8 @@ def plan_prune(
         folder = folders[step]
         named = None if manifest is None else manifest.save.save_id
         if named is not None and step not in kept:
-            removals.append(_step(store, step, folder, named))
+            entries, keys = keys_of(store, folder)
+            removals.append(Removal("step", step, folder, named, _total(entries), tuple(keys)))
             continue
         if named is None:
             removals += _begun(store, step, folder, before)
@@ -334,18 +335,11 @@ def clock_of(store: Store) -> float:
         store.delete(gone)
 
 
-def _is_whole(store: Store, folder: str, manifest: Manifest | None) -> bool:
+def _is_whole(store: Store, folder: str, manifest: Manifest) -> bool:
     """Whether all packs are there and none was cut off, without a look into them."""
-    if manifest is None:
-        return False
     data = data_prefix(folder, manifest.save.save_id)
     found = {entry.key: entry.size for entry in store.list(data)}
     return all(found.get(f"{data}/{pack.name}") == pack.size for pack in manifest.packs)
-
-
-def _step(store: Store, step: int, folder: str, save_id: str) -> Removal:
-    entries, keys = keys_of(store, folder)
-    return Removal("step", step, folder, save_id, _total(entries), tuple(keys))
 
 
 def _begun(store: Store, step: int, folder: str, before: float) -> list[Removal]:

@@ -288,17 +288,16 @@ class GroupRanks(Ranks):
         return [each[: int(size)].cpu().numpy().tobytes() for each, size in pairs]
 
 
-class _reachable:  # noqa: N801 — reads as a statement
-    """Turns a lost store into an error that says what that means."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, dist.DistError):
-            raise PeerError(
-                "the job's store does not answer: the rank or agent that holds it is gone",
-                hint="look at the log of rank 0",
-            ) from error
+@contextmanager
+def _reachable() -> Iterator[None]:
+    """Turn a lost store into an error that says what that means."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise PeerError(
+            "the job's store does not answer: the rank or agent that holds it is gone",
+            hint="look at the log of rank 0",
+        ) from error
 
 
 def listed(ranks: Sequence[int], most: int = 8) -> str:

@@ -269,6 +269,7 @@ def _torch_layout(
             )
         dim, before = placement.dim, pieces.get(placement.dim, 1)
         factors[at] = int(getattr(placement, "split_factor", 1))
+        # In as many blocks as the axes to the right make: it cuts what these have left.
         is_late = factors[at] == before > 1
         places[at] = Strided(dim) if is_late else Shard(dim)
         pieces[dim] = before * ranks[at]

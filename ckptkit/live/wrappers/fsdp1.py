@@ -210,7 +210,7 @@ class FlatPart:
         return self.piece.is_view or len(self.flat.slices) == 1
 
     @property
-    def is_here(self) -> bool:
+    def is_kept_here(self) -> bool:
         """Whether its state, or that of the flat one that it is in, is this rank's to keep."""
         return not self.piece.is_view or self.piece.count > 0
 
@@ -244,6 +244,7 @@ class FSDP1Optimizer(PlainOptimizer):
             held = tuple(piece for piece in flat.slices if piece.holder in mine)
             for piece in held:
                 self._names.setdefault(piece.holder, []).append(piece.name)
+            # Where all ranks have the whole of each, it is stepped as any parameter is.
             if flat.group is None and flat.keeps_originals:
                 self._whole |= {piece.holder: piece.name for piece in held}
             elif held:

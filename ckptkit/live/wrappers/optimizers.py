@@ -112,6 +112,7 @@ class PlainOptimizer:
                     hint="let it make a step before the load",
                 ) from error
         for parameter, kept in known.items():
+            # Again: the step has made all that the optimizer keeps, saved or not.
             self._drop(parameter, kept)
             for key, item in kept.items():
                 state = self.state[parameter]

@@ -147,6 +147,7 @@ def shared_out(runs: Sequence[BlockRun], ranks: int) -> list[list[BlockRun]]:
         left = run
         while left.count:
             rank = at * ranks // total
+            # How many elements there are, rounded up, before the share of the next rank begins.
             room = -(-(total * (rank + 1) - at * ranks) // ranks)
             part = replace(left, count=min(left.count, -(-room // left.length)))
             shares[rank].append(part)
@@ -165,6 +166,7 @@ def encoded(values: torch.Tensor, runs: Sequence[BlockRun]) -> torch.Tensor:
     for run, piece in zip(runs, pieces, strict=True):
         rows = piece.view(run.count, run.length)
         scale = rows.abs().amax(1, keepdim=True) / _LARGEST
+        # What is not finite has no whole number: the scale, which is not finite either, tells it.
         code = (rows / torch.where(scale > 0, scale, 1)).round_().nan_to_num_(0)
         codes.append(code.clamp_(-_LARGEST, _LARGEST).to(torch.int8).flatten())
         scales.append(scale.flatten())
@@ -200,10 +202,14 @@ class TopK(RememberingCompression):
 
     def _send(self, bucket: GradBucket) -> Sent:
         gradients = bucket.gradients()
-        chosen = [
-            self._choose(self._names[parameter], gradient)
-            for parameter, gradient in zip(bucket.parameters(), gradients, strict=True)
-        ]
+        chosen = []  # of each gradient: where its largest elements are, those, and what is left
+        for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
+            residual = self.residual(self._names[parameter], gradient)
+            total = (residual + gradient.float()).flatten()
+            count = math.ceil(self._share * total.numel())
+            index = total.abs().topk(count, sorted=False).indices
+            left = total.index_fill(0, index, 0).view_as(residual)
+            chosen.append((index, total[index], left))
         indices = torch.cat([index for index, _, _ in chosen]).to(torch.int32).view(torch.uint8)
         values = torch.cat([value for _, value, _ in chosen]).view(torch.uint8)
         payload = torch.cat([indices, values])
@@ -222,14 +228,6 @@ class TopK(RememberingCompression):
             # The same on all ranks: after an overflow, which the training skips, all stays.
             torch.where(total.isfinite().all(), left, residual, out=residual)
         return done(bucket.buffer())
-
-    def _choose(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Where the largest elements are, what they are, and what is left without them."""
-        residual = self.residual(name, gradient)
-        total = (residual + gradient.float()).flatten()
-        count = math.ceil(self._share * total.numel())
-        index = total.abs().topk(count, sorted=False).indices
-        return index, total[index], total.index_fill(0, index, 0).view_as(residual)
 
 
 class PowerSGD(RememberingCompression):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -216,7 +217,7 @@ class InProcess:
     def __init__(self, shard: ParameterShard, clocks: Clocks, worker: int) -> None:
         self._shard, self._clocks, self._worker = shard, clocks, worker
         self.pull, self.state, self.set_options = shard.pull, shard.state, shard.set_options
-        self.steps = clocks.steps
+        self.steps, self.leave = clocks.steps, partial(clocks.leave, worker)
 
     def begin_push(self, gradients: Sequence[torch.Tensor | None]) -> None:
         self._clocks.check()
@@ -226,10 +227,6 @@ class InProcess:
         """Wait until the worker may go on; the parameters then."""
         self._clocks.tick(self._worker)
         return self._shard.pull()
-
-    def leave(self) -> None:
-        """Say that no more gradients will come."""
-        self._clocks.leave(self._worker)
 
     def close(self) -> None: ...
 
@@ -255,7 +252,10 @@ class OverSocket:
         self._send(Kind.HELLO)
 
     def begin_push(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._send(Kind.PUSH, with_gradients(gradients))
+        """Send which parameters have a gradient, a byte for each, and the gradients."""
+        which = bytes(gradient is not None for gradient in gradients)
+        found = [each.detach().cpu().contiguous() for each in gradients if each is not None]
+        self._send(Kind.PUSH, [memoryview(which), *map(memory_of, found)])
 
     def end_push(self) -> list[torch.Tensor]:
         return tensors_in(self._answer(), self._like)
@@ -385,15 +385,8 @@ def receive_message(pipe: socket.socket, largest: int) -> tuple[Kind, int, bytea
     return Kind(kind), worker, receive(pipe, length)
 
 
-def with_gradients(gradients: Sequence[torch.Tensor | None]) -> list[memoryview]:
-    """Which parameters have a gradient, a byte for each, and the gradients."""
-    which = bytes(gradient is not None for gradient in gradients)
-    found = [gradient.detach().cpu().contiguous() for gradient in gradients if gradient is not None]
-    return [memoryview(which), *(memory_of(gradient) for gradient in found)]
-
-
 def gradients_in(data: bytearray, like: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradients of a message, for parameters alike."""
+    """The gradients of a message, as `begin_push` sends them, for parameters alike."""
     which = data[: len(like)]
     present = [parameter for has, parameter in zip(which, like, strict=True) if has]
     found = iter(tensors_in(data, present, len(like)))

@@ -13,6 +13,18 @@ from ckptkit.errors import StorageError, UsageError
 from ckptkit.storage.base.buffers import copy_bytes, default_pool
 from ckptkit.storage.base.store import as_bytes
 
+# S3 takes 10,000 parts.
+_MOST_PIECES = 9_000
+_PIECE_STEP = 1 << 20
+
+
+def piece_size(total: int, preferred: int) -> int:
+    """The bytes that a server is sent at a time of an object of so many: as preferred, or as many
+    as few enough pieces need.
+    """
+    needed = -(-total // _MOST_PIECES)
+    return max(preferred, -(-needed // _PIECE_STEP) * _PIECE_STEP)
+
 
 class Parts:
     """Which parts of one object are written, being written, or missing: each is written once and
