@@ -296,11 +296,12 @@ class Wire:
             group=self.group,
         )
         self.sent += sum(p.nbytes for rank, p in enumerate(pieces) if rank != self.rank)
+        # Nothing splits into one part only, however many ranks there are.
         return list(received.split(size)) if size else [received] * self.size
 
     def gather(self, mine: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         """What each rank has, whose sizes are known everywhere."""
-        largest = max(sizes)
+        largest = max(sizes)  # a collective takes as much of every rank
         padded = mine.new_zeros(largest)
         padded[: mine.numel()] = mine
         received = mine.new_empty(largest * self.size)

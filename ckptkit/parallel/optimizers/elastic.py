@@ -192,6 +192,7 @@ class ElasticTraining:
                 return -1
             saved, job = newest_of(self._checkpointer.run)
             replica, _ = newest_of(self._replicas.run, job)
+            # Without a checkpoint nobody can tell whether replicas are of this run.
             return replica if replica > saved >= 0 else -1
 
         with self._meeting() as ranks:

@@ -147,6 +147,7 @@ def shared_out(runs: Sequence[BlockRun], ranks: int) -> list[list[BlockRun]]:
         left = run
         while left.count:
             rank = at * ranks // total
+            # How many elements there are, rounded up, before the share of the next rank begins.
             room = -(-(total * (rank + 1) - at * ranks) // ranks)
             part = replace(left, count=min(left.count, -(-room // left.length)))
             shares[rank].append(part)
@@ -165,6 +166,7 @@ def encoded(values: torch.Tensor, runs: Sequence[BlockRun]) -> torch.Tensor:
     for run, piece in zip(runs, pieces, strict=True):
         rows = piece.view(run.count, run.length)
         scale = rows.abs().amax(1, keepdim=True) / _LARGEST
+        # What is not finite has no whole number: the scale, which is not finite either, tells it.
         code = (rows / torch.where(scale > 0, scale, 1)).round_().nan_to_num_(0)
         codes.append(code.clamp_(-_LARGEST, _LARGEST).to(torch.int8).flatten())
         scales.append(scale.flatten())

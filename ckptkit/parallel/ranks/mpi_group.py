@@ -102,6 +102,7 @@ def _make(given: Any, options: Any) -> MpiProcessGroup:  # noqa: ARG001 - as tor
     ranks = list(given.global_ranks_in_group) or list(range(given.group_size))
     group = MPI.COMM_WORLD.Get_group().Incl(ranks)
     name = str(given.group_id)
+    # Only its members call this; the tag keeps groups apart that are made at one time.
     comm = MPI.COMM_WORLD.Create_group(group, zlib.crc32(name.encode()) % _TAGS)
     return MpiProcessGroup(comm, given.timeout, name)
 
@@ -173,6 +174,7 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             rows = found.reshape(self._size, data.numel())
             for at in self._steps(data.numel()):
                 piece = data[at]
+                # What goes in one piece goes straight to its place.
                 whole = rows if piece.numel() == data.numel() else torch.empty_like(rows[:, at])
                 request = self._comm.Iallgather(_buffer(piece), _buffer(whole.reshape(-1)))
                 self._finish(request, opts, "all_gather", piece, whole)

@@ -281,12 +281,10 @@ class BucketDetails:
     def _ask(self, method: str, at: str, **asked: Any) -> Any:
         where = below(self._top, at)
         with translated(where, self._settings.secrets):
-            return getattr(self._client(where), method)(Bucket=self._top.path, **asked)
-
-    def _client(self, where: str) -> Any:
-        # Connections are not shared with a fork.
-        process = os.getpid()
-        with self._making:
-            if process not in self._clients:
-                self._clients = {process: new_client(self._settings, where)}
-            return self._clients[process]
+            # Connections are not shared with a fork.
+            process = os.getpid()
+            with self._making:
+                if process not in self._clients:
+                    self._clients = {process: new_client(self._settings, where)}
+                client = self._clients[process]
+            return getattr(client, method)(Bucket=self._top.path, **asked)

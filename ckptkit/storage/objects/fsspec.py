@@ -149,7 +149,7 @@ class FsspecClient:
     def children(self, folder: str) -> Names:
         names = self._listed(folder, "ls", detail=False)
         start = f"{self._path(folder)}/"
-        return [name[len(start) :].rstrip("/") for name in names if name.startswith(start)]
+        return [name[len(self._root) + 1 :] for name in names if name.startswith(start)]
 
     def _listed(self, folder: str, method: str, **how: bool) -> Any:
         with self._answers(folder):
@@ -310,10 +310,9 @@ class S3fsClient(FsspecClient):
     def children(self, folder: str) -> Names:
         names: list[str] = []
         for page in self._pages(folder, Delimiter="/"):
-            names += [it["Prefix"].rstrip("/") for it in page.get("CommonPrefixes", ())]
+            names += [it["Prefix"] for it in page.get("CommonPrefixes", ())]
             names += [it["Key"] for it in page.get("Contents", ())]
-        start = len(folder) + 1 if folder else 0
-        return [name[start:] for name in names]
+        return names
 
     def _pages(self, folder: str, **asked: Any) -> Iterator[dict[str, Any]]:
         """As many requests as there are thousands of names; each has to end in time."""

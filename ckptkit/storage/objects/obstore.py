@@ -119,9 +119,7 @@ class ObstoreClient:
     def children(self, folder: str) -> Names:
         with self._answers(folder):
             found = obstore.list_with_delimiter(self._store(), folder or None)
-        paths = [*found["common_prefixes"], *(it["path"] for it in found["objects"])]
-        start = len(folder) + 1 if folder else 0
-        return [path[start:] for path in paths]
+        return [*found["common_prefixes"], *(it["path"] for it in found["objects"])]
 
     def delete(self, keys: Sequence[str]) -> None:
         """One request for a thousand keys on S3."""
@@ -204,7 +202,28 @@ def _built(
         },
     }
     if top.scheme == "s3":
-        return _s3(top.path, settings, client, retry, signs=signs)
+        provider, region = s3_credentials(settings, str(top))
+        virtual = settings.path_style is False or (
+            settings.path_style is None and settings.endpoint is None and "." not in top.path
+        )
+        amazon: S3Config = {
+            "region": settings.region or region or "us-east-1",
+            "virtual_hosted_style_request": virtual,
+            # Bodies are signed at most over plain http: that costs a hash, and https protects them.
+            "unsigned_payload": not (signs and settings.is_plain),
+            "skip_signature": settings.anonymous,
+        }
+        if settings.endpoint:
+            parts = urlsplit(settings.endpoint)
+            host = f"{top.path}.{parts.netloc}" if virtual else parts.netloc
+            amazon["endpoint"] = parts._replace(netloc=host).geturl()
+        return S3Store(
+            top.path,
+            config=amazon,
+            client_options=client,
+            retry_config=retry,
+            credential_provider=provider,
+        )
     if top.scheme == "gs":
         google: GCSConfig = {"skip_signature": settings.anonymous}
         if settings.endpoint:
@@ -228,30 +247,3 @@ def _built(
             where=str(top),
             hint="set AZURE_STORAGE_ACCOUNT_NAME and its key, or access_key and secret_key",
         ) from error
-
-
-def _s3(
-    bucket: str, settings: Settings, client: ClientConfig, retry: RetryConfig, *, signs: bool
-) -> S3Store:
-    provider, region = s3_credentials(settings, f"s3://{bucket}")
-    virtual = settings.path_style is False or (
-        settings.path_style is None and settings.endpoint is None and "." not in bucket
-    )
-    config: S3Config = {
-        "region": settings.region or region or "us-east-1",
-        "virtual_hosted_style_request": virtual,
-        # Bodies are signed at most over plain http: that costs a hash, and https protects them.
-        "unsigned_payload": not (signs and settings.is_plain),
-        "skip_signature": settings.anonymous,
-    }
-    if settings.endpoint:
-        parts = urlsplit(settings.endpoint)
-        host = f"{bucket}.{parts.netloc}" if virtual else parts.netloc
-        config["endpoint"] = parts._replace(netloc=host).geturl()
-    return S3Store(
-        bucket,
-        config=config,
-        client_options=client,
-        retry_config=retry,
-        credential_provider=provider,
-    )

@@ -111,7 +111,9 @@ class Client(Protocol):
         """Every object below `folder/` (everything for ""), in any order."""
 
     def children(self, folder: str) -> Names:
-        """The names directly below `folder/`, in any order."""
+        """What is directly below `folder/`, in any order: keys, and the beginnings that others
+        have in common, with a slash at their end or without.
+        """
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, in any order; missing ones are fine."""
@@ -132,14 +134,12 @@ class Known:
 class ObjectServer:
     """One bucket or file system; keys are whole, below no prefix."""
 
-    def __init__(
-        self, client: Client, top: Location, settings: Settings, place: Location | None = None
-    ) -> None:
+    def __init__(self, client: Client, top: Location, settings: Settings, place: Location) -> None:
         self.client = client
         self.settings = settings
         self.known = Known()
         self._top = top
-        self._place = place or top
+        self._place = place
         self._probing = threading.Lock()
 
     def where(self, key: str) -> str:
@@ -177,7 +177,9 @@ class ObjectServer:
 
     def children(self, folder: str) -> Names:
         """The names directly below a folder."""
-        return self._believed(folder, partial(self.client.children, folder))
+        start = len(folder) + 1 if folder else 0
+        found = self._believed(folder, partial(self.client.children, folder))
+        return [key[start:].rstrip("/") for key in found]
 
     def _believed(self, folder: str, ask: Callable[[], T]) -> T:
         found = self._ask("listing", folder, ask)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import chain, islice
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 
@@ -179,15 +179,15 @@ class ObjectStore(KeyedStore):
         self, key: str, extents: Sequence[int], *, memory: int | None = None, again: bool = False
     ) -> Sink:
         """Begin a new object, invisible until it is finished."""
-        path = self._path(key)
-        parts = Parts(self._where(key), extents)
+        path, where = self._path(key), self._where(key)
+        parts = Parts(where, extents)
         if not again:
             try:
                 self._server.head(path)
             except NotFoundError:
                 pass
             else:
-                raise trouble("taken", self._server.where(path))
+                raise trouble("taken", where)
         if parts.total <= self._abilities.part_size:
             buffer = default_pool().take(parts.total)
 
@@ -230,16 +230,15 @@ class ObjectStore(KeyedStore):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects or leftovers, the first before any other, the others many at a time."""
-        left = iter(keys)
-        first = islice(left, 1)
-        for batch in chain([list(first)], iter(lambda: list(islice(left, _BATCH)), [])):
+        left, most = iter(keys), 1
+        while batch := list(islice(left, most)):
+            most = _BATCH
             checked = [deletable_key(key) for key in batch]
             own = {key for key in checked if _is_own(key)}
             for folder in {key.rpartition("/")[0] for key in own}:
                 begun = self._server.uploads(self._below(folder))
                 self._server.abort(it for it in begun if self._leftover_key(it) in own)
-            if checked:
-                self._server.delete([self._folder + key for key in checked])
+            self._server.delete([self._folder + key for key in checked])
 
     def _leftover_key(self, upload: Upload) -> str:
         """A key that `delete` knows again; several uploads of one name differ."""
@@ -271,19 +270,19 @@ class ObjectSource(Closing):
     def __init__(self, server: ObjectServer, path: str, size: int) -> None:
         self._server = server
         self._path = path
+        self._where = server.where(path)
         self.size = size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        where = self._server.where(self._path)
-        view = as_bytes(where, buffer)
-        checked_range(where, self.size, offset, view.nbytes)
+        view = as_bytes(self._where, buffer)
+        checked_range(self._where, self.size, offset, view.nbytes)
         for done in range(0, view.nbytes, _MOST_AT_ONCE):
             stretch = view[done : done + _MOST_AT_ONCE]
             copy_bytes(self._server.read(self._path, offset + done, stretch.nbytes), stretch)
 
     def fetch(self, offset: int, length: int) -> memoryview:
         """These bytes, as they came; copied only where one request cannot bring them."""
-        checked_range(self._server.where(self._path), self.size, offset, length)
+        checked_range(self._where, self.size, offset, length)
         if 0 < length <= _MOST_AT_ONCE:
             return self._server.read(self._path, offset, length)
         buffer = memoryview(bytearray(length))

@@ -41,7 +41,7 @@ class ObjectSink:
     def __init__(self, server: ObjectServer, key: str, parts: Parts, memory: int | None) -> None:
         self._server = server
         self._key = key
-        self._where = server.where(key)
+        self._where = parts.where
         self._parts = parts
         preferred, many = server.settings.part_size, server.settings.concurrency
         self._size = piece_size(self._parts.total, preferred)
@@ -61,14 +61,14 @@ class ObjectSink:
     def write(self, part: int, data: memoryview) -> None:
         """Copy one part; what is whole is on its way."""
         view = as_bytes(self._where, data)
-        with self._parts.claiming(part, view.nbytes), self._under_way():
+        with self._parts.claiming(part, view.nbytes), self._sending():
             self._window.write(part, view)
 
     @contextmanager
     def filling(self, part: int) -> Iterator[memoryview]:
         """Memory that is sent from, unless the part is longer than what is sent at a time."""
         size = self._parts.size(part)
-        with self._parts.claiming(part, size), self._under_way():
+        with self._parts.claiming(part, size), self._sending():
             blocks = self._window.blocks_of(part)
             if len(blocks) == 1:
                 with self._window.filling(blocks[0]) as memory:
@@ -119,7 +119,7 @@ class ObjectSink:
         self._error = None
 
     @contextmanager
-    def _under_way(self) -> Iterator[None]:
+    def _sending(self) -> Iterator[None]:
         """While something is sent. Where that fails nobody waits for anything any more."""
         try:
             # Before, because whoever waits for memory waits for what is sent.
@@ -392,6 +392,7 @@ class UploadWindow:
         rest of the others.
         """
         complete = self._ends[self._next] // self._piece_size * self._piece_size
+        # A copy, because while they are counted this very thread may let go of one.
         return sum(end <= complete or self.is_empty for end in list(self._lent.values()))
 
     # Ending
