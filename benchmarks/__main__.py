@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks import activation, live, objects, optimizers, reshard, speed, strategies
 from benchmarks.machine import describe, in_words
 from benchmarks.manifest import manifest
+from benchmarks.many import many
 from benchmarks.memory import memory
 from benchmarks.planning import planning
 from benchmarks.ranks import isolated
@@ -34,6 +35,7 @@ _WHAT = {
     "plan": "reshards of 405B parameters",
     "slice": "column slices",
     "scale": "many arrays, chunks and ranks",
+    "many": "small arrays, 1,000 to 100,000",
     "memory": "at its peak",
     "all": "the default",
 }
@@ -78,6 +80,7 @@ def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
         "plan": [planning],
         "slice": [partial(isolated, slices, folder, gib)],
         "scale": [partial(listing, folder, repeat), partial(manifest, folder), ranks],
+        "many": [partial(many, folder, repeat)],
         "memory": [partial(memory, folder, gib)],
     }
     for name, benches in known.items():

@@ -179,13 +179,14 @@ class ThreadBarrier(Ranks):
             said = room.said.setdefault(number, {})
             said[self.rank] = data or b""
             room.changed.notify_all()
-
-            def is_over() -> bool:
-                # Rank 0 listens to all, the others to rank 0, who alone can say so.
-                has_left = bool(room.left) if self.rank == 0 else 0 in room.left
-                return has_left or len(said) == self.world_size
-
-            room.changed.wait_for(is_over, self._timeout)
+            # Rank 0 listens to all, the others to rank 0, who alone can say that there is no step.
+            room.changed.wait_for(
+                lambda: (
+                    len(said) == self.world_size
+                    or (bool(room.left) if self.rank == 0 else 0 in room.left)
+                ),
+                self._timeout,
+            )
             if len(said) < self.world_size:
                 raise self._missed()
             is_asked = self.rank == 0 and data is not None

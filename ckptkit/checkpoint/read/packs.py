@@ -130,13 +130,13 @@ class OpenPacks:
         return f"{self._folder}/{self.manifest.packs[pack].name}"
 
 
+@dataclass(eq=False)
 class _UncheckedPack(Closing):
     """An open pack that nobody has asked the store about. A read that fails finds out why."""
 
-    def __init__(self, sources: OpenPacks, pack: int, source: Source) -> None:
-        self._sources = sources
-        self._pack = pack
-        self._source = source
+    _sources: OpenPacks
+    _pack: int
+    _source: Source
 
     @property
     def size(self) -> int:

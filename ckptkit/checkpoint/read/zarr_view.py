@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -151,8 +152,13 @@ class ZarrView(Store):
         """The names directly below a prefix."""
         start = f"{prefix.rstrip('/')}/" if prefix else ""
         name, mark, _ = f"/{start}".rpartition("/c/")
-        inside = mark and name[1:] in self._arrays
-        keys = self._keys_of(name[1:]) if inside else self._node_keys()
+        if mark and name[1:] in self._arrays:
+            keys: Iterable[str] = self._keys_of(name[1:])
+        else:
+            # Of the chunks only that there are some: a step may have millions.
+            with_chunks = (key for key, array in self._arrays.items() if array.grid.chunk_count)
+            nodes = map(key_of, chain(self._groups, self._arrays))
+            keys = chain(nodes, (f"{key}/c" for key in with_chunks))
         seen = {key[len(start) :].partition("/")[0] for key in keys if key.startswith(start)}
         for child in sorted(seen):
             yield child
@@ -171,14 +177,6 @@ class ZarrView(Store):
         # `ndindex` refuses some shapes that have no index.
         for index in np.ndindex(*grid.counts) if grid.chunk_count else ():
             yield chunk_key(name, index)
-
-    def _node_keys(self) -> Iterator[str]:
-        """All documents, and for arrays with chunks that there are some."""
-        yield from map(key_of, self._groups)
-        for name, array in self._arrays.items():
-            yield key_of(name)
-            if array.grid.chunk_count:
-                yield f"{name}/c"
 
     def _chunk(self, key: str) -> tuple[str, tuple[int, ...]] | None:
         name, mark, numbers = f"{key}/".rpartition("/c/")

@@ -1,8 +1,8 @@
 """Copying a committed step into another store as it is: its packs, and then its manifest.
 
-The rules are those of a commit (`checkpoint.commit`). What is copied keeps its save id, so a copy
-that was cut off goes on where it ended: packs that have arrived are not sent again. Every byte is
-accounted for on the way, as `verify` does: damage is not passed on.
+The rules are those of a commit (`checkpoint.write.commit`). What is copied keeps its save id, so a
+copy that was cut off goes on where it ended: packs that have arrived are not sent again. Every byte
+is accounted for on the way, as `verify` does: damage is not passed on.
 
 Two processes may copy one step at once, as when one is slow to die: each pack gets its name when it
 is complete, and replaces one that has the same bytes. So nothing that is committed ever breaks.
@@ -134,7 +134,14 @@ class _Copying:
         try:
             if ranks.rank == 0:
                 with self._reading(self._where):
-                    self._check_manifest()
+                    try:
+                        records = [found.record for found in self._records()]
+                        expected = assemble(records, self._manifest.packs)
+                    except PeerError as error:
+                        what = f"the packs do not fit together: {error.what}"
+                        raise CorruptionError(what) from error
+                    if expected.to_bytes() != self._manifest.to_bytes():
+                        raise CorruptionError("the manifest says other things than the packs do")
             for pack, info in enumerate(self._manifest.packs):
                 # What the one without a record holds follows from all others: rank 0 has them.
                 owner = 0 if info.record is None else pack % ranks.world_size
@@ -166,7 +173,15 @@ class _Copying:
             return 0
         where, progress = self._sources.where(pack), self._options.progress
         with self._reading(where):
-            known = self._pack_bytes(pack)
+            if info.record is None:
+                known = PackBytes.of_groups([found.record for found in self._records()])
+            else:
+                # The records of other ranks may refer to rank 0's.
+                self._record(0)
+                found = self._record(pack)
+                if found.pack != info:
+                    raise CorruptionError("the record is not where the manifest says")
+                known = PackBytes.of_rank(found, where)
             if known.size != info.size:
                 raise CorruptionError("the pack has another size than its record says", where=where)
         extents = [window.size for window in known.windows(_SEGMENT)]
@@ -189,28 +204,6 @@ class _Copying:
             sink.abort()
             raise
         return info.size
-
-    def _check_manifest(self) -> None:
-        """Compare the manifest with what the records of all packs say."""
-        manifest = self._manifest
-        try:
-            expected = assemble([found.record for found in self._records()], manifest.packs)
-        except PeerError as error:
-            raise CorruptionError(f"the packs do not fit together: {error.what}") from error
-        if expected.to_bytes() != manifest.to_bytes():
-            raise CorruptionError("the manifest says other things than the packs do")
-
-    def _pack_bytes(self, pack: int) -> PackBytes:
-        info = self._manifest.packs[pack]
-        if info.record is None:
-            records = [found.record for found in self._records()]
-            return PackBytes.of_groups(records)
-        # The records of other ranks may refer to rank 0's.
-        self._record(0)
-        found = self._record(pack)
-        if found.pack != info:
-            raise CorruptionError("the record is not where the manifest says")
-        return PackBytes.of_rank(found, self._sources.where(pack))
 
     def _records(self) -> list[PackRecord]:
         ranks = [n for n, pack in enumerate(self._manifest.packs) if pack.record is not None]

@@ -60,6 +60,7 @@ class Parts:
             if self._claimed[part]:
                 raise self._misuse(f"part {part} was written before")
             self._claimed[part] = 1
+            # Those of length zero are not missed.
             self._missing -= size > 0
             self._running += 1
         try:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import chain, islice
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 
@@ -230,16 +230,15 @@ class ObjectStore(KeyedStore):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects or leftovers, the first before any other, the others many at a time."""
-        left = iter(keys)
-        first = islice(left, 1)
-        for batch in chain([list(first)], iter(lambda: list(islice(left, _BATCH)), [])):
+        left, most = iter(keys), 1
+        while batch := list(islice(left, most)):
+            most = _BATCH
             checked = [deletable_key(key) for key in batch]
             own = {key for key in checked if _is_own(key)}
             for folder in {key.rpartition("/")[0] for key in own}:
                 begun = self._server.uploads(self._below(folder))
                 self._server.abort(it for it in begun if self._leftover_key(it) in own)
-            if checked:
-                self._server.delete([self._folder + key for key in checked])
+            self._server.delete([self._folder + key for key in checked])
 
     def _leftover_key(self, upload: Upload) -> str:
         """A key that `delete` knows again; several uploads of one name differ."""

@@ -14,6 +14,7 @@ from ckptkit.checkpoint.reshard.copy import Budget
 from ckptkit.checkpoint.reshard.engines import Task
 from ckptkit.checkpoint.reshard.target import ReshardOptions
 from ckptkit.storage import Address, LocalStore, Location, MemoryStore
+from ckptkit.storage.base.sink import piece_size
 from tests.checkpoint.remote import MIB, RemoteStore
 from tests.checkpoint.reshard.toy import assert_same_state, reshard, save_toy, saved
 from tests.checkpoint.saving import Tensor, contents, memory_with, random_values, save
@@ -28,6 +29,14 @@ def large() -> RemoteStore:
     store = RemoteStore()
     save(store, STATE, chunk_bytes=1 << 20)
     return store
+
+
+def test_the_pieces_of_a_huge_pack_have_the_memory_that_they_are_sent_from() -> None:
+    huge = 200 << 30
+    places = MemoryStore(), RemoteStore()
+    budget = Budget.of(183 * MIB, 1, *places, largest=0, pack_bytes=huge)
+    assert piece_size(huge, 16 * MIB) == 23 * MIB
+    assert budget.sink_bytes == 46 * MIB
 
 
 @pytest.mark.parametrize("to", ["tp:4", "fsdp:3", "single"])
