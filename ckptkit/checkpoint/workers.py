@@ -147,8 +147,8 @@ class Pace:
         return 0 if self.reads_are_copies else self.requests * self.request_bytes * _COPIES
 
     def within(self, memory: int) -> Pace:
-        """The same in so much memory: smaller requests, as long as they are good ones, then fewer
-        of them, and where even one is too much a smaller one.
+        """A pace that takes so much memory: smaller requests, as long as they are good ones, then
+        fewer of them, and where even one is too much a smaller one.
         """
         if self.reads_are_copies or self.nbytes <= memory:
             return self
