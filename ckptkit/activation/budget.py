@@ -26,10 +26,9 @@ from ckptkit.activation.recompute import (
     version_of,
     versions_of,
 )
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, leaving
 from ckptkit.errors import UsageError
 from ckptkit.live.state.extra import rng_state, set_rng_state
-from ckptkit.live.state.ranks import current_world, next_name, ranks_of
+from ckptkit.live.state.ranks import current_world, meeting
 
 _LOG = logging.getLogger("ckptkit.activation")
 _ROUNDS = 8
@@ -47,8 +46,6 @@ def fit(
     """Recompute the blocks that make the step stay within the budget, as measured; every rank
     takes part. Ranks that have the same blocks choose the same ones: recomputing may be collective.
     """
-    world = current_world()
-    ranks = ranks_of(world, next_name(world, "budget"), DEFAULT_TIMEOUT, "no blocks were chosen")
 
     def recompute(chosen: Collection[int]) -> None:
         undo()
@@ -57,7 +54,7 @@ def fit(
             {name: blocks[name] for name in names}, lambda _, block, plain: Recomputed(block, plain)
         )
 
-    with leaving(ranks):
+    with meeting(current_world(), "budget", failure="no blocks were chosen") as ranks:
         costs = measure(modules, blocks, step)
         heard = ranks.agree((bool(blocks), bool(costs.blocks) and costs.has_backward), list)
         # On some rank, that is: a stage of a pipeline may have no blocks.

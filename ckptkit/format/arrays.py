@@ -17,6 +17,8 @@ from ckptkit.format.names import name_from_file
 from ckptkit.model import DType, Grid, Placement, document, placement_from_doc, placement_to_doc
 from ckptkit.model.document import Fields
 
+# The fields of a document that say it, which are read as packed bytes: their entries one by one.
+TABLE_FIELDS = ("placements", "arrays")
 ROLES = ("param", "buffer", "optimizer", "other")
 MAX_ARRAYS = 1 << 24
 MAX_DIMS = 32

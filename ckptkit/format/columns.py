@@ -11,12 +11,12 @@ import numpy.typing as npt
 from ckptkit.errors import FormatError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model.document import Fields
+from ckptkit.model.grid import I64
 
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
-I64 = npt.NDArray[np.int64]
 
-MAX_CHUNKS = (1 << 32) - 1
+MAX_ROWS = (1 << 32) - 1  # of a table: one is one chunk
 
 
 def columns_to_doc(columns: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def columns_to_doc(columns: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
 def columns_from_doc(value: object, where: str, names: Sequence[str]) -> dict[str, Any]:
     """The columns of a document, as views of its bytes, once their lengths are proven."""
     fields = Fields(value, where)
-    count = fields.integer("count", below=MAX_CHUNKS + 1)
+    count = fields.integer("count", below=MAX_ROWS + 1)
     columns = {}
     for name in names:
         dtype = np.dtype("<u8" if name in ("offset", "length", "chunk") else "<u4")
@@ -53,8 +53,8 @@ def chunk_starts(arrays: Sequence[ArrayInfo]) -> I64:
     total = 0
     for index, array in enumerate(arrays):
         total += array.grid.chunk_count
-        if total > MAX_CHUNKS:
-            raise FormatError(f"more than {MAX_CHUNKS} chunks", where=array.name, value=total)
+        if total > MAX_ROWS:
+            raise FormatError(f"more than {MAX_ROWS} chunks", where=array.name, value=total)
         starts[index + 1] = total
     return starts
 

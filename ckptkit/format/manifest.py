@@ -9,6 +9,7 @@ import numpy as np
 
 from ckptkit.errors import FormatError
 from ckptkit.format.arrays import (
+    TABLE_FIELDS,
     Alias,
     ArrayInfo,
     arrays_from_docs,
@@ -17,7 +18,6 @@ from ckptkit.format.arrays import (
     chunk_key,
 )
 from ckptkit.format.columns import (
-    I64,
     U32,
     U64,
     check_placed,
@@ -38,11 +38,11 @@ from ckptkit.format.objects import (
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import document
 from ckptkit.model.document import LIMIT, Fields, located
+from ckptkit.model.grid import I64
 
 GROUPS_PACK = "groups.zip"
 
 MANIFEST_KIND = "ckptkit-manifest"
-_TABLE = ("placements", "arrays")
 _COLUMNS = ("pack", "offset", "length", "crc32")
 _HEAD = ("save_id", "step", "time", "writer", "world_size", "strategy")
 
@@ -118,7 +118,7 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
         """Read and check a manifest; errors name the field."""
-        fields = Fields(unseal(MANIFEST_KIND, data, where, _TABLE), "")
+        fields = Fields(unseal(MANIFEST_KIND, data, where, TABLE_FIELDS), "")
         with located(where):
             save = SaveInfo.from_fields(fields)
             packs = tuple(_pack(doc, f"packs.{i}") for i, doc in enumerate(fields.items("packs")))

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptkit.errors import CorruptionError, FormatError
 from ckptkit.format.array_table import ArrayTable, ArrayTables
-from ckptkit.format.arrays import Alias, ArrayInfo
+from ckptkit.format.arrays import TABLE_FIELDS, Alias, ArrayInfo
 from ckptkit.format.columns import U32, U64, columns_from_doc, columns_to_doc
 from ckptkit.format.envelope import seal, unseal
 from ckptkit.format.leaves import check_leaf, encode
@@ -29,7 +29,6 @@ MAX_RANKS = 1 << 24
 SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{7,63}")
 
 _KIND = "ckptkit-rank"
-_TABLE = ("placements", "arrays")
 _COLUMNS = ("array", "chunk", "offset", "length", "crc32")
 
 
@@ -111,12 +110,12 @@ class Record:
         fields = {
             **self.save.to_fields(),
             "rank": self.rank,
-            **dict(zip(_TABLE, table, strict=True)),
+            **dict(zip(TABLE_FIELDS, table, strict=True)),
             "documents": [[d.name, d.offset, d.length, d.crc] for d in self.documents],
             "chunks": columns_to_doc(columns),
             "objects": objects_to_docs(self.objects),
         }
-        return seal(_KIND, fields, _TABLE)
+        return seal(_KIND, fields, TABLE_FIELDS)
 
     @classmethod
     def from_bytes(
@@ -131,7 +130,7 @@ class Record:
         `tables` are those of the save, rank 0's read before any other record; `origin` is the
         rank and the save id that the record has to be of.
         """
-        fields = Fields(unseal(_KIND, data, where, _TABLE), "")
+        fields = Fields(unseal(_KIND, data, where, TABLE_FIELDS), "")
         with located(where):
             save = SaveInfo.from_fields(fields)
             rank = fields.integer("rank", below=save.world_size)

@@ -228,8 +228,14 @@ class Tangle:
         for coords, intervals in held.items():
             by_part[intervals].append(coords)
         borders = [0, *dim.edges(), dim.length]
+        place = {border: i for i, border in enumerate(borders)}
+        holders: list[list[Coords]] = [[] for _ in borders[1:]]
+        for coords, intervals in held.items():
+            for start, stop in intervals:
+                for i in range(place[start], place[stop]):
+                    holders[i].append(coords)
         axes = tuple(dim.cuts[i].axis for i in order)
-        return cls(axes, held, dict(by_part), borders, _holders(borders, held))
+        return cls(axes, held, dict(by_part), borders, list(map(tuple, holders)))
 
     def part_digits(self, coords: tuple[int, ...]) -> list[Digit]:
         """Who holds exactly what the rank at these mesh coordinates holds of the dim."""
@@ -258,16 +264,6 @@ class Tangle:
         # No product of coordinates per axis: the first axis stands for all of them.
         first = (self.axes[0], tuple(holders), list(holders).index(own))
         return [first, *((axis, ((),), 0) for axis in self.axes[1:])]
-
-
-def _holders(borders: list[int], held: dict[Coords, Intervals]) -> list[tuple[Coords, ...]]:
-    place = {border: i for i, border in enumerate(borders)}
-    holders: list[list[Coords]] = [[] for _ in borders[1:]]
-    for coords, intervals in held.items():
-        for start, stop in intervals:
-            for i in range(place[start], place[stop]):
-                holders[i].append(coords)
-    return [tuple(who) for who in holders]
 
 
 def _as_range(members: tuple[int, ...]) -> Sequence[int]:

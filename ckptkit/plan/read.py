@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.model import Box, Grid, Layout, Replicas
+from ckptkit.model.grid import I64
 from ckptkit.plan.chunks import inner_borders
 from ckptkit.plan.write import chunks_in
-
-I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

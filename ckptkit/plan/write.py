@@ -7,12 +7,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptkit.errors import LayoutError
 from ckptkit.model import Box, Grid, Layout, Replicas, Share
-
-I64 = npt.NDArray[np.int64]
+from ckptkit.model.grid import I64
 
 
 @dataclass(frozen=True, slots=True)

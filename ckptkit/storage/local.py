@@ -367,10 +367,37 @@ class LocalSink:
         """Write one part, from the buffer itself where its address suits its offset."""
         view = as_bytes(self._where, data)
         with refusals(self._where), self._parts.claiming(part, view.nbytes) as offset:
-            if not self._in_blocks:
+            if not (self._in_blocks and view.nbytes):
                 self._file.write([view] if view.nbytes else [], offset)
-            elif view.nbytes:
-                self._write_blocks(offset, view)
+                return
+            # Whole blocks, with those at the borders that the part completes: these go out in one
+            # call with the part's own, so that they cost no request of their own.
+            end = offset + view.nbytes
+            first, last = -(-offset // BLOCK) * BLOCK, end // BLOCK * BLOCK
+            head = self._edge(offset, view[: min(first, end) - offset])
+            tail = self._edge(last, view[last - offset :]) if last >= first else None
+            middle = view[first - offset : last - offset] if last > first else view[:0]
+            try:
+                if middle.nbytes and self._file.direct and address_of(middle) % BLOCK:
+                    # By way of memory at a suitable address.
+                    with self._pool.take(min(_BOUNCE, middle.nbytes)) as bounce:
+                        for begin in range(0, middle.nbytes, _BOUNCE):
+                            piece = middle[begin : begin + _BOUNCE]
+                            copy_bytes(piece, bounce[: piece.nbytes])
+                            self._file.write([bounce[: piece.nbytes]], first + begin)
+                    if head is not None:
+                        self._file.write([head.view], first - BLOCK)
+                    if tail is not None:
+                        self._file.write([tail.view], last)
+                    return
+                run = [head.view] if head is not None else []
+                run += [middle] if middle.nbytes else []
+                run += [tail.view] if tail is not None else []
+                self._file.write(run, first if head is None else first - BLOCK)
+            finally:
+                for block in (head, tail):
+                    if block is not None:
+                        block.give_back()
 
     @contextmanager
     def filling(self, part: int) -> Iterator[memoryview]:
@@ -429,38 +456,6 @@ class LocalSink:
             if self._root not in folder.parents:
                 with suppress(OSError):
                     folder.rmdir()
-
-    def _write_blocks(self, offset: int, view: memoryview) -> None:
-        """Write the whole blocks of a part, with those at its borders that it completes.
-
-        These go out in one call with the part's own, so that they cost no request of their own.
-        """
-        end = offset + view.nbytes
-        first, last = -(-offset // BLOCK) * BLOCK, end // BLOCK * BLOCK
-        head = self._edge(offset, view[: min(first, end) - offset])
-        tail = self._edge(last, view[last - offset :]) if last >= first else None
-        middle = view[first - offset : last - offset] if last > first else view[:0]
-        try:
-            if middle.nbytes and self._file.direct and address_of(middle) % BLOCK:
-                # By way of memory at a suitable address.
-                with self._pool.take(min(_BOUNCE, middle.nbytes)) as bounce:
-                    for begin in range(0, middle.nbytes, _BOUNCE):
-                        piece = middle[begin : begin + _BOUNCE]
-                        copy_bytes(piece, bounce[: piece.nbytes])
-                        self._file.write([bounce[: piece.nbytes]], first + begin)
-                if head is not None:
-                    self._file.write([head.view], first - BLOCK)
-                if tail is not None:
-                    self._file.write([tail.view], last)
-                return
-            run = [head.view] if head is not None else []
-            run += [middle] if middle.nbytes else []
-            run += [tail.view] if tail is not None else []
-            self._file.write(run, first if head is None else first - BLOCK)
-        finally:
-            for block in (head, tail):
-                if block is not None:
-                    block.give_back()
 
     def _edge(self, offset: int, piece: memoryview) -> AlignedBuffer | None:
         """Take a piece that lies inside one block; returns the block when that completes it."""
