@@ -106,6 +106,7 @@ def asked_in_threads(ask: Callable[[T], R], items: Iterable[T], count: int) -> I
     """What `ask` says of each item, in their order, asked by so many threads."""
     left = iter(items)
     with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
+        # As many again wait their turn, so that no thread is idle while an answer is taken.
         under_way = [executor.submit(ask, item) for item in islice(left, 2 * count)]
         try:
             while under_way:
