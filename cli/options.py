@@ -21,6 +21,7 @@ Options = dict[str, object]
 
 ALWAYS = (OK, USAGE, ABSENT, STORAGE, INTERRUPTED)
 
+# Spans of time are written as the library's sizes are, whose reader is no public API.
 _SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)", re.ASCII)
 
@@ -87,8 +88,8 @@ def storage(function: Function) -> Function:
 
 
 def source_storage(what: str) -> Callable[[Function], Function]:
-    """The same for the store of one of two locations, which the command gets as
-    `source_options`.
+    """An option as in `storage`, for the one of two locations whose store may need others; the
+    command gets it as `source_options`.
     """
     return click.option(
         "--source-option",

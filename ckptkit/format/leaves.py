@@ -35,6 +35,7 @@ def encode(value: object, path: str = "", depth: int = 0) -> Any:
         raise UnsupportedTypeError(
             f"more than {MAX_DEPTH} levels deep (or it contains itself)", where=path
         )
+    # The very type: a subclass would come back as something else, without what it adds.
     kind = type(value)
     if value is None or kind in (bool, float, bytes):
         return value

@@ -32,6 +32,7 @@ def escape(node: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidNameError("the name is not valid Unicode", value=node) from error
     text = _UNSAFE.sub(lambda match: b"%%%02X" % match.group()[0], raw).decode("ascii")
+    # What is left are the names that mean something to a file system, to Zarr, or to a pack.
     if not text.strip("."):
         text = text.replace(".", "%2E")
     elif text.startswith(("__", ".ckptkit")):

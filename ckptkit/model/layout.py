@@ -30,6 +30,8 @@ class Layout:
     _dims: tuple[DimCut, ...] = field(init=False, compare=False, repr=False)
     _holder: dict[int, int] = field(init=False, compare=False, repr=False)
     _strides: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    # Filled when they are asked for, which a frozen value can do to what it holds; `_edges` has one
+    # item then.
     _parts: dict[int, Part] = field(init=False, compare=False, repr=False)
     _edges: list[tuple[tuple[int, ...], ...]] = field(init=False, compare=False, repr=False)
     _tangles: dict[int, Tangle] = field(init=False, compare=False, repr=False)
