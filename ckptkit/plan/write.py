@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ckptkit.errors import LayoutError
-from ckptkit.model import Box, Grid, Layout, Replicas, Share
+from ckptkit.model import Box, Grid, Layout, Replicas
 from ckptkit.model.grid import I64
 
 
@@ -25,10 +25,10 @@ class Owned:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stretch:
-    """Chunks of one array that the same ranks hold."""
+    """Chunks of one array that the same ranks hold, and how many elements each is stored as."""
 
-    array: int
     chunks: I64
+    elements: I64
     replicas: Replicas
 
 
@@ -39,20 +39,33 @@ def chunks_to_write(arrays: Sequence[Owned], rank: int) -> list[I64]:
     shares by bytes. All members of a set know all arrays of it, so they agree; ranks outside of
     it (other pipeline stages) need not know any.
     """
-    streams: dict[Hashable, list[_Stretch]] = {}
+    streams: dict[Hashable, list[tuple[int, _Stretch]]] = {}
     mine: list[list[I64]] = [[] for _ in arrays]
+    # By layout and grid, which layers that are alike share: 100,000 arrays have a few dozen.
+    kinds: dict[tuple[int, int], list[_Stretch]] = {}
     for index, array in enumerate(arrays):
-        for share in array.layout.shares(rank):
-            stretch = _Stretch(index, _chunks_held(array, share), share.replicas)
-            if share.replicas.count == 1:  # nobody to share it with: no sizes need to be summed
+        kind = id(array.layout), id(array.grid)
+        if kind not in kinds:
+            kinds[kind] = _stretches(array, rank)
+        for stretch in kinds[kind]:
+            if stretch.replicas.count == 1:  # nobody to share it with: no sizes need to be summed
                 mine[index].append(stretch.chunks)
             else:
-                streams.setdefault(share.replicas.key, []).append(stretch)
+                streams.setdefault(stretch.replicas.key, []).append((index, stretch))
     for stream in streams.values():
-        for stretch, chunks in zip(stream, _shares(arrays, stream), strict=True):
-            mine[stretch.array].append(chunks)
+        sizes = np.concatenate([s.elements * arrays[index].itemsize for index, s in stream])
+        replicas, ends, total = stream[0][1].replicas, np.cumsum(sizes), sum(sizes.tolist())
+        # Twice the middle of each chunk, so that integers decide alike on every machine.
+        wide = object if total * replicas.count >= 1 << 61 else np.int64
+        middles = (2 * ends - sizes).astype(wide)
+        chosen = middles * replicas.count // max(1, 2 * total) == replicas.index
+        start = 0
+        for index, stretch in stream:
+            stop = start + len(stretch.chunks)
+            mine[index].append(stretch.chunks[chosen[start:stop]])
+            start = stop
     nothing = np.zeros(0, dtype=np.int64)
-    return [np.concatenate(parts) if parts else nothing for parts in mine]
+    return [parts[0] if len(parts) == 1 else np.concatenate([nothing, *parts]) for parts in mine]
 
 
 def writes_document(array: Owned, chunks: I64, rank: int) -> bool:
@@ -73,34 +86,22 @@ def chunks_in(grid: Grid, box: Box) -> I64:
     return numbers
 
 
-def _chunks_held(array: Owned, share: Share) -> I64:
-    parts = [np.zeros(0, dtype=np.int64)]
-    for box in share.boxes:
-        if not array.grid.is_whole(box):
-            raise LayoutError(
-                "the grid has chunks that reach beyond what one rank holds",
-                where=array.name,
-                value=box,
-            )
-        parts.append(chunks_in(array.grid, box))
-    return np.concatenate(parts)
-
-
-def _shares(arrays: Sequence[Owned], stream: Sequence[_Stretch]) -> Iterator[I64]:
-    """The chunks of each stretch whose middle lies in this rank's share of the stream."""
-    sizes = []
-    for stretch in stream:
-        array = arrays[stretch.array]
-        sizes.append(array.grid.stored_elements(stretch.chunks) * array.itemsize)
-    total = sum(int(size.sum()) for size in sizes)
-    begin = 0
-    for stretch, size in zip(stream, sizes, strict=True):
-        ends = begin + np.cumsum(size)
-        count = stretch.replicas.count
-        # Twice the middle of each chunk, so that integers decide alike on every machine.
-        middles = (2 * ends - size).astype(object if total * count >= 1 << 61 else np.int64)
-        yield stretch.chunks[middles * count // (2 * total) == stretch.replicas.index]
-        begin += int(size.sum())
+def _stretches(array: Owned, rank: int) -> list[_Stretch]:
+    found = []
+    for share in array.layout.shares(rank):
+        parts = [np.zeros(0, dtype=np.int64)]
+        for box in share.boxes:
+            if not array.grid.is_whole(box):
+                raise LayoutError(
+                    "the grid has chunks that reach beyond what one rank holds",
+                    where=array.name,
+                    value=box,
+                )
+            parts.append(chunks_in(array.grid, box))
+        chunks = np.concatenate(parts)
+        chunks.flags.writeable = False  # it is handed out for many arrays
+        found.append(_Stretch(chunks, array.grid.stored_elements(chunks), share.replicas))
+    return found
 
 
 def owners_of(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
