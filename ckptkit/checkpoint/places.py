@@ -223,6 +223,7 @@ def manifest_at(store: Store) -> tuple[str, Manifest]:
     """(prefix in the store, manifest) of the step at its location, or of the newest one of the
     run there: one request for a step that has its own name, and two for a run.
     """
+    # By its name before anything is listed: what is named as a step may still be a run.
     if step_number(store.location.name) is not None and (data := manifest_bytes(store, "")):
         return "", _manifest(store, "", data)
     names = store.children("")

@@ -309,6 +309,8 @@ class FileBarrier(Ranks):
             if missing and time.monotonic() > deadline:
                 raise late(f"rank {missing[0]}", self._timeout)
             if missing:
+                # Soon where ranks are close together, seldom where one is late: hundreds may list
+                # this folder, over a network.
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.05)
         return heard

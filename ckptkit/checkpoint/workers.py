@@ -106,6 +106,7 @@ def asked_in_threads(ask: Callable[[T], R], items: Iterable[T], count: int) -> I
     """What `ask` says of each item, in their order, asked by so many threads."""
     left = iter(items)
     with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
+        # As many again wait their turn, so that no thread is idle while an answer is taken.
         under_way = [executor.submit(ask, item) for item in islice(left, 2 * count)]
         try:
             while under_way:
@@ -147,8 +148,8 @@ class Pace:
         return 0 if self.reads_are_copies else self.requests * self.request_bytes * _COPIES
 
     def within(self, memory: int) -> Pace:
-        """The same in so much memory: smaller requests, as long as they are good ones, then fewer
-        of them, and where even one is too much a smaller one.
+        """A pace that takes so much memory: smaller requests, as long as they are good ones, then
+        fewer of them, and where even one is too much a smaller one.
         """
         if self.reads_are_copies or self.nbytes <= memory:
             return self

@@ -6,9 +6,11 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
+import msgpack
 import numpy as np
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
@@ -51,18 +53,25 @@ class Alias:
     alias_of: str
 
 
+_Kind: TypeAlias = tuple[tuple[int, ...], DType, Grid, str, tuple[Placement, ...]]
+"""What an array is, but for names; as `ArrayInfo` has it."""
+
+
 def arrays_to_docs(
     arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]
 ) -> tuple[list[Any], list[Any]]:
     """(table of placements, entries sorted by name)."""
     table: dict[tuple[Placement, ...], int] = {}
     entries: list[dict[str, Any]] = [{"name": a.name, "alias_of": a.alias_of} for a in aliases]
+    grids: dict[int, Any] = {}  # by their place in memory: layers that are alike share theirs
     for array in arrays:
+        if (grid := grids.get(id(array.grid))) is None:
+            grid = grids[id(array.grid)] = array.grid.to_doc()
         entry = {
             "name": array.name,
-            "shape": list(array.shape),
+            "shape": array.shape,
             "dtype": array.dtype.name,
-            "grid": array.grid.to_doc(),
+            "grid": grid,
             "role": array.role,
             "placements": table.setdefault(array.placements, len(table)),
         }
@@ -81,15 +90,22 @@ def arrays_from_docs(
     arrays: list[ArrayInfo] = []
     aliases: list[Alias] = []
     names: list[str] = []
+    # Layers are alike: of 100,000 arrays some dozens differ in more than their names. What is alike
+    # is read once, and known again by its bytes; no entry that is right has an extension type.
+    kinds: dict[bytes, _Kind] = {}
     for number, doc in enumerate(unpack_items(packed[1], "arrays", MAX_ARRAYS)):
         entry = Fields(doc, f"arrays.{number}")
         names.append(name_from_file(entry.any("name"), entry.at("name")))
         if entry.has("alias_of"):
             alias_of = name_from_file(entry.any("alias_of"), entry.at("alias_of"))
             aliases.append(Alias(names[-1], alias_of))
-        else:
-            arrays.append(_array(names[-1], entry, table))
-        entry.finish()
+            entry.finish()
+            continue
+        of = name_from_file(entry.any("of"), entry.at("of")) if entry.has("of") else None
+        kind = msgpack.packb(entry.rest, default=lambda _: None)
+        if kind not in kinds:
+            kinds[kind] = _kind(entry, table)
+        arrays.append(ArrayInfo(names[-1], *kinds[kind], of))
     if any(first >= second for first, second in pairwise(names)):
         raise FormatError("the arrays are not sorted by distinct names", where="arrays")
     check_names(arrays, aliases)
@@ -106,7 +122,7 @@ def _placements(rows: Iterable[Any], axes: int) -> list[tuple[Placement, ...]]:
     return table
 
 
-def _array(name: str, fields: Fields, table: list[tuple[Placement, ...]]) -> ArrayInfo:
+def _kind(fields: Fields, table: list[tuple[Placement, ...]]) -> _Kind:
     spelled = fields.text("dtype")
     try:
         dtype = DType.of(spelled)
@@ -131,8 +147,8 @@ def _array(name: str, fields: Fields, table: list[tuple[Placement, ...]]) -> Arr
     if role not in ROLES:
         raise FormatError(f"not one of {', '.join(ROLES)}", where=fields.at("role"), value=role)
     row = fields.integer("placements", below=len(table))
-    of = name_from_file(fields.any("of"), fields.at("of")) if fields.has("of") else None
-    return ArrayInfo(name, shape, dtype, grid, role, table[row], of)
+    fields.finish()
+    return shape, dtype, grid, role, table[row]
 
 
 def is_addressable(shape: tuple[int, ...], dtype: DType) -> bool:
@@ -187,7 +203,11 @@ def group_document() -> bytes:
 
 def array_document(array: ArrayInfo, grid: Grid | None = None) -> bytes:
     """The document of an array, as stored or as presented with another grid."""
-    grid = grid or array.grid
+    return _array_document(array.shape, array.dtype, grid or array.grid, array.role)
+
+
+@lru_cache(maxsize=1024)
+def _array_document(shape: tuple[int, ...], dtype: DType, grid: Grid, role: str) -> bytes:
     if grid.is_regular:
         chunks = {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}}
     else:
@@ -196,19 +216,19 @@ def array_document(array: ArrayInfo, grid: Grid | None = None) -> bytes:
         inline = {"kind": "inline", "chunk_shapes": shapes}
         chunks = {"name": "rectilinear", "configuration": inline}
     codec: dict[str, Any] = {"name": "bytes"}
-    if array.dtype.itemsize > 1:
+    if dtype.itemsize > 1:
         codec["configuration"] = {"endian": "little"}
     return _dump(
         {
             "zarr_format": 3,
             "node_type": "array",
-            "shape": list(array.shape),
-            "data_type": array.dtype.name,
+            "shape": list(shape),
+            "data_type": dtype.name,
             "chunk_grid": chunks,
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": fill_value(array.dtype),
+            "fill_value": fill_value(dtype),
             "codecs": [codec],
-            "attributes": {"ckptkit": {"role": array.role}},
+            "attributes": {"ckptkit": {"role": role}},
         }
     )
 

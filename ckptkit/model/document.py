@@ -94,6 +94,11 @@ class Fields:
         """Where a key stands, for messages: `arrays.3.shape`."""
         return f"{self._where}.{key}" if self._where else key
 
+    @property
+    def rest(self) -> dict[str, Any]:
+        """The keys that have not been taken yet."""
+        return self._left
+
     def has(self, key: str) -> bool:
         return key in self._left
 

@@ -50,6 +50,7 @@ class OpenPacks:
     @contextmanager
     def use(self, pack: int) -> Iterator[Source]:
         """An open pack, for as long as the block lasts at least."""
+        # First without the lock: nearly every read finds its pack open, and many threads read.
         kept = self._open.get(pack)
         if kept is None:
             with self._lock:

@@ -225,27 +225,21 @@ def _end(grids: Sequence[Grid], dim: int, low: int, rows: tuple[int, int]) -> in
     for high in (low + rows[0], low + rows[1]):
         if high >= extent:
             return extent
-        common = _common_border(grids, dim, low, high)
-        if common is not None:
-            return common
+        # Downwards to the last place where a chunk of every grid begins.
+        at = high
+        for _ in range(_TRIES):
+            last = min(_last_border(grid, dim, at) for grid in grids)
+            if last == at:
+                return at
+            if last <= low:
+                break
+            at = last
     for high in (low + rows[0], low + rows[1]):
         last = max(_last_border(grid, dim, high) for grid in grids)
         if last > low:
             return last
     # Chunks are cut in any case: the fewer pieces the better.
     return low + rows[1]
-
-
-def _common_border(grids: Sequence[Grid], dim: int, low: int, high: int) -> int | None:
-    """The last place above `low`, up to `high`, where a chunk of every grid begins."""
-    for _ in range(_TRIES):
-        last = min(_last_border(grid, dim, high) for grid in grids)
-        if last <= low:
-            return None
-        if last == high:
-            return last
-        high = last
-    return None
 
 
 def _last_border(grid: Grid, dim: int, at: int) -> int:

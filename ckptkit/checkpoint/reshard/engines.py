@@ -134,43 +134,37 @@ def copy_elsewhere(
                 future.cancel()
 
 
+_known: dict[tuple[Address, str, str, str], tuple[ReshardTarget, Manifest]] = {}
+_lock = threading.Lock()
+
+
 def copy_pack(task: Task) -> int:
-    """Copy one pack; returns its rank."""
-    target, manifest = _looked_up(task)
+    """Copy one pack; returns its rank. What a worker's tasks have in common is decided once."""
+    key = task.source, task.source_prefix, task.source_save_id, task.save_id
+    with _lock:
+        if key not in _known:
+            store = store_at(task.source)
+            manifest = read_manifest(store, task.source_prefix)
+            if manifest.save.save_id != task.source_save_id:
+                raise FormatError(
+                    "the step was saved anew meanwhile",
+                    where=described(store, task.source_prefix),
+                    hint="run the command again",
+                )
+            target = target_of(manifest, task.options, task.digest)
+            if target.save.save_id != task.save_id:
+                raise PeerError(
+                    f"this worker would make {target.save.save_id}, wanted is {task.save_id}",
+                    hint="all workers need the same version of ckptkit",
+                )
+            _known.clear()
+            _known[key] = target, manifest
+        target, manifest = _known[key]
     with Checkpoint(store_at(task.source), task.source_prefix, manifest) as source:
         destination = store_at(task.destination)
         with copying(target, [task.rank], source, destination, task.budget) as segments:
             share_out(segments, call, task.budget.workers)
     return task.rank
-
-
-_known: dict[tuple[Address, str, str, str], tuple[ReshardTarget, Manifest]] = {}
-_lock = threading.Lock()
-
-
-def _looked_up(task: Task) -> tuple[ReshardTarget, Manifest]:
-    """What the tasks of one worker have in common, decided once."""
-    key = task.source, task.source_prefix, task.source_save_id, task.save_id
-    with _lock:
-        if key in _known:
-            return _known[key]
-        store = store_at(task.source)
-        manifest = read_manifest(store, task.source_prefix)
-        if manifest.save.save_id != task.source_save_id:
-            raise FormatError(
-                "the step was saved anew meanwhile",
-                where=described(store, task.source_prefix),
-                hint="run the command again",
-            )
-        target = target_of(manifest, task.options, task.digest)
-        if target.save.save_id != task.save_id:
-            raise PeerError(
-                f"this worker would make {target.save.save_id}, wanted is {task.save_id}",
-                hint="all workers need the same version of ckptkit",
-            )
-        _known.clear()
-        _known[key] = target, manifest
-        return _known[key]
 
 
 @contextmanager
@@ -348,8 +342,9 @@ def _begun_step(store: Store, step: int | None, *, overwrite: bool) -> str:
 
 def _begun_save(store: Store, prefix: str, save_id: str | None) -> str:
     folder, committed = under(prefix, DATA), committed_save_id(store, prefix)
-    wanted = {save_id} if save_id is not None else set(store.children(folder)) - {committed}
-    found = [name for name in store.children(folder) if name in wanted]
+    names = store.children(folder)
+    wanted = {save_id} if save_id is not None else set(names) - {committed}
+    found = [name for name in names if name in wanted]
     if len(found) == 1:
         return found[0]
     if not found:

@@ -127,7 +127,7 @@ class Choice:
     objects: tuple[ObjectInfo, ...]
     names: dict[str, str]
     leads: dict[str, str]
-    """The same, and from names that are left out to that under which their array goes over."""
+    """As `names`, and from names that are left out to that under which their array goes over."""
     left_out: frozenset[str]
     """Names of the source that do not go over."""
 
@@ -307,11 +307,11 @@ def _chosen_objects(
             continue
         name = f"{group}/{choice.names.get(rest, rest)}" if group == ALIKE else item.name
         value = item.value
-        if not is_as_before and item.name == OPTIMIZER and item.semantics == "replicated":
-            # The containers of optimizers refer to arrays too.
-            value = _pointing(_optimizers(value, _parameters(choice.leads)), choice.leads)
-        elif not is_as_before:
-            value = _pointing_at(value, choice.leads)
+        if not is_as_before:
+            if item.name == OPTIMIZER and item.semantics == "replicated":
+                value = _optimizers(value, choice.leads)
+            # What optimizers keep besides refers to arrays too.
+            value = _pointing(value, choice.leads)
         found.append(ObjectInfo(name, item.semantics, value, item.ranks))
     return tuple(found)
 
@@ -330,20 +330,16 @@ def _record(
     return [ObjectInfo(f"{WRAPPED}/{each}", item.semantics, item.value) for each in sorted(new)]
 
 
-def _parameters(leads: Mapping[str, str]) -> dict[str, str]:
-    """The parameters that go over, by their names inside of the model."""
-    found = {}
-    for name, new in leads.items():
-        group, *nodes = split(name)
-        if group == MODEL and nodes:
-            found["/".join(nodes)] = "/".join(split(new)[1:])
-    return found
-
-
-def _optimizers(value: Any, names: Mapping[str, str]) -> Any:
+def _optimizers(value: Any, leads: Mapping[str, str]) -> Any:
     """What optimizers say, of the parameters that are left and by their new names."""
     if not isinstance(value, list) or not all(isinstance(document, dict) for document in value):
         return value
+    # They call parameters as the model does.
+    names: dict[str, str] = {}
+    for name, new in leads.items():
+        group, *nodes = split(name)
+        if group == MODEL and nodes:
+            names["/".join(nodes)] = "/".join(split(new)[1:])
     found = []
     for document in value:
         changed = dict(document)
@@ -360,28 +356,25 @@ def _optimizers(value: Any, names: Mapping[str, str]) -> Any:
     return found
 
 
-def _pointing_at(value: Any, names: Mapping[str, str]) -> Any:
+def _pointing(value: Any, names: Mapping[str, str]) -> Any:
     """A nested value whose references to arrays lead to those of the target; what leads to none
     goes.
     """
-    if _is_reference(value):
-        return {REFERENCE: names[value[REFERENCE]]}
-    return _pointing(value, names)
-
-
-def _pointing(value: Any, names: Mapping[str, str]) -> Any:
+    if (name := _referred(value)) is not None:
+        return {REFERENCE: names[name]}
     if isinstance(value, dict):
-        return {key: _pointing_at(v, names) for key, v in value.items() if not _is_gone(v, names)}
+        return {key: _pointing(v, names) for key, v in value.items() if not _is_gone(v, names)}
     if isinstance(value, (list, tuple)):
-        return type(value)(_pointing_at(v, names) for v in value if not _is_gone(v, names))
+        return type(value)(_pointing(v, names) for v in value if not _is_gone(v, names))
     return value
 
 
 def _is_gone(value: Any, names: Mapping[str, str]) -> bool:
-    return _is_reference(value) and value[REFERENCE] not in names
+    name = _referred(value)
+    return name is not None and name not in names
 
 
-def _is_reference(value: Any) -> bool:
-    return (
-        isinstance(value, dict) and list(value) == [REFERENCE] and isinstance(value[REFERENCE], str)
-    )
+def _referred(value: Any) -> str | None:
+    """The name of the array that a value is a reference to, if it is one."""
+    name = value[REFERENCE] if isinstance(value, dict) and list(value) == [REFERENCE] else None
+    return name if isinstance(name, str) else None

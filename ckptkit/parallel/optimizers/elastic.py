@@ -230,23 +230,23 @@ class ElasticTraining:
                 ranks.wait()
 
     def _restored(self, replica: int) -> Restored | None:
-        def checked(restored: Restored | None) -> Restored | None:
-            if restored is not None and _DOCUMENT not in restored.extra:
-                raise FormatError(
-                    "the step was not saved by an ElasticTraining",
-                    where=self._checkpointer.location,
-                    hint="begin another run, and load this step into the model first",
-                )
-            return restored
-
+        """What a step gave back: that in memory, or where it is of no use the newest checkpoint."""
+        restored: Restored | None = None
         if replica >= 0 and self._replicas is not None:
             try:
                 restored = self._replicas.restore(**self._parts, step=replica)  # type: ignore[arg-type]
                 log.info("going on from step %d, which was in memory", replica)
-                return checked(restored)
             except CkptkitError as error:
                 log.warning("step %d in memory is of no use: %s", replica, error)
-        return checked(self._checkpointer.restore(**self._parts, fallback=True))  # type: ignore[arg-type]
+        if restored is None:
+            restored = self._checkpointer.restore(**self._parts, fallback=True)  # type: ignore[arg-type]
+        if restored is not None and _DOCUMENT not in restored.extra:
+            raise FormatError(
+                "the step was not saved by an ElasticTraining",
+                where=self._checkpointer.location,
+                hint="begin another run, and load this step into the model first",
+            )
+        return restored
 
     def _save(self, checkpointer: Checkpointer) -> None:
         document = {
