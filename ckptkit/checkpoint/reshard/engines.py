@@ -342,8 +342,9 @@ def _begun_step(store: Store, step: int | None, *, overwrite: bool) -> str:
 
 def _begun_save(store: Store, prefix: str, save_id: str | None) -> str:
     folder, committed = under(prefix, DATA), committed_save_id(store, prefix)
-    wanted = {save_id} if save_id is not None else set(store.children(folder)) - {committed}
-    found = [name for name in store.children(folder) if name in wanted]
+    names = store.children(folder)
+    wanted = {save_id} if save_id is not None else set(names) - {committed}
+    found = [name for name in names if name in wanted]
     if len(found) == 1:
         return found[0]
     if not found:

@@ -230,7 +230,16 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if _told_of_failure(self._streams, self._output):
             self._end_within(_GRACE)
+        looked = time.monotonic()
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            # A rank may have failed since, or been reaped before its watcher could see it. It has
+            # failed before those that the agent then asked to end, and is told of now, as a start
+            # anew forgets it.
+            for rank, failure in result.failures.items():
+                was_asked = failure.exitcode == -signal.SIGTERM
+                self._output.ended(rank, failure.exitcode, None if was_asked else looked)
+            _told_of_failure(self._streams, self._output)
         return result
 
     def _shutdown(

@@ -145,10 +145,10 @@ class Output:
                 self._since.pop(rank, None)
             self._show(stream, f"[rank {rank}] {text}")
 
-    def ended(self, rank: int, code: int) -> None:
-        """Note when a rank ended, by the exit code that it ended with."""
+    def ended(self, rank: int, code: int, at: float | None = None) -> None:
+        """Note when a rank ended (None: now), with its exit code; what was noted first stays."""
         with self._lock:
-            self._ended.setdefault(rank, (time.monotonic(), code))
+            self._ended.setdefault(rank, (time.monotonic() if at is None else at, code))
             if code == 0:
                 self._release(rank)
                 self._since.pop(rank, None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,3 +53,46 @@ def test_machines_are_a_number_or_a_range() -> None:
 )
 def test_an_outcome_says_its_reason(outcome: Outcome, reason: str) -> None:
     assert outcome.reason == reason
+
+
+FAILS_AT_FIRST = """
+import os, sys, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "1":
+        time.sleep(1)
+        sys.exit(4)
+    time.sleep(100)
+print("well", os.environ["RANK"])
+"""
+# A launcher that never looks at the ranks between a failure and the agent's own look.
+LAUNCHER = """
+import sys, time
+import ckptkit.parallel.launch as launching
+from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+looks = LocalElasticAgent._monitor_workers
+def looks_until_it_sees(agent, group):
+    while (result := looks(agent, group)).state == WorkerState.HEALTHY:
+        time.sleep(0.02)
+    return result
+LocalElasticAgent._monitor_workers = looks_until_it_sees
+if sys.argv[2] == "reaped":
+    launching._tell_the_end = lambda *_: None
+job = launching.LaunchJob((sys.argv[1],), nproc_per_node=2, max_restarts=1)
+print(launching.launch(job, lambda _, line: print(line)))
+"""
+
+
+@pytest.mark.parametrize("way", ["watched", "reaped"])
+def test_a_failure_that_the_agent_sees_first_is_told_before_the_ranks_start_again(
+    way: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_AT_FIRST)
+    command = [sys.executable, "-c", LAUNCHER, str(script), way]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
+    first, *rest, outcome = done.stdout.splitlines()
+    assert first == "rank 1 ended with exit code 4, before any other rank failed:"
+    assert sorted(rest) == ["[rank 0] well 0", "[rank 1] well 1"]
+    assert outcome == str(Outcome(ok=True, restarts=1))
