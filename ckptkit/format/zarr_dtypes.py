@@ -2,7 +2,7 @@
 complex of two float16.
 
 zarr-python 3.1 does not load the entry point group `zarr.data_type` by itself, so `import
-ckptkit` registers them too.
+ckptkit` registers them too; `ckpt` does so where it opens a step by zarr.
 """
 
 from __future__ import annotations

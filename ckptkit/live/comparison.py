@@ -1,5 +1,5 @@
 """How a step and the objects it is loaded into differ, and what is too much: all ranks have one
-answer before anything changes.
+answer before anything changes. And then, what is to be filled.
 """
 
 from __future__ import annotations

@@ -318,10 +318,13 @@ def fill_once(
     plans = {axes: _shares(checkpoint, topology, each) for axes, each in by_axes.items()}
     agreed = _agreed(ranks, topology, plans)
     errors: list[Exception] = []
+    circle: _Circle | None = None
     for axes in agreed:
         # Made by all ranks, also by those that need nothing along these axes.
         members, group = group_along(mesh.sizes, mesh.coords(topology.rank), axes)
-        circle = _Circle(members, topology.rank, group, plans[axes]) if axes in plans else None
+        circle = None  # before the next one is made: the memory of one is what was promised
+        if axes in plans:
+            circle = _Circle(members, topology.rank, group, plans[axes])
         # A rank without the memory would not come to a broadcast that others wait in.
         ranks.wait()
         if circle is not None:

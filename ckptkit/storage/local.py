@@ -364,7 +364,9 @@ class LocalSink:
             raise
 
     def write(self, part: int, data: memoryview) -> None:
-        """Write one part, from the buffer itself where its address suits its offset."""
+        """Write one part, with the blocks at its borders that it completes: from the buffer itself
+        where its address suits its offset.
+        """
         view = as_bytes(self._where, data)
         with refusals(self._where), self._parts.claiming(part, view.nbytes) as offset:
             if not (self._in_blocks and view.nbytes):

@@ -1,5 +1,6 @@
 """The ranks of a live job, as torch.distributed knows them, and how they meet: over the store that
-the job began with, so that a background thread can do it while the training communicates.
+the job began with, so that a background thread can do it while the training communicates. Only
+`group_along` makes groups of the job's own, in the thread that trains.
 """
 
 from __future__ import annotations

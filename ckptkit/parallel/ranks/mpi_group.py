@@ -6,8 +6,10 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Any
 
@@ -52,7 +54,8 @@ _OPS = {
 _OF_BOOLEANS = {dist.ReduceOp.SUM: dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT: dist.ReduceOp.MIN}
 # What is not over, though nobody waits for it: a test of that, and the memory which MPI reads or
 # writes until then. Nothing can be called off, and MPI keeps no memory alive.
-_abandoned: list[tuple[Callable[[], bool], tuple[Any, ...]]] = []
+_abandoned: dict[int, tuple[Callable[[], bool], tuple[Any, ...]]] = {}
+_numbers = count()
 # Torch calls the methods of a group in one of the ways that its own type allows.
 _ProcessGroup: Any = dist.ProcessGroup
 
@@ -420,16 +423,15 @@ def _wait_for(test: Callable[[], bool], seconds: float, what: str, *kept: Any) -
 
 def _abandon(test: Callable[[], bool], *kept: Any) -> None:
     """Keep memory until MPI is done with it; of what it is done with meanwhile, let go."""
-
-    def is_over(test: Callable[[], bool]) -> bool:
-        try:
-            return test()
-        except MPI.Exception:  # it failed: that is over too
-            return True
-
-    _abandoned.append((test, kept))
-    if not MPI.Is_finalized():
-        _abandoned[:] = [each for each in _abandoned if not is_over(each[0])]
+    _abandoned[next(_numbers)] = test, kept
+    if MPI.Is_finalized():
+        return
+    # A copy, since to test lets others come here: other threads, and the collector of garbage.
+    for number, (is_over, _) in list(_abandoned.items()):
+        with suppress(MPI.Exception):
+            if not is_over():
+                continue
+        _abandoned.pop(number, None)  # one that failed is over too
 
 
 def _reduction(opts: Any, dtype: torch.dtype) -> tuple[str, MPI.Op]:

@@ -429,7 +429,9 @@ class ExpectedEtag:
                 self._end_piece()
 
     def differs(self, etag: str | None) -> bool:
-        """Whether this is the ETag of other bytes than those; one of another form tells nothing."""
+        """Whether this is the ETag of other bytes than those, which are all now; one of another
+        form tells nothing.
+        """
         if self._taken or not self._pieces:
             self._end_piece()
         match = _ETAG.fullmatch(etag or "")

@@ -53,6 +53,7 @@ class ObjectSink:
         seen = self._expected.add if self._expected else None
         self._window = UploadWindow(parts.sizes, self._size, most_pieces * self._size, seen)
         self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()
         self._starting = threading.Lock()
         self._etag: str | None = None
         self._error: BaseException | None = None
@@ -144,12 +145,9 @@ class ObjectSink:
 
     def _run(self) -> None:
         """Send the blocks as they come: what the thread of the upload does."""
-        server, ended = self._server, threading.Event()
+        server = self._server
         try:
-            watch = threading.Thread(
-                target=self._watch, args=(ended,), name="upload watch", daemon=True
-            )
-            watch.start()
+            threading.Thread(target=self._watch, name="upload watch", daemon=True).start()
             self._etag = server.client.upload(
                 self._key,
                 self._window.blocks(),
@@ -161,13 +159,13 @@ class ObjectSink:
         except BaseException as error:  # noqa: BLE001 — whoever writes or finishes raises it
             self._stop(error)
         finally:
-            ended.set()
+            self._is_over.set()
 
-    def _watch(self, ended: threading.Event) -> None:
+    def _watch(self) -> None:
         """Say so while the server takes nothing of what it is sent."""
         window = self._window
         last, waited = window.under_way, 0.0
-        while not ended.wait(_PATIENCE):
+        while not self._is_over.wait(_PATIENCE):
             now = window.under_way
             waits_for_us = not now[1] and not window.is_empty
             waited = 0.0 if now != last or waits_for_us else waited + _PATIENCE
