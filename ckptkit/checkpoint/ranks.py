@@ -74,7 +74,7 @@ class Ranks(ABC):
 
 
 @contextmanager
-def leaving(ranks: Ranks) -> Iterator[None]:
+def failing_together(ranks: Ranks) -> Iterator[None]:
     """Tell the others what goes wrong here, so that they do not wait for this rank. What another
     one told first is raised as an error of the type that it has there: all ranks go on alike.
     """

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.places import Place, step_name, store_at
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, leaving
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, failing_together
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.mirror import Retention
 from ckptkit.checkpoint.run.run import Run
@@ -105,7 +105,7 @@ class Checkpointer:
             # Here rather than in the first save: that a rank lacks the file is a reason for all.
             # So all ranks pass rules, or none does.
             ranks = ranks_of(self._world, f"{self._name}/rules", timeout, "rules were not read")
-            with leaving(ranks):
+            with failing_together(ranks):
                 cuts = HandCuts.of(rules)
                 ranks.wait()
         self._asynchronous = asynchronous
@@ -171,7 +171,7 @@ class Checkpointer:
             # With `local`: whatever becomes of the save, all ranks go through the same rounds of
             # copying. This one's begins when `after` ends.
             after.callback(self._tiers.turn(self._copying(), step))
-            with leaving(ranks):
+            with failing_together(ranks):
                 training = TrainingState.of(**objects)
                 failed_copy = self._tiers.meet(ranks)
                 may_skip = self._asynchronous and self._skips
@@ -235,7 +235,7 @@ class Checkpointer:
         with ExitStack() as after:
             # What an earlier job left is copied now.
             after.callback(self._tiers.turn(self._copying(), None))
-            with leaving(ranks):
+            with failing_together(ranks):
                 self._background.wait()
                 training = TrainingState.of(skip, **objects)
                 self._tiers.meet(ranks)
@@ -341,7 +341,7 @@ class Checkpointer:
         step = save.writer.step
         with after:
             try:
-                with leaving(save.ranks):
+                with failing_together(save.ranks):
                     save.writer.commit()
                 if self._world.rank == 0:
                     seconds = time.perf_counter() - started

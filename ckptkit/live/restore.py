@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.places import Place, described, store_at
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, leaving
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, failing_together
 from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, open_checkpoint
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.run import Run
@@ -108,7 +108,7 @@ def load(  # noqa: PLR0913 — how much may differ, and how to read
     """
     world = current_world()
     ranks = ranks_of(world, next_name(world, "load"), timeout, NOT_LOADED)
-    with leaving(ranks):
+    with failing_together(ranks):
         training = TrainingState.of(skip, **objects)
         store = store_at(location, storage_options)
         options = LoadOptions(
@@ -135,7 +135,7 @@ def load_into(
     """
     started = time.perf_counter()
     look = bound(take_snapshot, world, mesh=options.mesh, rules=options.rules, ranks=ranks)
-    with leaving(ranks), _open(store, step, ranks) as checkpoint:
+    with failing_together(ranks), _open(store, step, ranks) as checkpoint:
         # What optimizers are to keep is known from the step only.
         before = look(replace(training, optimizers=()))
         match = compare(checkpoint, training, before, ranks, options)

@@ -79,7 +79,7 @@ def prepare(
     arena: Arena,
 ) -> PreparedSave:
     """Everything of a save that is done while the training waits. All ranks call it alike; what
-    goes wrong on one has to reach the others by the caller's `leaving`.
+    goes wrong on one has to reach the others by the caller's `failing_together`.
     """
     # Look at what this rank holds. Where that is not as its placements say it is moved, and what
     # lies on devices is copied into host memory. For tensors on the CPU only `stage` sees to that.

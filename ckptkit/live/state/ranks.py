@@ -20,7 +20,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, in_one_line, late, leaving
+from ckptkit.checkpoint.ranks import (
+    DEFAULT_TIMEOUT,
+    OneRank,
+    Ranks,
+    failing_together,
+    in_one_line,
+    late,
+)
 from ckptkit.checkpoint.workers import copy_threads
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import dumps
@@ -96,7 +103,7 @@ def meeting(
     told to the others, which raise it too.
     """
     ranks = ranks_of(world, next_name(world, what), timeout, failure)
-    with leaving(ranks):
+    with failing_together(ranks):
         yield ranks
 
 
