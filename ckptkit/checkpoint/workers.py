@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -48,6 +48,8 @@ def share_out(items: Iterable[T], do: Callable[[T], object], count: int) -> None
     """Let some threads take the items in their order, each the next one as soon as it is done with
     the one before; after an error, which is raised, or Ctrl-C nobody takes another.
     """
+    if isinstance(items, Sized):
+        count = min(count, len(items))
     if count <= 1:
         for item in items:
             do(item)

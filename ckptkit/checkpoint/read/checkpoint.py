@@ -193,7 +193,7 @@ class Checkpoint(Closing):
         if threads:
             pace = replace(pace, requests=threads)
         plan = plan_read(self.packs, checked, pace, verify=verify, progress=progress)
-        share_out(plan.runs, plan.read, plan.threads)
+        share_out(plan.runs, plan.read, pace.requests)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Opened again where it arrives: handles do not travel.

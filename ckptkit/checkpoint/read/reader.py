@@ -77,11 +77,6 @@ class ReadPlan:
     all of the run, elsewhere at equal distances.
     """
 
-    @property
-    def threads(self) -> int:
-        """How many should read its runs."""
-        return min(self.pace.requests, len(self.runs))
-
     def piece(self, row: int) -> tuple[Wanted, Piece]:
         """One piece, and what it is for."""
         number = self.number[row]

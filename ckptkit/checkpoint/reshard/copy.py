@@ -82,7 +82,7 @@ def copying(
 
     def read(wanted: Sequence[Wanted]) -> None:
         plan = plan_read(source.packs, wanted, budget.pace, verify=True)
-        share_out(plan.runs, plan.read, plan.threads)
+        share_out(plan.runs, plan.read, plan.pace.requests)
 
     room = budget.shared_bytes
     shared = SharedChunks(source.manifest.arrays, read, room) if room else None
@@ -128,7 +128,7 @@ def check_huge_chunks(target: ReshardTarget, source: Checkpoint, budget: Budget)
     for array in target.arrays:
         if budget.is_huge(array.source):
             rows += range(*starts[array.number :][:2].tolist())
-    share_out(rows, partial(check_chunk, source), min(budget.workers, len(rows)))
+    share_out(rows, partial(check_chunk, source), budget.workers)
 
 
 def _begin_pack(
@@ -229,7 +229,7 @@ class ChunkCopier:
         for some, verify in ((whole, True), (exact, False)):
             if some:
                 plan = plan_read(self.source.packs, some, self.budget.pace, verify=verify)
-                share_out(plan.runs, plan.read, plan.threads)
+                share_out(plan.runs, plan.read, plan.pace.requests)
         for array, values, stored in casts:
             cast(array.name, values, stored, (array.source.dtype, array.info.dtype))
         return slots

@@ -466,7 +466,7 @@ def _seconds(
 
         with source:
             began = time.perf_counter()
-            share_out(rows, read, min(len(rows), budget.workers * budget.pace.requests))
+            share_out(rows, read, budget.workers * budget.pace.requests)
             reading = cost.bytes_read * _passed(began) / max(1, sum(sizes))
     if cost.bytes_written:
         size = min(_PROBE_BYTES, cost.bytes_written)

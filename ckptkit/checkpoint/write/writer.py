@@ -212,10 +212,9 @@ class Writer:
 
             # Write, by a few threads: the pack is complete and durable then, or nothing is left.
             segments = pack.segments_of(store.abilities.part_size)
-            count = len(segments)
             pack.begin(store, prefix, save, segments, refers=refers, progress=self._progress)
             try:
-                share_out(range(count), pack.write_segment, min(self._threads, count))
+                share_out(range(len(segments)), pack.write_segment, self._threads)
             except BaseException:
                 pack.abort()
                 raise
