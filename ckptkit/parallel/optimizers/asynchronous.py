@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -77,7 +77,7 @@ class AsynchronousSGD:
         self._met: dict[str, Any] | None = {}
         self._closed = False
         self._access = self._connect()
-        self._take((server, access.pull()) for server, access in self._access.items())
+        self._pull()
 
     @property
     def steps(self) -> dict[int, int]:
@@ -96,7 +96,8 @@ class AsynchronousSGD:
         self._met = None
         for server, access in self._access.items():
             access.begin_push([self._parameters[name].grad for name in self._shares[server]])
-        self._take((server, access.end_push()) for server, access in self._access.items())
+        for server, access in self._access.items():
+            self._put(server, access.end_push())
 
     def set_options(self, **options: object) -> None:
         """Change options of the servers' optimizers for all workers, such as `lr=0.01`."""
@@ -113,7 +114,7 @@ class AsynchronousSGD:
         self._check_open()
         with meeting(self._world, "meeting", self._timeout, "there is no common state") as ranks:
             ranks.wait()
-            self._take((server, access.pull()) for server, access in self._access.items())
+            self._pull()
             states, steps = [access.state() for access in self._access.values()], self.steps
             # Nobody pushes again before all have pulled.
             ranks.wait()
@@ -173,12 +174,15 @@ class AsynchronousSGD:
         if self._server is not None:
             self._server.close()
 
-    def _take(self, pulled: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> None:
-        """Put the values of each server's parameters in place, one server after another."""
+    def _pull(self) -> None:
+        for server, access in self._access.items():
+            self._put(server, access.pull())
+
+    def _put(self, server: int, values: Sequence[torch.Tensor]) -> None:
+        """A call of its own, so that nothing keeps the values while the next server is asked."""
         with torch.no_grad():
-            for server, values in pulled:
-                for name, value in zip(self._shares[server], values, strict=True):
-                    self._parameters[name].copy_(value)
+            for name, value in zip(self._shares[server], values, strict=True):
+                self._parameters[name].copy_(value)
 
     def _connect(self) -> dict[int, Access]:
         """Reach all servers; a rank that is no worker asks them too, when all meet."""

@@ -202,14 +202,8 @@ class TopK(RememberingCompression):
 
     def _send(self, bucket: GradBucket) -> Sent:
         gradients = bucket.gradients()
-        chosen = []  # of each gradient: where its largest elements are, those, and what is left
-        for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
-            residual = self.residual(self._names[parameter], gradient)
-            total = (residual + gradient.float()).flatten()
-            count = math.ceil(self._share * total.numel())
-            index = total.abs().topk(count, sorted=False).indices
-            left = total.index_fill(0, index, 0).view_as(residual)
-            chosen.append((index, total[index], left))
+        each = zip(bucket.parameters(), gradients, strict=True)
+        chosen = [self._chosen(self._names[parameter], gradient) for parameter, gradient in each]
         indices = torch.cat([index for index, _, _ in chosen]).to(torch.int32).view(torch.uint8)
         values = torch.cat([value for _, value, _ in chosen]).view(torch.uint8)
         payload = torch.cat([indices, values])
@@ -221,13 +215,24 @@ class TopK(RememberingCompression):
             where, what = half[0].view(torch.int32).split(sizes), half[1].view(torch.float32)
             for total, index, value in zip(sums, where, what.split(sizes), strict=True):
                 total.index_add_(0, index, value)
-        each = zip(bucket.parameters(), gradients, sums, chosen, strict=True)
-        for parameter, gradient, total, (_, _, left) in each:
+        ends = zip(bucket.parameters(), gradients, sums, chosen, strict=True)
+        for parameter, gradient, total, (_, _, left) in ends:
             gradient.copy_(total.div_(self.wire.size).view_as(gradient))
             residual = self.residuals[self._names[parameter]]
             # The same on all ranks: after an overflow, which the training skips, all stays.
             torch.where(total.isfinite().all(), left, residual, out=residual)
         return done(bucket.buffer())
+
+    def _chosen(
+        self, name: str, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where the largest elements are, those, and what is left; a call of its own, so that the
+        sum, as large as a gradient, is not kept while ranks exchange.
+        """
+        residual = self.residual(name, gradient)
+        total = (residual + gradient.float()).flatten()
+        index = total.abs().topk(math.ceil(self._share * total.numel()), sorted=False).indices
+        return index, total[index], total.index_fill(0, index, 0).view_as(residual)
 
 
 class PowerSGD(RememberingCompression):

@@ -61,8 +61,8 @@ class TorchCarrier:
         self._ranks = dist.get_process_group_ranks(group)  # torch numbers those of the whole job
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """What every rank passes, of any length: by one all-gather, and a second one if a message
-        is not short.
+        """What every rank passes, of any length, in their order: by one all-gather, and a second
+        one if a message is not short.
         """
         shorts = self._all_gather(len(data).to_bytes(8, "little") + data[:_SHORT], 8 + _SHORT)
         sizes = [int.from_bytes(short[:8], "little") for short in shorts]
