@@ -91,8 +91,8 @@ def arrays_from_docs(
     aliases: list[Alias] = []
     names: list[str] = []
     # Layers are alike: of 100,000 arrays some dozens differ in more than their names. What is alike
-    # is read once, and known again by its bytes; no entry that is right has an extension type.
-    kinds: dict[bytes, _Kind] = {}
+    # is read once, and known again by its bytes.
+    kinds: dict[bytes | None, _Kind] = {}
     for number, doc in enumerate(unpack_items(packed[1], "arrays", MAX_ARRAYS)):
         entry = Fields(doc, f"arrays.{number}")
         names.append(name_from_file(entry.any("name"), entry.at("name")))
@@ -102,10 +102,12 @@ def arrays_from_docs(
             entry.finish()
             continue
         of = name_from_file(entry.any("of"), entry.at("of")) if entry.has("of") else None
-        kind = msgpack.packb(entry.rest, default=lambda _: None)
-        if kind not in kinds:
-            kinds[kind] = _kind(entry, table)
-        arrays.append(ArrayInfo(names[-1], *kinds[kind], of))
+        kind = _packed(entry.rest)
+        known = kinds.get(kind)
+        if known is None:
+            known = _kind(entry, table)
+            kinds |= {kind: known} if kind is not None else {}
+        arrays.append(ArrayInfo(names[-1], *known, of))
     if any(first >= second for first, second in pairwise(names)):
         raise FormatError("the arrays are not sorted by distinct names", where="arrays")
     check_names(arrays, aliases)
@@ -120,6 +122,19 @@ def _placements(rows: Iterable[Any], axes: int) -> list[tuple[Placement, ...]]:
             raise FormatError(f"not a list of {axes} placements", where=where, value=row)
         table.append(tuple(placement_from_doc(p, where=f"{where}.{i}") for i, p in enumerate(row)))
     return table
+
+
+def _packed(rest: dict[str, Any]) -> bytes | None:
+    """What an entry says, as bytes; None where it cannot be right."""
+
+    def refuse(value: object) -> None:
+        raise TypeError(value)
+
+    try:
+        # Strictly: the tuples and other types of an extension have no place in an entry.
+        return bytes(msgpack.packb(rest, strict_types=True, default=refuse))
+    except (TypeError, ValueError, OverflowError, RecursionError):  # ValueError: levels too deep
+        return None
 
 
 def _kind(fields: Fields, table: list[tuple[Placement, ...]]) -> _Kind:

@@ -163,7 +163,7 @@ def pieces_within(grid: Grid, box: Box, itemsize: int, limit: int) -> Iterator[B
 
 def side_by_side(
     pieces: Sequence[Pieces],
-    request: I64,
+    number: I64,
     place: I64,
     pack: npt.NDArray[np.uint32],
     apart: npt.NDArray[np.bool_] | None = None,
@@ -174,12 +174,12 @@ def side_by_side(
     """
     if not len(place):
         return []
-    across = np.array([each.across for each in pieces], np.int64)[request]
+    across = np.array([each.across for each in pieces], np.int64)[number]
     counts = np.array([len(each) for each in pieces], np.int64)
     starts = np.cumsum(counts) - counts
     alike = cache(Pieces.alike)
-    is_alike = np.concatenate([alike(each) for each in pieces])[starts[request] + place]
-    beside = (request[1:] == request[:-1]) & (pack[1:] == pack[:-1])
+    is_alike = np.concatenate([alike(each) for each in pieces])[starts[number] + place]
+    beside = (number[1:] == number[:-1]) & (pack[1:] == pack[:-1])
     beside &= (place[1:] == place[:-1] + 1) & (place[1:] % across[1:] > 0)
     beside &= is_alike[1:] & is_alike[:-1]
     if apart is not None:

@@ -25,10 +25,13 @@ class Owned:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stretch:
-    """Chunks of one array that the same ranks hold, and how many elements each is stored as."""
+    """Chunks of one array that the same ranks hold; how many elements they are stored as, and
+    twice the middle of each among these.
+    """
 
     chunks: I64
-    elements: I64
+    total: int
+    middles: I64
     replicas: Replicas
 
 
@@ -48,22 +51,21 @@ def chunks_to_write(arrays: Sequence[Owned], rank: int) -> list[I64]:
         if kind not in kinds:
             kinds[kind] = _stretches(array, rank)
         for stretch in kinds[kind]:
-            if stretch.replicas.count == 1:  # nobody to share it with: no sizes need to be summed
+            if stretch.replicas.count == 1:  # nobody to share it with
                 mine[index].append(stretch.chunks)
             else:
                 streams.setdefault(stretch.replicas.key, []).append((index, stretch))
     for stream in streams.values():
-        sizes = np.concatenate([s.elements * arrays[index].itemsize for index, s in stream])
-        replicas, ends, total = stream[0][1].replicas, np.cumsum(sizes), sum(sizes.tolist())
-        # Twice the middle of each chunk, so that integers decide alike on every machine.
-        wide = object if total * replicas.count >= 1 << 61 else np.int64
-        middles = (2 * ends - sizes).astype(wide)
-        chosen = middles * replicas.count // max(1, 2 * total) == replicas.index
-        start = 0
+        total = sum(stretch.total * arrays[index].itemsize for index, stretch in stream)
+        begin = 0
         for index, stretch in stream:
-            stop = start + len(stretch.chunks)
-            mine[index].append(stretch.chunks[chosen[start:stop]])
-            start = stop
+            size, replicas = arrays[index].itemsize, stretch.replicas
+            # Integers, so that all machines decide alike; beyond 64 bits those of Python.
+            wide = object if total * replicas.count >= 1 << 61 else np.int64
+            middles = stretch.middles.astype(wide) * size + 2 * begin
+            chosen = middles * replicas.count // max(1, 2 * total) == replicas.index
+            mine[index].append(stretch.chunks[chosen])
+            begin += stretch.total * size
     nothing = np.zeros(0, dtype=np.int64)
     return [parts[0] if len(parts) == 1 else np.concatenate([nothing, *parts]) for parts in mine]
 
@@ -100,7 +102,9 @@ def _stretches(array: Owned, rank: int) -> list[_Stretch]:
             parts.append(chunks_in(array.grid, box))
         chunks = np.concatenate(parts)
         chunks.flags.writeable = False  # it is handed out for many arrays
-        found.append(_Stretch(chunks, array.grid.stored_elements(chunks), share.replicas))
+        elements = array.grid.stored_elements(chunks)
+        middles = 2 * np.cumsum(elements) - elements
+        found.append(_Stretch(chunks, int(elements.sum()), middles, share.replicas))
     return found
 
 

@@ -12,6 +12,7 @@ import pytest
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.format import array_table
 from ckptkit.format.array_table import ArrayTable, ArrayTables
+from ckptkit.format.arrays import arrays_from_docs
 from ckptkit.format.record import Record
 from tests.format import samples
 from tests.format.samples import ABSENT, edited, extension, plain, sealed
@@ -134,3 +135,46 @@ def test_a_record_of_another_rank_or_save_is_refused_before_its_arrays_are_looke
             Record.from_bytes(sealed(REFERRING), WHERE, ArrayTables(), origin)
         assert error.value.where == WHERE
     assert Record.from_bytes(sealed(REFERRING), WHERE, first(), (1, save_id)).rank == 1
+
+
+def nested(levels: int, inside: bytes) -> bytes:
+    return b"\x91" * levels + inside
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        pytest.param("shape", msgpack.ExtType(1, msgpack.packb([4])), id="a tuple, not a list"),
+        pytest.param("shape", [4.0], id="a float, not an integer"),
+        pytest.param("placements", False, id="a bool, not an integer"),
+        pytest.param("role", b"other", id="bytes, not text"),
+        pytest.param("more", 1, id="a field more"),
+    ],
+)
+def test_an_entry_that_looks_like_the_one_before_is_refused_all_the_same(
+    field: str, value: Any
+) -> None:
+    entry = {
+        "name": "a",
+        "shape": [4],
+        "dtype": "int32",
+        "grid": {"kind": "regular", "chunk_shape": [4]},
+        "role": "other",
+        "placements": 0,
+    }
+    alike = entry | {"name": "b"}
+    placements = msgpack.packb([[]])
+    arrays, _ = arrays_from_docs((placements, msgpack.packb([entry, alike])), 0)
+    assert [array.name for array in arrays] == ["a", "b"]
+    wrong = msgpack.packb([entry, alike | {field: value}])
+    with pytest.raises(FormatError, match=r"arrays\.1"):
+        arrays_from_docs((placements, wrong), 0)
+
+
+def test_an_entry_too_deep_to_be_packed_again_is_refused_as_any_other() -> None:
+    # Within the depth of one value, and again inside of an extension.
+    inner = nested(1000, b"\xc0")
+    deep = nested(900, msgpack.packb(msgpack.ExtType(1, b"\x91" + inner)))
+    entry = b"\x82" + msgpack.packb("name") + msgpack.packb("a") + msgpack.packb("x") + deep
+    with pytest.raises(FormatError):
+        arrays_from_docs((msgpack.packb([[]]), b"\x91" + entry), 0)

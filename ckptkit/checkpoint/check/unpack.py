@@ -159,6 +159,7 @@ def _write(view: ZarrView, root: Path, threads: int, progress: Progress | None) 
                 file.write(data)
             if progress:
                 progress(len(data))
+            del data  # before the next one is read: `_threads` reckons with one
         counts.append(len(keys))
 
     left = iter(view.keys())

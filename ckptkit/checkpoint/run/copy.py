@@ -133,15 +133,7 @@ class _Copying:
         sent = 0
         try:
             if ranks.rank == 0:
-                with self._reading(self._where):
-                    try:
-                        records = [found.record for found in self._records()]
-                        expected = assemble(records, self._manifest.packs)
-                    except PeerError as error:
-                        what = f"the packs do not fit together: {error.what}"
-                        raise CorruptionError(what) from error
-                    if expected.to_bytes() != self._manifest.to_bytes():
-                        raise CorruptionError("the manifest says other things than the packs do")
+                self._check_manifest()
             for pack, info in enumerate(self._manifest.packs):
                 # What the one without a record holds follows from all others: rank 0 has them.
                 owner = 0 if info.record is None else pack % ranks.world_size
@@ -152,6 +144,20 @@ class _Copying:
         finally:
             self._sources.close()
         return sent, None
+
+    def _check_manifest(self) -> None:
+        """Compare the manifest with the records: a call of its own, so that a second manifest does
+        not stay in memory for the hours that packs may take.
+        """
+        with self._reading(self._where):
+            try:
+                records = [found.record for found in self._records()]
+                expected = assemble(records, self._manifest.packs)
+            except PeerError as error:
+                what = f"the packs do not fit together: {error.what}"
+                raise CorruptionError(what) from error
+            if expected.to_bytes() != self._manifest.to_bytes():
+                raise CorruptionError("the manifest says other things than the packs do")
 
     @contextmanager
     def _reading(self, where: str) -> Iterator[None]:
