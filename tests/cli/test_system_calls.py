@@ -193,6 +193,10 @@ def test_a_fault_at_any_call_leaves_what_can_be_done_again(
         result = run(
             here, scene.words, *traced("-y", "-o", str(tmp_path / "trace"), "-e", injected)
         )
+        if "Fatal Python error: error evaluating path" in result.stderr:
+            # Threads count their calls from one: this number is also of Python's own start.
+            shutil.rmtree(here)
+            continue
         try:
             check(here, scene, result)
             assert files(here / "src") == source
