@@ -103,10 +103,9 @@ def arrays_from_docs(
             continue
         of = name_from_file(entry.any("of"), entry.at("of")) if entry.has("of") else None
         kind = _packed(entry.rest)
-        known = kinds.get(kind)
-        if known is None:
-            known = _kind(entry, table)
-            kinds |= {kind: known} if kind is not None else {}
+        known = kinds.get(kind) or _kind(entry, table)
+        if kind is not None:
+            kinds[kind] = known
         arrays.append(ArrayInfo(names[-1], *known, of))
     if any(first >= second for first, second in pairwise(names)):
         raise FormatError("the arrays are not sorted by distinct names", where="arrays")
@@ -126,13 +125,9 @@ def _placements(rows: Iterable[Any], axes: int) -> list[tuple[Placement, ...]]:
 
 def _packed(rest: dict[str, Any]) -> bytes | None:
     """What an entry says, as bytes; None where it cannot be right."""
-
-    def refuse(value: object) -> None:
-        raise TypeError(value)
-
     try:
-        # Strictly: the tuples and other types of an extension have no place in an entry.
-        return bytes(msgpack.packb(rest, strict_types=True, default=refuse))
+        # Strictly: an extension's tuples, and its other types, have no place in an entry.
+        return bytes(msgpack.packb(rest, strict_types=True))
     except (TypeError, ValueError, OverflowError, RecursionError):  # ValueError: levels too deep
         return None
 
