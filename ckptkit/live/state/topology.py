@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -58,6 +58,10 @@ class Topology:
     _runs_of: dict[DeviceMesh, tuple[AxisRun, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
+    _found: dict[Hashable, tuple[dict[str, Placement], Part | None]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """How DTensors lie. Layers are alike: what one has found out holds for all."""
 
     @classmethod
     def of(cls, rank: int, world_size: int, lines: Iterable[Line]) -> Topology:
@@ -129,6 +133,9 @@ class Topology:
         what this rank holds.
         """
         mesh = tensor.device_mesh
+        kind = mesh, tensor.shape, tensor.placements
+        if kind in self._found:
+            return self._found[kind]
         try:
             own = _torch_layout(tuple(tensor.shape), mesh.shape, tensor.placements)
         except LayoutError as error:
@@ -143,10 +150,12 @@ class Topology:
         found: dict[str, Placement] = {
             axis.name: place for axis, place in axes if not isinstance(place, Replicate)
         }
-        if is_exact:
-            return found, None
-        place = tuple(line.index(self.rank) for line in _lines(mesh))
-        return found, own.part(own.strategy.mesh.rank(place))
+        part = None
+        if not is_exact:
+            place = tuple(line.index(self.rank) for line in _lines(mesh))
+            part = own.part(own.strategy.mesh.rank(place))
+        self._found[kind] = found, part
+        return found, part
 
     def of_shared(self, name: str, shared: SharedOut) -> dict[str, Placement]:
         """How the axes cut a plain tensor that ranks of one line share out."""
