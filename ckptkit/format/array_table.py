@@ -19,6 +19,7 @@ from ckptkit.format.arrays import (
     ArrayInfo,
     arrays_from_docs,
     arrays_to_docs,
+    check_names,
 )
 from ckptkit.format.columns import U32, U64
 from ckptkit.format.leaves import unpack, unpack_items
@@ -40,9 +41,15 @@ class ArrayTable:
     @classmethod
     def of(cls, arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> ArrayTable:
         """The table of arrays that are sorted by name."""
+        check_names(arrays, aliases)
         placements, entries = arrays_to_docs(arrays, aliases)
         packed = msgpack.packb(placements), msgpack.packb(entries)
         return cls(tuple(arrays), tuple(aliases), packed)
+
+    @classmethod
+    def read(cls, packed: tuple[bytes, bytes], axes: int) -> ArrayTable:
+        """The table that a document with so many axes has, once it is checked."""
+        return cls(*arrays_from_docs(packed, axes), packed)
 
     @cached_property
     def digest(self) -> bytes:
@@ -110,7 +117,7 @@ class ArrayTables:
             return self._referred(packed, rank, axes), True
         key = (_digest(packed), axes)
         if key not in self._known:
-            table = ArrayTable(*arrays_from_docs(packed, axes), packed)
+            table = ArrayTable.read(packed, axes)
             # Not an assignment: another thread may have read an equal one meanwhile, which is used.
             self._known.setdefault(key, table)
         if rank == 0:

@@ -8,15 +8,8 @@ from typing import Any
 import numpy as np
 
 from ckptkit.errors import FormatError
-from ckptkit.format.arrays import (
-    TABLE_FIELDS,
-    Alias,
-    ArrayInfo,
-    arrays_from_docs,
-    arrays_to_docs,
-    check_names,
-    chunk_key,
-)
+from ckptkit.format.array_table import ArrayTable
+from ckptkit.format.arrays import TABLE_FIELDS, Alias, ArrayInfo, chunk_key
 from ckptkit.format.columns import (
     U32,
     U64,
@@ -67,8 +60,7 @@ class Manifest:
 
     save: SaveInfo
     packs: tuple[PackInfo, ...]
-    arrays: tuple[ArrayInfo, ...]
-    aliases: tuple[Alias, ...]
+    table: ArrayTable
     starts: I64
     pack: U32
     offset: U64
@@ -78,7 +70,6 @@ class Manifest:
 
     def __post_init__(self) -> None:
         _check_packs(self.packs, self.save.world_size)
-        check_names(self.arrays, self.aliases)
         if len(self.pack) != int(self.starts[-1]):
             raise FormatError(
                 f"{len(self.pack)} chunks are listed, the grids have {int(self.starts[-1])}",
@@ -95,36 +86,47 @@ class Manifest:
                 value=int(self.length[row]),
             )
 
+    @property
+    def arrays(self) -> tuple[ArrayInfo, ...]:
+        """All arrays, sorted by name."""
+        return self.table.arrays
+
+    @property
+    def aliases(self) -> tuple[Alias, ...]:
+        """The second names of tied tensors."""
+        return self.table.aliases
+
     def chunk_key(self, row: int) -> str:
         """The Zarr key of the chunk of a row."""
         array, chunk = chunk_of_row(self.arrays, self.starts, row)
         return chunk_key(array.name, array.grid.index(chunk))
 
     def to_bytes(self) -> bytes:
-        table, entries = arrays_to_docs(self.arrays, self.aliases)
         fields = {
             **self.save.to_fields(),
             "packs": [
                 {"name": p.name, "size": p.size, "record": list(p.record) if p.record else None}
                 for p in self.packs
             ],
-            "placements": table,
-            "arrays": entries,
+            **dict(zip(TABLE_FIELDS, self.table.packed, strict=True)),
             "chunks": columns_to_doc({name: getattr(self, name) for name in _COLUMNS}),
             "objects": objects_to_docs(self.objects),
         }
-        return seal(MANIFEST_KIND, fields)
+        return seal(MANIFEST_KIND, fields, TABLE_FIELDS)
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> Manifest:
-        """Read and check a manifest; errors name the field."""
+    def from_bytes(cls, data: bytes, where: str, known: ArrayTable | None = None) -> Manifest:
+        """Read and check a manifest; errors name the field. Where it lists the arrays of a `known`
+        table, these are not read again.
+        """
         fields = Fields(unseal(MANIFEST_KIND, data, where, TABLE_FIELDS), "")
         with located(where):
             save = SaveInfo.from_fields(fields)
             packs = tuple(_pack(doc, f"packs.{i}") for i, doc in enumerate(fields.items("packs")))
-            arrays, aliases = arrays_from_docs(
-                (fields.bytes("placements"), fields.bytes("arrays")), len(save.strategy.mesh.axes)
-            )
+            packed = fields.bytes("placements"), fields.bytes("arrays")
+            table = known
+            if table is None or table.packed != packed:
+                table = ArrayTable.read(packed, len(save.strategy.mesh.axes))
             columns = columns_from_doc(fields.any("chunks"), "chunks", _COLUMNS)
             objects = objects_from_docs(fields)
             for number, item in enumerate(objects):
@@ -135,8 +137,8 @@ class Manifest:
                     raise FormatError(f"not a list of {save.world_size} values", where=at)
                 check_values(item.semantics, item.value, at)
             fields.finish()
-            starts = chunk_starts(arrays)
-            return cls(save, packs, arrays, aliases, starts, objects=objects, **columns)
+            starts = chunk_starts(table.arrays)
+            return cls(save, packs, table, starts, objects=objects, **columns)
 
     @staticmethod
     def head(data: bytes, where: str) -> tuple[SaveInfo, int]:

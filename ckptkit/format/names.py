@@ -23,6 +23,8 @@ _UNSAFE = re.compile(rb"[^A-Za-z0-9_.\-]")
 
 def escape(node: str) -> str:
     """One tensor or group name, as the format spells it in a path."""
+    if _is_plain(node):
+        return node
     if not node or "\0" in node:
         raise InvalidNameError(
             "an empty name, or one with a NUL, cannot be stored", value=node, hint="rename it"
@@ -76,10 +78,14 @@ def inner_name(name: str, role: str) -> str:
     return "/".join(nodes[1:] or nodes)
 
 
-def ancestors(name: str) -> list[str]:
+def ancestors(name: str) -> tuple[str, ...]:
     """The groups above an array, the root (the empty name) first."""
-    nodes = name.split("/")
-    return ["/".join(nodes[:depth]) for depth in range(len(nodes))]
+    return _with_ancestors(name.rpartition("/")[0])
+
+
+@lru_cache(maxsize=65536)
+def _with_ancestors(group: str) -> tuple[str, ...]:
+    return (*ancestors(group), group) if group else ("",)
 
 
 def checked_path(name: str, *, where: str = "") -> str:
@@ -117,12 +123,18 @@ def _problem(name: str) -> str:
     return ""
 
 
+def _is_plain(node: str) -> bool:
+    """Whether a node is its own name: nearly all are."""
+    is_safe = _PLAIN.fullmatch(node) is not None and len(node) <= MAX_NODE_BYTES
+    return is_safe and node[0] not in "_." and node != "zarr.json"
+
+
 @lru_cache(maxsize=65536)
 def _is_canonical(node: str) -> bool:
+    if _is_plain(node):
+        return True
     if len(node) > MAX_NODE_BYTES:
         return False
-    if _PLAIN.fullmatch(node) and node[0] not in "_." and node != "zarr.json":
-        return True
     if not _ESCAPED.fullmatch(node):
         return False
     try:

@@ -154,5 +154,5 @@ def test_the_limits_themselves_are_allowed() -> None:
 
 
 def test_the_groups_above_an_array_begin_with_the_root() -> None:
-    assert ancestors("model/a.b/c") == ["", "model", "model/a.b"]
-    assert ancestors("a") == [""]
+    assert ancestors("model/a.b/c") == ("", "model", "model/a.b")
+    assert ancestors("a") == ("",)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ckptkit.errors import CorruptionError, FormatError, PeerError
 from ckptkit.format.array_table import ArrayTable
-from ckptkit.format.arrays import Alias, ArrayInfo, check_names, key_of
+from ckptkit.format.arrays import Alias, ArrayInfo, key_of
 from ckptkit.format.columns import chunk_of_row, chunk_starts
 from ckptkit.format.leaves import canonical
 from ckptkit.format.manifest import Manifest, PackInfo
@@ -28,8 +28,8 @@ def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
     first = records[0]
     _check_same_save(records)
     tables = _tables(records)
-    arrays, aliases = _merge_arrays(tables), _merge_aliases(tables)
-    _check_names(arrays, aliases)
+    table = first.table if len(tables) == 1 else _merged(tables)
+    arrays = table.arrays
     _check_documents(records, arrays)
     starts = chunk_starts(arrays)
     rows = _rows(records, tables, arrays, starts)
@@ -41,8 +41,7 @@ def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
     return Manifest(
         save=first.save,
         packs=tuple(packs),
-        arrays=arrays,
-        aliases=aliases,
+        table=table,
         starts=starts,
         pack=_scatter(rows, [pack]),
         objects=_merge_objects(records),
@@ -80,6 +79,26 @@ def _check_same_save(records: Sequence[Record]) -> None:
                 )
 
 
+def _merged(tables: Mapping[ArrayTable, int]) -> ArrayTable:
+    """One table of all that the ranks list, which do not contradict each other."""
+    arrays, aliases = _merge_arrays(tables), _merge_aliases(tables)
+    second = {alias.name: alias.alias_of for alias in aliases}
+    for array in arrays:
+        if array.name in second:
+            raise PeerError(
+                f"on some ranks this is a second name of {second[array.name]}, on others an array",
+                where=array.name,
+                hint="tie the same parameters on all ranks",
+            )
+    try:
+        return ArrayTable.of(arrays, aliases)
+    except FormatError as error:
+        raise PeerError(
+            f"the names of all ranks do not fit together: {error}",
+            hint="an array has no arrays below it, and a name is an array or an alias on all ranks",
+        ) from error
+
+
 def _merge_arrays(tables: Mapping[ArrayTable, int]) -> tuple[ArrayInfo, ...]:
     known: dict[str, tuple[ArrayInfo, int]] = {}
     for table, rank in tables.items():
@@ -99,24 +118,6 @@ def _disagreement(a: ArrayInfo, rank_a: int, b: ArrayInfo, rank_b: int) -> PeerE
         where=a.name,
         hint="every rank has to add the array with the same global shape, dtype and placements",
     )
-
-
-def _check_names(arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> None:
-    second = {alias.name: alias.alias_of for alias in aliases}
-    for array in arrays:
-        if array.name in second:
-            raise PeerError(
-                f"on some ranks this is a second name of {second[array.name]}, on others an array",
-                where=array.name,
-                hint="tie the same parameters on all ranks",
-            )
-    try:
-        check_names(arrays, aliases)
-    except FormatError as error:
-        raise PeerError(
-            f"the names of all ranks do not fit together: {error}",
-            hint="an array has no arrays below it, and a name is an array or an alias on all ranks",
-        ) from error
 
 
 def _check_documents(records: Sequence[Record], arrays: Sequence[ArrayInfo]) -> None:

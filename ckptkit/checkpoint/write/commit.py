@@ -121,7 +121,8 @@ def publish(store: Store, prefix: str, manifest: Manifest, *, replace: bool) -> 
     key = under(prefix, MANIFEST)
     data = manifest.to_bytes()
     # Read as every later reader will: what cannot be opened must never count as committed.
-    Manifest.from_bytes(data, described(store, key))
+    # Of the arrays the records were read, or what is there now.
+    Manifest.from_bytes(data, described(store, key), manifest.table)
     if len(data) > MAX_DOCUMENT_BYTES:
         raise FormatError(
             f"the manifest would have more than {MAX_DOCUMENT_BYTES} bytes",

@@ -300,7 +300,10 @@ class Writer:
         checked_path(name)
         if name in self._arrays or name in self._aliases:
             raise InvalidNameError("the name was added before", value=name)
-        clash = [n for n in ancestors(name) if n in self._arrays or n in self._aliases]
+        clash: list[str] = []
+        # The groups of what was added before are none of it.
+        if name.rpartition("/")[0] not in self._groups:
+            clash = [n for n in ancestors(name) if n in self._arrays or n in self._aliases]
         if name in self._groups:
             added = (*self._arrays, *self._aliases)
             clash = [other for other in added if other.startswith(f"{name}/")]

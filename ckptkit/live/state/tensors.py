@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,13 @@ from ckptkit.model import DType
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
+_dtype = cache(DType.of)
+
+
 def dtype_of(name: str, tensor: torch.Tensor) -> DType:
     """The element type of a tensor."""
     try:
-        return DType.of(tensor.dtype)
+        return _dtype(tensor.dtype)
     except UnsupportedTypeError as error:
         error.where = name
         raise
@@ -41,8 +45,7 @@ def dtype_name(dtype: torch.dtype | None) -> str | None:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, outside of autograd."""
-    tensor = tensor.detach()
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def as_spread(value: torch.Tensor, parameter: object) -> torch.Tensor:
@@ -93,7 +96,8 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
             hint="call the model once, as training would",
         )
     # Never imported here: it brings in torch's RPC.
-    if any(kind.__name__ == "ShardedTensorBase" for kind in type(tensor).__mro__):
+    is_usual = type(tensor) in (torch.Tensor, torch.nn.Parameter, DTensor)
+    if not is_usual and any(kind.__name__ == "ShardedTensorBase" for kind in type(tensor).__mro__):
         raise UnsupportedTypeError(
             "a ShardedTensor cannot be saved or filled",
             where=name,

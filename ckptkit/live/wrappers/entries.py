@@ -87,20 +87,37 @@ def canonical_names(model: nn.Module) -> Callable[[str], str]:
 
     The wrappers whose hooks leave themselves out of a state dict are known too.
     """
+    wrapped = {each: inner for each in every_module(model) if (inner := _inner(each))}
+    if not wrapped:
+        return str
 
     def canonical(name: str) -> str:
         at: nn.Module | None = model
         kept = []
         for node in name.split("."):
             # The name may leave out this wrapper, and those inside it.
-            while at is not None and (inner := _inner(at)) is not None and inner != node:
+            while at is not None and (inner := wrapped.get(at)) is not None and inner != node:
                 at = at._modules[inner]
-            if at is None or _inner(at) is None:
+            if at is None or at not in wrapped:
                 kept.append(node)
             at = None if at is None else at._modules.get(node)
         return ".".join(kept)
 
     return canonical
+
+
+def every_module(module: nn.Module) -> list[nn.Module]:
+    """A module and all inside of it, each once, as `modules()` has them: that asks one generator of
+    each level for every one of thousands.
+    """
+    found: dict[nn.Module, None] = {}
+    left = [module]
+    while left:
+        each = left.pop()
+        if each not in found:
+            found[each] = None
+            left += [inner for inner in reversed(each._modules.values()) if inner is not None]
+    return list(found)
 
 
 def _inner(module: nn.Module) -> str | None:

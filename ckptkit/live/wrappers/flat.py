@@ -27,7 +27,7 @@ from ckptkit.format.leaves import dumps
 from ckptkit.live.state.lines import SharedOut
 from ckptkit.live.state.ranks import GroupRanks, World
 from ckptkit.live.state.tensors import local_of
-from ckptkit.live.wrappers.entries import canonical_names
+from ckptkit.live.wrappers.entries import canonical_names, every_module
 
 JoinedMeshes = dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
 """Of a mesh of FSDP1 and one of tensor parallelism: that of both. Made once, it takes a while."""
@@ -168,21 +168,31 @@ class Flat:
         return rows, SharedOut(tuple(ranks), piece.shape)
 
 
+def is_used(module: nn.Module) -> bool:
+    """Whether some part of a module is wrapped by FSDP1."""
+    return any(isinstance(each, FullyShardedDataParallel) for each in every_module(module))
+
+
+def units_of(module: nn.Module) -> list[FullyShardedDataParallel]:
+    """The parts of a module that FSDP1 wraps."""
+    # Asked last: torch looks at each part of a model for long.
+    return FullyShardedDataParallel.fsdp_modules(module) if is_used(module) else []
+
+
 def flats_of(module: nn.Module) -> list[Flat]:
     """The flat parameters of a module, in the same order on all ranks."""
     canonical = canonical_names(module)
     paths: dict[nn.Module, list[str]] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         paths.setdefault(part, []).append(path)
-    units = FullyShardedDataParallel.fsdp_modules(module)
     joined: JoinedMeshes = {}
-    return [_flat(unit, joined, paths, canonical) for unit in units if unit._handle is not None]
+    units = [unit for unit in units_of(module) if unit._handle is not None]
+    return [_flat(unit, joined, paths, canonical) for unit in units]
 
 
 def cut_before(module: nn.Module) -> list[DTensorSpec]:
     """How tensor parallelism has cut what FSDP1 has made flat."""
-    units = FullyShardedDataParallel.fsdp_modules(module)
-    flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
+    flat = [unit._handle.flat_param for unit in units_of(module) if unit._handle is not None]
     return [spec for each in flat for spec in each._param_extensions if spec is not None]
 
 

@@ -50,6 +50,7 @@ from ckptkit.live.wrappers.flat import (
     RowExtensions,
     flats_of,
     told_to_all,
+    units_of,
 )
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, step_without_effect
 
@@ -62,15 +63,10 @@ _STAGES = {
 }
 
 
-def is_used(module: nn.Module) -> bool:
-    """Whether some part of a module is wrapped so."""
-    return any(isinstance(m, FullyShardedDataParallel) for m in module.modules())
-
-
 def lines(module: nn.Module) -> list[Line]:
     """The ranks over which it cuts, and those that repeat (`HYBRID_SHARD`, `NO_SHARD`)."""
     found: list[Line] = []
-    for unit in FullyShardedDataParallel.fsdp_modules(module):
+    for unit in units_of(module):
         whole = unit.sharding_strategy == ShardingStrategy.NO_SHARD
         groups = [("ddp" if whole else "fsdp", unit.process_group)]
         # Not by getattr, which goes on to the wrapped module.
@@ -86,7 +82,7 @@ def lines(module: nn.Module) -> list[Line]:
 
 def details(module: nn.Module) -> dict[str, Any]:
     """How it shards, the stage of ZeRO that this is, its precision and offloading."""
-    units = FullyShardedDataParallel.fsdp_modules(module)
+    units = units_of(module)
     if not units:
         return {}
     mixed = [unit.mixed_precision for unit in units]
@@ -161,7 +157,7 @@ def _sharded(module: nn.Module) -> Iterator[None]:
     kind = StateDictType.SHARDED_STATE_DICT
     joined: JoinedMeshes = {}
     known: list[tuple[Any, Any]] = [
-        (unit, unit._fsdp_extension) for unit in FullyShardedDataParallel.fsdp_modules(module)
+        (unit, unit._fsdp_extension) for unit in units_of(module)
     ]
     with (
         # That all of this is deprecated, and that unsharded modules give whole tensors.

@@ -7,10 +7,11 @@ where none knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,27 +23,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.live.state.lines import Line, assumed, dtensor_lines, line_of, mesh_lines
 from ckptkit.live.state.tensors import as_spread, dtype_name
-from ckptkit.live.wrappers.entries import ModelEntry, canonical_names, state_of
+from ckptkit.live.wrappers.entries import ModelEntry, canonical_names, every_module, state_of
 from ckptkit.live.wrappers.flat import cut_before
 
 
 def lines(module: nn.Module) -> list[Line]:
     """The lines of ranks that the wrappers of a module and its DTensors join."""
-    found = [line_of("ddp", wrapper.process_group) for wrapper in _ddp_wrappers(module)]
-    found += _fully_sharded_lines(module)
+    parts = every_module(module)
+    found = [line_of("ddp", wrapper.process_group) for wrapper in _ddp_wrappers(parts)]
+    found += _fully_sharded_lines(parts)
     # What FSDP cuts says nothing of tensor parallelism.
-    fsdp = _fsdp_ranks(module)
-    return found + [line for line in dtensor_lines(_dtensors(module)) if line.ranks not in fsdp]
+    fsdp = _fsdp_ranks(parts)
+    own = dtensor_lines(_dtensors(module, parts))
+    return found + [line for line in own if line.ranks not in fsdp]
 
 
 def details(module: nn.Module) -> dict[str, Any]:
     """What they say of precision, stages and sizes."""
-    dtypes = sorted({str(dtype_name(p.dtype)) for p in module.parameters()})
-    found: dict[str, Any] = {"precision": {"parameters": dtypes}}
-    fsdp = _fsdp_ranks(module)
+    parts = every_module(module)
+    dtypes = {p.dtype for part in parts for p in part._parameters.values() if p is not None}
+    names = sorted(str(dtype_name(dtype)) for dtype in dtypes)
+    found: dict[str, Any] = {"precision": {"parameters": names}}
+    fsdp = _fsdp_ranks(parts)
     dims: dict[str, int] = {}  # how many tensors are cut along each, by others than FSDP
     of_mesh: dict[DeviceMesh, list[Line]] = {}
-    for tensor in _dtensors(module):
+    for tensor in _dtensors(module, parts):
         mesh = tensor.device_mesh
         if mesh not in of_mesh:
             of_mesh[mesh] = mesh_lines(mesh, ("tp",) * mesh.ndim)
@@ -51,7 +56,7 @@ def details(module: nn.Module) -> dict[str, Any]:
                 dims[str(place.dim)] = dims.get(str(place.dim), 0) + 1
     if dims:
         found["tp"] = {"cut_dims": dict(sorted(dims.items()))}
-    if groups := _param_groups(module):
+    if groups := _param_groups(parts):
         # The outermost module stays gathered on its own, and often the last of several units.
         gathered = [group.post_forward_mesh_info is None for group in groups]
         policy = groups[0].mp_policy
@@ -65,7 +70,7 @@ def details(module: nn.Module) -> dict[str, Any]:
             },
             "offload": type(groups[0].offload_policy).__name__,
         }
-    for wrapper in _ddp_wrappers(module)[:1]:
+    for wrapper in _ddp_wrappers(parts)[:1]:
         mixed = wrapper.mixed_precision
         found["ddp"] = {
             "bucket_bytes": int(wrapper.bucket_bytes_cap),
@@ -83,7 +88,7 @@ def entries(module: nn.Module) -> list[ModelEntry]:
     running means differ, until the wrapper gives all ranks those of the first.
     """
     canonical = canonical_names(module)
-    wrappers = _ddp_wrappers(module)
+    wrappers = _ddp_wrappers(every_module(module))
     kept = {id(p) for wrapper in wrappers for p in wrapper._module_parameters}
     broadcast = {
         id(buffer)
@@ -93,7 +98,7 @@ def entries(module: nn.Module) -> list[ModelEntry]:
         if name not in wrapper.parameters_to_ignore
     }
     found = []
-    for name, value in {**state_of(module), **_parameters_of_ddp(module)}.items():
+    for name, value in {**state_of(module), **_parameters_of_ddp(module, wrappers)}.items():
         is_parameter = isinstance(value, nn.Parameter)
         entry = ModelEntry(
             canonical(name),
@@ -109,7 +114,7 @@ def entries(module: nn.Module) -> list[ModelEntry]:
 def absorb(module: nn.Module, entries: Sequence[ModelEntry]) -> None:
     """Hand over what `state_dict` made up: extra state and tensors of its hooks."""
     canonical = canonical_names(module)
-    taken = _parameters_of_ddp(module).values()
+    taken = _parameters_of_ddp(module, _ddp_wrappers(every_module(module))).values()
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers(), *taken)}
     made_up = {entry.name: entry.value for entry in entries if id(entry.value) not in own}
     if made_up:
@@ -121,21 +126,22 @@ def absorb(module: nn.Module, entries: Sequence[ModelEntry]) -> None:
 # DistributedDataParallel
 
 
-def _ddp_wrappers(module: nn.Module) -> list[DistributedDataParallel]:
-    """Those anywhere in a model; the older, composable `replicate` keeps its own beside it, from
-    the first forward on.
+def _ddp_wrappers(parts: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    """Those among the parts of a model; the older, composable `replicate` keeps its own beside it,
+    from the first forward on.
     """
-    states = (getattr(replicate.state(m), "_ddp", None) for m in module.modules())
-    found = [*module.modules(), *states]
+    states = (getattr(replicate.state(part), "_ddp", None) for part in parts)
+    found = [*parts, *states]
     return [each for each in found if isinstance(each, DistributedDataParallel)]
 
 
-def _parameters_of_ddp(module: nn.Module) -> dict[str, nn.Parameter]:
+def _parameters_of_ddp(
+    module: nn.Module, wrappers: Sequence[DistributedDataParallel]
+) -> dict[str, nn.Parameter]:
     """By name, the parameters that `DistributedDataParallel` has taken off modules. Of DTensors it
     makes plain parameters; from the first forward on modules have DTensors of the same memory
     instead, which are no parameters.
     """
-    wrappers = _ddp_wrappers(module)
     plain = [p for w in wrappers for p in w._module_parameters if hasattr(p, "_st_info")]
     at = {(p.data_ptr(), tuple(p.shape)): p for p in plain}
     found: dict[str, nn.Parameter] = {}
@@ -151,16 +157,16 @@ def _parameters_of_ddp(module: nn.Module) -> dict[str, nn.Parameter]:
 # `fully_shard` (FSDP2): parameters are DTensors.
 
 
-def _fully_sharded_lines(module: nn.Module) -> list[Line]:
+def _fully_sharded_lines(parts: Sequence[nn.Module]) -> list[Line]:
     """The lines along which `fully_shard` cuts, and those along which it repeats (HSDP)."""
-    found: list[Line] = []
-    for info in (group.mesh_info for group in _param_groups(module)):
+    meshes: dict[tuple[DeviceMesh, tuple[str, ...]], None] = {}
+    for info in (group.mesh_info for group in _param_groups(parts)):
         kinds = ["ddp"] * info.mesh.ndim
         if info.shard_mesh_dim is not None:
             kinds[info.shard_mesh_dim] = "fsdp"
-        # It cuts by the ranks of its group, which torch numbers upwards whatever the mesh does.
-        found += assumed(mesh_lines(info.mesh, tuple(kinds)))
-    return list(dict.fromkeys(found))
+        meshes[info.mesh, tuple(kinds)] = None
+    # It cuts by the ranks of its group, which torch numbers upwards whatever the mesh does.
+    return list(dict.fromkeys(line for each in meshes for line in assumed(mesh_lines(*each))))
 
 
 def own_param_groups(module: FSDPModule) -> list[Any]:
@@ -173,27 +179,31 @@ def own_param_groups(module: FSDPModule) -> list[Any]:
     return [single] if single else []
 
 
-def _param_groups(module: nn.Module) -> list[Any]:
-    return [g for m in module.modules() if isinstance(m, FSDPModule) for g in own_param_groups(m)]
+def _param_groups(parts: Sequence[nn.Module]) -> list[Any]:
+    return [g for part in parts if isinstance(part, FSDPModule) for g in own_param_groups(part)]
 
 
 # Tensor parallelism: `parallelize_module`, or DTensors made by hand.
 
 
-def _dtensors(module: nn.Module) -> list[DTensorSpec]:
+def _dtensors(module: nn.Module, parts: Sequence[nn.Module]) -> list[DTensorSpec]:
     """How the DTensors lie that are a module's parameters and buffers, or that DDP and FSDP1 keep
     plain parameters of.
     """
-    tensors = [*module.parameters(), *module.buffers(), *_parameters_of_ddp(module).values()]
+    kept: list[Mapping[str, torch.Tensor | None]] = [
+        by_name for part in parts for by_name in (part._parameters, part._buffers)
+    ]
+    kept.append(_parameters_of_ddp(module, _ddp_wrappers(parts)))
+    tensors = dict.fromkeys(t for by_name in kept for t in by_name.values() if t is not None)
     found = [as_spread(tensor, tensor) for tensor in tensors]
     # Gathered, those that are flat in FSDP1 are DTensors again.
     own = [t for t in found if isinstance(t, DTensor) and not _is_fsdp_flattened(t)]
     return [tensor._spec for tensor in own] + cut_before(module)
 
 
-def _fsdp_ranks(module: nn.Module) -> set[tuple[int, ...]]:
+def _fsdp_ranks(parts: Sequence[nn.Module]) -> set[tuple[int, ...]]:
     """The lines of `fully_shard`, in the order of ranks and in that of its mesh."""
-    lines = _fully_sharded_lines(module)
+    lines = _fully_sharded_lines(parts)
     return {ranks for line in lines for ranks in (line.ranks, line.by_mesh) if ranks}
 
 
@@ -211,6 +221,6 @@ def settled_by(module: nn.Module, wait: Callable[[], None]) -> None:
 
 def settle(module: nn.Module) -> None:
     """Wait for what is on its way into a module."""
-    for each in module.modules():
+    for each in every_module(module):
         if wait := _waits.get(each):
             wait()

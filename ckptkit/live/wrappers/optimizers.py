@@ -57,11 +57,13 @@ class PlainOptimizer:
         for parameter in self._parameters():
             for key, value in self.state.get(parameter, {}).items():
                 name = _name_of(names, parameter)
+                if torch.is_tensor(value):
+                    found.append(self.entry(name, key, value, parameter))
+                    continue
                 # What lies in lists and dictionaries is one entry for each tensor.
                 array_at = partial(join, "optimizer", name)
                 tree, tensors = take_tensors(value, key, array_at)
-                if not torch.is_tensor(value):
-                    found.append(self.entry(name, key, tree, parameter))
+                found.append(self.entry(name, key, tree, parameter))
                 for path, tensor in tensors.items():
                     found.append(self.entry(name, path, tensor, parameter))
         return found

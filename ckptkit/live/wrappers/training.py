@@ -22,6 +22,7 @@ from ckptkit.live.state.lines import Line, line_of
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.wrappers import fsdp1, modules
 from ckptkit.live.wrappers.entries import ModelEntry
+from ckptkit.live.wrappers.flat import is_used
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer
 
 
@@ -104,7 +105,7 @@ def _optimizer(optimizer: object, modules: Sequence[nn.Module]) -> PlainOptimize
         )
     if Zero1Optimizer.recognises(optimizer):
         return Zero1Optimizer(optimizer)
-    if any(map(fsdp1.is_used, modules)):
+    if any(map(is_used, modules)):
         return fsdp1.FSDP1Optimizer(optimizer, modules)
     return PlainOptimizer(optimizer)
 
@@ -203,7 +204,7 @@ class Model:
         self._names = []
         for module in self.modules:
             modules.settle(module)
-            kind = fsdp1 if fsdp1.is_used(module) else modules
+            kind = fsdp1 if is_used(module) else modules
             own = kind.entries(module)
             self._names.append({entry.name for entry in own})
             for entry in own:
@@ -220,5 +221,5 @@ class Model:
         """Let the modules take over what was filled, where its memory is not their own."""
         for module, names in zip(self.modules, self._names, strict=True):
             mine = [entry for entry in entries if entry.name in names]
-            kind = fsdp1 if fsdp1.is_used(module) else modules
+            kind = fsdp1 if is_used(module) else modules
             kind.absorb(module, mine)
