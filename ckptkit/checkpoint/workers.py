@@ -4,10 +4,12 @@ of a store at a time.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeVar
@@ -28,6 +30,21 @@ _GOOD_REQUEST = 8 << 20
 
 Progress = Callable[[int], None]
 """Called, from any thread, with the number of bytes done since the last call."""
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Python looks for cycles of garbage later, as a block or a decorated function. While it makes
+    some objects for each of 100,000 arrays, looking at all of them again and again takes longer
+    than making them; a job with a large model has millions more.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def cores() -> int:

@@ -25,6 +25,7 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, failing_together
 from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, open_checkpoint
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.run import Run
+from ckptkit.checkpoint.workers import uncollected
 from ckptkit.errors import LayoutError
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import PerDataRank, PerRank, Replicated
@@ -122,6 +123,7 @@ def load(  # noqa: PLR0913 — how much may differ, and how to read
     return load_into(training, store, None, world, ranks, options)
 
 
+@uncollected()
 def load_into(
     training: TrainingState,
     store: Store,

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks
-from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress
+from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, uncollected
 from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import canonical, dumps
@@ -68,6 +68,7 @@ class PreparedSave:
         self.ranks.cancel("the save was cancelled")
 
 
+@uncollected()
 def prepare(
     store: Store,
     step: int,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place, new_save_id, step_name, store_at
 from ckptkit.checkpoint.ranks import OneRank, Ranks, in_one_line
-from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, share_out
+from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, share_out, uncollected
 from ckptkit.checkpoint.write.commit import (
     commit,
     commit_together,
@@ -46,7 +46,17 @@ from ckptkit.format.objects import (
     is_number,
 )
 from ckptkit.format.record import SaveInfo
-from ckptkit.model import DType, Placement, Replicate, Strategy, layout_of, parse_placement
+from ckptkit.model import (
+    DType,
+    Grid,
+    Layout,
+    Part,
+    Placement,
+    Replicate,
+    Strategy,
+    layout_of,
+    parse_placement,
+)
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid
 from ckptkit.storage import BufferPool, Options, default_pool
 from ckptkit.version import __version__
@@ -87,6 +97,8 @@ class Writer:
         self._threads = threads
         self._progress = progress
         self._arrays: dict[str, Holding] = {}
+        # Layers are alike: what one has found out holds for all.
+        self._kinds: dict[Hashable, tuple[tuple[Placement, ...], Layout, Grid, Part]] = {}
         self._aliases: dict[str, Alias] = {}
         self._objects: dict[str, ObjectInfo] = {}
         self._groups: set[str] = set()
@@ -121,14 +133,17 @@ class Writer:
         whole = tuple(data.shape if shape is None else shape)  # type: ignore[attr-defined]
         if not is_addressable(whole, known):
             raise LayoutError(TOO_LARGE, where=name, value=whole)
-        row = _row(self.strategy, name, placements or {})
-        try:
-            layout = layout_of(whole, self.strategy, row)
-            grid = choose_grid(whole, known.itemsize, layout.edges, self._chunk_bytes)
-        except LayoutError as error:
-            error.where = f"{name}: {error.where}" if error.where else name
-            raise
-        part = layout.part(self.rank)
+        kind = whole, known, tuple((placements or {}).items())
+        if kind not in self._kinds:
+            row = _row(self.strategy, name, placements or {})
+            try:
+                layout = layout_of(whole, self.strategy, row)
+                grid = choose_grid(whole, known.itemsize, layout.edges, self._chunk_bytes)
+            except LayoutError as error:
+                error.where = f"{name}: {error.where}" if error.where else name
+                raise
+            self._kinds[kind] = row, layout, grid, layout.part(self.rank)
+        row, layout, grid, part = self._kinds[kind]
         local = None if data is None else _as_local(name, data, part.shape, known)
         if local is None and not part.is_empty:
             raise UsageError("this rank holds a part, but no data was passed", where=name)
@@ -259,9 +274,11 @@ class Writer:
         elif not self._done:
             self.commit()
 
+    @uncollected()
     def _laid_out(self) -> Pack:
         return pack_of(self.rank, self._arrays, self._aliases.values(), self._objects.values())
 
+    @uncollected()
     def _make_exist(self, save_id: str) -> None:
         """Compare what all ranks wrote, and commit it."""
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from os import PathLike
 from typing import Any, TypeAlias
 
@@ -98,11 +99,12 @@ class LiveTensor:
         return {axis.name for axis in axes if axis.size > 1 and axis.name not in self.alike_along}
 
 
-def indices(part: Part, shape: tuple[int, ...]) -> list[tuple[Index, Index]]:
+@lru_cache(maxsize=1024)
+def indices(part: Part, shape: tuple[int, ...]) -> tuple[tuple[Index, Index], ...]:
     """For each box of a part: the index of it in the whole tensor, and in what the rank holds."""
     whole, own = Box.whole(shape), Box.whole(part.shape)
     pairs = zip(part.boxes, part.places, strict=True)
-    return [(box.within(whole), place.within(own)) for box, place in pairs]
+    return tuple((box.within(whole), place.within(own)) for box, place in pairs)
 
 
 @dataclass(frozen=True, slots=True)

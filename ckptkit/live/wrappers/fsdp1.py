@@ -156,9 +156,7 @@ def _sharded(module: nn.Module) -> Iterator[None]:
     config = ShardedStateDictConfig(offload_to_cpu=True)
     kind = StateDictType.SHARDED_STATE_DICT
     joined: JoinedMeshes = {}
-    known: list[tuple[Any, Any]] = [
-        (unit, unit._fsdp_extension) for unit in units_of(module)
-    ]
+    known: list[tuple[Any, Any]] = [(unit, unit._fsdp_extension) for unit in units_of(module)]
     with (
         # That all of this is deprecated, and that unsharded modules give whole tensors.
         warnings.catch_warnings(action="ignore"),
