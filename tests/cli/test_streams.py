@@ -110,11 +110,14 @@ def test_a_file_that_is_written_never_stands_in_for_a_closed_stdout(
             assert twin.read_bytes() == path.read_bytes()
 
 
-# A signal just before a long sleep would be heard only after it.
-STOPS = (
-    "from pathlib import Path; import time; Path({there!r}).touch();"
-    "list(map(time.sleep, [0.01] * 6000))"
-)
+# Python hears a signal between two of its lines: one just before a long sleep, only after that.
+STOPS = """\
+from pathlib import Path
+import time
+Path({there!r}).touch()
+for _ in range(6000):
+    time.sleep(0.01)
+"""
 
 
 @pytest.mark.parametrize(
