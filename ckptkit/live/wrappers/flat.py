@@ -5,7 +5,7 @@ rows of the original parameters and back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -27,7 +27,7 @@ from ckptkit.format.leaves import dumps
 from ckptkit.live.state.lines import SharedOut
 from ckptkit.live.state.ranks import GroupRanks, World
 from ckptkit.live.state.tensors import local_of
-from ckptkit.live.wrappers.entries import canonical_names, every_module
+from ckptkit.live.wrappers.entries import canonical_names
 
 JoinedMeshes = dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
 """Of a mesh of FSDP1 and one of tensor parallelism: that of both. Made once, it takes a while."""
@@ -168,15 +168,15 @@ class Flat:
         return rows, SharedOut(tuple(ranks), piece.shape)
 
 
-def is_used(module: nn.Module) -> bool:
-    """Whether some part of a module is wrapped by FSDP1."""
-    return any(isinstance(each, FullyShardedDataParallel) for each in every_module(module))
+def has_fsdp1(parts: Sequence[nn.Module]) -> bool:
+    """Whether FSDP1 wraps some of the parts of a module."""
+    return any(isinstance(each, FullyShardedDataParallel) for each in parts)
 
 
-def units_of(module: nn.Module) -> list[FullyShardedDataParallel]:
-    """The parts of a module that FSDP1 wraps."""
+def fsdp1_units(parts: Sequence[nn.Module]) -> list[FullyShardedDataParallel]:
+    """The parts of a module that FSDP1 wraps; of all of them, the module itself first."""
     # Asked last: torch looks at each part of a model for long.
-    return FullyShardedDataParallel.fsdp_modules(module) if is_used(module) else []
+    return FullyShardedDataParallel.fsdp_modules(parts[0]) if has_fsdp1(parts) else []
 
 
 def flats_of(module: nn.Module) -> list[Flat]:
@@ -186,13 +186,14 @@ def flats_of(module: nn.Module) -> list[Flat]:
     for path, part in module.named_modules(remove_duplicate=False):
         paths.setdefault(part, []).append(path)
     joined: JoinedMeshes = {}
-    units = [unit for unit in units_of(module) if unit._handle is not None]
+    units = FullyShardedDataParallel.fsdp_modules(module)
+    units = [unit for unit in units if unit._handle is not None]
     return [_flat(unit, joined, paths, canonical) for unit in units]
 
 
-def cut_before(module: nn.Module) -> list[DTensorSpec]:
+def cut_before(parts: Sequence[nn.Module]) -> list[DTensorSpec]:
     """How tensor parallelism has cut what FSDP1 has made flat."""
-    flat = [unit._handle.flat_param for unit in units_of(module) if unit._handle is not None]
+    flat = [unit._handle.flat_param for unit in fsdp1_units(parts) if unit._handle is not None]
     return [spec for each in flat for spec in each._param_extensions if spec is not None]
 
 

@@ -49,8 +49,8 @@ from ckptkit.live.wrappers.flat import (
     JoinedMeshes,
     RowExtensions,
     flats_of,
+    fsdp1_units,
     told_to_all,
-    units_of,
 )
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, step_without_effect
 
@@ -63,10 +63,10 @@ _STAGES = {
 }
 
 
-def lines(module: nn.Module) -> list[Line]:
+def lines(parts: Sequence[nn.Module]) -> list[Line]:
     """The ranks over which it cuts, and those that repeat (`HYBRID_SHARD`, `NO_SHARD`)."""
     found: list[Line] = []
-    for unit in units_of(module):
+    for unit in fsdp1_units(parts):
         whole = unit.sharding_strategy == ShardingStrategy.NO_SHARD
         groups = [("ddp" if whole else "fsdp", unit.process_group)]
         # Not by getattr, which goes on to the wrapped module.
@@ -80,9 +80,9 @@ def lines(module: nn.Module) -> list[Line]:
     return list(dict.fromkeys(found))
 
 
-def details(module: nn.Module) -> dict[str, Any]:
+def details(parts: Sequence[nn.Module]) -> dict[str, Any]:
     """How it shards, the stage of ZeRO that this is, its precision and offloading."""
-    units = units_of(module)
+    units = fsdp1_units(parts)
     if not units:
         return {}
     mixed = [unit.mixed_precision for unit in units]
@@ -156,7 +156,8 @@ def _sharded(module: nn.Module) -> Iterator[None]:
     config = ShardedStateDictConfig(offload_to_cpu=True)
     kind = StateDictType.SHARDED_STATE_DICT
     joined: JoinedMeshes = {}
-    known: list[tuple[Any, Any]] = [(unit, unit._fsdp_extension) for unit in units_of(module)]
+    units = FullyShardedDataParallel.fsdp_modules(module)
+    known: list[tuple[Any, Any]] = [(unit, unit._fsdp_extension) for unit in units]
     with (
         # That all of this is deprecated, and that unsharded modules give whole tensors.
         warnings.catch_warnings(action="ignore"),

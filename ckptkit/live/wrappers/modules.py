@@ -27,27 +27,27 @@ from ckptkit.live.wrappers.entries import ModelEntry, canonical_names, every_mod
 from ckptkit.live.wrappers.flat import cut_before
 
 
-def lines(module: nn.Module) -> list[Line]:
-    """The lines of ranks that the wrappers of a module and its DTensors join."""
-    parts = every_module(module)
+def lines(parts: Sequence[nn.Module]) -> list[Line]:
+    """The lines of ranks that the wrappers of a module and its DTensors join; `parts` are the
+    module and all inside of it.
+    """
     found = [line_of("ddp", wrapper.process_group) for wrapper in _ddp_wrappers(parts)]
     found += _fully_sharded_lines(parts)
     # What FSDP cuts says nothing of tensor parallelism.
     fsdp = _fsdp_ranks(parts)
-    own = dtensor_lines(_dtensors(module, parts))
+    own = dtensor_lines(_dtensors(parts))
     return found + [line for line in own if line.ranks not in fsdp]
 
 
-def details(module: nn.Module) -> dict[str, Any]:
+def details(parts: Sequence[nn.Module]) -> dict[str, Any]:
     """What they say of precision, stages and sizes."""
-    parts = every_module(module)
     dtypes = {p.dtype for part in parts for p in part._parameters.values() if p is not None}
     names = sorted(str(dtype_name(dtype)) for dtype in dtypes)
     found: dict[str, Any] = {"precision": {"parameters": names}}
     fsdp = _fsdp_ranks(parts)
     dims: dict[str, int] = {}  # how many tensors are cut along each, by others than FSDP
     of_mesh: dict[DeviceMesh, list[Line]] = {}
-    for tensor in _dtensors(module, parts):
+    for tensor in _dtensors(parts):
         mesh = tensor.device_mesh
         if mesh not in of_mesh:
             of_mesh[mesh] = mesh_lines(mesh, ("tp",) * mesh.ndim)
@@ -186,19 +186,19 @@ def _param_groups(parts: Sequence[nn.Module]) -> list[Any]:
 # Tensor parallelism: `parallelize_module`, or DTensors made by hand.
 
 
-def _dtensors(module: nn.Module, parts: Sequence[nn.Module]) -> list[DTensorSpec]:
+def _dtensors(parts: Sequence[nn.Module]) -> list[DTensorSpec]:
     """How the DTensors lie that are a module's parameters and buffers, or that DDP and FSDP1 keep
     plain parameters of.
     """
     kept: list[Mapping[str, torch.Tensor | None]] = [
         by_name for part in parts for by_name in (part._parameters, part._buffers)
     ]
-    kept.append(_parameters_of_ddp(module, _ddp_wrappers(parts)))
+    kept.append(_parameters_of_ddp(parts[0], _ddp_wrappers(parts)))
     tensors = dict.fromkeys(t for by_name in kept for t in by_name.values() if t is not None)
     found = [as_spread(tensor, tensor) for tensor in tensors]
     # Gathered, those that are flat in FSDP1 are DTensors again.
     own = [t for t in found if isinstance(t, DTensor) and not _is_fsdp_flattened(t)]
-    return [tensor._spec for tensor in own] + cut_before(module)
+    return [tensor._spec for tensor in own] + cut_before(parts)
 
 
 def _fsdp_ranks(parts: Sequence[nn.Module]) -> set[tuple[int, ...]]:
@@ -219,8 +219,8 @@ def settled_by(module: nn.Module, wait: Callable[[], None]) -> None:
     _waits[module] = wait
 
 
-def settle(module: nn.Module) -> None:
-    """Wait for what is on its way into a module."""
-    for each in every_module(module):
+def settle(parts: Sequence[nn.Module]) -> None:
+    """Wait for what is on its way into the parts of a module."""
+    for each in parts:
         if wait := _waits.get(each):
             wait()

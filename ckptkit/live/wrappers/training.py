@@ -21,8 +21,8 @@ from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.live.state.lines import Line, line_of
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.wrappers import fsdp1, modules
-from ckptkit.live.wrappers.entries import ModelEntry
-from ckptkit.live.wrappers.flat import is_used
+from ckptkit.live.wrappers.entries import ModelEntry, every_module
+from ckptkit.live.wrappers.flat import has_fsdp1
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer
 
 
@@ -105,7 +105,7 @@ def _optimizer(optimizer: object, modules: Sequence[nn.Module]) -> PlainOptimize
         )
     if Zero1Optimizer.recognises(optimizer):
         return Zero1Optimizer(optimizer)
-    if any(map(is_used, modules)):
+    if any(has_fsdp1(every_module(module)) for module in modules):
         return fsdp1.FSDP1Optimizer(optimizer, modules)
     return PlainOptimizer(optimizer)
 
@@ -181,8 +181,8 @@ class Model:
     def lines(self) -> list[Line]:
         """The lines of ranks that wrappers, DTensors and stages join."""
         found: list[Line] = []
-        for module in self.modules:
-            found += fsdp1.lines(module) + modules.lines(module)
+        for parts in map(every_module, self.modules):
+            found += fsdp1.lines(parts) + modules.lines(parts)
         found += [line_of("pp", stage.group) for stage in self._stages]
         return list(dict.fromkeys(found))
 
@@ -191,8 +191,8 @@ class Model:
         this rank's modules alike.
         """
         found: dict[str, Any] = {}
-        for module in self.modules[:1]:
-            found |= modules.details(module) | fsdp1.details(module)
+        for parts in map(every_module, self.modules[:1]):
+            found |= modules.details(parts) | fsdp1.details(parts)
         if self._stages:
             stage = self._stages[0]
             found["pipeline"] = {"stages": stage.num_stages, "ranks": stage.group_size}
@@ -203,8 +203,9 @@ class Model:
         found: dict[str, ModelEntry] = {}
         self._names = []
         for module in self.modules:
-            modules.settle(module)
-            kind = fsdp1 if is_used(module) else modules
+            parts = every_module(module)
+            modules.settle(parts)
+            kind = fsdp1 if has_fsdp1(parts) else modules
             own = kind.entries(module)
             self._names.append({entry.name for entry in own})
             for entry in own:
@@ -221,5 +222,5 @@ class Model:
         """Let the modules take over what was filled, where its memory is not their own."""
         for module, names in zip(self.modules, self._names, strict=True):
             mine = [entry for entry in entries if entry.name in names]
-            kind = fsdp1 if is_used(module) else modules
+            kind = fsdp1 if has_fsdp1(every_module(module)) else modules
             kind.absorb(module, mine)
