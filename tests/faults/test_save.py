@@ -86,12 +86,6 @@ BY_ITSELF = (
     "403 for the manifest",
     "no answer to any manifest",
 )
-
-
-def how_many(value: str | tuple[str, ...]) -> str:
-    return value if isinstance(value, str) else f"of {len(value)}"
-
-
 GONE = [f"{fault}-after-{n}" for fault in ("503", "stall") for n in (0, 2, 5, 8, 11)]
 
 
@@ -135,7 +129,7 @@ def test_a_step_of_several_parts_is_saved_all_the_same(scene: Scene, name: str) 
         ("fsspec", BY_ITSELF),
         pytest.param("fsspec", tuple(UNSURE), marks=pytest.mark.long),
     ],
-    ids=how_many,
+    ids=lambda value: value if isinstance(value, str) else f"of {len(value)}",
 )
 def test_a_step_is_saved_whole_or_not_at_all(
     moto: Moto, bucket: Bucket, engine: str, names: tuple[str, ...]
@@ -159,7 +153,7 @@ def test_a_step_of_several_parts_is_saved_whole_or_not_at_all(scene: Scene, name
         ("fsspec", ("503-after-5", "stall-after-0", "stall-after-8")),
         pytest.param("fsspec", tuple(GONE), marks=pytest.mark.long),
     ],
-    ids=how_many,
+    ids=lambda value: value if isinstance(value, str) else f"of {len(value)}",
 )
 def test_a_server_that_goes_away_fails_the_save_and_nothing_else(
     moto: Moto, bucket: Bucket, engine: str, names: tuple[str, ...]
