@@ -1,36 +1,39 @@
 """The command `ckpt`, from its first moment.
 
 It stands outside of the package, since importing that is most of what a short command does: Ctrl-C
-has to end the import as quietly as anything else.
+has to end the import as quietly as anything else. What comes before this file, Python's own start,
+is out of its reach.
 """
+# ruff: noqa: I002 - nothing is imported here that Python does not have already
 
-from __future__ import annotations
-
+import _signal as signal  # type: ignore[import-not-found] # `signal` itself imports more
+import os
 import sys
-
-try:
-    import os
-    import signal
-    from contextlib import suppress
-except KeyboardInterrupt:  # what comes before this is Python's own start
-    sys.exit(130)
-
-
-def main() -> None:
-    """Run the program."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)
-    _open_what_is_closed()
-    from ckptkit.cli import main as program  # noqa: PLC0415 - it takes long
-
-    program()
 
 
 def _end(*_: object) -> None:
     """End at once: there is nothing to clean up before a command runs, nor after it."""
-    with suppress(OSError):
+    try:  # noqa: SIM105 - importing `suppress` takes longer than all of this
         os.write(2, b"interrupted\n")
+    except OSError:
+        pass
     os._exit(130)
+
+
+try:
+    # Where the shell has it ignored, as behind nohup, it stays so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+except KeyboardInterrupt:  # it came before
+    _end()
+
+
+def main() -> None:
+    """Run the program."""
+    _open_what_is_closed()
+    from ckptkit.cli import main as program  # noqa: PLC0415 - it takes long
+
+    program()
 
 
 def _open_what_is_closed() -> None:

@@ -60,6 +60,8 @@ _MODULES = {
     "model": ("Strategy",),
     "storage": ("open_store",),
 }
+# After `import ckptkit` alone too; those that need torch import it then.
+_ROOMS = ("activation", "errors", "live", "model", "parallel", "storage")
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
@@ -100,6 +102,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"ckptkit.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"ckptkit.{_MODULE_OF[name]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from _thread import interrupt_main
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -17,6 +18,7 @@ from ckptkit.cli.output import emit
 
 import ckptkit
 
+_MOMENT = 0.01  # seconds
 # Each with the module that it is in, imported when it is asked for; in the order of the help.
 COMMANDS = {
     "ls": "runs",
@@ -91,11 +93,22 @@ def _interruptible() -> Iterator[None]:
     if not callable(before) or threading.current_thread() is not threading.main_thread():
         yield
         return
+    hook = sys.unraisablehook
+
+    def come_again(lost: Any) -> None:
+        """Python prints what a callback raises, and goes on: Ctrl-C comes again when it is over."""
+        if lost.exc_type is KeyboardInterrupt:
+            threading.Timer(_MOMENT, interrupt_main).start()
+        else:
+            hook(lost)
+
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.unraisablehook = come_again
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        sys.unraisablehook = hook
 
 
 @click.command(

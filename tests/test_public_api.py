@@ -8,6 +8,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import pytest
 from zarr.dtype import data_type_registry
 
 import ckptkit
@@ -34,6 +35,13 @@ def test_what_is_imported_late_is_what_type_checkers_are_told() -> None:
     for name in set(ckptkit.__all__) - {"__version__"}:
         module, original = places[name]
         assert getattr(ckptkit, name) is getattr(import_module(str(module)), original), name
+
+
+@pytest.mark.parametrize("room", ["activation", "errors", "live", "model", "parallel", "storage"])
+def test_a_room_is_there_after_a_bare_import(room: str) -> None:
+    code = f"import ckptkit; print(ckptkit.{room}.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"ckptkit.{room}\n"
 
 
 def test_import_needs_neither_torch_nor_commands() -> None:

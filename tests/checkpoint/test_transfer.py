@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ from ckptkit.checkpoint.run.copy import (
 )
 from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StepExistsError, StorageError
 from ckptkit.format.array_table import ArrayTables
-from ckptkit.storage import LocalStore, MemoryStore, Store
+from ckptkit.format.manifest import Manifest
+from ckptkit.storage import LocalStore, MemoryStore, Sink, Store
 from tests.checkpoint.saving import (
     Tensor,
     assert_holds,
@@ -333,3 +335,22 @@ def test_windows_cover_a_pack_and_hold_whole_entries(local: MemoryStore, nbytes:
             (w.entries[0].start, w.entries[-1].stop) == (w.start, w.start + w.size) for w in whole
         )
         assert all(w.size <= nbytes or len(w.entries) == 1 for w in windows)
+
+
+def manifests() -> int:
+    return sum(type(found) is Manifest for found in gc.get_objects())
+
+
+def test_one_manifest_is_in_memory_while_packs_are_sent(
+    local: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, before, meanwhile = MemoryStore(), manifests(), list[int]()
+    create = target.create
+
+    def counted(*args: Any, **options: Any) -> Sink:
+        meanwhile.append(manifests())
+        return create(*args, **options)
+
+    monkeypatch.setattr(target, "create", counted)
+    copy_step(local, target, 1, OneRank())
+    assert max(meanwhile[:-1]) == before + 1  # the last is the manifest

@@ -16,7 +16,7 @@ import pytest
 from ckptkit.cli import main
 from ckptkit.cli.program import COMMANDS
 
-from tests.cli.programs import ckpt, environment, wait_for
+from tests.cli.programs import ckpt, environment, process, wait_for
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = (sys.executable, "-m", "ckptkit_command")
@@ -110,7 +110,14 @@ def test_a_file_that_is_written_never_stands_in_for_a_closed_stdout(
             assert twin.read_bytes() == path.read_bytes()
 
 
-STOPS = "from pathlib import Path; import time; Path({there!r}).touch(); time.sleep(60)"
+# Python hears a signal between two of its lines: one just before a long sleep, only after that.
+STOPS = """\
+from pathlib import Path
+import time
+Path({there!r}).touch()
+for _ in range(6000):
+    time.sleep(0.01)
+"""
 
 
 @pytest.mark.parametrize(
@@ -139,6 +146,39 @@ def test_ctrl_c_is_one_line_at_any_moment(module: str, moment: str, tmp_path: Pa
         program.send_signal(signal.SIGINT)
         _, told = program.communicate(timeout=60)
     assert (program.returncode, told) == (130, "interrupted\n"), moment
+
+
+def test_ctrl_c_is_one_line_at_many_moments(run: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("moments.py"), "ls", run],
+        cwd=ROOT,
+        env=environment(OPENBLAS_NUM_THREADS="1"),  # a copy of a process has none of its threads
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    told, *wrong = reversed(done.stderr.splitlines())
+    assert (done.returncode, wrong) == (0, [])
+    assert int(told.removesuffix(" copies")) > 20
+
+
+def test_workers_hear_no_ctrl_c_from_their_first_moment(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "if '--multiprocessing-fork' in sys.orig_argv: os.kill(os.getpid(), signal.SIGINT)"
+    )
+    line = ("reshard", run, tmp_path / "new", "--to", "fsdp:2", "--engine", "processes")
+    done = process(*line, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_nothing_is_imported_before_ctrl_c_is_taken_care_of() -> None:
+    code = "import sys; had = {*sys.modules}; import ckptkit_command; print({*sys.modules} - had)"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "{'ckptkit_command'}\n"
 
 
 def test_ctrl_c_is_ignored_where_the_shell_ignores_it() -> None:

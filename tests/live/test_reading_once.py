@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 import zlib
 from itertools import product
 from pathlib import Path
@@ -199,6 +200,29 @@ def test_a_rank_without_memory_keeps_nobody_waiting(gloo: Pool, tmp_path: Path) 
     for message, took in gloo.run(3, load_without_memory, str(tmp_path)):
         assert "MemoryError: no " in message
         assert took < 15
+
+
+def load_noting_circles(layout: str, location: str) -> list[int]:
+    """How many earlier circles are in memory when each is made."""
+    job = build(layout, seed=9)
+    circle, made, left = restore._Circle, list[Any](), list[int]()
+
+    def noted(*args: Any) -> Any:
+        left.append(sum(each() is not None for each in made))
+        new = circle(*args)
+        made.append(weakref.ref(new))
+        return new
+
+    with patch.object(restore, "_Circle", noted):
+        load(location, model=job.model, read_once=True)
+    return left
+
+
+def test_one_circle_is_in_memory_at_a_time(gloo: Pool, tmp_path: Path) -> None:
+    layout = "ddp:2,tp:2"
+    saved(gloo, layout, tmp_path)
+    found = gloo.run(LAYOUTS[layout].ranks, load_noting_circles, layout, str(tmp_path))
+    assert found == [[0, 0]] * 4
 
 
 def restore_counting(location: str) -> list[Any]:

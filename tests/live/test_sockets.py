@@ -45,7 +45,7 @@ def test_a_listener_that_closes_ends_its_connections_and_leaves_no_thread() -> N
         connect("127.0.0.1", listener.port, TOKEN, 5)
 
 
-WAYS = {"master": "10.0.0.1", "there": "10.0.0.2", "local": "127.0.1.1"}
+WAYS = {"master": "10.0.0.1", "there": "10.0.0.2", "here": "10.0.0.3", "local": "127.0.1.1"}
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,7 @@ WAYS = {"master": "10.0.0.1", "there": "10.0.0.2", "local": "127.0.1.1"}
         ("master", ["here", "there"], "10.0.0.1"),
         ("local", ["here", "there"], "10.0.0.2"),
         ("", ["here", "nowhere", "there"], "10.0.0.2"),
+        ("local", ["here", "nowhere"], "10.0.0.3"),
         ("master", ["here", "here"], "10.0.0.1"),
         ("local", ["here"], "127.0.0.1"),
         ("", ["here"], "127.0.0.1"),

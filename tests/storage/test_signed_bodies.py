@@ -59,3 +59,11 @@ def test_who_gives_no_answer_is_not_believed(store: Store, proxy: Proxy, status:
     Trouble(FlipUpload(1000), PART).make(proxy)
     with pytest.raises(CkptkitError):
         save(store, "b")
+
+
+def test_who_gave_no_answer_is_asked_again(store: Store, proxy: Proxy) -> None:
+    Trouble(Answer(403), SCRATCH).make(proxy)
+    for key in ("a", "b", "c"):
+        save(store, key)
+    asked = [head for head in proxy.requests if SCRATCH(head)]
+    assert len(asked) == 2  # the second time it answers

@@ -16,6 +16,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_complet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from multiprocessing import resource_tracker
 from operator import call
 from typing import Any
 
@@ -114,7 +115,8 @@ def copy_elsewhere(
     what = target.save.save_id, options, target.digest
     with _executor(engine, budget.workers) as executor:
         tasks = [Task(*places, *what, rank, alone) for rank in ranks]
-        futures: list[Future[int]] = [executor.submit(copy_pack, task) for task in tasks]
+        with _unheard():
+            futures: list[Future[int]] = [executor.submit(copy_pack, task) for task in tasks]
         try:
             for future in as_completed(futures):
                 progress(future.result())
@@ -175,6 +177,7 @@ def _executor(engine: str | Executor, workers: int) -> Iterator[Executor]:
     elif engine == "processes":
         context = multiprocessing.get_context("spawn")
         own = (os.getpid(),)
+        resource_tracker.ensure_running()  # begun later, it would undo `_unheard`
         with ProcessPoolExecutor(workers, context, initializer=_follow, initargs=own) as pool:
             yield pool
     elif engine.startswith("dask://"):
@@ -183,6 +186,21 @@ def _executor(engine: str | Executor, workers: int) -> Iterator[Executor]:
     else:
         with _ray_executor(engine if "://" in engine else "") as found:
             yield found
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Processes that start meanwhile never hear Ctrl-C, of which their Python would tell before
+    `_follow` could ignore it; this thread hears it a moment later.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _follow(parent: int) -> None:

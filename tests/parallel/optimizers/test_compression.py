@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -297,3 +299,27 @@ def twice() -> None:
 
 def test_what_cannot_be_attached_or_loaded_is_refused(gloo: Pool) -> None:
     gloo.run(2, twice)
+
+
+def storages_while_ranks_exchange() -> int:
+    """How many there are of the size of a gradient, in the second step."""
+    model = DistributedDataParallel(nn.Linear(61, 67, bias=False))
+    compression = compression_of("topk:0.1")
+    compression.attach(model)
+    gather, counts = compression.wire.gather, list[int]()
+
+    def counted(*args: Any) -> Any:
+        tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+        same = {found.data_ptr() for found in tensors if found.numel() == 61 * 67}
+        counts.append(len(same))
+        return gather(*args)
+
+    with patch.object(compression.wire, "gather", counted):
+        for _ in range(2):
+            model(torch.ones(2, 61)).sum().backward()
+    return counts[-1]
+
+
+def test_top_k_keeps_no_copy_of_a_gradient_while_ranks_exchange(gloo: Pool) -> None:
+    # The parameter, the bucket that its gradient is in, the residual, what is left now, the sum.
+    assert gloo.run(2, storages_while_ranks_exchange) == [5, 5]
