@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from typing import Any
 
@@ -48,3 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take long."""
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: nothing looks through it for garbage again."""
+    gc.collect()
+    gc.freeze()

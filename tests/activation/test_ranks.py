@@ -80,7 +80,7 @@ def checkpointed(
 
 # Four for stages that are neither the first nor the last; nothing else differs with more than two.
 @pytest.mark.parametrize(
-    ("way", "ranks"), [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("pp", 4), ("pp 1f1b", 4)]
+    ("way", "ranks"), [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("pp", 4), ("pp 1f1b", 2)]
 )
 def test_gradients_are_equal_to_the_bit_on_all_ranks(gloo: Pool, way: str, ranks: int) -> None:
     policies = [*POLICIES, "budget"] + ["partition"] * (way == "tp")
@@ -154,7 +154,9 @@ def partitioned() -> dict[str, int]:
     return {policy: kept - result for policy, kept in found.items()}
 
 
-@pytest.mark.parametrize(("ranks", "share"), [(2, 0.55), (4, 0.30)])
+@pytest.mark.parametrize(
+    ("ranks", "share"), [(2, 0.55), pytest.param(4, 0.30, marks=pytest.mark.long)]
+)
 def test_a_partition_keeps_its_share(gloo: Pool, ranks: int, share: float) -> None:
     for kept in gloo.run(ranks, partitioned):
         assert 0.9 / ranks < kept["partition"] / kept["full"] <= share
@@ -275,7 +277,13 @@ def under(spec: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("spec", ["ddp:2", "fsdp:2", "zero1:2", "tp:2", "pp:2", "fsdp:2,tp:2"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("ddp:2", "fsdp:2", "zero1:2", "tp:2", "pp:2"),
+        pytest.param("fsdp:2,tp:2", marks=pytest.mark.long),
+    ],
+)
 def test_what_as_distributed_gives_trains_as_without(gloo: Pool, spec: str) -> None:
     ranks = 4 if "," in spec else 2
     assert gloo.run(ranks, under, spec) == [[]] * ranks

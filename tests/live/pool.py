@@ -30,15 +30,7 @@ T = TypeVar("T")
 # Torch keeps the threads of groups that are gone, and each wakes up a hundred times a second.
 _MOST_THREADS = 32
 _GRACE = 2.0  # a rank that fails leaves the others in a collective that never ends
-_PRELOADED = [
-    "pytest",
-    "torch.distributed.fsdp",
-    "torch.distributed.optim",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "ckptkit.live",
-    "ckptkit.parallel",
-]
+_PRELOADED = ["tests.live.preloaded"]
 
 
 class JobError(Exception):

@@ -459,6 +459,20 @@ EACH_LAYOUT = [
     pytest.param(layout, marks=pytest.mark.long if layout in LIKE_OTHERS else ())
     for layout in LAYOUTS
 ]
+# What these do to one parameter, others do; test_matrix.py saves and loads with each of them.
+MADE_OF_OTHERS = LIKE_OTHERS | {
+    "ddp:1",
+    "fsdp2:1",
+    "fsdp2:4, reversed",
+    "fsdp:4, parameters on fsdp:2",
+    "ddp:2,tp:2",
+    "tp:2,ddp:2 over a permuted mesh",
+    "pp:2,fsdp:2",
+}
+EACH_KIND = [
+    pytest.param(layout, marks=pytest.mark.long if layout in MADE_OF_OTHERS else ())
+    for layout in LAYOUTS
+]
 
 
 def build(layout: str, seed: int = 0, make: MakeOptimizer = adamw) -> Job:

@@ -30,7 +30,7 @@ from ckptkit.live import (
 )
 from tests.live.network import network
 from tests.live.pool import Pool
-from tests.live.strategies import LAYOUTS, Job, adamw, build, pp_experts
+from tests.live.strategies import EACH_KIND, LAYOUTS, Job, adamw, build, pp_experts
 
 State = dict[str, Any]
 CUT = "layers.0.up.weight"
@@ -103,7 +103,7 @@ def load_whole(layout: str) -> tuple[str, int, int, list[str]]:
     return str(model.strategy), model.world_size, model.rank, sorted(mine)
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("layout", EACH_KIND)
 def test_rank_0_hands_out_the_whole_model_and_gets_it_back(gloo: Pool, layout: str) -> None:
     ranks = LAYOUTS[layout].ranks
     names: set[str] = set()

@@ -140,7 +140,9 @@ def stop_on_a_part_of_a_mesh(layout: Layout, location: str) -> tuple[Arrays, lis
     return whole, [name for name in different if not name.endswith("seen")]
 
 
-@pytest.mark.parametrize("way", SLICED)
+@pytest.mark.parametrize(
+    "way", ["of tp, flat", pytest.param("of tp, hybrid", marks=pytest.mark.long)]
+)
 def test_fsdp_may_have_a_part_of_the_mesh(gloo: Pool, tmp_path: Path, way: str) -> None:
     layout, whole = SLICED[way], dict[str, Any]()
     found = gloo.run(layout.ranks, stop_on_a_part_of_a_mesh, layout, str(tmp_path))

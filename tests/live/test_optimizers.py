@@ -199,44 +199,80 @@ def options(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def save_each(layout: str, kinds: Sequence[str], folder: str) -> dict[str, Any]:
+    """What `save` finds with each kind; what torch learns of DTensors it learns once."""
+    return {kind: save(layout, kind, f"{folder}/{kind}") for kind in kinds}
+
+
+def load_each(
+    layout: str, steps: Mapping[str, Mapping[str, tuple[str, Arrays]]]
+) -> dict[str, dict[str, tuple[list[str], list[dict[str, Any]], list[float]]]]:
+    """What `load` finds with each kind."""
+    return {kind: load(layout, kind, sources) for kind, sources in steps.items()}
+
+
 # Kinds whose state has a shape of its own; that of the others is as AdamW's or SGD's.
 PECULIAR = ("AdamW, two groups", "Adafactor", "by row", "nested", "in lists", "Muon", "LBFGS")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_optimizer_goes_on_where_it_was(gloo: Pool, tmp_path: Path, kind: str) -> None:
-    go_on(gloo, tmp_path, kind, everywhere=kind in PECULIAR)
+def places_of(kind: str) -> list[str]:
+    places = [place for place in PLACES if (kind, place) not in IMPOSSIBLE]
+    return [*places, *MORE_PLACES.get(kind, ())]
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [*([kind] for kind in PECULIAR), [kind for kind in KINDS if kind not in PECULIAR]],
+    ids=lambda kinds: kinds[0] if len(kinds) == 1 else "all others",
+)
+def test_optimizers_go_on_where_they_were(gloo: Pool, tmp_path: Path, kinds: list[str]) -> None:
+    go_on(gloo, tmp_path, kinds, everywhere=False)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PECULIAR])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_optimizer_goes_on_from_everywhere(gloo: Pool, tmp_path: Path, kind: str) -> None:
-    go_on(gloo, tmp_path, kind, everywhere=True)
+    go_on(gloo, tmp_path, [kind], everywhere=True)
 
 
-def go_on(gloo: Pool, tmp_path: Path, kind: str, *, everywhere: bool) -> None:
-    """Save in each place, and go on in each: from everywhere, or from the next place."""
-    saved = {}
-    places = [place for place in PLACES if (kind, place) not in IMPOSSIBLE]
-    for layout in [*places, *MORE_PLACES.get(kind, ())]:
-        location = str(tmp_path / layout)
-        ranks = gloo.run(LAYOUTS[layout].ranks, save, layout, kind, location)
-        whole: dict[str, Any] = {}
-        for arrays, _, _ in ranks:
-            whole = dict(arrays) | whole
-        saved[layout] = (whole, *ranks[0][1:])
-    steps = {layout: (str(tmp_path / layout), saved[layout][0]) for layout in saved}
-    deepest = max(name.count("/") for name in saved["plain"][0])
-    assert deepest == {"nested": 5, "in lists": 4, "LBFGS": 3, "SGD": 1}.get(kind, 2)
-    for layout, after in zip(saved, [*list(saved)[1:], *saved], strict=False):
-        sources = steps if everywhere else {source: steps[source] for source in (layout, after)}
-        for rank in gloo.run(LAYOUTS[layout].ranks, load, layout, kind, sources):
-            assert set(rank) == set(sources)
-            for source, (differences, found, losses) in rank.items():
-                assert not differences, f"{source} into {layout}"
-                assert found == saved[source][1], f"{source} into {layout}"
-                assert losses == pytest.approx(saved[source][2], rel=1e-3)
-            assert rank[layout][2] == saved[layout][2], f"{layout} goes on otherwise"
+def go_on(gloo: Pool, tmp_path: Path, kinds: list[str], *, everywhere: bool) -> None:
+    """Save in each place, and go on in each: from everywhere, or from there and the next place.
+    All kinds can be in the same places.
+    """
+    places = places_of(kinds[0])
+    saved: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
+    for layout in places:
+        folder = str(tmp_path / layout)
+        ranks = gloo.run(LAYOUTS[layout].ranks, save_each, layout, kinds, folder)
+        for kind in kinds:
+            whole: dict[str, Any] = {}
+            for rank in ranks:
+                whole = dict(rank[kind][0]) | whole
+            saved[kind][layout] = (whole, *ranks[0][kind][1:])
+    for kind in kinds:
+        deepest = max(name.count("/") for name in saved[kind]["plain"][0])
+        assert deepest == {"nested": 5, "in lists": 4, "LBFGS": 3, "SGD": 1}.get(kind, 2)
+    for layout, after in zip(places, [*places[1:], places[0]], strict=True):
+        sources = places if everywhere else [layout, after]
+        steps = {
+            kind: {
+                place: (str(tmp_path / place / kind), saved[kind][place][0]) for place in sources
+            }
+            for kind in kinds
+        }
+        for rank in gloo.run(LAYOUTS[layout].ranks, load_each, layout, steps):
+            for kind in kinds:
+                goes_on_as_saved(rank[kind], saved[kind], layout, f"{kind}: into {layout}")
+
+
+def goes_on_as_saved(
+    loaded: Mapping[str, Any], saved: Mapping[str, Any], layout: str, where: str
+) -> None:
+    for source, (differences, found, losses) in loaded.items():
+        assert not differences, f"{where} from {source}"
+        assert found == saved[source][1], f"{where} from {source}"
+        assert losses == pytest.approx(saved[source][2], rel=1e-3), f"{where} from {source}"
+    assert loaded[layout][2] == saved[layout][2], f"{where} it goes on otherwise"
 
 
 def trained(module: nn.Module, kind: str) -> Optimizer:

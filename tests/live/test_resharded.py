@@ -55,6 +55,12 @@ TARGETS = (
     "pp:2,fsdp:2",
 )
 
+# Made of what the others are cut by, or as many replicas; the rest is for long tests.
+ALIKE = ("ddp:2", "tp:4", "ddp:2,tp:2", "pp:2,fsdp:2")
+EACH_TARGET = [
+    pytest.param(target, marks=pytest.mark.long if target in ALIKE else ()) for target in TARGETS
+]
+
 Saved = Callable[[str], tuple[str, Arrays]]
 
 
@@ -75,7 +81,7 @@ def saved(gloo: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 # Offline, rules alone say what ep cuts; the job cuts its dense weights along that axis too.
-@pytest.mark.parametrize("target", [*TARGETS, "fsdp:4, experts on ep:2"])
+@pytest.mark.parametrize("target", [*EACH_TARGET, "fsdp:4, experts on ep:2"])
 def test_a_job_loads_what_was_resharded_for_it(
     gloo: Pool, saved: Saved, tmp_path: Path, target: str
 ) -> None:
@@ -89,7 +95,7 @@ def test_a_job_loads_what_was_resharded_for_it(
         assert not {k: v for k, v in problems.items() if v}, f"rank {rank}"
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", EACH_TARGET)
 def test_it_is_cut_as_the_job_would_have_cut_it(
     gloo: Pool, saved: Saved, tmp_path: Path, target: str
 ) -> None:

@@ -30,7 +30,7 @@ from ckptkit.live.shards import HELPERS
 from ckptkit.model import Box
 from tests.live.network import network
 from tests.live.pool import Pool
-from tests.live.strategies import LAYOUTS, Job, build
+from tests.live.strategies import EACH_KIND, LAYOUTS, Job, build
 from tests.live.test_sharded_optimizer import momentum
 
 CUT = "model/layers.0.up.weight"
@@ -83,7 +83,7 @@ def go_on(layout: str) -> tuple[str, ShardingMetadata, list[float], list[float]]
     return helper.name, metadata, *losses
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("layout", EACH_KIND)
 def test_a_job_goes_on_from_the_shards_of_its_ranks(gloo: Pool, layout: str) -> None:
     ranks = LAYOUTS[layout].ranks
     held: dict[str, set[Box]] = {}

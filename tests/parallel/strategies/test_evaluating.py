@@ -18,6 +18,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no_grad": torch.no_grad,
     "enable_grad": torch.enable_grad,
 }
+EACH_CUT = ["fsdp:2", "zero2:2", "tp:2", pytest.param("ddp:2,tp:2", marks=pytest.mark.long)]
 CUT = ("fsdp:2", "zero2:2", "ddp:2,fsdp:2", "tp:2,fsdp:2", "ddp:2,tp:2")
 
 
@@ -39,7 +40,7 @@ def evaluated(spec: str, way: str) -> tuple[float, bool]:
     [
         *((spec, "no_grad") for spec in ("ddp:2", *CUT)),
         ("fsdp:2", "enable_grad"),
-        ("ddp:2,tp:2", "enable_grad"),
+        pytest.param("ddp:2,tp:2", "enable_grad", marks=pytest.mark.long),
     ],
 )
 def test_an_evaluation_between_steps_changes_nothing(gloo: Pool, spec: str, way: str) -> None:
@@ -69,7 +70,7 @@ def evaluated_before_the_update(spec: str) -> tuple[float, bool]:
     return farthest(values(dist), reference(3)[1]), all(is_new + is_old)
 
 
-@pytest.mark.parametrize("spec", ["fsdp:2", "zero2:2", "ddp:2,tp:2"])
+@pytest.mark.parametrize("spec", EACH_CUT)
 def test_an_evaluation_sees_what_the_optimizer_has_made(gloo: Pool, spec: str) -> None:
     for parameters, is_current in gloo.run(ranks_of(spec), evaluated_before_the_update, spec):
         assert parameters < 1e-5
@@ -90,7 +91,7 @@ def looked_at_before_the_update(spec: str) -> tuple[float, bool]:
     return farthest(values(dist), reference(3)[1]), all(changes)
 
 
-@pytest.mark.parametrize("spec", ["fsdp:2", "zero2:2", "ddp:2,tp:2"])
+@pytest.mark.parametrize("spec", EACH_CUT)
 def test_what_was_gathered_before_an_update_is_not_used_after_it(gloo: Pool, spec: str) -> None:
     for parameters, is_current in gloo.run(ranks_of(spec), looked_at_before_the_update, spec):
         assert parameters < 1e-5
