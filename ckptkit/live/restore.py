@@ -123,7 +123,6 @@ def load(  # noqa: PLR0913 — how much may differ, and how to read
     return load_into(training, store, None, world, ranks, options)
 
 
-@uncollected()
 def load_into(
     training: TrainingState,
     store: Store,
@@ -137,7 +136,7 @@ def load_into(
     """
     started = time.perf_counter()
     look = bound(take_snapshot, world, mesh=options.mesh, rules=options.rules, ranks=ranks)
-    with failing_together(ranks), _open(store, step, ranks) as checkpoint:
+    with uncollected(), failing_together(ranks), _open(store, step, ranks) as checkpoint:
         # What optimizers are to keep is known from the step only.
         before = look(replace(training, optimizers=()))
         match = compare(checkpoint, training, before, ranks, options)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, uncollected
+from ckptkit.checkpoint.write.pack import PackLayout
 from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import canonical, dumps
@@ -156,6 +157,7 @@ def prepare(
         threads=DEFAULT_THREADS if options.threads is None else options.threads,
         progress=progress,
     )
+    writer.layout = arena.layout
     for held in tensors:
         if held.name in agreement.elsewhere:
             continue
@@ -319,11 +321,13 @@ def readable(nbytes: float) -> str:
 
 
 class Arena:
-    """Host memory of the size of this rank's state, made once and used by every save: pinned where
-    a device copies into it, a pool of one buffer where the writer itself copies from host memory.
+    """What a save leaves to the next one: host memory of the size of this rank's state, pinned
+    where a device copies into it, a pool of one buffer where the writer itself copies from host
+    memory; and how the pack was laid out, which seldom changes between two saves of a job.
     """
 
     def __init__(self) -> None:
+        self.layout: PackLayout | None = None
         self.pool = _PoolOfOne()
         self._memory: torch.Tensor | None = None
 
@@ -356,7 +360,7 @@ class Arena:
 
     def close(self) -> None:
         """Free the memory."""
-        self._memory = None
+        self._memory = self.layout = None
         self.pool.clear()
 
 

@@ -29,6 +29,7 @@ from ckptkit.checkpoint.workers import Pace, Progress, share_out
 from ckptkit.checkpoint.write.pack import (
     Pack,
     PackedArray,
+    PackLayout,
     Slot,
     chunk_view,
     documents_of,
@@ -146,10 +147,12 @@ def _begin_pack(
     origins = [array for array, _ in mine]
     pack = Pack(
         rank,
-        target.table,
+        PackLayout(
+            target.table,
+            documents_of(known, by_name, rank),
+            [PackedArray(array.info, chunks) for array, chunks in mine],
+        ),
         objects_of(target.choice.objects, rank, target.world_size),
-        documents_of(known, by_name, rank),
-        [PackedArray(array.info, chunks) for array, chunks in mine],
         partial(copier.fill, origins),
     )
     try:
@@ -157,7 +160,7 @@ def _begin_pack(
             destination,
             step_name(target.save.step),
             target.save,
-            pack.segments_at(_lasts(pack, origins, copier.budget)),
+            pack.segments_at(_lasts(pack.layout, origins, copier.budget)),
             refers=rank > 0,
             memory=copier.budget.sink_bytes,
             progress=progress,
@@ -171,7 +174,7 @@ def _begin_pack(
     return pack
 
 
-def _lasts(pack: Pack, origins: Sequence[TargetArray], budget: Budget) -> list[int]:
+def _lasts(pack: PackLayout, origins: Sequence[TargetArray], budget: Budget) -> list[int]:
     """Where segments end: each array's chunks in batches as the plan has them, small ones together.
 
     The batches of chunks that go over as they are need not be large: no chunk of the source is

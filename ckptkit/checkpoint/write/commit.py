@@ -63,12 +63,12 @@ def refuse_committed(store: Store, prefix: str) -> None:
         raise _exists(store, prefix)
 
 
-def gather(store: Store, prefix: str, save_id: str) -> Manifest:
+def gather(store: Store, prefix: str, save_id: str, tables: ArrayTables | None = None) -> Manifest:
     """Read all records of a save, add the group documents that are missing, and make the
-    manifest.
+    manifest. Of the arrays, `tables` that are known are not read again.
     """
     folder = data_prefix(prefix, save_id)
-    tables = ArrayTables()
+    tables = tables or ArrayTables()
     sizes = {entry.key.rpartition("/")[2]: entry.size for entry in store.list(folder)}
 
     def read(rank: int) -> PackRecord:

@@ -90,61 +90,83 @@ class Segment:
     stop: int
 
 
-class Pack:
-    """What one writer writes of a step: laid out when it is made, then perhaps staged, then begun,
-    and written segment by segment. Documents come first, then the chunks array by array, then the
-    record of them.
+class PackLayout:
+    """Where each byte of a pack will be. Documents come first, then the chunks array by array, then
+    the record of them.
+
+    What one save of a job has found out here, the next one uses again where it holds the same.
     """
 
     def __init__(
         self,
-        rank: int,
         table: ArrayTable,
-        objects: Iterable[ObjectInfo],
         documents: Sequence[tuple[str, bytes]],
         arrays: Sequence[PackedArray],
-        fill: Fill,
+        made_for: object = None,
     ) -> None:
         self.table = table
         self.documents = documents
         self.arrays = arrays
+        self.made_for = made_for
+        counts = [len(array.chunks) for array in arrays]
+        nothing = np.zeros(0, dtype=np.int64)
+        self.array = np.repeat(np.arange(len(arrays), dtype=np.uint32), counts)
+        self.chunk: I64 = np.concatenate([nothing, *(array.chunks for array in arrays)])
+        # Kept, because each name is needed three times: here, in its header and in the directory.
+        self.names = [name for name, _ in documents]
+        lengths = [len(data) for _, data in documents]
+        for info, chunks in arrays:
+            grid, elements = info.grid, info.grid.chunk_elements
+            for chunk in chunks.tolist():
+                index = grid.index(chunk)
+                self.names.append(chunk_key(info.name, index))
+                if not grid.is_regular:
+                    elements = math.prod(grid.stored_shape(index))
+                lengths.append(elements * info.dtype.itemsize)
+        offsets = []
+        self.end = 0
+        for name, length in zip(self.names, lengths, strict=True):
+            offsets.append(data_offset(name, length, self.end))
+            self.end = offsets[-1] + length
+        self.offsets: I64 = np.array(offsets, dtype=np.int64)
+        self.lengths: I64 = np.array(lengths, dtype=np.int64)
+        # Known before they are written, because the length of the record depends on them.
+        self.crcs: npt.NDArray[np.uint32] = np.zeros(len(lengths), dtype=np.uint32)
+        self.crcs[: len(documents)] = [isal_zlib.crc32(data) for _, data in documents]
+        # Arrays are sorted by name in the record, and in the order they were added in the pack.
+        place = {array.name: index for index, array in enumerate(table.arrays)}
+        in_table = np.array([place[array.info.name] for array in arrays], dtype=np.uint32)
+        self.array_in_table = in_table[self.array]
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each entry ends."""
+        found: list[int] = (self.offsets + self.lengths).tolist()
+        return found
+
+
+class Pack:
+    """What one writer writes of a step: perhaps staged, then begun, and written segment by segment,
+    as its layout says.
+    """
+
+    def __init__(
+        self, rank: int, layout: PackLayout, objects: Iterable[ObjectInfo], fill: Fill
+    ) -> None:
+        self.layout = layout
         self.segments: Sequence[Segment] = ()
         self.is_finished = False
         self._rank = rank
         self._objects = tuple(objects)
         self._fill = fill
         self._staged: AlignedBuffer | None = None
-        counts = [len(array.chunks) for array in arrays]
-        nothing = np.zeros(0, dtype=np.int64)
-        self._array = np.repeat(np.arange(len(arrays), dtype=np.uint32), counts)
-        self._chunk: I64 = np.concatenate([nothing, *(array.chunks for array in arrays)])
-        # Kept, because each name is needed three times: here, in its header and in the directory.
-        self._names = [name for name, _ in documents]
-        lengths = [len(data) for _, data in documents]
-        for info, chunks in arrays:
-            grid, elements = info.grid, info.grid.chunk_elements
-            for chunk in chunks.tolist():
-                index = grid.index(chunk)
-                self._names.append(chunk_key(info.name, index))
-                if not grid.is_regular:
-                    elements = math.prod(grid.stored_shape(index))
-                lengths.append(elements * info.dtype.itemsize)
-        offsets = []
-        self._end = 0
-        for name, length in zip(self._names, lengths, strict=True):
-            offsets.append(data_offset(name, length, self._end))
-            self._end = offsets[-1] + length
-        self._offsets: I64 = np.array(offsets, dtype=np.int64)
-        self._lengths: I64 = np.array(lengths, dtype=np.int64)
-        self._crcs: npt.NDArray[np.uint32] = np.zeros(len(lengths), dtype=np.uint32)
-        # Known before they are written, because the length of the record depends on them.
-        self._crcs[: len(documents)] = [isal_zlib.crc32(data) for _, data in documents]
+        self._crcs = layout.crcs.copy()
 
     def stage(self, pool: BufferPool, threads: int) -> None:
         """Copy all data into memory of the pool, so that what it came from may change. Checksums
         and headers are left to `write_segment`, when nobody waits for them.
         """
-        self._staged = staged = pool.take(self._end)
+        self._staged = staged = pool.take(self.layout.end)
 
         def copy(segment: Segment) -> None:
             for _ in self._fill(self._slots(segment, staged.view[segment.start : segment.stop])):
@@ -176,16 +198,15 @@ class Pack:
         self._left = len(segments)
         self._writing = threading.Lock()
         # Of no arrays the tables are the same for any strategies: these have to be compared then.
-        self._refers = refers and len(self.table.arrays) > 0
-        name, record = record_name(self._rank), len(self._record())
-        offset = data_offset(name, record, self._end)
-        ends = (self._offsets + self._lengths).tolist()
+        self._refers = refers and len(self.layout.table.arrays) > 0
+        name, record, layout = record_name(self._rank), len(self._record()), self.layout
+        offset = data_offset(name, record, layout.end)
         # The last header is where the data ends, and the directory begins where the record ends.
-        names = sum(map(len, self._names)) + len(name)
-        lengths = [*self._lengths.tolist(), record]
-        closing = directory_length(names, lengths, [0, *ends], offset + record)
+        names = sum(map(len, layout.names)) + len(name)
+        lengths = [*layout.lengths.tolist(), record]
+        closing = directory_length(names, lengths, [0, *layout.ends], offset + record)
         extents = [segment.stop - segment.start for segment in segments]
-        extents.append(offset + record + closing - self._end)
+        extents.append(offset + record + closing - layout.end)
         self._sink: Sink = store.create(self._key, extents, memory=memory)
         if not segments:
             # Nobody will write a last one, who would finish the pack.
@@ -221,11 +242,11 @@ class Pack:
     def _finish(self) -> None:
         """Write the record and the directory, and make the pack durable."""
         name, record = record_name(self._rank), self._record()
-        offset = data_offset(name, len(record), self._end)
+        offset = data_offset(name, len(record), self.layout.end)
         entry = Entry(name, offset, len(record), int(isal_zlib.crc32(record)))
         # An object for each of millions of chunks would fill the memory.
-        entries = map(self._entry, range(len(self._names)))
-        tail = local_header(entry, self._end) + record + directory(chain(entries, [entry]))
+        entries = self._entries(0, len(self.layout.names))
+        tail = local_header(entry, self.layout.end) + record + directory(chain(entries, [entry]))
         self._sink.write(len(self.segments), memoryview(tail))
         self._sink.finish()
         self.is_finished = True
@@ -245,12 +266,12 @@ class Pack:
 
     def segments_of(self, size: int) -> list[Segment]:
         """Segments of about so many bytes."""
-        sizes = np.diff(self._offsets + self._lengths, prepend=0)
+        sizes = np.diff(self.layout.ends, prepend=0)
         return self.segments_at([last for _, last in batches(sizes, size)])
 
     def segments_at(self, lasts: Sequence[int]) -> list[Segment]:
         """Segments that end before these entries."""
-        ends = (self._offsets + self._lengths).tolist()
+        ends = self.layout.ends
         segments: list[Segment] = []
         first = start = 0
         for last in lasts:
@@ -260,17 +281,17 @@ class Pack:
 
     def _slots(self, segment: Segment, memory: memoryview) -> list[Slot]:
         """Put the documents of a segment into its memory; the places of its chunks there."""
-        span = slice(segment.first, segment.last)
-        offsets, lengths = self._offsets[span].tolist(), self._lengths[span].tolist()
+        layout, span = self.layout, slice(segment.first, segment.last)
+        offsets, lengths = layout.offsets[span].tolist(), layout.lengths[span].tolist()
         slots: list[Slot] = []
         for entry, (offset, length) in enumerate(zip(offsets, lengths, strict=True), segment.first):
             begin = offset - segment.start
             data = memory[begin : begin + length]
-            row = entry - len(self.documents)
+            row = entry - len(layout.documents)
             if row < 0:
-                data[:] = self.documents[entry][1]
+                data[:] = layout.documents[entry][1]
             else:
-                slots.append(Slot(entry, int(self._array[row]), int(self._chunk[row]), data))
+                slots.append(Slot(entry, int(layout.array[row]), int(layout.chunk[row]), data))
         return slots
 
     def _note_checksums(self, slots: Iterable[Slot]) -> None:
@@ -280,36 +301,30 @@ class Pack:
 
     def _put_headers(self, segment: Segment, memory: memoryview) -> None:
         header = segment.start
-        for index in range(segment.first, segment.last):
-            entry = self._entry(index)
+        for entry in self._entries(segment.first, segment.last):
             at = header - segment.start
             memory[at : entry.offset - segment.start] = local_header(entry, header)
             header = entry.offset + entry.length
 
-    def _entry(self, index: int) -> Entry:
-        """One entry; its CRC is right once it has been filled."""
-        return Entry(
-            self._names[index],
-            int(self._offsets[index]),
-            int(self._lengths[index]),
-            int(self._crcs[index]),
-        )
+    def _entries(self, first: int, last: int) -> Iterator[Entry]:
+        """Some entries; the CRC of each is right once it has been filled."""
+        layout, span = self.layout, slice(first, last)
+        columns = (column[span].tolist() for column in (layout.offsets, layout.lengths, self._crcs))
+        return map(Entry, layout.names[span], *columns)
 
     def _record(self) -> bytes:
         """What the pack says of itself; its length is the same before there are checksums."""
-        count = len(self.documents)
-        # Arrays are sorted by name in the record, and in the order they were added in the pack.
-        place = {array.name: index for index, array in enumerate(self.table.arrays)}
-        renumbered = np.array([place[array.info.name] for array in self.arrays], dtype=np.uint32)
+        layout = self.layout
+        count = len(layout.documents)
         return Record(
             save=self._save,
             rank=self._rank,
-            table=self.table,
-            documents=tuple(map(self._entry, range(count))),
-            array=renumbered[self._array],
-            chunk=self._chunk.astype(np.uint64),
-            offset=self._offsets[count:].astype(np.uint64),
-            length=self._lengths[count:].astype(np.uint64),
+            table=layout.table,
+            documents=tuple(self._entries(0, count)),
+            array=layout.array_in_table,
+            chunk=layout.chunk.astype(np.uint64),
+            offset=layout.offsets[count:].astype(np.uint64),
+            length=layout.lengths[count:].astype(np.uint64),
             crc32=self._crcs[count:],
             objects=self._objects,
             refers=self._refers,
@@ -331,13 +346,25 @@ def pack_of(
     arrays: Mapping[str, Holding],
     aliases: Iterable[Alias] = (),
     objects: Iterable[ObjectInfo] = (),
+    like: PackLayout | None = None,
 ) -> Pack:
-    """The pack of a saving rank, which takes its share of the chunks out of what it holds."""
-    order = list(arrays.values())
-    # Shared out in the order of names, which is the same on all ranks however they were added.
-    named = [arrays[name] for name in sorted(arrays)]
-    known = [Owned(h.info.name, h.layout, h.info.grid, h.info.dtype.itemsize) for h in named]
-    writes = dict(zip(sorted(arrays), chunks_to_write(known, rank), strict=True))
+    """The pack of a saving rank, which takes its share of the chunks out of what it holds. Where
+    another pack was made for the same, its layout holds here too.
+    """
+    order, aliases = list(arrays.values()), tuple(aliases)
+    # Of the arrays a layout takes no more than their shapes, the strategy and the placements.
+    made_for = rank, order[0].layout.strategy if order else None, [h.info for h in order], aliases
+    if like is None or like.made_for != made_for:
+        # Shared out in the order of names, the same on all ranks however they were added.
+        named = [arrays[name] for name in sorted(arrays)]
+        known = [Owned(h.info.name, h.layout, h.info.grid, h.info.dtype.itemsize) for h in named]
+        writes = dict(zip(sorted(arrays), chunks_to_write(known, rank), strict=True))
+        like = PackLayout(
+            ArrayTable.of([holding.info for holding in named], aliases),
+            documents_of([(each, arrays[each.name].info) for each in known], writes, rank),
+            [PackedArray(holding.info, writes[holding.info.name]) for holding in order],
+            made_for,
+        )
 
     def fill(slots: Sequence[Slot]) -> Iterator[Slot]:
         # One by one, so that each is still in the processor's cache when it is given back.
@@ -352,14 +379,7 @@ def pack_of(
             copy_elements(holding.data[at], stored)
             yield slot
 
-    return Pack(
-        rank,
-        ArrayTable.of([holding.info for holding in named], tuple(aliases)),
-        objects,
-        documents_of([(each, arrays[each.name].info) for each in known], writes, rank),
-        [PackedArray(holding.info, writes[holding.info.name]) for holding in order],
-        fill,
-    )
+    return Pack(rank, like, objects, fill)
 
 
 def documents_of(

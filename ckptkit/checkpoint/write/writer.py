@@ -23,7 +23,7 @@ from ckptkit.checkpoint.write.commit import (
     gather,
     refuse_committed,
 )
-from ckptkit.checkpoint.write.pack import Holding, Pack, pack_of
+from ckptkit.checkpoint.write.pack import Holding, Pack, PackLayout, pack_of
 from ckptkit.errors import (
     GivenUpError,
     InvalidNameError,
@@ -32,6 +32,7 @@ from ckptkit.errors import (
     UnsupportedTypeError,
     UsageError,
 )
+from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.arrays import ROLES, TOO_LARGE, Alias, ArrayInfo, is_addressable
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.format.manifest import pack_name
@@ -103,6 +104,9 @@ class Writer:
         self._objects: dict[str, ObjectInfo] = {}
         self._groups: set[str] = set()
         self._pack: Pack | None = None
+        self._tables = ArrayTables()
+        self.layout: PackLayout | None = None
+        """How the pack is laid out; before that, how one was that may be laid out alike."""
         self._done = False
 
     def add(
@@ -202,7 +206,7 @@ class Writer:
         def begun() -> tuple[str, float, bytes]:
             if not self._overwrite:
                 refuse_committed(store, prefix)
-            return new_save_id(), time.time(), pack.table.digest
+            return new_save_id(), time.time(), pack.layout.table.digest
 
         try:
             # Lay out: where each byte of this rank's pack will be.
@@ -211,7 +215,7 @@ class Writer:
             # Agree on the save id and the time, both rank 0's. Where the arrays are the same as
             # rank 0's the record need not list them again.
             save_id, seconds, digest = ranks.share(begun)
-            refers = ranks.rank > 0 and digest == pack.table.digest
+            refers = ranks.rank > 0 and digest == pack.layout.table.digest
             if ranks.rank == 0 and not self._overwrite:
                 # Before the data, so that nobody waits for it at the end, when the store is busy.
                 store.learn(prefix)
@@ -276,13 +280,20 @@ class Writer:
 
     @uncollected()
     def _laid_out(self) -> Pack:
-        return pack_of(self.rank, self._arrays, self._aliases.values(), self._objects.values())
+        pack = pack_of(
+            self.rank, self._arrays, self._aliases.values(), self._objects.values(), self.layout
+        )
+        if pack.layout is self.layout:
+            # Read back once when it was first written, the table is known to be readable.
+            self._tables.add(pack.layout.table, len(self.strategy.mesh.axes))
+        self.layout = pack.layout
+        return pack
 
     @uncollected()
     def _make_exist(self, save_id: str) -> None:
         """Compare what all ranks wrote, and commit it."""
         try:
-            manifest = gather(self._store, self._prefix, save_id)
+            manifest = gather(self._store, self._prefix, save_id, self._tables)
             for item in manifest.objects:
                 check_total(item)
         except BaseException:
