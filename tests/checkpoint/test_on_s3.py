@@ -60,7 +60,7 @@ def place(where: str, bucket: Bucket, tmp_path: Path, name: str) -> Place:
 @pytest.mark.parametrize(
     ("source", "destination", "engine"),
     [
-        ("s3", "s3", "threads"),
+        pytest.param("s3", "s3", "threads", marks=pytest.mark.long),
         ("s3", "local", "threads"),
         ("local", "s3", "threads"),
         ("s3", "s3", "processes"),

@@ -4,7 +4,7 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,11 @@ import pytest
 import ckptkit
 from ckptkit.errors import CkptkitError, CorruptionError
 from ckptkit.model import Box
-from ckptkit.storage import Store
+from ckptkit.storage import Store, open_store
 from tests.checkpoint.saving import Tensor, random_values, same, small_state
 from tests.faults.scene import (
+    ENGINES,
+    FIRST,
     HASTY,
     MIB,
     PATIENT,
@@ -40,6 +42,7 @@ from tests.servers.faults import (
 )
 from tests.servers.moto import Moto
 from tests.servers.proxy import Proxy
+from tests.servers.s3_server import Bucket
 
 # Several requests for each of two packs.
 STATE = {
@@ -80,6 +83,21 @@ FAILING = {
 }
 
 
+@pytest.fixture(scope="module")
+def loaded(moto: Moto) -> Iterator[Bucket]:
+    """Where all find the step, for none changes it."""
+    made = moto.new_bucket()
+    store = open_store(f"{made.url}/run", made.options)
+    assert save(store, 1, FIRST) == save(store, 2, STATE) == []
+    yield made
+    moto.drop(made)
+
+
+@pytest.fixture(params=ENGINES)
+def scene(loaded: Bucket, proxy: Proxy, request: pytest.FixtureRequest) -> Scene:
+    return Scene(loaded, proxy, request.param)
+
+
 def load(store: Store) -> dict[str, Any]:
     """Every array of the newest step."""
     with ckptkit.open(store) as checkpoint:
@@ -109,7 +127,6 @@ def assert_loaded(found: Mapping[str, Any]) -> None:
     indirect=["scene"],
 )
 def test_a_step_is_loaded_all_the_same(scene: Scene, name: str) -> None:
-    assert save(scene.direct(), 2, STATE) == []
     scene = replace(scene, pace={**PATIENT, **REQUESTS})
     PASSING[name].make(scene.proxy)
     assert_loaded(finished(lambda: load(scene.store())))
@@ -117,8 +134,6 @@ def test_a_step_is_loaded_all_the_same(scene: Scene, name: str) -> None:
 
 
 def test_a_load_that_cannot_succeed_fails_clearly(moto: Moto, scene: Scene) -> None:
-    assert save(scene.direct(), 2, STATE) == []
-
     def attempt(name: str) -> None:
         with Proxy(moto.endpoint) as proxy:
             FAILING[name].make(proxy)
@@ -141,7 +156,6 @@ def error_of(scene: Scene) -> CkptkitError | None:
 
 @pytest.mark.parametrize("at", [0, 1000, 200_000])
 def test_a_flipped_bit_is_never_loaded(scene: Scene, at: int) -> None:
-    assert save(scene.direct(), 2, STATE) == []
     scene = replace(scene, pace={**PATIENT, **REQUESTS})
     Trouble(FlipDownload(at), READ, times=None).make(scene.proxy)
     with pytest.raises(CorruptionError) as caught:
@@ -150,7 +164,6 @@ def test_a_flipped_bit_is_never_loaded(scene: Scene, at: int) -> None:
 
 
 def test_after_an_outage_the_same_checkpoint_reads_on(scene: Scene) -> None:
-    assert save(scene.direct(), 2, STATE) == []
     scene = replace(scene, pace={**PATIENT, "deadline": 8.0})
     with ckptkit.open(scene.store()) as checkpoint:
         Trouble(Answer(503), times=None).make(scene.proxy)

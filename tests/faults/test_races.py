@@ -31,7 +31,12 @@ def stores_of(bucket: Bucket, name: str, *engines: str) -> list[Store]:
 
 
 @pytest.mark.parametrize(
-    "engines", [("obstore", "obstore"), ("fsspec", "fsspec"), ("obstore", "fsspec")]
+    "engines",
+    [
+        ("obstore", "obstore"),
+        pytest.param(("fsspec", "fsspec"), marks=pytest.mark.long),
+        ("obstore", "fsspec"),
+    ],
 )
 def test_of_two_jobs_exactly_one_saves_the_step(bucket: Bucket, engines: tuple[str, str]) -> None:
     for attempt in range(ROUNDS):

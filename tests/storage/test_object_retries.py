@@ -7,7 +7,8 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,16 @@ def store(bucket: Bucket, proxy: Proxy, engine: str) -> Store:
 
 def direct(bucket: Bucket) -> Store:
     return open_store(f"{bucket.url}/run", bucket.options)
+
+
+def by_engine(values: Sequence[object], both: Sequence[object]) -> list[Any]:
+    """Engines with values: every run has all by obstore, and those of `both` by fsspec too."""
+    return [
+        pytest.param(engine, value, id=f"{engine}-{value!r}", marks=marks)
+        for engine in ("obstore", "fsspec")
+        for value in values
+        for marks in [() if engine == "obstore" or value in both else pytest.mark.long]
+    ]
 
 
 PASSING: list[Fault] = [
@@ -138,7 +149,11 @@ def test_google_s_answers_too_may_be_slow_and_must_not_stall(
         assert "attempt 3" in caplog.text, "it is ckptkit that asks again"
 
 
-@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("engine", "times"),
+    by_engine([1, 2, 3], [2]),
+    indirect=["engine"],
+)
 def test_a_lost_answer_to_a_create_is_resolved_by_reading_back(
     times: int, store: Store, bucket: Bucket, proxy: Proxy
 ) -> None:
@@ -149,9 +164,11 @@ def test_a_lost_answer_to_a_create_is_resolved_by_reading_back(
 
 
 @pytest.mark.parametrize(
-    "fault", [Answer(503), ResetUpload(1000), LoseAnswer(), Stall(), FlipUpload(7)]
+    "fault", [Answer(503), ResetUpload(1000), LoseAnswer(), Stall(), FlipUpload(7)], ids=repr
 )
-@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize(
+    ("engine", "exclusive"), by_engine([False, True], [True]), indirect=["engine"]
+)
 def test_a_put_survives_and_is_made_once(
     fault: Fault, exclusive: bool, store: Store, bucket: Bucket, proxy: Proxy
 ) -> None:
@@ -167,7 +184,12 @@ def test_a_put_survives_and_is_made_once(
 
 
 @pytest.mark.parametrize(
-    "fault", [Answer(503), Answer(500), ResetUpload(1000), LoseAnswer(), Stall()]
+    ("engine", "fault"),
+    by_engine(
+        [Answer(503), Answer(500), ResetUpload(1000), LoseAnswer(), Stall()],
+        [Answer(503), ResetUpload(1000), Stall()],
+    ),
+    indirect=["engine"],
 )
 def test_a_part_of_an_upload_survives(
     fault: Fault, store: Store, bucket: Bucket, proxy: Proxy
@@ -181,7 +203,11 @@ def test_a_part_of_an_upload_survives(
     assert direct(bucket).read("a") == data
 
 
-@pytest.mark.parametrize("fault", [LoseAnswer(), Answer(500), Stall()])
+@pytest.mark.parametrize(
+    ("engine", "fault"),
+    by_engine([LoseAnswer(), Answer(500), Stall()], [LoseAnswer(), Stall()]),
+    indirect=["engine"],
+)
 def test_a_lost_answer_to_completing_an_upload_is_resolved_by_looking(
     fault: Fault, store: Store, bucket: Bucket, proxy: Proxy
 ) -> None:

@@ -13,6 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ckptkit.errors import InvalidNameError
 from ckptkit.storage import Store, open_store
 from tests.servers.moto import Moto
+from tests.servers.openstack import Swift
 from tests.servers.s3_server import Bucket
 from tests.storage.contract import StoreContract
 
@@ -27,12 +28,22 @@ def shared(moto: Moto) -> Iterator[Bucket]:
     moto.drop(made)
 
 
+@pytest.fixture(scope="module")
+def shared_swift(swift: Swift) -> Iterator[Bucket]:
+    """One for all tests there too, because it takes long to make and to empty."""
+    made = swift.new_bucket()
+    yield made
+    swift.drop(made)
+
+
 class TestObstoreOnMoto(StoreContract):
     @pytest.fixture
-    def store(self, bucket: Bucket) -> Store:
-        return open_store(f"{bucket.url}/some/folder", {**bucket.options, "engine": "obstore"})
+    def store(self, shared: Bucket) -> Store:
+        options = {**shared.options, "engine": "obstore"}
+        return open_store(f"{shared.url}/some/folder-{next(_numbers)}", options)
 
 
+@pytest.mark.long
 class TestObstoreInAWholeBucket(StoreContract):
     @pytest.fixture
     def store(self, bucket: Bucket) -> Store:
@@ -48,9 +59,9 @@ class TestS3fsOnMoto(StoreContract):
 
 class TestObstoreOnSwift(StoreContract):
     @pytest.fixture
-    def store(self, swift_bucket: Bucket) -> Store:
-        options = {**swift_bucket.options, "engine": "obstore"}
-        return open_store(f"{swift_bucket.url}/some/folder", options)
+    def store(self, shared_swift: Bucket) -> Store:
+        options = {**shared_swift.options, "engine": "obstore"}
+        return open_store(f"{shared_swift.url}/some/folder-{next(_numbers)}", options)
 
 
 class TestGcsfsOnAnEmulator(StoreContract):

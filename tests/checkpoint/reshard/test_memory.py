@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,7 +75,10 @@ def measured(
     return int(done.stdout)
 
 
-VALUES = np.random.default_rng(0).integers(0, 1 << 30, (12, 2048, 2048), np.int32)
+@functools.cache
+def values() -> Any:
+    """Made by who asks, for all who collect tests import this."""
+    return np.random.default_rng(0).integers(0, 1 << 30, (12, 2048, 2048), np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +89,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     def of(chunk_bytes: int) -> Path:
         folder = tmp_path_factory.mktemp("written")
         with ckptkit.Writer(folder, step=1, chunk_bytes=chunk_bytes) as writer:
-            for number, value in enumerate(VALUES):
+            for number, value in enumerate(values()):
                 writer.add(f"model/w{number}", value)
-            writer.add("model/large", VALUES.reshape(24576, 2048))
+            writer.add("model/large", values().reshape(24576, 2048))
         return folder
 
     return of
@@ -108,17 +112,17 @@ def test_a_process_and_its_children_grow_by_less_than_the_cap(
     grown = measured(tmp_path, (written(chunk_bytes), tmp_path / "b"), memory, engine, {})
     assert grown <= int(memory.removesuffix("MiB")) << 20
     with ckptkit.open(tmp_path / "b") as checkpoint:
-        assert np.array_equal(checkpoint.read("model/w7"), VALUES[7])
-        assert np.array_equal(checkpoint.read("model/large"), VALUES.reshape(24576, 2048))
+        assert np.array_equal(checkpoint.read("model/w7"), values()[7])
+        assert np.array_equal(checkpoint.read("model/large"), values().reshape(24576, 2048))
 
 
-@pytest.mark.parametrize(("memory", "engine"), [("160MiB", "threads")])
+@pytest.mark.parametrize(("memory", "engine"), [("96MiB", "threads")])
 def test_the_cap_holds_from_one_bucket_to_another(
     tmp_path: Path, bucket: Bucket, memory: str, engine: str
 ) -> None:
     state = {
         f"model/w{number}": Tensor(random_values((2048, 2048), seed=number), {"fsdp": "shard(0)"})
-        for number in range(12)
+        for number in range(8)
     }
     save(f"{bucket.url}/a", state, strategy="fsdp:16", storage_options=bucket.options)
     places = f"{bucket.url}/a", f"{bucket.url}/b"
