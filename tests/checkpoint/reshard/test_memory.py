@@ -116,13 +116,13 @@ def test_a_process_and_its_children_grow_by_less_than_the_cap(
         assert np.array_equal(checkpoint.read("model/large"), values().reshape(24576, 2048))
 
 
-@pytest.mark.parametrize(("memory", "engine"), [("96MiB", "threads")])
+@pytest.mark.parametrize(("memory", "engine"), [("160MiB", "threads")])
 def test_the_cap_holds_from_one_bucket_to_another(
     tmp_path: Path, bucket: Bucket, memory: str, engine: str
 ) -> None:
     state = {
         f"model/w{number}": Tensor(random_values((2048, 2048), seed=number), {"fsdp": "shard(0)"})
-        for number in range(8)
+        for number in range(12)
     }
     save(f"{bucket.url}/a", state, strategy="fsdp:16", storage_options=bucket.options)
     places = f"{bucket.url}/a", f"{bucket.url}/b"
