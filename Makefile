@@ -29,7 +29,7 @@ test: ## set up with torch, then ruff, mypy and pytest
 	+@$(SET_UP) dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(TYPED)
+	$(BIN)/mypy -n 2 $(TYPED)
 	$(PYTEST) -n 4  # more than cores: half of the time is waiting
 
 test-long: ## set up with torch, then the tests that take minutes each, and properties on many examples

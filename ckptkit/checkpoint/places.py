@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from isal import isal_zlib
 
-from ckptkit.checkpoint.workers import ask_all
+from ckptkit.checkpoint.workers import ask_all, uncollected
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
@@ -203,7 +203,7 @@ def crc_of(source: Source, start: int, size: int) -> int:
 
 def _manifest(store: Store, prefix: str, data: bytes) -> Manifest:
     where = described(store, under(prefix, MANIFEST))
-    with _in_memory(where, len(data)):
+    with _in_memory(where, len(data)), uncollected():
         manifest = Manifest.from_bytes(data, where)
     _check_number(store, prefix, manifest.save)
     return manifest

@@ -34,17 +34,21 @@ Progress = Callable[[int], None]
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Python looks for cycles of garbage later, as a block or a decorated function. While it makes
-    some objects for each of 100,000 arrays, looking at all of them again and again takes longer
+    """Python looks for cycles of garbage later, as a block or a decorated function. While some
+    objects are made for each of 100,000 arrays, looking at all of them again and again takes longer
     than making them; a job with a large model has millions more.
+
+    In the main thread only: whether Python looks is said for the whole process, and there nobody
+    else can say it, or fork, at the same time.
     """
-    was_on = gc.isenabled()
+    if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        gc.enable()
 
 
 def cores() -> int:

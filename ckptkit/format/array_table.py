@@ -104,7 +104,9 @@ class ArrayTables:
         self._first: ArrayTable | None = None
 
     def add(self, table: ArrayTable, axes: int) -> None:
-        """Make a table known, which stands in for rank 0's where that cannot be read."""
+        """Make a table known that was read before: it is not read again, and stands in for rank 0's
+        where that cannot be read.
+        """
         self._known.setdefault((table.digest, axes), table)
 
     def take(self, fields: Fields, rank: int, axes: int) -> tuple[ArrayTable, bool]:

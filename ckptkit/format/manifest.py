@@ -117,7 +117,7 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes, where: str, known: ArrayTable | None = None) -> Manifest:
         """Read and check a manifest; errors name the field. Where it lists the arrays of a `known`
-        table, these are not read again.
+        table of the same strategy, these are not read again.
         """
         fields = Fields(unseal(MANIFEST_KIND, data, where, TABLE_FIELDS), "")
         with located(where):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, uncollected
-from ckptkit.checkpoint.write.pack import PackLayout
+from ckptkit.checkpoint.write.pack import PackPlan
 from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import canonical, dumps
@@ -157,7 +157,7 @@ def prepare(
         threads=DEFAULT_THREADS if options.threads is None else options.threads,
         progress=progress,
     )
-    writer.layout = arena.layout
+    writer.like = arena.plan
     for held in tensors:
         if held.name in agreement.elsewhere:
             continue
@@ -323,18 +323,14 @@ def readable(nbytes: float) -> str:
 class Arena:
     """What a save leaves to the next one: host memory of the size of this rank's state, pinned
     where a device copies into it, a pool of one buffer where the writer itself copies from host
-    memory; and how the pack was laid out, which seldom changes between two saves of a job.
+    memory; and how the pack was laid out, about 1 KB an array, which seldom changes between two
+    saves of a job.
     """
 
     def __init__(self) -> None:
-        self.layout: PackLayout | None = None
+        self.plan: PackPlan | None = None
         self.pool = _PoolOfOne()
         self._memory: torch.Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """How much memory it has."""
-        return 0 if self._memory is None else self._memory.nbytes
 
     def hold(self, tensors: Sequence[LiveTensor]) -> list[LiveTensor]:
         """The same tensors in the arena; complete, and independent of the originals, on return."""
@@ -360,7 +356,7 @@ class Arena:
 
     def close(self) -> None:
         """Free the memory."""
-        self._memory = self.layout = None
+        self._memory = self.plan = None
         self.pool.clear()
 
 

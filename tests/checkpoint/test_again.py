@@ -1,4 +1,4 @@
-"""A writer uses the layout of the last save again where it holds the same, and only there."""
+"""A writer uses the plan of the last save again where it holds the same, and only there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 import ckptkit
-from ckptkit.checkpoint.write.pack import PackLayout
+from ckptkit.checkpoint.write.pack import PackPlan
 
 Arrays = Mapping[str, tuple[npt.NDArray[Any], dict[str, Any]]]
 
@@ -26,13 +26,11 @@ def arrays(seed: int) -> dict[str, tuple[npt.NDArray[Any], dict[str, Any]]]:
     }
 
 
-def saved(
-    run: Path, step: int, what: Arrays, layout: PackLayout | None, **options: Any
-) -> PackLayout:
+def saved(run: Path, step: int, what: Arrays, plan: PackPlan | None, **options: Any) -> PackPlan:
     """Save, and read all of it back."""
     aliases = options.pop("aliases", ())
     with ckptkit.Writer(run, step=step, **options) as writer:
-        writer.layout = layout
+        writer.like = plan
         for name, (data, said) in what.items():
             writer.add(name, data, **said)
         for alias in aliases:
@@ -44,8 +42,8 @@ def saved(
             np.testing.assert_array_equal(step_.read(name), data)
             assert step_[name].info.of == said.get("of")
             assert step_[name].info.role == said.get("role", "other")
-    assert writer.layout is not None
-    return writer.layout
+    assert writer.plan is not None
+    return writer.plan
 
 
 def test_the_same_arrays_are_laid_out_once(tmp_path: Path) -> None:

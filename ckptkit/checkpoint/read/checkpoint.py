@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ckptkit.checkpoint.places import Place, described, manifest_at, read_manifest, store_at
 from ckptkit.checkpoint.read.packs import OpenPacks
 from ckptkit.checkpoint.read.reader import Wanted, plan_read
-from ckptkit.checkpoint.workers import Pace, Progress, share_out, uncollected
+from ckptkit.checkpoint.workers import Pace, Progress, share_out
 from ckptkit.errors import FormatError, LayoutError, NotFoundError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
@@ -36,9 +36,8 @@ def open_checkpoint(location: Place, *, storage_options: Options | None = None) 
     what they leave out comes from the environment, as is usual there.
     """
     store = store_at(location, storage_options)
-    with uncollected():
-        prefix, manifest = manifest_at(store)
-        return Checkpoint(store, prefix, manifest)
+    prefix, manifest = manifest_at(store)
+    return Checkpoint(store, prefix, manifest)
 
 
 def _reopened(address: Address, prefix: str, save_id: str) -> Checkpoint:

@@ -29,7 +29,7 @@ from ckptkit.checkpoint.workers import Pace, Progress, share_out
 from ckptkit.checkpoint.write.pack import (
     Pack,
     PackedArray,
-    PackLayout,
+    PackPlan,
     Slot,
     chunk_view,
     documents_of,
@@ -147,7 +147,7 @@ def _begin_pack(
     origins = [array for array, _ in mine]
     pack = Pack(
         rank,
-        PackLayout(
+        PackPlan(
             target.table,
             documents_of(known, by_name, rank),
             [PackedArray(array.info, chunks) for array, chunks in mine],
@@ -160,7 +160,7 @@ def _begin_pack(
             destination,
             step_name(target.save.step),
             target.save,
-            pack.segments_at(_lasts(pack.layout, origins, copier.budget)),
+            pack.segments_at(_lasts(pack.plan, origins, copier.budget)),
             refers=rank > 0,
             memory=copier.budget.sink_bytes,
             progress=progress,
@@ -174,17 +174,17 @@ def _begin_pack(
     return pack
 
 
-def _lasts(pack: PackLayout, origins: Sequence[TargetArray], budget: Budget) -> list[int]:
+def _lasts(plan: PackPlan, origins: Sequence[TargetArray], budget: Budget) -> list[int]:
     """Where segments end: each array's chunks in batches as the plan has them, small ones together.
 
     The batches of chunks that go over as they are need not be large: no chunk of the source is
     needed by two.
     """
-    end = len(pack.documents)
+    end = len(plan.documents)
     lasts: list[int] = []
     usual = min(_USUAL, budget.batch_bytes)
-    held = sum(len(data) for _, data in pack.documents)
-    for array, origin in zip(pack.arrays, origins, strict=True):
+    held = sum(len(data) for _, data in plan.documents)
+    for array, origin in zip(plan.arrays, origins, strict=True):
         sizes = array.info.grid.stored_elements(array.chunks) * origin.itemsize
         for first, last in batches(sizes, usual if origin.is_kept else budget.batch_bytes):
             nbytes = int(sizes[first:last].sum())

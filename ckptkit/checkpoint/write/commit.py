@@ -121,7 +121,7 @@ def publish(store: Store, prefix: str, manifest: Manifest, *, replace: bool) -> 
     key = under(prefix, MANIFEST)
     data = manifest.to_bytes()
     # Read as every later reader will: what cannot be opened must never count as committed.
-    # Of the arrays the records were read, or what is there now.
+    # Its table of arrays was read so before, out of a record or a manifest.
     Manifest.from_bytes(data, described(store, key), manifest.table)
     if len(data) > MAX_DOCUMENT_BYTES:
         raise FormatError(

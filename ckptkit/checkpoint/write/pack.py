@@ -90,7 +90,7 @@ class Segment:
     stop: int
 
 
-class PackLayout:
+class PackPlan:
     """Where each byte of a pack will be. Documents come first, then the chunks array by array, then
     the record of them.
 
@@ -104,6 +104,7 @@ class PackLayout:
         arrays: Sequence[PackedArray],
         made_for: object = None,
     ) -> None:
+        """`made_for` is all that it follows from, where it may be used again."""
         self.table = table
         self.documents = documents
         self.arrays = arrays
@@ -130,6 +131,7 @@ class PackLayout:
             self.end = offsets[-1] + length
         self.offsets: I64 = np.array(offsets, dtype=np.int64)
         self.lengths: I64 = np.array(lengths, dtype=np.int64)
+        self.ends = self.offsets + self.lengths
         # Known before they are written, because the length of the record depends on them.
         self.crcs: npt.NDArray[np.uint32] = np.zeros(len(lengths), dtype=np.uint32)
         self.crcs[: len(documents)] = [isal_zlib.crc32(data) for _, data in documents]
@@ -138,35 +140,29 @@ class PackLayout:
         in_table = np.array([place[array.info.name] for array in arrays], dtype=np.uint32)
         self.array_in_table = in_table[self.array]
 
-    @property
-    def ends(self) -> list[int]:
-        """Where each entry ends."""
-        found: list[int] = (self.offsets + self.lengths).tolist()
-        return found
-
 
 class Pack:
     """What one writer writes of a step: perhaps staged, then begun, and written segment by segment,
-    as its layout says.
+    as its plan says.
     """
 
     def __init__(
-        self, rank: int, layout: PackLayout, objects: Iterable[ObjectInfo], fill: Fill
+        self, rank: int, plan: PackPlan, objects: Iterable[ObjectInfo], fill: Fill
     ) -> None:
-        self.layout = layout
+        self.plan = plan
         self.segments: Sequence[Segment] = ()
         self.is_finished = False
         self._rank = rank
         self._objects = tuple(objects)
         self._fill = fill
         self._staged: AlignedBuffer | None = None
-        self._crcs = layout.crcs.copy()
+        self._crcs = plan.crcs.copy()
 
     def stage(self, pool: BufferPool, threads: int) -> None:
         """Copy all data into memory of the pool, so that what it came from may change. Checksums
         and headers are left to `write_segment`, when nobody waits for them.
         """
-        self._staged = staged = pool.take(self.layout.end)
+        self._staged = staged = pool.take(self.plan.end)
 
         def copy(segment: Segment) -> None:
             for _ in self._fill(self._slots(segment, staged.view[segment.start : segment.stop])):
@@ -198,15 +194,15 @@ class Pack:
         self._left = len(segments)
         self._writing = threading.Lock()
         # Of no arrays the tables are the same for any strategies: these have to be compared then.
-        self._refers = refers and len(self.layout.table.arrays) > 0
-        name, record, layout = record_name(self._rank), len(self._record()), self.layout
-        offset = data_offset(name, record, layout.end)
+        self._refers = refers and len(self.plan.table.arrays) > 0
+        name, record, plan = record_name(self._rank), len(self._record()), self.plan
+        offset = data_offset(name, record, plan.end)
         # The last header is where the data ends, and the directory begins where the record ends.
-        names = sum(map(len, layout.names)) + len(name)
-        lengths = [*layout.lengths.tolist(), record]
-        closing = directory_length(names, lengths, [0, *layout.ends], offset + record)
+        names = sum(map(len, plan.names)) + len(name)
+        lengths = [*plan.lengths.tolist(), record]
+        closing = directory_length(names, lengths, [0, *plan.ends.tolist()], offset + record)
         extents = [segment.stop - segment.start for segment in segments]
-        extents.append(offset + record + closing - layout.end)
+        extents.append(offset + record + closing - plan.end)
         self._sink: Sink = store.create(self._key, extents, memory=memory)
         if not segments:
             # Nobody will write a last one, who would finish the pack.
@@ -242,11 +238,11 @@ class Pack:
     def _finish(self) -> None:
         """Write the record and the directory, and make the pack durable."""
         name, record = record_name(self._rank), self._record()
-        offset = data_offset(name, len(record), self.layout.end)
+        offset = data_offset(name, len(record), self.plan.end)
         entry = Entry(name, offset, len(record), int(isal_zlib.crc32(record)))
         # An object for each of millions of chunks would fill the memory.
-        entries = self._entries(0, len(self.layout.names))
-        tail = local_header(entry, self.layout.end) + record + directory(chain(entries, [entry]))
+        entries = self._entries(0, len(self.plan.names))
+        tail = local_header(entry, self.plan.end) + record + directory(chain(entries, [entry]))
         self._sink.write(len(self.segments), memoryview(tail))
         self._sink.finish()
         self.is_finished = True
@@ -266,12 +262,12 @@ class Pack:
 
     def segments_of(self, size: int) -> list[Segment]:
         """Segments of about so many bytes."""
-        sizes = np.diff(self.layout.ends, prepend=0)
+        sizes = np.diff(self.plan.ends, prepend=0)
         return self.segments_at([last for _, last in batches(sizes, size)])
 
     def segments_at(self, lasts: Sequence[int]) -> list[Segment]:
         """Segments that end before these entries."""
-        ends = self.layout.ends
+        ends = self.plan.ends.tolist()
         segments: list[Segment] = []
         first = start = 0
         for last in lasts:
@@ -281,17 +277,17 @@ class Pack:
 
     def _slots(self, segment: Segment, memory: memoryview) -> list[Slot]:
         """Put the documents of a segment into its memory; the places of its chunks there."""
-        layout, span = self.layout, slice(segment.first, segment.last)
-        offsets, lengths = layout.offsets[span].tolist(), layout.lengths[span].tolist()
+        plan, span = self.plan, slice(segment.first, segment.last)
+        offsets, lengths = plan.offsets[span].tolist(), plan.lengths[span].tolist()
         slots: list[Slot] = []
         for entry, (offset, length) in enumerate(zip(offsets, lengths, strict=True), segment.first):
             begin = offset - segment.start
             data = memory[begin : begin + length]
-            row = entry - len(layout.documents)
+            row = entry - len(plan.documents)
             if row < 0:
-                data[:] = layout.documents[entry][1]
+                data[:] = plan.documents[entry][1]
             else:
-                slots.append(Slot(entry, int(layout.array[row]), int(layout.chunk[row]), data))
+                slots.append(Slot(entry, int(plan.array[row]), int(plan.chunk[row]), data))
         return slots
 
     def _note_checksums(self, slots: Iterable[Slot]) -> None:
@@ -308,23 +304,23 @@ class Pack:
 
     def _entries(self, first: int, last: int) -> Iterator[Entry]:
         """Some entries; the CRC of each is right once it has been filled."""
-        layout, span = self.layout, slice(first, last)
-        columns = (column[span].tolist() for column in (layout.offsets, layout.lengths, self._crcs))
-        return map(Entry, layout.names[span], *columns)
+        plan, span = self.plan, slice(first, last)
+        columns = (column[span].tolist() for column in (plan.offsets, plan.lengths, self._crcs))
+        return map(Entry, plan.names[span], *columns)
 
     def _record(self) -> bytes:
         """What the pack says of itself; its length is the same before there are checksums."""
-        layout = self.layout
-        count = len(layout.documents)
+        plan = self.plan
+        count = len(plan.documents)
         return Record(
             save=self._save,
             rank=self._rank,
-            table=layout.table,
+            table=plan.table,
             documents=tuple(self._entries(0, count)),
-            array=layout.array_in_table,
-            chunk=layout.chunk.astype(np.uint64),
-            offset=layout.offsets[count:].astype(np.uint64),
-            length=layout.lengths[count:].astype(np.uint64),
+            array=plan.array_in_table,
+            chunk=plan.chunk.astype(np.uint64),
+            offset=plan.offsets[count:].astype(np.uint64),
+            length=plan.lengths[count:].astype(np.uint64),
             crc32=self._crcs[count:],
             objects=self._objects,
             refers=self._refers,
@@ -346,20 +342,21 @@ def pack_of(
     arrays: Mapping[str, Holding],
     aliases: Iterable[Alias] = (),
     objects: Iterable[ObjectInfo] = (),
-    like: PackLayout | None = None,
+    like: PackPlan | None = None,
 ) -> Pack:
     """The pack of a saving rank, which takes its share of the chunks out of what it holds. Where
-    another pack was made for the same, its layout holds here too.
+    another pack was made for the same, its plan holds here too.
     """
     order, aliases = list(arrays.values()), tuple(aliases)
-    # Of the arrays a layout takes no more than their shapes, the strategy and the placements.
+    # What a plan is made of: `Holding.layout` follows from the strategy and what the infos say.
     made_for = rank, order[0].layout.strategy if order else None, [h.info for h in order], aliases
-    if like is None or like.made_for != made_for:
+    plan = like
+    if plan is None or plan.made_for != made_for:
         # Shared out in the order of names, the same on all ranks however they were added.
         named = [arrays[name] for name in sorted(arrays)]
         known = [Owned(h.info.name, h.layout, h.info.grid, h.info.dtype.itemsize) for h in named]
         writes = dict(zip(sorted(arrays), chunks_to_write(known, rank), strict=True))
-        like = PackLayout(
+        plan = PackPlan(
             ArrayTable.of([holding.info for holding in named], aliases),
             documents_of([(each, arrays[each.name].info) for each in known], writes, rank),
             [PackedArray(holding.info, writes[holding.info.name]) for holding in order],
@@ -379,7 +376,7 @@ def pack_of(
             copy_elements(holding.data[at], stored)
             yield slot
 
-    return Pack(rank, like, objects, fill)
+    return Pack(rank, plan, objects, fill)
 
 
 def documents_of(

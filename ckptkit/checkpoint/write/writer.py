@@ -23,7 +23,7 @@ from ckptkit.checkpoint.write.commit import (
     gather,
     refuse_committed,
 )
-from ckptkit.checkpoint.write.pack import Holding, Pack, PackLayout, pack_of
+from ckptkit.checkpoint.write.pack import Holding, Pack, PackPlan, pack_of
 from ckptkit.errors import (
     GivenUpError,
     InvalidNameError,
@@ -105,8 +105,10 @@ class Writer:
         self._groups: set[str] = set()
         self._pack: Pack | None = None
         self._tables = ArrayTables()
-        self.layout: PackLayout | None = None
-        """How the pack is laid out; before that, how one was that may be laid out alike."""
+        self.plan: PackPlan | None = None
+        """How the pack is laid out, once it is."""
+        self.like: PackPlan | None = None
+        """The plan of a committed pack of the same job: it is used again where it holds."""
         self._done = False
 
     def add(
@@ -206,7 +208,7 @@ class Writer:
         def begun() -> tuple[str, float, bytes]:
             if not self._overwrite:
                 refuse_committed(store, prefix)
-            return new_save_id(), time.time(), pack.layout.table.digest
+            return new_save_id(), time.time(), pack.plan.table.digest
 
         try:
             # Lay out: where each byte of this rank's pack will be.
@@ -215,7 +217,7 @@ class Writer:
             # Agree on the save id and the time, both rank 0's. Where the arrays are the same as
             # rank 0's the record need not list them again.
             save_id, seconds, digest = ranks.share(begun)
-            refers = ranks.rank > 0 and digest == pack.layout.table.digest
+            refers = ranks.rank > 0 and digest == pack.plan.table.digest
             if ranks.rank == 0 and not self._overwrite:
                 # Before the data, so that nobody waits for it at the end, when the store is busy.
                 store.learn(prefix)
@@ -281,12 +283,12 @@ class Writer:
     @uncollected()
     def _laid_out(self) -> Pack:
         pack = pack_of(
-            self.rank, self._arrays, self._aliases.values(), self._objects.values(), self.layout
+            self.rank, self._arrays, self._aliases.values(), self._objects.values(), self.like
         )
-        if pack.layout is self.layout:
-            # Read back once when it was first written, the table is known to be readable.
-            self._tables.add(pack.layout.table, len(self.strategy.mesh.axes))
-        self.layout = pack.layout
+        if pack.plan is self.like:
+            # The commit of that save has read its table.
+            self._tables.add(pack.plan.table, len(self.strategy.mesh.axes))
+        self.plan = pack.plan
         return pack
 
     @uncollected()

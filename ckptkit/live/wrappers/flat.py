@@ -174,8 +174,8 @@ def has_fsdp1(parts: Sequence[nn.Module]) -> bool:
 
 
 def fsdp1_units(parts: Sequence[nn.Module]) -> list[FullyShardedDataParallel]:
-    """The parts of a module that FSDP1 wraps; of all of them, the module itself first."""
-    # Asked last: torch looks at each part of a model for long.
+    """Those parts of a module that FSDP1 wraps. `parts` are all, and the first is the module."""
+    # Torch takes long over each part of a model: it is asked only where there are such.
     return FullyShardedDataParallel.fsdp_modules(parts[0]) if has_fsdp1(parts) else []
 
 
