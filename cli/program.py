@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
-from _thread import interrupt_main
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -96,9 +96,12 @@ def _interruptible() -> Iterator[None]:
     hook = sys.unraisablehook
 
     def come_again(lost: Any) -> None:
-        """Python prints what a callback raises, and goes on: Ctrl-C comes again when it is over."""
+        """Python prints what a callback raises, and goes on: Ctrl-C comes again when it is over.
+        As a signal, for the main thread may wait for a lock by then, out of which Python's own
+        `interrupt_main` does not call it.
+        """
         if lost.exc_type is KeyboardInterrupt:
-            threading.Timer(_MOMENT, interrupt_main).start()
+            threading.Timer(_MOMENT, os.kill, (os.getpid(), signal.SIGINT)).start()
         else:
             hook(lost)
 

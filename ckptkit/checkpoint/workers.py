@@ -22,6 +22,7 @@ R = TypeVar("R")
 DEFAULT_THREADS = 6
 # Of small questions, each of which a file system answers at once.
 _FEW = 8
+_LOOK = 0.2  # seconds
 # A request is in memory twice for a moment: as it came, and where it was asked for.
 _COPIES = 2
 _LEAST_REQUEST = 1 << 20
@@ -96,7 +97,10 @@ def share_out(items: Iterable[T], do: Callable[[T], object], count: int) -> None
         with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
             try:
                 futures += [executor.submit(work) for _ in range(count)]
-                wait(futures, return_when=FIRST_EXCEPTION)
+                # Looked after now and then: Ctrl-C may reach another thread, which does not end a
+                # wait of this one, and is heard when that ends.
+                while not errors and wait(futures, _LOOK, FIRST_EXCEPTION).not_done:
+                    pass
             finally:
                 stopped.set()
         if errors:

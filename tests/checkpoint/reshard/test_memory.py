@@ -45,7 +45,7 @@ def watch():
         time.sleep(0.01)
 
 if __name__ == "__main__":
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     rules = {"rules": [{"match": "*", "tp": "shard(1)"}]}
     how = {"memory": memory, "engine": engine, "storage_options": options}
