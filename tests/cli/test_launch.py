@@ -42,7 +42,7 @@ while len(os.listdir(sys.argv[1])) < 3:
     time.sleep(0.01)
 if os.environ["RANK"] == "1":
     raise ValueError("the reason")
-time.sleep(0.3)
+time.sleep(3)
 if os.environ["RANK"] == "0":
     raise RuntimeError("connection closed by peer")
 time.sleep(100)
