@@ -17,8 +17,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Callable
-from contextlib import ExitStack, chdir, redirect_stdout
-from io import StringIO
+from contextlib import ExitStack, chdir
 from pathlib import Path
 from typing import Any
 
@@ -199,15 +198,20 @@ def run_state(gloo: Pool) -> None:
         gloo.run(1 if how == "plain" else 2, state_on_a_rank, how, str(folder.absolute()))
 
 
-def talk_on_a_rank() -> str:
-    with redirect_stdout(StringIO()) as printed:
-        run("communication.md", {})
-    return printed.getvalue()
-
-
 def run_communication(gloo: Pool) -> None:
-    for rank, printed in enumerate(gloo.run(2, talk_on_a_rank)):
-        assert printed == f"gloo {rank} 2\n[3.0, 3.0, 3.0, 3.0]\n[2, 2]\n"
+    Path("page.py").write_text("\n".join(programs("communication.md")))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = subprocess.run(
+        [sys.executable, *launcher, "page.py"],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    # Lines of two processes may come in one another.
+    for part in ("gloo", " 0 2", " 1 2", "[3.0, 3.0, 3.0, 3.0]", "[2, 2]"):
+        assert done.stdout.count(part) == (1 if part.startswith(" ") else 2)
 
 
 def strategies_on_a_rank(folder: str) -> None:

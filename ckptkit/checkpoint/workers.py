@@ -45,8 +45,8 @@ def uncollected() -> Iterator[None]:
     if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
         yield
         return
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         gc.enable()

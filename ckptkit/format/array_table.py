@@ -32,11 +32,14 @@ _HINT = "all packs of a save are read with rank 0's: put the right rank-00000.zi
 
 @dataclass(frozen=True, eq=False)
 class ArrayTable:
-    """What a record says of arrays; `packed` is its fields `placements` and `arrays`."""
+    """What a record says of arrays; `packed` is its fields `placements` and `arrays`, and `is_read`
+    whether they were made of these, as every later reader will make them.
+    """
 
     arrays: tuple[ArrayInfo, ...]
     aliases: tuple[Alias, ...]
     packed: tuple[bytes, bytes]
+    is_read: bool = False
 
     @classmethod
     def of(cls, arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> ArrayTable:
@@ -49,7 +52,7 @@ class ArrayTable:
     @classmethod
     def read(cls, packed: tuple[bytes, bytes], axes: int) -> ArrayTable:
         """The table that a document with so many axes has, once it is checked."""
-        return cls(*arrays_from_docs(packed, axes), packed)
+        return cls(*arrays_from_docs(packed, axes), packed, is_read=True)
 
     @cached_property
     def digest(self) -> bytes:
@@ -101,7 +104,8 @@ class ArrayTables:
 
     def __init__(self) -> None:
         self._known: dict[tuple[bytes, int], ArrayTable] = {}
-        self._first: ArrayTable | None = None
+        self.first: ArrayTable | None = None
+        """That of rank 0's record, once it is read."""
 
     def add(self, table: ArrayTable, axes: int) -> None:
         """Make a table known that was read before: it is not read again, and stands in for rank 0's
@@ -123,7 +127,7 @@ class ArrayTables:
             # Not an assignment: another thread may have read an equal one meanwhile, which is used.
             self._known.setdefault(key, table)
         if rank == 0:
-            self._first = self._known[key]
+            self.first = self._known[key]
         return self._known[key], False
 
     def _referred(self, packed: tuple[bytes, bytes], rank: int, axes: int) -> ArrayTable:
@@ -138,13 +142,13 @@ class ArrayTables:
         if rank == 0:
             raise FormatError("rank 0's record refers to itself", where="arrays", hint=_HINT)
         table = self._known.get((digest, axes))
-        if self._first is None and table is None:
+        if self.first is None and table is None:
             raise NotFoundError(
                 "the record refers to the arrays of rank 0's record, which cannot be read",
                 where="arrays",
                 hint=_HINT,
             )
-        if table is None or self._first not in (None, table):
+        if table is None or self.first not in (None, table):
             raise CorruptionError(
                 "the record refers to other arrays than those of rank 0's record",
                 where="arrays.sha256",

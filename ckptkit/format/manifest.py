@@ -117,7 +117,7 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes, where: str, known: ArrayTable | None = None) -> Manifest:
         """Read and check a manifest; errors name the field. Where it lists the arrays of a `known`
-        table of the same strategy, these are not read again.
+        table of the same strategy that was read, these are not read again.
         """
         fields = Fields(unseal(MANIFEST_KIND, data, where, TABLE_FIELDS), "")
         with located(where):
@@ -125,7 +125,7 @@ class Manifest:
             packs = tuple(_pack(doc, f"packs.{i}") for i, doc in enumerate(fields.items("packs")))
             packed = fields.bytes("placements"), fields.bytes("arrays")
             table = known
-            if table is None or table.packed != packed:
+            if table is None or not table.is_read or table.packed != packed:
                 table = ArrayTable.read(packed, len(save.strategy.mesh.axes))
             columns = columns_from_doc(fields.any("chunks"), "chunks", _COLUMNS)
             objects = objects_from_docs(fields)

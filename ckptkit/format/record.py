@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptkit.errors import CorruptionError, FormatError
 from ckptkit.format.array_table import ArrayTable, ArrayTables
-from ckptkit.format.arrays import TABLE_FIELDS, Alias, ArrayInfo
+from ckptkit.format.arrays import TABLE_FIELDS
 from ckptkit.format.columns import U32, U64, columns_from_doc, columns_to_doc
 from ckptkit.format.envelope import seal, unseal
 from ckptkit.format.leaves import check_leaf, encode
@@ -76,7 +76,8 @@ class SaveInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """What one pack holds; the columns are one row a chunk, in pack order.
+    """What one pack holds; the columns are one row a chunk, in pack order, and `array` numbers the
+    arrays of the table.
 
     Where `refers`, the document does not list the table: it is that of rank 0's record.
     """
@@ -92,16 +93,6 @@ class Record:
     crc32: U32
     objects: tuple[ObjectInfo, ...]
     refers: bool = False
-
-    @property
-    def arrays(self) -> tuple[ArrayInfo, ...]:
-        """The arrays that `array` numbers."""
-        return self.table.arrays
-
-    @property
-    def aliases(self) -> tuple[Alias, ...]:
-        """The aliases of the same table."""
-        return self.table.aliases
 
     def to_bytes(self) -> bytes:
         table = self.table.reference() if self.refers else self.table.packed

@@ -80,7 +80,7 @@ def checkpointed(
 
 # Four for stages that are neither the first nor the last; nothing else differs with more than two.
 @pytest.mark.parametrize(
-    ("way", "ranks"), [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("pp", 4), ("pp 1f1b", 2)]
+    ("way", "ranks"), [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("pp", 4), ("pp 1f1b", 4)]
 )
 def test_gradients_are_equal_to_the_bit_on_all_ranks(gloo: Pool, way: str, ranks: int) -> None:
     policies = [*POLICIES, "budget"] + ["partition"] * (way == "tp")

@@ -123,8 +123,7 @@ def test_a_rank_that_adds_one_more_alias_lists_its_arrays() -> None:
     assert ckptkit.open(store)["tied"].alias_of == "w"
 
 
-# Of stages the table of all that they list is read too, before it is committed.
-@pytest.mark.parametrize(("fill", "tables"), [(None, 1), (staged, 3)], ids=["all", "pipeline"])
+@pytest.mark.parametrize(("fill", "tables"), [(None, 1), (staged, 2)], ids=["all", "pipeline"])
 def test_equal_arrays_are_read_once_however_many_ranks_know_them(
     monkeypatch: pytest.MonkeyPatch, fill: Callable[[Writer], None] | None, tables: int
 ) -> None:

@@ -37,13 +37,26 @@ print("err", os.environ["RANK"], file=sys.stderr)
 """
 FAIL = """
 import os, sys, time
-open(f"{sys.argv[1]}/{os.environ['RANK']}", "w").close()
-while len(os.listdir(sys.argv[1])) < 3:
+rank, meeting = os.environ["RANK"], sys.argv[1]
+with open(f"{meeting}/{rank}.tmp", "w") as mine:
+    mine.write(str(os.getpid()))
+os.rename(mine.name, f"{meeting}/{rank}")
+while not all(os.path.exists(f"{meeting}/{n}") for n in range(3)):
     time.sleep(0.01)
-if os.environ["RANK"] == "1":
+if rank == "1":
     raise ValueError("the reason")
-time.sleep(3)
-if os.environ["RANK"] == "0":
+first = open(f"{meeting}/1").read()
+
+def is_running():
+    try:
+        return open(f"/proc/{first}/stat").read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+while is_running():
+    time.sleep(0.01)
+time.sleep(0.3)
+if rank == "0":
     raise RuntimeError("connection closed by peer")
 time.sleep(100)
 """

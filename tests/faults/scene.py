@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
 
+import pytest
+
 import ckptkit
 from ckptkit import CkptkitError, Run, Writer
 from ckptkit.checkpoint.places import step_name
@@ -45,6 +47,20 @@ NEVER = 240.0
 FIRST = small_state()
 NEXT = small_state(seed=7)
 LARGE = {"model/w": Tensor(random_values((2, 6 * MIB // 4), "float32", 3), {"fsdp": "shard(0)"})}
+
+
+def all_and_some(names: Iterable[str], some: Iterable[str]) -> pytest.MarkDecorator:
+    """Faults under obstore, and under fsspec some: all of them in long tests."""
+    names = tuple(names)
+    return pytest.mark.parametrize(
+        ("engine", "names"),
+        [
+            ("obstore", names),
+            ("fsspec", tuple(some)),
+            pytest.param("fsspec", names, marks=pytest.mark.long),
+        ],
+        ids=lambda value: value if isinstance(value, str) else f"of {len(value)}",
+    )
 
 
 @dataclass(frozen=True)

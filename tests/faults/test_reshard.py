@@ -19,6 +19,7 @@ from tests.faults.scene import (
     MIB,
     PATIENT,
     Scene,
+    all_and_some,
     assert_clear,
     assert_whole,
     cases,
@@ -105,15 +106,7 @@ def test_a_step_arrives_all_the_same(scene: Scene, target: Scene, name: str) -> 
     scene.assert_steps({1: FIRST, 2: STATE})
 
 
-@pytest.mark.parametrize(
-    ("engine", "names"),
-    [
-        ("obstore", tuple(UNSURE)),
-        ("fsspec", BY_ITSELF),
-        pytest.param("fsspec", tuple(UNSURE), marks=pytest.mark.long),
-    ],
-    ids=lambda value: value if isinstance(value, str) else f"of {len(value)}",
-)
+@all_and_some(UNSURE, BY_ITSELF)
 def test_a_step_arrives_whole_or_not_at_all(
     moto: Moto, bucket: Bucket, engine: str, names: tuple[str, ...]
 ) -> None:

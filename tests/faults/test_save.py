@@ -13,6 +13,7 @@ from tests.faults.scene import (
     MIB,
     NEXT,
     Scene,
+    all_and_some,
     cases,
     save,
     scene_of,
@@ -122,15 +123,7 @@ def test_a_step_of_several_parts_is_saved_all_the_same(scene: Scene, name: str) 
     survive(scene, PASSING_LARGE[name], LARGE)
 
 
-@pytest.mark.parametrize(
-    ("engine", "names"),
-    [
-        ("obstore", tuple(UNSURE)),
-        ("fsspec", BY_ITSELF),
-        pytest.param("fsspec", tuple(UNSURE), marks=pytest.mark.long),
-    ],
-    ids=lambda value: value if isinstance(value, str) else f"of {len(value)}",
-)
+@all_and_some(UNSURE, BY_ITSELF)
 def test_a_step_is_saved_whole_or_not_at_all(
     moto: Moto, bucket: Bucket, engine: str, names: tuple[str, ...]
 ) -> None:
@@ -146,15 +139,7 @@ def test_a_step_of_several_parts_is_saved_whole_or_not_at_all(scene: Scene, name
     be_whole_or_absent(scene, UNSURE_LARGE[name], LARGE)
 
 
-@pytest.mark.parametrize(
-    ("engine", "names"),
-    [
-        ("obstore", tuple(GONE)),
-        ("fsspec", ("503-after-5", "stall-after-0", "stall-after-8")),
-        pytest.param("fsspec", tuple(GONE), marks=pytest.mark.long),
-    ],
-    ids=lambda value: value if isinstance(value, str) else f"of {len(value)}",
-)
+@all_and_some(GONE, ("503-after-5", "stall-after-0", "stall-after-8"))
 def test_a_server_that_goes_away_fails_the_save_and_nothing_else(
     moto: Moto, bucket: Bucket, engine: str, names: tuple[str, ...]
 ) -> None:

@@ -44,7 +44,7 @@ def test_a_record_that_refers_has_the_arrays_of_rank_0s() -> None:
     rank0 = Record.from_bytes(sealed(LISTED), WHERE, tables)
     found = read(REFERRING, tables)
     assert found.table is rank0.table
-    assert found.arrays == samples.ARRAYS
+    assert found.table.arrays == samples.ARRAYS
     assert np.array_equal(found.array, rank0.array)
     assert found.to_bytes() == sealed(REFERRING)
 
@@ -125,7 +125,7 @@ def test_without_rank_0s_record_a_reference_is_a_digest() -> None:
     assert "rank-00000.zip" in error.value.hint
     tables = ArrayTables()
     tables.add(ArrayTable.of(samples.ARRAYS, samples.ALIASES), 1)
-    assert read(REFERRING, tables).arrays == samples.ARRAYS
+    assert read(REFERRING, tables).table.arrays == samples.ARRAYS
 
 
 def test_a_record_of_another_rank_or_save_is_refused_before_its_arrays_are_looked_at() -> None:

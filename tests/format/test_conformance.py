@@ -73,8 +73,8 @@ def test_a_valid_document_is_read_and_written_to_the_byte(case: dict[str, Any]) 
     listed = valid(case["rank0"]) if "rank0" in case else case
     entries = {entry["name"]: entry for entry in listed["content"]["arrays"]}
     aliases = {name: entry["alias_of"] for name, entry in entries.items() if "alias_of" in entry}
-    assert {alias.name: alias.alias_of for alias in document.aliases} == aliases
-    for array in document.arrays:
+    assert {alias.name: alias.alias_of for alias in document.table.aliases} == aliases
+    for array in document.table.arrays:
         entry = entries.pop(array.name)
         assert (list(array.shape), array.dtype.name) == (entry["shape"], entry["dtype"])
         assert array.grid.to_doc() == entry["grid"]

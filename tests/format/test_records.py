@@ -39,8 +39,10 @@ def test_a_record_comes_back_as_it_was_written() -> None:
     record = samples.record()
     data = record.to_bytes()
     found = Record.from_bytes(data, WHERE)
-    for name in ("save", "rank", "arrays", "aliases", "documents", "objects"):
+    for name in ("save", "rank", "documents", "objects"):
         assert getattr(found, name) == getattr(record, name), name
+    for name in ("arrays", "aliases"):
+        assert getattr(found.table, name) == getattr(record.table, name), name
     for name in ("array", "chunk", "offset", "length", "crc32"):
         assert np.array_equal(getattr(found, name), getattr(record, name)), name
     assert found.to_bytes() == data
@@ -49,7 +51,7 @@ def test_a_record_comes_back_as_it_was_written() -> None:
 def test_a_record_of_nothing_comes_back() -> None:
     columns = {**dict.fromkeys(GOOD["chunks"], b""), "count": 0}
     nothing = {"arrays": [], "documents": [], "objects": [], "placements": [], "chunks": columns}
-    assert read(GOOD | nothing).arrays == ()
+    assert read(GOOD | nothing).table.arrays == ()
 
 
 def test_the_keys_stand_in_the_order_of_the_format() -> None:
@@ -66,7 +68,7 @@ def test_a_chunk_names_its_array_by_its_place_in_the_list_that_also_has_aliases(
     numbers = np.frombuffer(GOOD["chunks"]["array"], "<u4") + 1
     document = edited(document, "chunks.array", numbers.astype("<u4").tobytes())
     found = read(document)
-    assert [found.arrays[i].name for i in found.array] == [
+    assert [found.table.arrays[i].name for i in found.array] == [
         "model/a",
         "model/a",
         "model/b",

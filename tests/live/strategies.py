@@ -443,6 +443,14 @@ LAYOUTS = {
     "pp:2,fsdp:1,tp:2": Layout(4, "pp:2,tp:2,fsdp:1", pp_fsdp_tp),
     **_FSDP1,
 }
+
+
+def all_but(rest: set[str]) -> list[Any]:
+    """All layouts for `parametrize`, the rest in long tests only."""
+    long = pytest.mark.long
+    return [pytest.param(layout, marks=long if layout in rest else ()) for layout in LAYOUTS]
+
+
 # Differ only in the number of ranks from one that stays, and are for long tests.
 LIKE_OTHERS = {
     "ddp:2",
@@ -455,10 +463,7 @@ LIKE_OTHERS = {
     "pp:4",
     "fsdp1:2",
 }
-EACH_LAYOUT = [
-    pytest.param(layout, marks=pytest.mark.long if layout in LIKE_OTHERS else ())
-    for layout in LAYOUTS
-]
+EACH_LAYOUT = all_but(LIKE_OTHERS)
 # What these do to one parameter, others do; test_matrix.py saves and loads with each of them.
 MADE_OF_OTHERS = LIKE_OTHERS | {
     "ddp:1",
@@ -469,10 +474,7 @@ MADE_OF_OTHERS = LIKE_OTHERS | {
     "tp:2,ddp:2 over a permuted mesh",
     "pp:2,fsdp:2",
 }
-EACH_KIND = [
-    pytest.param(layout, marks=pytest.mark.long if layout in MADE_OF_OTHERS else ())
-    for layout in LAYOUTS
-]
+EACH_KIND = all_but(MADE_OF_OTHERS)
 
 
 def build(layout: str, seed: int = 0, make: MakeOptimizer = adamw) -> Job:

@@ -196,7 +196,7 @@ def clone_and_train(layout: str) -> None:
     assert not any(twin.has(name) for name in twin.names)
 
 
-@pytest.mark.parametrize("layout", ["ddp:1", "fsdp2:2", "zero1:2", "fsdp1:2", "fsdp1:2, flat"])
+@pytest.mark.parametrize("layout", ["ddp:1", "fsdp2:3", "zero1:2", "fsdp1:2", "fsdp1:2, flat"])
 def test_a_clone_stays_as_it_was(gloo: Pool, layout: str) -> None:
     gloo.run(LAYOUTS[layout].ranks, clone_and_train, layout)
 
@@ -214,7 +214,7 @@ def create_everywhere(layout: str) -> list[bool]:
     return kept
 
 
-@pytest.mark.parametrize("layout", ["ddp:2", "fsdp2:3", "zero1:3", "fsdp:2,tp:2", "pp:2"])
+@pytest.mark.parametrize("layout", ["ddp:2", "fsdp2:4", "zero1:3", "fsdp:2,tp:2", "pp:3"])
 def test_created_state_is_that_of_an_optimizer_before_its_first_step(
     gloo: Pool, layout: str
 ) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import cache
 
-import botocore.session
 import pytest
 
 from tests.servers.gcs import Gcs
@@ -18,9 +16,6 @@ from tests.servers.s3_server import Bucket
 
 # The emulator does not know what gcsfs asks for otherwise; gcsfs looks when it is imported.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
-
-# Each session would read again what botocore knows of every service.
-botocore.session.create_loader = cache(botocore.session.create_loader)
 
 
 @pytest.fixture(scope="session")

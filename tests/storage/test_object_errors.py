@@ -161,8 +161,7 @@ def test_a_put_with_a_condition_is_one_request_however_large(
     bucket: Bucket, proxy: Proxy, engine: str
 ) -> None:
     store = open_store(bucket.url, bucket.through(proxy.endpoint, engine=engine))
-    # The engine itself would make several requests of more than 100 MiB, or of more than 5.
-    data = bytes((120 if engine == "fsspec" else 24) << 20)
+    data = bytes(120 << 20)
     store.put("large", data, exclusive=True)
     assert not [head for head in proxy.requests if "uploads" in head.line]
     assert store.size("large") == len(data)

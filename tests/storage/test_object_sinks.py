@@ -57,8 +57,8 @@ def test_a_sink_keeps_the_memory_that_it_may_have_copies_included(
     proxy.inject(held, kind("PUT", query="partNumber"), times=None)
     options = {"engine": engine, "part_size": PIECE}
     store = open_store(bucket.url, bucket.through(proxy.endpoint, **options))
-    sink = store.create("a", [PIECE] * 8, memory=pieces * PIECE)
-    writing = threading.Thread(target=written, args=(sink, 8), daemon=True)
+    sink = store.create("a", [PIECE] * 10, memory=pieces * PIECE)
+    writing = threading.Thread(target=written, args=(sink, 10), daemon=True)
     writing.start()
     assert held.come.wait(30)
     writing.join(1.0)
@@ -68,7 +68,7 @@ def test_a_sink_keeps_the_memory_that_it_may_have_copies_included(
     writing.join(60)
     assert not writing.is_alive()
     assert 2 <= used <= pieces
-    assert store.size("a") == 8 * PIECE
+    assert store.size("a") == 10 * PIECE
 
 
 @pytest.mark.parametrize("memory", [None, 2 * PIECE])
@@ -139,11 +139,11 @@ def test_what_many_threads_fill_in_place_is_what_is_stored(
 ) -> None:
     rng = random.Random(6)
     store = open_store(bucket.url, {**bucket.options, "engine": engine, "part_size": PIECE})
-    sizes = [rng.choice([1, 1000, MIB, 3 * MIB, PIECE, 7 * MIB]) for _ in range(16)]
+    sizes = [rng.choice([1, 1000, MIB, 3 * MIB, PIECE, 7 * MIB]) for _ in range(24)]
     parts = [rng.randbytes(size) for size in sizes]
     sink = store.create("a", sizes, memory=memory)
     with ThreadPoolExecutor(6) as threads:
-        list(threads.map(lambda n: fill(sink, n, parts[n]), range(16)))
+        list(threads.map(lambda n: fill(sink, n, parts[n]), range(24)))
     sink.finish()
     assert store.read("a") == b"".join(parts)
 

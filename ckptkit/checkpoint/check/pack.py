@@ -223,7 +223,7 @@ def _entries(found: PackRecord) -> Iterator[tuple[Entry, bytes | None]]:
         array = record.table.by_name.get(document.name.removesuffix(f"/{DOCUMENT}"))
         yield document, group_document() if array is None else array_document(array)
     for row in range(len(record.chunk)):
-        info = record.arrays[int(record.array[row])]
+        info = record.table.arrays[int(record.array[row])]
         name = chunk_key(info.name, info.grid.index(int(record.chunk[row])))
         offset, length = int(record.offset[row]), int(record.length[row])
         yield Entry(name, offset, length, int(record.crc32[row])), None

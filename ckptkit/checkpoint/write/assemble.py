@@ -28,8 +28,7 @@ def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
     first = records[0]
     _check_same_save(records)
     tables = _tables(records)
-    axes = len(first.save.strategy.mesh.axes)
-    table = first.table if len(tables) == 1 else _merged(tables, axes)
+    table = first.table if len(tables) == 1 else _merged(tables)
     arrays = table.arrays
     _check_documents(records, arrays)
     starts = chunk_starts(arrays)
@@ -80,7 +79,7 @@ def _check_same_save(records: Sequence[Record]) -> None:
                 )
 
 
-def _merged(tables: Mapping[ArrayTable, int], axes: int) -> ArrayTable:
+def _merged(tables: Mapping[ArrayTable, int]) -> ArrayTable:
     """One table of all that the ranks list, which do not contradict each other."""
     arrays, aliases = _merge_arrays(tables), _merge_aliases(tables)
     second = {alias.name: alias.alias_of for alias in aliases}
@@ -92,8 +91,7 @@ def _merged(tables: Mapping[ArrayTable, int], axes: int) -> ArrayTable:
                 hint="tie the same parameters on all ranks",
             )
     try:
-        # Read again, as that of a single record was: what cannot be read is never committed.
-        return ArrayTable.read(ArrayTable.of(arrays, aliases).packed, axes)
+        return ArrayTable.of(arrays, aliases)
     except FormatError as error:
         raise PeerError(
             f"the names of all ranks do not fit together: {error}",

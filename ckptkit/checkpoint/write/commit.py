@@ -121,7 +121,7 @@ def publish(store: Store, prefix: str, manifest: Manifest, *, replace: bool) -> 
     key = under(prefix, MANIFEST)
     data = manifest.to_bytes()
     # Read as every later reader will: what cannot be opened must never count as committed.
-    # Its table of arrays was read so before, out of a record or a manifest.
+    # A table of arrays that was read so before, out of a record or a manifest, is not read again.
     Manifest.from_bytes(data, described(store, key), manifest.table)
     if len(data) > MAX_DOCUMENT_BYTES:
         raise FormatError(

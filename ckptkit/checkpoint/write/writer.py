@@ -286,7 +286,6 @@ class Writer:
             self.rank, self._arrays, self._aliases.values(), self._objects.values(), self.like
         )
         if pack.plan is self.like:
-            # The commit of that save has read its table.
             self._tables.add(pack.plan.table, len(self.strategy.mesh.axes))
         self.plan = pack.plan
         return pack
@@ -308,6 +307,8 @@ class Writer:
             # Another save has won the step for good: nothing will ever name this data.
             discard(self._store, self._prefix, save_id)
             raise
+        if self.plan and self._tables.first:
+            self.plan.table = self._tables.first  # the same, and read: the next save needs not
 
     def _give_up(self, problem: str) -> None:
         if self._pack is not None:

@@ -139,7 +139,7 @@ class Compression(ABC):
 
     def packed(self, values: torch.Tensor) -> torch.Tensor:
         """The bytes that are sent for some elements, where nothing is left unsent."""
-        raise NotImplementedError
+        raise NotImplementedError  # `attach` refuses the others where these are asked for
 
     def unpacked(self, data: torch.Tensor, numel: int) -> torch.Tensor:
         """The elements, about, that `packed` made bytes of."""

@@ -58,7 +58,7 @@ class Job:
 
 
 def learn(spec: str) -> tuple[float, int, int]:
-    job = Job(spec, plain_sgd=True).train(range(100))
+    job = Job(spec, plain_sgd=True).train(range(200))
     found = job.compression
     counts = (found.bytes_sent, found.bytes_uncompressed) if found else (0, 0)
     return loss_unseen(job.model), *counts

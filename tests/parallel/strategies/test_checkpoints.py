@@ -114,7 +114,7 @@ def with_checkpointer(spec: str, location: str, steps: list[int]) -> tuple[int, 
 def test_a_run_changes_its_strategy_by_changing_a_text(gloo: Pool, tmp_path: Path) -> None:
     location = str(tmp_path / "run")
     losses: list[float] = []
-    for number, spec in enumerate(("fsdp:3", "tp:2", "pp:2,ddp:2", "ddp:2")):
+    for number, spec in enumerate(("fsdp:4", "tp:2,fsdp:2", "pp:2,ddp:2", "ddp:2,tp:2")):
         found = gloo.run(ranks_of(spec), with_checkpointer, spec, location, [number])
         losses += found[0][1]
     assert losses == pytest.approx(reference()[0], abs=1e-5)

@@ -158,5 +158,5 @@ def test_half_precision_stays_near(gloo: Pool, spec: str) -> None:
 
 
 def test_the_axis_without_a_size_gets_the_other_ranks(gloo: Pool) -> None:
-    (written, *_), *_ = gloo.run(4, differences, "pp:2,ddp", {})
-    assert written == "pp:2,ddp:2"
+    (written, *_), *_ = gloo.run(4, differences, "tp:2,fsdp", {})
+    assert written == "tp:2,fsdp:2"

@@ -95,7 +95,7 @@ FILE = Path(ckptkit.__file__).parent / "presets" / "llama.yaml"
     ("spec", "tied", "rules"),
     [
         ("tp:2", False, None),
-        ("tp:2", False, "llama"),
+        ("tp:4", False, "llama"),
         ("tp:2", True, FILE),
         ("fsdp:2", True, None),
         ("tp:2,fsdp:2", True, yaml.safe_load(FILE.read_text())),
