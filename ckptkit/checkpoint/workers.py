@@ -22,7 +22,8 @@ R = TypeVar("R")
 DEFAULT_THREADS = 6
 # Of small questions, each of which a file system answers at once.
 _FEW = 8
-_LOOK = 0.2  # seconds
+# Seconds that the main thread waits at a time: see `look_until`.
+LOOK = 0.2
 # A request is in memory twice for a moment: as it came, and where it was asked for.
 _COPIES = 2
 _LEAST_REQUEST = 1 << 20
@@ -66,6 +67,14 @@ def copy_threads(ranks: int = 1) -> int:
     return max(1, min(8, cores() // ranks))
 
 
+def look_until(is_over: Callable[[float], bool]) -> None:
+    """Wait by short waits, each of which says whether it is over: Ctrl-C may reach another thread,
+    which ends no wait of this one, and is heard between two.
+    """
+    while not is_over(LOOK):
+        pass
+
+
 def share_out(items: Iterable[T], do: Callable[[T], object], count: int) -> None:
     """Let some threads take the items in their order, each the next one as soon as it is done with
     the one before; after an error, which is raised, or Ctrl-C nobody takes another.
@@ -97,10 +106,11 @@ def share_out(items: Iterable[T], do: Callable[[T], object], count: int) -> None
         with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
             try:
                 futures += [executor.submit(work) for _ in range(count)]
-                # Looked after now and then: Ctrl-C may reach another thread, which does not end a
-                # wait of this one, and is heard when that ends.
-                while not errors and wait(futures, _LOOK, FIRST_EXCEPTION).not_done:
-                    pass
+                look_until(
+                    lambda seconds: (
+                        bool(errors) or not wait(futures, seconds, FIRST_EXCEPTION).not_done
+                    )
+                )
             finally:
                 stopped.set()
         if errors:
@@ -135,8 +145,13 @@ def asked_in_threads(ask: Callable[[T], R], items: Iterable[T], count: int) -> I
     with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
         # As many again wait their turn, so that no thread is idle while an answer is taken.
         under_way = [executor.submit(ask, item) for item in islice(left, 2 * count)]
+
+        def is_answered(seconds: float) -> bool:
+            return not wait(under_way[:1], seconds).not_done
+
         try:
             while under_way:
+                look_until(is_answered)
                 answer = under_way.pop(0).result()
                 under_way += [executor.submit(ask, item) for item in islice(left, 1)]
                 yield answer
@@ -154,8 +169,10 @@ class Pace:
     requests: int
     request_bytes: int
     gap_bytes: int
-    reads_are_copies: bool
-    """Whether many small reads cost little: then some rows of many chunks are read at a time."""
+    waits_for_answers: bool
+    """As of the store. Where nothing waits reads are copies, and many small ones cost little: some
+    rows of many chunks are read at a time.
+    """
 
     @classmethod
     def of(cls, store: Store, memory: int | None = None) -> Pace:
@@ -165,20 +182,20 @@ class Pace:
         can = store.abilities
         if not can.waits_for_answers:
             requests = can.concurrency or copy_threads()
-            return cls(requests, can.request_bytes, can.gap_bytes, reads_are_copies=True)
-        whole = cls(at_once(can), can.request_bytes, can.gap_bytes, reads_are_copies=False)
+            return cls(requests, can.request_bytes, can.gap_bytes, waits_for_answers=False)
+        whole = cls(at_once(can), can.request_bytes, can.gap_bytes, waits_for_answers=True)
         return whole if memory is None else whole.within(memory)
 
     @property
     def nbytes(self) -> int:
         """The most that is on its way, besides what the caller reads into."""
-        return 0 if self.reads_are_copies else self.requests * self.request_bytes * _COPIES
+        return self.requests * self.request_bytes * _COPIES if self.waits_for_answers else 0
 
     def within(self, memory: int) -> Pace:
         """A pace that takes so much memory: smaller requests, as long as they are good ones, then
         fewer of them, and where even one is too much a smaller one.
         """
-        if self.reads_are_copies or self.nbytes <= memory:
+        if not self.waits_for_answers or self.nbytes <= memory:
             return self
         room = memory // _COPIES
         good = min(self.request_bytes, max(_GOOD_REQUEST, room // self.requests))
@@ -189,7 +206,7 @@ class Pace:
         """What each of some workers gets of it; in a file system, where each does its own reading,
         one request.
         """
-        if self.reads_are_copies:
+        if not self.waits_for_answers:
             return replace(self, requests=1)
         requests = max(1, self.requests // workers)
         return self._sized(requests, self.requests * self.request_bytes // (requests * workers))

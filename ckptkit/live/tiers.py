@@ -18,6 +18,7 @@ from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.checkpoint.run.copy import CopyOptions
 from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, Mirror, Retention
 from ckptkit.checkpoint.run.run import Run
+from ckptkit.checkpoint.workers import look_until
 from ckptkit.errors import CkptkitError, PeerError, UsageError
 from ckptkit.storage import Store
 
@@ -243,7 +244,7 @@ class Background:
         """
         with self._changed:
             wanted = self._taken if number is None else number
-            self._changed.wait_for(lambda: self._done >= wanted)
+            look_until(lambda some: self._changed.wait_for(lambda: self._done >= wanted, some))
             taken = [self._errors.pop(each) for each in sorted(self._errors) if each <= wanted]
             return taken[-1] if taken else None
 

@@ -183,7 +183,7 @@ class PackFile:
         with self.store.open(self.key, self.size) as source:
 
             def scan(window: PackWindow) -> None:
-                if pace.reads_are_copies:
+                if not pace.waits_for_answers:
                     # Into memory that was used before, which is faster to fill.
                     with default_pool().take(window.size) as memory:
                         source.read_into(window.start, memory)
@@ -193,7 +193,7 @@ class PackFile:
                 if self.progress:
                     self.progress(window.size)
 
-            each = _WINDOW if pace.reads_are_copies else pace.request_bytes
+            each = pace.request_bytes if pace.waits_for_answers else _WINDOW
             share_out(windows(each), scan, self.threads or pace.requests)
         return sorted(found)
 

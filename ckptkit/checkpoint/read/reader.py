@@ -94,19 +94,19 @@ class ReadPlan:
         was written.
         """
         first, last = run
-        start = int(self.start[first])
+        start, waits = int(self.start[first]), self.pace.waits_for_answers
         size = int(self.stop[first:last].max()) - start
         with self.packs.use(int(self.pack[first])) as source:
             direct = self.direct(first) if last == first + 1 else None
             # From a file system: into the caller's memory where that has the chunk's shape, since
             # every other way is a copy more.
-            if self.pace.reads_are_copies and first in self.bands:
+            if not waits and first in self.bands:
                 self._read_band(run, source)
-            elif direct is not None and self.pace.reads_are_copies:
+            elif not waits and direct is not None:
                 source.read_into(start, direct)
                 if self.verify:
                     self._compare(first, int(isal_zlib.crc32(direct)))
-            elif self.pace.reads_are_copies:
+            elif not waits:
                 with default_pool().take(max(size, BAND_BYTES + PAGE)) as memory:
                     source.read_into(start, memory[:size])
                     self._scatter(run, memory[:size])
@@ -262,10 +262,7 @@ def plan_read(
     number = np.repeat(np.arange(len(wanted)), counts)[order]
     place = _joined([np.arange(count) for count in counts])[order]
     gap, limit = min(GAP_BYTES, pace.gap_bytes), pace.request_bytes
-    if pace.reads_are_copies:
-        bands = side_by_side(pieces, number, place, pack)
-        runs = coalesce(pack, start, stop, gap=gap, limit=limit, together=bands)
-    else:
+    if pace.waits_for_answers:
         runs = coalesce(pack, start, stop, gap=gap, limit=limit)
         runs = join_runs(runs, pack, start, stop, gap=pace.gap_bytes, limit=limit)
         # A band is brought to the target by strides over the memory of one box: within one run, at
@@ -275,27 +272,30 @@ def plan_read(
         bands = side_by_side(pieces, number, place, pack, apart)
         steps = np.diff(start)
         bands = [(i, j) for i, j in bands if len(set(steps[i : j - 1].tolist())) == 1]
+    else:
+        bands = side_by_side(pieces, number, place, pack)
+        runs = coalesce(pack, start, stop, gap=gap, limit=limit, together=bands)
     return ReadPlan(
-        packs,
-        pace,
-        verify,
-        progress,
-        wanted,
-        pieces,
-        number,
-        place,
-        pack,
-        start,
-        stop,
-        manifest.crc32[rows][order],
-        begin[order],
-        [
+        packs=packs,
+        pace=pace,
+        verify=verify,
+        progress=progress,
+        wanted=wanted,
+        pieces=pieces,
+        number=number,
+        place=place,
+        pack=pack,
+        start=start,
+        stop=stop,
+        crc32=manifest.crc32[rows][order],
+        begin=begin[order],
+        flat=[
             each.target.reshape(-1).view(np.uint8).data if each.target.flags.c_contiguous else None
             for each in wanted
         ],
-        runs,
-        lru_cache(_KEPT_PIECES)(Pieces.__getitem__),
-        dict(bands),
+        runs=runs,
+        piece_of=lru_cache(_KEPT_PIECES)(Pieces.__getitem__),
+        bands=dict(bands),
     )
 
 

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -35,7 +35,7 @@ from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.reshard.copy import Budget, copying
 from ckptkit.checkpoint.reshard.target import ReshardOptions, ReshardTarget, target_of
-from ckptkit.checkpoint.workers import share_out
+from ckptkit.checkpoint.workers import LOOK, share_out
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     CkptkitError,
@@ -118,16 +118,19 @@ def copy_elsewhere(
         with _unheard():
             futures: list[Future[int]] = [executor.submit(copy_pack, task) for task in tasks]
         try:
-            for future in as_completed(futures):
-                progress(future.result())
+            left = set(futures)
+            while left:
+                done, left = wait(left, LOOK, FIRST_COMPLETED)
+                for future in done:
+                    progress(future.result())
         except CkptkitError:
             raise
         except Exception as error:
             # What executors say of workers that died, each in its own way.
             ended = [f for f in futures if f.done() and not f.cancelled()]
-            done = sum(1 for f in ended if f.exception() is None)
+            complete = sum(1 for f in ended if f.exception() is None)
             raise PeerError(
-                f"a worker was lost: {done} of {len(tasks)} packs are complete",
+                f"a worker was lost: {complete} of {len(tasks)} packs are complete",
                 value=type(error).__name__,
                 hint="it may have run out of memory; the same command again goes on from there",
             ) from error
