@@ -34,17 +34,21 @@ class Ckptkit:
             step.read_many(wanted, verify=self.verify)
 
 
-def add_and_commit(part: Part, place: Path | Store, barrier: ckptkit.Ranks | None) -> None:
-    """One rank's save."""
+def add_and_commit(
+    part: Part, place: Path | Store, barrier: ckptkit.Ranks | None, *, is_known: bool = True
+) -> None:
+    """One rank's save; `is_known` as in `add_part`."""
     strategy = f"fsdp:{part.world_size}"
     with ckptkit.Writer(
         place, step=1, strategy=strategy, rank=part.rank, barrier=barrier
     ) as writer:
-        add_part(writer, part)
+        add_part(writer, part, is_known=is_known)
 
 
-def add_part(writer: ckptkit.Writer, part: Part) -> None:
-    """All that one rank holds."""
+def add_part(writer: ckptkit.Writer, part: Part, *, is_known: bool = True) -> None:
+    """All that one rank holds. What `Checkpointer` finds out by the names of a model is said here:
+    which dims other layouts may cut.
+    """
     for tensor in part.tensors:
         writer.add(
             tensor.name,
@@ -54,4 +58,5 @@ def add_part(writer: ckptkit.Writer, part: Part) -> None:
             placements={"fsdp": "shard(0)"},
             role="optimizer" if tensor.of else "param",
             of=tensor.of,
+            sliced=tensor.sliced if is_known else None,
         )

@@ -28,14 +28,14 @@ from ckptkit.storage import BufferPool
 
 RULES: dict[str, Any] = {
     "rules": [
-        {"match": "re:.*(wq|wk|wv|gate|up|embed)\\.weight", "tp": "shard(0)"},
-        {"match": "re:.*(wo|down)\\.weight", "tp": "shard(1)"},
+        {"match": "re:.*([qkv]_proj|gate_proj|up_proj|embed_tokens)\\.weight", "tp": "shard(0)"},
+        {"match": "re:.*(o_proj|down_proj)\\.weight", "tp": "shard(1)"},
         {"match": "*norm.weight", "tp": "replicate"},
     ],
     "pipeline": {
         "layers": "layers\\.(\\d+)",
         "split": "balanced",
-        "first": ["embed.weight"],
+        "first": ["embed_tokens.weight"],
         "last": ["norm.weight"],
     },
 }

@@ -5,6 +5,7 @@ moments.
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 # The bits of an element: numpy alone has no bfloat16.
 BITS: dict[str, np.dtype[Any]] = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}
 
+_SUMMED = re.compile(r"\.(o_proj|down_proj)\.")
 _BYTES_PER_PARAMETER = 2 + 4 + 4
 _TRIAL_GIB, _TRIAL_SHRINK = 0.5, 8
 _ALIGNMENT = 64  # as torch allocates
@@ -34,6 +36,11 @@ class Tensor:
     of: str | None = None
 
     @property
+    def sliced(self) -> tuple[int, ...]:
+        """The dims that layouts cut: by columns what tensor parallelism sums up."""
+        return (0, 1) if _SUMMED.search(self.name) else (0,)
+
+    @property
     def nbytes(self) -> int:
         """Its bytes."""
         return math.prod(self.shape) * BITS[self.dtype].itemsize
@@ -47,17 +54,17 @@ def llama(gib: float, narrower: int = 1) -> list[Tensor]:
     """
     shrink = max(narrower, _TRIAL_SHRINK if gib < _TRIAL_GIB else 1)
     hidden, ffn, vocab = HIDDEN // shrink, FFN // shrink, VOCAB // shrink
-    fixed = {"embed": (vocab, hidden), "norm": (hidden,)}
+    fixed = {"embed_tokens": (vocab, hidden), "norm": (hidden,)}
     layer = {
-        "attention.wq": (hidden, hidden),
-        "attention.wk": (hidden, hidden),
-        "attention.wv": (hidden, hidden),
-        "attention.wo": (hidden, hidden),
-        "ffn.gate": (ffn, hidden),
-        "ffn.up": (ffn, hidden),
-        "ffn.down": (hidden, ffn),
-        "attention.norm": (hidden,),
-        "ffn.norm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden, hidden),
+        "self_attn.v_proj": (hidden, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
     }
     wanted = gib * (1 << 30) / _BYTES_PER_PARAMETER - _elements(fixed)
     count = max(1, math.ceil(wanted / _elements(layer)))

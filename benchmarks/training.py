@@ -23,8 +23,11 @@ from benchmarks.state import MOMENTS, Tensor
 
 _BITS = {2: torch.int16, 4: torch.int32}
 
-_COLWISE = ("attention.wq", "attention.wk", "attention.wv", "ffn.gate", "ffn.up")
-_ROWWISE = ("attention.wo", "ffn.down")
+_COLWISE = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    *("mlp.gate_proj", "mlp.up_proj"),
+)
+_ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
 
 
 class Training:
@@ -85,14 +88,14 @@ def _module(name: str, tensor: Tensor) -> nn.Module:
     if len(tensor.shape) == 1:
         return nn.RMSNorm(tensor.shape[0], device="meta", dtype=dtype)
     rows, columns = tensor.shape
-    if name == "embed":
+    if name == "embed_tokens":
         return nn.Embedding(rows, columns, device="meta", dtype=dtype)
     return nn.Linear(columns, rows, bias=False, device="meta", dtype=dtype)
 
 
 def _spread(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if mesh.mesh_dim_names == ("tp",):
-        plan: dict[str, ParallelStyle] = {"embed": RowwiseParallel()}  # cuts the vocabulary
+        plan: dict[str, ParallelStyle] = {"embed_tokens": RowwiseParallel()}  # cuts the vocabulary
         plan |= {f"layers.*.{name}": ColwiseParallel() for name in _COLWISE}
         plan |= {f"layers.*.{name}": RowwiseParallel() for name in _ROWWISE}
         parallelize_module(model, mesh, plan)

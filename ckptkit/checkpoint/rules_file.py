@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,6 +23,7 @@ from ckptkit.model.rules import matches
 
 RulesLike: TypeAlias = Rules | Mapping[str, Any] | str | os.PathLike[str]
 
+_NUMBER = re.compile(r"(?<![^./])[0-9]+(?![^./])")
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -33,11 +35,10 @@ class Preset:
     all: tuple[str, ...]
     none: tuple[str, ...]
 
-    def fits(self, names: Iterable[str]) -> bool:
+    def fits(self, names: Collection[str]) -> bool:
         """Whether tensors of these names look like the architecture."""
-        known = list(names)
-        return all(_any(pattern, known) for pattern in self.all) and not any(
-            _any(pattern, known) for pattern in self.none
+        return all(_any(pattern, names) for pattern in self.all) and not any(
+            _any(pattern, names) for pattern in self.none
         )
 
 
@@ -98,6 +99,19 @@ def presets() -> dict[str, Preset]:
     return found
 
 
+def of_first_layer(name: str) -> str:
+    """The name with all numbers of layers and experts 0: as layers are alike, one of each kind is
+    asked for.
+    """
+    return _NUMBER.sub("0", name)
+
+
+def fitting_presets(names: Iterable[str]) -> list[str]:
+    """The presets that fit the names of a model's tensors: one, where these are known."""
+    known = {of_first_layer(name) for name in names}
+    return [name for name, preset in presets().items() if preset.fits(known)]
+
+
 def _ranks_by_kind(strategy: Strategy) -> dict[str, int]:
     found: dict[str, int] = {}
     for axis in strategy.mesh.axes:
@@ -112,8 +126,7 @@ def _found(what: RulesLike, names: Iterable[str]) -> Rules:
     if isinstance(what, Mapping):
         return Rules.from_doc(what, where="rules")
     if what == "auto":
-        known = list(dict.fromkeys(names))
-        fitting = [name for name, preset in presets().items() if preset.fits(known)]
+        fitting = fitting_presets(names)
         if len(fitting) > 1:
             raise RulesError(
                 f"more than one preset fits: {', '.join(fitting)}",
@@ -148,5 +161,5 @@ def _found(what: RulesLike, names: Iterable[str]) -> Rules:
     return Rules.from_doc(doc, where=path.name)
 
 
-def _any(pattern: str, names: list[str]) -> bool:
+def _any(pattern: str, names: Iterable[str]) -> bool:
     return any(matches(pattern, name) for name in names)

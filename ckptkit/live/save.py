@@ -5,32 +5,35 @@ what it gives back writes and commits. The call itself is in `checkpointer`.
 from __future__ import annotations
 
 import hashlib
-import math
 import sys
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks
+from ckptkit.checkpoint.rules_file import fitting_presets, of_first_layer
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, uncollected
 from ckptkit.checkpoint.write.pack import PackPlan
 from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import canonical, dumps
 from ckptkit.format.names import inner_name, join, matches
-from ckptkit.live.snapshot import Snapshot, take_snapshot
+from ckptkit.live.snapshot import Snapshot, rules_of, take_snapshot
 from ckptkit.live.state.agreement import put_together
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import StoreRanks, World, copying_threads, listed
 from ckptkit.live.state.tensors import as_bits, checksum, dtype_of
+from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import Keys, is_mark, own_apart, tensors_inline
 from ckptkit.live.wrappers.training import TrainingState
-from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
+from ckptkit.model import Shard, Strided
+from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, may_cut
 from ckptkit.storage import AlignedBuffer, BufferPool, Store
 
 _ALIGNMENT = 64
@@ -118,8 +121,9 @@ def prepare(
     keys = hashlib.sha256(dumps(ordered)).digest() if trees else b""
     # The first stage may have none of the buffers of the others.
     compares = bool(replicas) or bool(trees) or topology.pipeline is not None
-    wanted, details, first_keys, compares, theirs = ranks.share(
-        lambda: (step, snapshot.details, keys, compares and world.size > 1, plain)
+    preset = _preset(snapshot, options.chunk_bytes)
+    wanted, details, first_keys, compares, theirs, preset = ranks.share(
+        lambda: (step, snapshot.details, keys, compares and world.size > 1, plain, preset)
     )
     if wanted != step:
         raise UsageError(f"rank 0 saves step {wanted}, rank {world.rank} another one", value=step)
@@ -158,6 +162,7 @@ def prepare(
         progress=progress,
     )
     writer.like = arena.plan
+    sliced = _sliced(topology, [rules_of(training, options.rules), HandCuts.of(preset)])
     for held in tensors:
         if held.name in agreement.elsewhere:
             continue
@@ -171,6 +176,7 @@ def prepare(
             placements=placements,
             role=held.role,
             of=held.of,
+            sliced=sliced(held) if may_cut(held.nbytes, options.chunk_bytes) else None,
         )
     for tied in snapshot.tied:
         if tied.name not in agreement.elsewhere:
@@ -185,6 +191,39 @@ def prepare(
     if options.copies_first and not on_devices:
         writer.stage(arena.pool, threads=copying_threads(world))
     return PreparedSave(writer, ranks, cancelled, _whole_bytes(snapshot))
+
+
+def _preset(snapshot: Snapshot, chunk_bytes: int) -> str | None:
+    """The preset that this model's names call for, where a tensor is large enough to be cut."""
+    if not any(may_cut(held.nbytes, chunk_bytes) for held in snapshot.tensors):
+        return None
+    names = [inner_name(held.name, "param") for held in snapshot.tensors if held.role == "param"]
+    fitting = fitting_presets(names)
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _sliced(
+    topology: Topology, rules: Sequence[HandCuts]
+) -> Callable[[LiveTensor], tuple[int, ...] | None]:
+    """Which dims of a tensor layouts may cut, where rules know the tensor, or where this layout is
+    one that cuts more than the first.
+    """
+    says_all = any(axis.kind in ("tp", "ep") for axis in topology.strategy.mesh.axes)
+
+    @cache
+    def asked(name: str, of: str | None, shape: tuple[int, ...]) -> Collection[int] | None:
+        found = (said.sliced(name, shape, of=of) for said in rules)
+        return next((dims for dims in found if dims is not None), None)
+
+    def sliced(held: LiveTensor) -> tuple[int, ...] | None:
+        of = None if held.of is None else of_first_layer(held.of)
+        dims = asked(of_first_layer(held.name), of, held.shape)
+        if dims is None and says_all:
+            dims = {how.dim for how in held.placements.values() if isinstance(how, Shard | Strided)}
+        # The first one sharded data parallelism may cut, whatever else does.
+        return dims if dims is None else tuple(n for n in range(len(held.shape)) if n in {0, *dims})
+
+    return sliced
 
 
 def _plain_values(
@@ -306,7 +345,7 @@ def _keys(tree: object, above: Keys = ()) -> Iterator[Keys]:
 def _whole_bytes(snapshot: Snapshot) -> int:
     """The bytes of all tensors of the job; stages are taken to be alike."""
     tensors = snapshot.tensors
-    here = sum(math.prod(held.shape) * held.local.element_size() for held in tensors)
+    here = sum(held.nbytes for held in tensors)
     pipeline = snapshot.topology.pipeline
     return here * (1 if pipeline is None else snapshot.topology.strategy.mesh.sizes[pipeline])
 

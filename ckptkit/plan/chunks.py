@@ -47,20 +47,26 @@ def choose_grid(
     itemsize: int,
     edges: tuple[tuple[int, ...], ...],
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    sliced: tuple[int, ...] | None = None,
 ) -> Grid:
     """The grid with a border at every edge, and at halves, quarters and eighths of each dim where
     that leaves chunks of a useful size.
 
-    It is regular unless that would make chunks far too small or too large.
+    It is regular unless that would make chunks far too small or too large. Where it is known which
+    dims other layouts may slice, the others stay whole if nothing cuts them: what is read back
+    then lies in memory as it does in the chunk, and need not be copied there row by row.
     """
     if 0 in shape:
         return Grid.regular(shape, tuple(max(1, extent) for extent in shape))
     ladders = []
     for extent, cuts in zip(shape, edges, strict=True):
         others = itemsize * math.prod(shape) // extent
-        ladders.append(_ladder(extent, cuts, others, chunk_bytes))
+        finest = 64 if sliced is None else max(64, 2 * extent * others // chunk_bytes)
+        ladders.append(_ladder(extent, cuts, others, chunk_bytes, min(finest, _MOST_BORDERS)))
+    uncut = {dim for dim, cuts in enumerate(edges) if not cuts}
+    whole = frozenset[int]() if sliced is None else frozenset(uncut.difference(sliced))
     # Regular first: many readers of Zarr know no other grid.
-    chosen = _Climb(ladders, itemsize, chunk_bytes).run(shape)
+    chosen = _Climb(ladders, itemsize, chunk_bytes, whole).run(shape)
     size = itemsize * math.prod(choice.longest for choice in chosen)
     too_large = size > _LARGEST_MULTIPLE * chunk_bytes or _is_thin(shape, itemsize, edges, chosen)
     if too_large or size * _SMALLEST_SHARE < chunk_bytes:
@@ -70,7 +76,7 @@ def choose_grid(
             else ladder
             for extent, cuts, ladder in zip(shape, edges, ladders, strict=True)
         ]
-        chosen = _Climb(free, itemsize, chunk_bytes).run(shape)
+        chosen = _Climb(free, itemsize, chunk_bytes, whole).run(shape)
     if all(choice.borders is None for choice in chosen):
         return Grid.regular(shape, tuple(choice.longest for choice in chosen))
     borders = [
@@ -80,6 +86,13 @@ def choose_grid(
         for extent, choice in zip(shape, chosen, strict=True)
     ]
     return Grid.rectilinear(shape, tuple(borders))
+
+
+def may_cut(nbytes: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> bool:
+    """Whether an array of so many bytes may have several chunks where no writer's border asks for
+    them.
+    """
+    return nbytes * _SMALLEST_SHARE >= 2 * chunk_bytes
 
 
 def target_grid(
@@ -137,14 +150,18 @@ def _of_whole_chunks(source: Grid, like: Grid, edges: tuple[tuple[int, ...], ...
 class _Climb:
     """Finds a rung of each dim's ladder so that the chunk comes close to the target."""
 
-    def __init__(self, ladders: list[_Ladder], itemsize: int, chunk_bytes: int) -> None:
+    def __init__(
+        self, ladders: list[_Ladder], itemsize: int, chunk_bytes: int, whole: frozenset[int]
+    ) -> None:
         self._ladders = ladders
+        self._whole = whole
         self._itemsize = itemsize
         self._target = chunk_bytes
         self._at = [0] * len(ladders)
 
     def run(self, shape: tuple[int, ...]) -> list[_Choice]:
-        """Begin at eighths; lengthen pieces while chunks are too small, shorten while too large.
+        """Begin at eighths; lengthen pieces while chunks are too small, shorten while too large,
+        those last that are to stay whole.
 
         Short rows become quarters, very short ones whatever it takes.
         """
@@ -154,6 +171,8 @@ class _Climb:
             self._at[-1] = _parts(shape[-1], self._ladders[-1], _FEWER_PARTS)
         while dims and self._can_rise(dims[-1]) and self._run() < _SHORTEST_RUN:
             self._at[-1] += 1
+        for dim in self._whole:
+            self._at[dim] = len(self._ladders[dim]) - 1
         dim = 0
         while self._size() * _SMALLEST_SHARE < self._target and any(map(self._can_rise, dims)):
             self._at[dim] += self._can_rise(dim)
@@ -173,9 +192,11 @@ class _Climb:
         return self._at[dim] + 1 < len(self._ladders[dim])
 
     def _lower(self) -> int | None:
-        """The outermost dim with a shorter piece that does not make chunks too small."""
-        for dim, at in enumerate(self._at):
-            if at:
+        """The outermost dim with a shorter piece that does not make chunks too small; of those that
+        are to stay whole only where no other is left.
+        """
+        for dim in sorted(range(len(self._at)), key=self._whole.__contains__):
+            if at := self._at[dim]:
                 step = self._ladders[dim][at - 1].longest / self._ladders[dim][at].longest
                 if self._size() * step * _SMALLEST_SHARE >= self._target:
                     return dim
@@ -196,14 +217,18 @@ def _is_thin(
     return itemsize * chosen[-1].longest < min(_SHORTEST_RUN, itemsize * shape[-1])
 
 
-def _ladder(extent: int, cuts: tuple[int, ...], others: int, chunk_bytes: int) -> _Ladder:
-    """The ladder of one dim; `others` are the bytes of one index of it."""
+def _ladder(
+    extent: int, cuts: tuple[int, ...], others: int, chunk_bytes: int, finest: int
+) -> _Ladder:
+    """The ladder of one dim, down to so many equal pieces between two cuts; `others` are the bytes
+    of one index of it.
+    """
     if not cuts:
         sizes = {-(-extent // (1 << k)) for k in range(extent.bit_length() + 1)}
         return [_Choice(size) for size in sorted(sizes)]
     common = math.gcd(*cuts)
     if _fits_regular(extent, cuts) or common * others * _SMALLEST_SHARE >= chunk_bytes:
-        divisors = {common // k for k in range(1, 65) if common % k == 0}
+        divisors = {common // k for k in range(1, finest + 1) if common % k == 0}
         return [_Choice(size) for size in sorted(divisors)]
     return _irregular_ladder(extent, cuts, others, chunk_bytes)
 

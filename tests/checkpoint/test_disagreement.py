@@ -11,7 +11,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, ThreadBarrier, Writer
-from ckptkit.errors import CkptkitError, PeerError
+from ckptkit.errors import CkptkitError, LayoutError, PeerError
 from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import Fill, Tensor, add, outcomes, random_values, save_by
 
@@ -45,6 +45,7 @@ def different(*parts: dict[str, Any]) -> Fill:
     return fill
 
 
+LONG = {"data": np.zeros((4, 1 << 17), "f4"), "shape": (8, 1 << 17)}
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shape": ({}, {"data": np.zeros((3, 4), "f4"), "shape": (7, 4)}),
     "dtype": ({}, {"data": np.zeros((4, 4), "i4")}),
@@ -54,6 +55,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
         {"data": np.zeros((8, 2), "f4"), "placements": {"fsdp": "shard(1)"}},
     ),
+    "grid": (LONG, LONG | {"sliced": (0,)}),
 }
 
 
@@ -199,3 +201,13 @@ def test_the_order_in_which_ranks_add_does_not_matter() -> None:
     with ckptkit.open(store) as checkpoint:
         for name, tensor in tensors.items():
             assert np.array_equal(checkpoint[name][...], tensor.whole, equal_nan=True)
+
+
+@pytest.mark.parametrize("dims", [(2,), (-1,), (True,), ("0",)])
+def test_sliced_names_dims_of_the_array(dims: Any) -> None:
+    with (
+        Writer(MemoryStore(), step=1) as writer,
+        pytest.raises(LayoutError, match="has 2") as caught,
+    ):
+        writer.add("model/w", np.zeros((4, 4)), sliced=dims)
+    assert "model/w" in str(caught.value)

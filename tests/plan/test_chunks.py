@@ -46,13 +46,17 @@ sizes = st.sampled_from([1, 2, 4, 8, 16])
 targets = st.sampled_from([1, 100, 4096, MIB, DEFAULT_CHUNK_BYTES])
 
 
-@given(cut_shapes(), sizes, targets)
+@given(cut_shapes(), sizes, targets, st.none() | st.lists(st.integers(0, 1), unique=True))
 def test_every_edge_is_a_border_of_chunks(
-    case: tuple[tuple[int, ...], tuple[tuple[int, ...], ...]], itemsize: int, target: int
+    case: tuple[tuple[int, ...], tuple[tuple[int, ...], ...]],
+    itemsize: int,
+    target: int,
+    sliced: list[int] | None,
 ) -> None:
     shape, edges = case
     assume(math.prod(shape) < 2**24 * target)
-    grid = choose_grid(shape, itemsize, edges, target)
+    known = None if sliced is None else tuple(sliced)
+    grid = choose_grid(shape, itemsize, edges, target, known)
     assert grid.shape == shape
     if 0 in shape:
         assert grid.chunk_count == 0
@@ -165,6 +169,21 @@ def test_a_quarter_of_the_columns_takes_a_quarter_of_the_bytes(shape: tuple[int,
         assert touched * grid.chunk_elements <= 1.15 * box.size
 
 
+@pytest.mark.parametrize("shape", LLAMA, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+def test_rows_that_nothing_cuts_stay_whole(shape: tuple[int, int], ranks: int) -> None:
+    layout = layout_of(shape, f"fsdp:{ranks}", [Shard(0)])
+    grid = choose_grid(shape, 2, layout.edges, sliced=(0,))
+    assert grid.chunk_shape[1] == shape[1]
+    assert largest(grid, 2) <= DEFAULT_CHUNK_BYTES
+    assert largest(grid, 2) >= min(math.prod(layout.part(0).shape) * 2, DEFAULT_CHUNK_BYTES // 16)
+    # Where nothing says so, and where tensor parallelism does, columns are apart as well.
+    for sliced in (None, (0, 1)):
+        cut = choose_grid(shape, 2, layout.edges, sliced=sliced)
+        if math.prod(layout.part(0).shape) * 2 >= DEFAULT_CHUNK_BYTES:
+            assert cut.chunk_shape[1] < shape[1]
+
+
 @pytest.mark.parametrize(
     ("shape", "edges"),
     [
@@ -188,13 +207,14 @@ def test_a_cut_at_a_large_prime_does_not_make_huge_chunks(
     st.integers(1, 64),
     st.sampled_from([0, 1]),
     st.sampled_from([2, 4]),
+    st.sampled_from([None, (), (0,), (1,)]),
 )
 def test_no_chunk_is_much_larger_than_asked_for(
-    rows: int, columns: int, ranks: int, dim: int, itemsize: int
+    rows: int, columns: int, ranks: int, dim: int, itemsize: int, sliced: tuple[int, ...] | None
 ) -> None:
     assume(rows * columns <= 2**32)
     layout = layout_of((rows, columns), f"fsdp:{ranks}", [Shard(dim)])
-    grid = choose_grid((rows, columns), itemsize, layout.edges)
+    grid = choose_grid((rows, columns), itemsize, layout.edges, sliced=sliced)
     assert largest(grid, itemsize) <= 4 * DEFAULT_CHUNK_BYTES
 
 
@@ -215,8 +235,9 @@ def test_absurd_extents_do_not_make_absurdly_many_borders(
     shape: tuple[int, ...], edges: tuple[tuple[int, ...], ...]
 ) -> None:
     start = time.process_time()
-    grid = choose_grid(shape, 1, edges)
-    assert grid.is_regular or sum(map(len, grid.edges)) <= 2**20
+    for sliced in (None, (), (0,)):
+        grid = choose_grid(shape, 1, edges, sliced=sliced)
+        assert grid.is_regular or sum(map(len, grid.edges)) <= 2**20
     assert time.process_time() - start < 5
 
 

@@ -121,6 +121,7 @@ class Writer:
         placements: Mapping[str, Placement | str] | None = None,
         role: str = "other",
         of: str | None = None,
+        sliced: Sequence[int] | None = None,
     ) -> None:
         """Add this rank's part of an array.
 
@@ -129,6 +130,8 @@ class Writer:
         must not change before the commit; a rank that holds nothing passes None, with shape and
         dtype. `shape` is the global shape; without it the array is the same on all ranks.
         `placements` says for each axis how it cuts the array; axes not named replicate it.
+        `sliced` are the dims that other layouts may cut: the others stay whole in a chunk, which is
+        read faster. Without it all may be.
         """
         self._check_new(name)
         if role not in ROLES:
@@ -139,12 +142,15 @@ class Writer:
         whole = tuple(data.shape if shape is None else shape)  # type: ignore[attr-defined]
         if not is_addressable(whole, known):
             raise LayoutError(TOO_LARGE, where=name, value=whole)
-        kind = whole, known, tuple((placements or {}).items())
+        later = None if sliced is None else tuple(sliced)
+        kind = whole, known, tuple((placements or {}).items()), later
         if kind not in self._kinds:
             row = _row(self.strategy, name, placements or {})
             try:
                 layout = layout_of(whole, self.strategy, row)
-                grid = choose_grid(whole, known.itemsize, layout.edges, self._chunk_bytes)
+                _check_sliced(later, len(whole))
+                chunk_bytes = self._chunk_bytes
+                grid = choose_grid(whole, known.itemsize, layout.edges, chunk_bytes, later)
             except LayoutError as error:
                 error.where = f"{name}: {error.where}" if error.where else name
                 raise
@@ -375,6 +381,12 @@ def _row(
         )
     row = (given.get(axis, Replicate()) for axis in axes)
     return tuple(parse_placement(p) if isinstance(p, str) else p for p in row)
+
+
+def _check_sliced(dims: tuple[int, ...] | None, count: int) -> None:
+    wrong = [dim for dim in dims or () if type(dim) is not int or not 0 <= dim < count]
+    if wrong:
+        raise LayoutError(f"sliced= are dims of an array that has {count}", value=wrong[0])
 
 
 def _dtype(name: str, data: object, dtype: object) -> DType:

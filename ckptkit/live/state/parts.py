@@ -61,6 +61,11 @@ class LiveTensor:
     tensor: DTensor | None = None
     """The tensor that holds it then."""
 
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape) * self.local.element_size()
+
     def part(self, topology: Topology) -> Part:
         """What this rank holds of it."""
         if self.own is not None:
@@ -159,6 +164,14 @@ class HandCuts:
         asked = inner_name(of or name, "param") if self.inside else of or name
         found = (by for rule, by in self.said if rule.matches(asked, shape, self.sizes))
         return next(found, {})
+
+    def sliced(
+        self, name: str, shape: tuple[int, ...], *, of: str | None = None
+    ) -> set[int] | None:
+        """The dims that it is cut along, where something is said of the tensor."""
+        said = self.find(name, shape, of=of)
+        cuts = (how.dim for how in said.values() if isinstance(how, Shard | Strided | Cut))
+        return {dim for dim in cuts if dim is not None} if said else None
 
     def placement(
         self, name: str, how: HowCut, shape: tuple[int, ...], size: int
