@@ -17,6 +17,8 @@ MAX_NAME_BYTES = 1024
 MAX_NODES = 32
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.\-]+")
+# A path of such nodes, none of which means something else: nearly all names are one.
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9\-][A-Za-z0-9_.\-]*(?:/[A-Za-z0-9\-][A-Za-z0-9_.\-]*)*")
 _ESCAPED = re.compile(r"(?:[A-Za-z0-9_.\-]|%[0-9A-F]{2})+")
 _UNSAFE = re.compile(rb"[^A-Za-z0-9_.\-]")
 
@@ -62,6 +64,9 @@ def unescape(node: str) -> str:
 
 def join(*nodes: str) -> str:
     """The path of unescaped names: `join("model", "a/b")` is `model/a%2Fb`."""
+    path = "/".join(nodes)
+    if _is_plain_path(path) and path.count("/") == len(nodes) - 1:
+        return path
     return checked_path("/".join(escape(node) for node in nodes))
 
 
@@ -112,6 +117,8 @@ def name_from_file(value: object, where: str) -> str:
 
 
 def _problem(name: str) -> str:
+    if _is_plain_path(name):
+        return ""
     if len(name) > MAX_NAME_BYTES:
         return f"the name is longer than {MAX_NAME_BYTES} bytes"
     nodes = name.split("/")
@@ -121,6 +128,12 @@ def _problem(name: str) -> str:
         if not _is_canonical(node):
             return f"{node[:80]!r} is not a name as the format spells it"
     return ""
+
+
+def _is_plain_path(path: str) -> bool:
+    """Whether all nodes of a short path are their own names."""
+    is_safe = _PLAIN_PATH.fullmatch(path) is not None and "zarr.json" not in path
+    return is_safe and len(path) <= MAX_NODE_BYTES and path.count("/") < MAX_NODES
 
 
 def _is_plain(node: str) -> bool:

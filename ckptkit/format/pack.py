@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptkit.errors import CorruptionError
 
@@ -35,8 +35,7 @@ _LOCATOR = struct.Struct("<4sIQI")
 _RECORD_NAME = re.compile(rb"\.ckptkit/rank-[0-9]{5,8}\.msgpack")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One entry of a pack: `offset` is where its data begins."""
 
     name: str

@@ -198,6 +198,8 @@ def untied(checkpoint: Checkpoint, tied: Iterable[Tied], documents: Documents) -
             own = aliases.get(name, name)
             if name in checkpoint and first.setdefault(each.of, own) != own:
                 pairs[first[each.of], own] = None
+    if not pairs:
+        return []
     said: dict[str, bytes] = {}  # of each parameter, besides tensors
     for document in documents:
         for group in document["groups"]:

@@ -14,6 +14,8 @@ import pytest
 
 from ckptkit.errors import AccessError, AlreadyExistsError, CorruptionError, StorageError
 from ckptkit.storage import Store, open_store
+from ckptkit.storage.objects.errors import Transient
+from ckptkit.storage.objects.server import retried
 from tests.servers.faults import (
     Answer,
     Delay,
@@ -338,3 +340,13 @@ def test_an_upload_of_which_nothing_is_taken_says_so(
         finishing.join(60)
     assert f"writing of {bucket.url}/a: the server has taken nothing for" in caplog.text
     assert store.read("a") == data
+
+
+def test_a_last_attempt_that_ends_otherwise_hides_no_reason() -> None:
+    told = [Transient("503 SlowDown"), Transient("503 SlowDown"), Transient("late", within=0)]
+
+    def do() -> None:
+        raise told.pop(0)
+
+    with pytest.raises(StorageError, match=r"late, before that 503 SlowDown \(tried 3 times"):
+        retried(30, "listing", "s3://bucket", do)

@@ -98,10 +98,9 @@ class LiveTensor:
         """
         return dict.fromkeys(self.unsure(topology), Owner(0)) | dict(self.placements)
 
-    def unsure(self, topology: Topology) -> set[str]:
+    def unsure(self, topology: Topology) -> frozenset[str]:
         """The axes along which nothing keeps its values the same on all ranks."""
-        axes = topology.strategy.mesh.axes
-        return {axis.name for axis in axes if axis.size > 1 and axis.name not in self.alike_along}
+        return topology.unsure(self.alike_along)
 
 
 @lru_cache(maxsize=1024)

@@ -20,6 +20,8 @@ from ckptkit.model import DType
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
+_USUAL = (torch.Tensor, torch.nn.Parameter)
+
 _dtype = cache(DType.of)
 
 
@@ -89,6 +91,16 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
     """Refuse tensors without elements of their own, before anybody asks for their shape."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if (
+        type(local) in _USUAL
+        and not local.is_nested
+        and local.device.type != "meta"
+        and local.layout == torch.strided
+        and local.untyped_storage().data_ptr()
+    ):
+        dtype_of(name, local)
+        return
     if is_lazy(tensor):
         raise UsageError(
             "the module is lazy and has not seen an input: the tensor has no shape yet",
@@ -96,7 +108,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
             hint="call the model once, as training would",
         )
     # Never imported here: it brings in torch's RPC.
-    is_usual = type(tensor) in (torch.Tensor, torch.nn.Parameter, DTensor)
+    is_usual = type(tensor) in (*_USUAL, DTensor)
     if not is_usual and any(kind.__name__ == "ShardedTensorBase" for kind in type(tensor).__mro__):
         raise UnsupportedTypeError(
             "a ShardedTensor cannot be saved or filled",

@@ -62,6 +62,13 @@ class Topology:
         default_factory=dict, compare=False, repr=False
     )
     """How DTensors lie. Layers are alike: what one has found out holds for all."""
+    _axes_along: dict[DeviceMesh, frozenset[str]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _unsure: dict[frozenset[str], frozenset[str]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _parts: dict[Hashable, Part] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, rank: int, world_size: int, lines: Iterable[Line]) -> Topology:
@@ -90,8 +97,19 @@ class Topology:
 
     def mesh_axes(self, tensor: DTensor) -> frozenset[str]:
         """The axes of a DTensor's mesh, along which it keeps its replicas alike."""
-        axes = self.strategy.mesh.axes
-        return frozenset(axes[at].name for run in self._runs(tensor.device_mesh) for at in run)
+        mesh = tensor.device_mesh
+        if mesh not in self._axes_along:
+            axes = self.strategy.mesh.axes
+            names = frozenset(axes[at].name for run in self._runs(mesh) for at in run)
+            self._axes_along[mesh] = names
+        return self._axes_along[mesh]
+
+    def unsure(self, alike_along: frozenset[str]) -> frozenset[str]:
+        """The axes of several ranks besides some."""
+        if alike_along not in self._unsure:
+            names = frozenset(axis.name for axis in self.strategy.mesh.axes if axis.size > 1)
+            self._unsure[alike_along] = names - alike_along
+        return self._unsure[alike_along]
 
     @property
     def pipeline(self) -> int | None:
@@ -107,7 +125,10 @@ class Topology:
 
     def part(self, name: str, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> Part:
         """What this rank holds of a tensor that the axes cut so; replicated along the others."""
-        return self.layout(name, shape, placements).part(self.rank)
+        kind = shape, tuple(placements.items())
+        if kind not in self._parts:
+            self._parts[kind] = self.layout(name, shape, placements).part(self.rank)
+        return self._parts[kind]
 
     def layout(
         self, name: str, shape: tuple[int, ...], placements: Mapping[str, Placement]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -120,10 +121,15 @@ def every_module(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+@lru_cache(maxsize=256)
+def _inner_of(kind: type[nn.Module]) -> str | None:
+    return next((inner for wrapper, inner in _WRAPPERS if issubclass(kind, wrapper)), None)
+
+
 def _inner(module: nn.Module) -> str | None:
-    for kind, inner in _WRAPPERS:
-        if isinstance(module, kind):
-            return inner
+    # By the type: some wrappers are abstract, and take long to say what they are no instance of.
+    if inner := _inner_of(type(module)):  # type: ignore[arg-type]
+        return inner
     # A compiled module is known by what it keeps: its class loads the compiler when imported.
     return _COMPILED if _COMPILED in module._modules else None
 

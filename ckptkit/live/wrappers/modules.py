@@ -131,8 +131,10 @@ def _ddp_wrappers(parts: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     from the first forward on.
     """
     states = (getattr(replicate.state(part), "_ddp", None) for part in parts)
-    found = [*parts, *states]
-    return [each for each in found if isinstance(each, DistributedDataParallel)]
+    found = [*parts, *(state for state in states if state is not None)]
+    # By the type, of which there are few: the class is abstract, and slow to ask.
+    kinds = {kind for kind in set(map(type, found)) if issubclass(kind, DistributedDataParallel)}
+    return [each for each in found if type(each) in kinds]
 
 
 def _parameters_of_ddp(

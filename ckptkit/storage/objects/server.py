@@ -385,18 +385,22 @@ def retried(deadline: float, operation: str, where: str, do: Callable[[], T]) ->
     """
     began = time.monotonic()
     attempt = 1
+    reason = earlier = ""
     while True:
         try:
             return do()
         except Transient as transient:
+            # A last attempt may end for another reason than those before, which tells more.
+            earlier = earlier if transient.reason == reason else reason
             reason, longest = transient.reason, min(transient.within, deadline)
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(attempt, 30))
         pause *= random.uniform(0.5, 1.0)  # noqa: S311 — no secret
         spent = time.monotonic() - began
         if spent + pause > longest:
             times = "once" if attempt == 1 else f"{attempt} times in {spent:.1f} s"
+            before = earlier and f", before that {earlier}"
             raise StorageError(
-                f"{operation} failed: {reason} (tried {times})",
+                f"{operation} failed: {reason}{before} (tried {times})",
                 where=where,
                 hint="check the endpoint and the network (over a slow line less concurrency "
                 "helps); the option deadline says how long to try",
