@@ -26,6 +26,7 @@ RESULTS = Path(__file__).with_name("results")
 _WHAT = {
     "save": "of 1 and 2 processes",
     "load": "by 1 and 2 processes",
+    "cold": "loads by 1 and 2 processes from a cold page cache",
     "live": "in a training job: FSDP2, tensor parallelism, asynchronous saves",
     "reshard": "offline, against copying and the peer's converter",
     "objects": "over an object store on this machine, against obstore itself and DCP",
@@ -71,6 +72,7 @@ def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
     known: dict[str, Iterable[Bench]] = {
         "save": [partial(speed.save, folder, gib, repeat, count) for count in (1, 2)],
         "load": [partial(speed.load, folder, gib, repeat, count) for count in (1, 2)],
+        "cold": [partial(speed.load, folder, gib, repeat, count, is_cold=True) for count in (1, 2)],
         "live": live.benches(folder, gib, repeat),
         "reshard": reshard.benches(folder, repeat),
         "objects": objects.benches(folder, repeat),

@@ -67,9 +67,16 @@ class Job:
         self.clean()
         return measured
 
-    def loads(self, names: Sequence[str], repeat: int, savers: Job | None = None) -> Measured:
-        """Loads by turns from the page cache of what these ranks, or those of another job, saved;
-        each is verified once.
+    def loads(
+        self,
+        names: Sequence[str],
+        repeat: int,
+        savers: Job | None = None,
+        *,
+        is_cold: bool = False,
+    ) -> Measured:
+        """Loads by turns of what these ranks, or those of another job, saved, from the page cache
+        or, cold, from the device; each is verified once.
         """
         measured = Measured()
         saved = savers or self
@@ -85,7 +92,10 @@ class Job:
         for turn in range(repeat):
             for name in _order(names, turn):
                 ranks = self._by_name[name]
-                ranks.timed(name, "load", sources[name])
+                if is_cold:
+                    _forget(sources[name])
+                else:
+                    ranks.timed(name, "load", sources[name])
                 measured.add(name, ranks.timed(name, "load", sources[name]))
         # A floor leaves bytes that mean nothing, and the next save is to be of the state again.
         whole = next(name for name in names if "floor" not in name)
@@ -105,6 +115,18 @@ class Job:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _forget(folder: Path) -> None:
+    """Have the system keep nothing of the files in memory."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
 
 
 def _has(name: str, *words: str) -> bool:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from urllib.parse import unquote_to_bytes
@@ -19,6 +19,9 @@ MAX_NODES = 32
 _PLAIN = re.compile(r"[A-Za-z0-9_.\-]+")
 # A path of such nodes, none of which means something else: nearly all names are one.
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9\-][A-Za-z0-9_.\-]*(?:/[A-Za-z0-9\-][A-Za-z0-9_.\-]*)*")
+_PLAIN_DOCUMENTS = re.compile(
+    r"(?:(?:(?!zarr\.json/)[A-Za-z0-9\-][A-Za-z0-9_.\-]*/)*+zarr\.json\n)*+"
+)
 _ESCAPED = re.compile(r"(?:[A-Za-z0-9_.\-]|%[0-9A-F]{2})+")
 _UNSAFE = re.compile(rb"[^A-Za-z0-9_.\-]")
 
@@ -134,6 +137,15 @@ def _is_plain_path(path: str) -> bool:
     """Whether all nodes of a short path are their own names."""
     is_safe = _PLAIN_PATH.fullmatch(path) is not None and "zarr.json" not in path
     return is_safe and len(path) <= MAX_NODE_BYTES and path.count("/") < MAX_NODES
+
+
+def are_plain_documents(names: Sequence[str]) -> bool:
+    """Whether all are the `zarr.json` of a group or an array whose nodes are their own names."""
+    most = MAX_NODE_BYTES + len("/zarr.json")
+    if max(map(len, names)) > most or max(name.count("/") for name in names) > MAX_NODES:
+        return False
+    # At once, as one by one takes several times as long; no name that is plain has a line break.
+    return _PLAIN_DOCUMENTS.fullmatch("".join(f"{name}\n" for name in names)) is not None
 
 
 def _is_plain(node: str) -> bool:

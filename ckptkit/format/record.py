@@ -14,7 +14,7 @@ from ckptkit.format.arrays import TABLE_FIELDS
 from ckptkit.format.columns import U32, U64, columns_from_doc, columns_to_doc
 from ckptkit.format.envelope import seal, unseal
 from ckptkit.format.leaves import check_leaf, encode
-from ckptkit.format.names import name_from_file
+from ckptkit.format.names import are_plain_documents, name_from_file
 from ckptkit.format.objects import (
     ObjectInfo,
     check_values,
@@ -144,6 +144,8 @@ class Record:
 
 
 def _documents(rows: list[Any]) -> tuple[Entry, ...]:
+    if _are_usual(rows):
+        return tuple(map(Entry._make, rows))
     documents = []
     seen = set()
     for number, row in enumerate(rows):
@@ -163,6 +165,22 @@ def _documents(rows: list[Any]) -> tuple[Entry, ...]:
             raise FormatError("not a CRC-32", where=where, value=extents[2])
         documents.append(Entry(name, *extents))
     return tuple(documents)
+
+
+def _are_usual(rows: list[Any]) -> bool:
+    """Whether there is nothing to say against any of the rows, nor a name that has to be looked at
+    by itself: they are checked column by column, since a save of many arrays has as many rows.
+    """
+    if not rows or not all(type(row) is list and len(row) == 4 for row in rows):
+        return False
+    names, *numbers = zip(*rows, strict=True)
+    if not all(type(name) is str for name in names) or len(set(names)) < len(names):
+        return False
+    mosts = (LIMIT - 1, LIMIT - 1, (1 << 32) - 1)
+    return are_plain_documents(names) and all(
+        all(type(number) is int for number in column) and min(column) >= 0 and max(column) <= most
+        for column, most in zip(numbers, mosts, strict=True)
+    )
 
 
 def _check_chunks(columns: dict[str, Any], table: ArrayTable) -> None:

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import msgpack
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from ckptkit.errors import FormatError, VersionError
+from ckptkit.format import record as records
 from ckptkit.format.record import Record
+from ckptkit.model.document import LIMIT
 from tests.format import samples
 from tests.format.samples import ABSENT, edited, extension, plain, sealed
 
@@ -154,3 +159,35 @@ def test_a_chunk_that_cannot_be_is_refused(name: str, value: int) -> None:
 
 def test_a_chunk_listed_twice_in_one_pack_is_refused() -> None:
     refuse(changed("chunk", 1, 0))
+
+
+NODES = st.sampled_from(
+    ["a", "layers.0", "a%2Fb", "_a", ".a", "zarr.json", "", "a b", "%5F_a", "x" * 250, "é", "a\nb"]
+)
+NUMBERS = st.sampled_from([0, 7, (1 << 32) - 1, 1 << 32, LIMIT - 1, LIMIT, -1, True, 1.0, None])
+
+
+@st.composite
+def document_rows(draw: st.DrawFn) -> list[Any]:
+    """Rows of documents, many of which are wrong."""
+    rows: list[Any] = []
+    for _ in range(draw(st.integers(0, 4))):
+        nodes = draw(st.lists(NODES, max_size=3) | st.just(["a"] * 33))
+        name = "/".join([*nodes, draw(st.sampled_from(["zarr.json", "zarr.json", "c/0"]))])
+        row: Any = [name, draw(NUMBERS), draw(NUMBERS), draw(NUMBERS)]
+        rows.append(draw(st.sampled_from([row, row, row, row[:3], tuple(row), [5, *row[1:]]])))
+    return rows
+
+
+@given(document_rows())
+@example([["a/zarr.json", 0, 1, 2], ["zarr.json", 3, 4, 5]])
+def test_documents_are_read_alike_at_once_and_one_by_one(rows: list[Any]) -> None:
+    def outcome() -> object:
+        try:
+            return records._documents(rows)
+        except FormatError as error:
+            return str(error)
+
+    usual = outcome()
+    with patch.object(records, "_are_usual", lambda _: False):
+        assert outcome() == usual
