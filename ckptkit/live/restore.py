@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoint.places import Place, described, store_at
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, failing_together
-from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, open_checkpoint
+from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, open_alike, open_checkpoint
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import uncollected
@@ -187,17 +187,20 @@ def load_into(
 
 
 def _open(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
-    """Open what rank 0 finds in the store: a collective call, in the thread that trains. All ranks
-    open the same step, even while others are being saved, as rank 0 reads the manifest for all.
+    """Open what rank 0 finds in the store: a collective call, in the thread that trains. Even while
+    others are being saved, all ranks open the same step: rank 0 reads the manifest for all.
     """
-    found, data = None, b""
+    found, data, place = None, b"", ("", "", b"")
     if ranks.rank == 0:
-        # An error here reaches the others before anyone begins to wait for bytes.
         found = open_checkpoint(store) if step is None else Run(store).open(step)
         if ranks.world_size == 1:
             return found
-        data = found.manifest.to_bytes()
-    size, prefix = ranks.share(lambda: (len(data), found.prefix if found else ""))
+        place = (str(found.store.location), found.prefix, found.manifest.table.digest)
+        data = found.manifest.to_bytes() if found.manifest.is_checked else b""
+    size, (location, prefix, digest) = ranks.share(lambda: (len(data), place))
+    if not size:
+        with failing_together(ranks):  # of a foreign one there is nothing to send
+            return found or open_alike(store, location, prefix, digest)
     # A rank that has left would be missing in the collective: nobody begins it without all.
     ranks.wait()
     heard = bytes_of_first(data if found else None, size)
