@@ -134,7 +134,8 @@ class TestShardsOfDcp(ForeignContract):
             said = {key: {"saved_offsets": value} for key, value in offsets.items()}
             text = {"DCP_SHARDING_INFO": json.dumps(said), "DCP_VERSION": "1.0"}
             write(folder / name, parts, text)
-        return Sample(folder, ours(arrays), tuple(names))
+        # Nothing in these files says how many there are: of the last one nobody could miss a thing.
+        return Sample(folder, ours(arrays), tuple(names[:1]))
 
     def test_a_shard_that_is_missing_in_between_leaves_a_hole(self, tmp_path: Path) -> None:
         said = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [4]}})}
