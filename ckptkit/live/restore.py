@@ -40,7 +40,7 @@ from ckptkit.live.comparison import (
 )
 from ckptkit.live.resume import hand_over
 from ckptkit.live.save import readable
-from ckptkit.live.snapshot import take_snapshot
+from ckptkit.live.snapshot import take_snapshot, with_optimizers
 from ckptkit.live.state.extra import Extra
 from ckptkit.live.state.parts import HandCuts, LiveTensor, indices
 from ckptkit.live.state.ranks import (
@@ -143,10 +143,10 @@ def load_into(
         # Nothing has changed on any rank when one has found that the step does not fit.
         ranks.wait()
         training = match.training
-        names = parameter_names(training.model.entries()) if training.model else {}
+        names = parameter_names(before.entries)
         for optimizer in training.optimizers:
             optimizer.prepare(names, match.optimizers.of_kind(optimizer.kind))
-        snapshot = look(training)
+        snapshot = with_optimizers(before, training) or look(training)
         check_wrappers(snapshot, match.objects)
         fillings, fresh = match.to_fill(checkpoint, snapshot)
         threads = options.threads
