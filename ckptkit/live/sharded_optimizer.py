@@ -209,6 +209,8 @@ class ShardedOptimizerState:
         offered: State = wholes | others
         part = self._parts.get(name)
         knows, keeps = part is not None, part is not None and part.is_kept_here
+        # Made before the ranks agree, as only what is there says whether the state fits; taken back
+        # where they do not.
         made = bool(offered) and keeps and not self.has(name)
         if made:
             self.create(name)
