@@ -88,4 +88,4 @@ def test_all_ranks_open_what_rank_0_has_found(gloo: Pool, tmp_path: Path) -> Non
 def test_a_rank_that_finds_other_tensors_there_is_told(tmp_path: Path) -> None:
     saved(tmp_path / "model.safetensors", seed=2)
     with pytest.raises(PeerError, match="other tensors here than rank 0"):
-        open_alike(open_store(tmp_path), str(tmp_path), "", bytes(32))
+        open_alike(open_store(tmp_path), "", str(tmp_path), bytes(32))

@@ -46,13 +46,19 @@ def open_checkpoint(location: Place, *, storage_options: Options | None = None) 
     store = store_at(location, storage_options)
     try:
         prefix, manifest = manifest_at(store)
-    except NotCommittedError:
-        raise
-    except NotFoundError:
-        if (found := recognise(store)) is None:
-            raise
-        return Checkpoint(*found)
+    except NotFoundError as error:
+        return open_foreign(store, error)
     return Checkpoint(store, prefix, manifest)
+
+
+def open_foreign(store: Store, error: NotFoundError) -> Checkpoint:
+    """Open the foreign checkpoint of a place that has no step of ours, as an error says; it is
+    raised where there is nothing foreign either, or a step that was begun.
+    """
+    found = None if isinstance(error, NotCommittedError) else recognise(store)
+    if found is None:
+        raise error
+    return Checkpoint(*found)
 
 
 def reopened(address: Address, prefix: str, save_id: str) -> Checkpoint:
@@ -72,7 +78,7 @@ def reopened(address: Address, prefix: str, save_id: str) -> Checkpoint:
     return found
 
 
-def open_alike(store: Store, location: str, prefix: str, digest: bytes) -> Checkpoint:
+def open_alike(store: Store, prefix: str, location: str, digest: bytes) -> Checkpoint:
     """Open the foreign checkpoint that another rank has found at a location, for this one."""
     place = Location.parse(location)
     found = open_checkpoint(replace(store.address, location=place / prefix if prefix else place))
