@@ -31,7 +31,7 @@ from ckptkit.live.sharded_optimizer import ShardedOptimizerState
 from ckptkit.live.shards import distributed_model
 from ckptkit.live.state.ranks import current_world, meeting
 from ckptkit.live.state.tensors import local_of
-from ckptkit.live.wrappers.entries import canonical_names
+from ckptkit.live.wrappers.entries import canonical_names, every_module
 from ckptkit.model import Strategy
 from ckptkit.parallel.strategies.batches import mapped, opened, share
 from ckptkit.parallel.strategies.data_parallel import (
@@ -142,7 +142,7 @@ class Distributed:
         stepped = {parameter for group in groups for parameter in group["params"]}
         is_spread, is_stepped = bool(strategy.mesh.axes), optimizer is not None
         self._frozen = [
-            (canonical_names(module)(name), parameter)
+            (canonical_names(every_module(module))(name), parameter)
             for module in self.modules
             for name, parameter in module.named_parameters()
             if not parameter.requires_grad
