@@ -15,7 +15,7 @@ import torch
 from benchmarks.floors import Floor
 from benchmarks.memory import peak_mib, reset_peak, resident_mib
 from benchmarks.training import Training
-from ckptkit.live import Checkpointer
+from ckptkit.live import Checkpointer, load
 
 _SIDE, _PRODUCTS = 512, 4  # of a step: some 20 ms of one core
 _QUIET_SECONDS = 1.0
@@ -42,6 +42,16 @@ class Live:
         )
         if restored is None or restored.step != _STEP:
             raise RuntimeError(f"loaded {restored}, not step {_STEP}")
+
+    def load_anew(self, folder: Path) -> None:
+        """The same without a Checkpointer, and so without anything that one remembers."""
+        training = self._training
+        load(
+            folder / "run",
+            model=training.model,
+            optimizer=training.optimizer,
+            verify=self._verify,
+        )
 
     def _save(self, checkpointer: Checkpointer) -> None:
         training = self._training

@@ -129,10 +129,14 @@ def new_save_id() -> str:
 
 def read_manifest(store: Store, prefix: str) -> Manifest:
     """The manifest of a step; NotCommittedError or NotFoundError where there is none."""
+    return decoded_manifest(store, prefix, _stored(store, prefix))
+
+
+def _stored(store: Store, prefix: str) -> bytes:
     data = manifest_bytes(store, prefix)
     if not data:
         raise _not_committed(store, prefix, store.children(prefix), is_begun=data is not None)
-    return _manifest(store, prefix, data)
+    return data
 
 
 def manifest_bytes(store: Store, prefix: str, most: int = MAX_DOCUMENT_BYTES) -> bytes | None:
@@ -201,7 +205,8 @@ def crc_of(source: Source, start: int, size: int) -> int:
     return crc
 
 
-def _manifest(store: Store, prefix: str, data: bytes) -> Manifest:
+def decoded_manifest(store: Store, prefix: str, data: bytes) -> Manifest:
+    """The manifest of a step that is stored as these bytes."""
     where = described(store, under(prefix, MANIFEST))
     with _in_memory(where, len(data)), uncollected():
         manifest = Manifest.from_bytes(data, where)
@@ -221,17 +226,27 @@ def _check_number(store: Store, prefix: str, save: SaveInfo) -> None:
 
 def manifest_at(store: Store) -> tuple[str, Manifest]:
     """(prefix in the store, manifest) of the step at its location, or of the newest one of the
-    run there: one request for a step that has its own name, and two for a run.
+    run there.
     """
+    prefix, data = stored_manifest(store)
+    return prefix, decoded_manifest(store, prefix, data)
+
+
+def stored_manifest(store: Store, step: int | None = None) -> tuple[str, bytes]:
+    """The same as it is stored, or that of a step of the run: one request for a step that has its
+    own name or is said, and two for the newest of a run.
+    """
+    if step is not None:
+        return step_name(step), _stored(store, step_name(step))
     # By its name before anything is listed: what is named as a step may still be a run.
     if step_number(store.location.name) is not None and (data := manifest_bytes(store, "")):
-        return "", _manifest(store, "", data)
+        return "", data
     names = store.children("")
     if MANIFEST in names or DATA in names:
-        return "", read_manifest(store, "")
+        return "", _stored(store, "")
     for _, prefix in sorted(_numbered(names).items(), reverse=True):
         if data := manifest_bytes(store, prefix):
-            return prefix, _manifest(store, prefix, data)
+            return prefix, data
     raise _not_committed(store, "", names)
 
 

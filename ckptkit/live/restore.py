@@ -20,14 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.places import Place, described, store_at
+from ckptkit.checkpoint.places import Place, decoded_manifest, store_at, stored_manifest
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, failing_together
-from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, open_checkpoint
+from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import uncollected
 from ckptkit.errors import LayoutError
-from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import PerDataRank, PerRank, Replicated
 from ckptkit.live.comparison import (
     Filling,
@@ -40,7 +38,7 @@ from ckptkit.live.comparison import (
 )
 from ckptkit.live.resume import hand_over
 from ckptkit.live.save import readable
-from ckptkit.live.snapshot import take_snapshot
+from ckptkit.live.snapshot import take_snapshot, with_optimizers
 from ckptkit.live.state.extra import Extra
 from ckptkit.live.state.parts import HandCuts, LiveTensor, indices
 from ckptkit.live.state.ranks import (
@@ -143,10 +141,10 @@ def load_into(
         # Nothing has changed on any rank when one has found that the step does not fit.
         ranks.wait()
         training = match.training
-        names = parameter_names(training.model.entries()) if training.model else {}
+        names = parameter_names(before.entries)
         for optimizer in training.optimizers:
             optimizer.prepare(names, match.optimizers.of_kind(optimizer.kind))
-        snapshot = look(training)
+        snapshot = with_optimizers(before, training) or look(training)
         check_wrappers(snapshot, match.objects)
         fillings, fresh = match.to_fill(checkpoint, snapshot)
         threads = options.threads
@@ -190,18 +188,18 @@ def _open(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
     """Open what rank 0 finds in the store: a collective call, in the thread that trains. All ranks
     open the same step, even while others are being saved, as rank 0 reads the manifest for all.
     """
-    found, data = None, b""
+    data: bytes | None = None
+    prefix = ""
     if ranks.rank == 0:
         # An error here reaches the others before anyone begins to wait for bytes.
-        found = open_checkpoint(store) if step is None else Run(store).open(step)
-        if ranks.world_size == 1:
-            return found
-        data = found.manifest.to_bytes()
-    size, prefix = ranks.share(lambda: (len(data), found.prefix if found else ""))
-    # A rank that has left would be missing in the collective: nobody begins it without all.
-    ranks.wait()
-    heard = bytes_of_first(data if found else None, size)
-    return found or Checkpoint(store, prefix, Manifest.from_bytes(heard, described(store, prefix)))
+        prefix, data = stored_manifest(store, step)
+    if ranks.world_size > 1:
+        size, prefix = ranks.share(lambda: (len(data or b""), prefix))
+        # A rank that has left would be missing in the collective: nobody begins it without all.
+        ranks.wait()
+        data = bytes_of_first(data, size)
+    # By all ranks at the same time: none waits until another has decoded it.
+    return Checkpoint(store, prefix, decoded_manifest(store, prefix, data or b""))
 
 
 def _give_back(match: Match, tensors: Mapping[str, torch.Tensor], rank: int) -> None:

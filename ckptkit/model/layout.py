@@ -1,3 +1,9 @@
+"""What each rank holds of one tensor, and who else holds the same.
+
+A `Layout` comes of a shape, a strategy and a placement for each axis of its mesh. All it says it
+computes from the cuts of single dims (`model.cut`): nothing walks over all ranks.
+"""
+
 from __future__ import annotations
 
 import math
@@ -30,8 +36,7 @@ class Layout:
     _dims: tuple[DimCut, ...] = field(init=False, compare=False, repr=False)
     _holder: dict[int, int] = field(init=False, compare=False, repr=False)
     _strides: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    # Filled when they are asked for, which a frozen value can do to what it holds; `_edges` has one
-    # item then.
+    # Filled when they are asked for: a frozen value can fill what it holds. `_edges` gets one item.
     _parts: dict[int, Part] = field(init=False, compare=False, repr=False)
     _edges: list[tuple[tuple[int, ...], ...]] = field(init=False, compare=False, repr=False)
     _tangles: dict[int, Tangle] = field(init=False, compare=False, repr=False)
@@ -220,6 +225,7 @@ def _cuts(
 ) -> tuple[AxisCut, ...]:
     """The axes that cut a dim, in mesh order, but a strided one behind all those to its right."""
     order: list[AxisCut] = []
+    # From the right: when a strided axis comes, all that cut before it are there.
     for i in reversed(range(len(axes))):
         axis, placement = axes[i], placements[i]
         if isinstance(placement, Shard) and placement.dim == dim:

@@ -27,7 +27,7 @@ from ckptkit.format.leaves import dumps
 from ckptkit.live.state.lines import SharedOut
 from ckptkit.live.state.ranks import GroupRanks, World
 from ckptkit.live.state.tensors import local_of
-from ckptkit.live.wrappers.entries import canonical_names
+from ckptkit.live.wrappers.entries import canonical_names, every_module
 
 JoinedMeshes = dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
 """Of a mesh of FSDP1 and one of tensor parallelism: that of both. Made once, it takes a while."""
@@ -170,7 +170,8 @@ class Flat:
 
 def has_fsdp1(parts: Sequence[nn.Module]) -> bool:
     """Whether FSDP1 wraps some of the parts of a module."""
-    return any(isinstance(each, FullyShardedDataParallel) for each in parts)
+    # By the type, of which there are few.
+    return any(issubclass(kind, FullyShardedDataParallel) for kind in set(map(type, parts)))
 
 
 def fsdp1_units(parts: Sequence[nn.Module]) -> list[FullyShardedDataParallel]:
@@ -181,7 +182,7 @@ def fsdp1_units(parts: Sequence[nn.Module]) -> list[FullyShardedDataParallel]:
 
 def flats_of(module: nn.Module) -> list[Flat]:
     """The flat parameters of a module, in the same order on all ranks."""
-    canonical = canonical_names(module)
+    canonical = canonical_names(every_module(module))
     paths: dict[nn.Module, list[str]] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         paths.setdefault(part, []).append(path)

@@ -108,9 +108,9 @@ def _agreed(values: Iterable[Any]) -> Any:
     return distinct[0] if len(distinct) == 1 else distinct
 
 
-def entries(module: nn.Module) -> list[ModelEntry]:
+def entries(parts: Sequence[nn.Module]) -> list[ModelEntry]:
     """Copies of this rank's rows of each parameter, and the buffers. A collective."""
-    canonical = canonical_names(module)
+    module, canonical = parts[0], canonical_names(parts)
     pieces = [piece for flat in flats_of(module) for piece in flat.slices]
     parameters = {name for piece in pieces for name in (piece.name, *piece.also)}
     found: dict[str, ModelEntry] = {}
@@ -140,9 +140,9 @@ def entries(module: nn.Module) -> list[ModelEntry]:
     return list(found.values())
 
 
-def absorb(module: nn.Module, entries: Sequence[ModelEntry]) -> None:
+def absorb(parts: Sequence[nn.Module], entries: Sequence[ModelEntry]) -> None:
     """Load what was filled. A collective."""
-    state = {}
+    module, state = parts[0], {}
     for entry in entries:
         key, cut = entry.source
         state[key] = entry.value if cut is None else cut

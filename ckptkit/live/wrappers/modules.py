@@ -7,12 +7,13 @@ where none knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.live.state.lines import Line, assumed, dtensor_lines, line_of, mesh_lines
 from ckptkit.live.state.tensors import as_spread, dtype_name
-from ckptkit.live.wrappers.entries import ModelEntry, canonical_names, every_module, state_of
+from ckptkit.live.wrappers.entries import ModelEntry, canonical_names, state_of
 from ckptkit.live.wrappers.flat import cut_before
 
 
@@ -82,13 +83,13 @@ def details(parts: Sequence[nn.Module]) -> dict[str, Any]:
     return found
 
 
-def entries(module: nn.Module) -> list[ModelEntry]:
+def entries(parts: Sequence[nn.Module]) -> list[ModelEntry]:
     """The module's own tensors under their canonical names. Of what `DistributedDataParallel`
     wraps it keeps those parameters alike that it knows; between two forward passes buffers such as
     running means differ, until the wrapper gives all ranks those of the first.
     """
-    canonical = canonical_names(module)
-    wrappers = _ddp_wrappers(every_module(module))
+    module, canonical = parts[0], canonical_names(parts)
+    wrappers = _ddp_wrappers(parts)
     kept = {id(p) for wrapper in wrappers for p in wrapper._module_parameters}
     broadcast = {
         id(buffer)
@@ -111,13 +112,14 @@ def entries(module: nn.Module) -> list[ModelEntry]:
     return found
 
 
-def absorb(module: nn.Module, entries: Sequence[ModelEntry]) -> None:
+def absorb(parts: Sequence[nn.Module], entries: Sequence[ModelEntry]) -> None:
     """Hand over what `state_dict` made up: extra state and tensors of its hooks."""
-    canonical = canonical_names(module)
-    taken = _parameters_of_ddp(module, _ddp_wrappers(every_module(module))).values()
-    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers(), *taken)}
+    module = parts[0]
+    kept = [*_tensors(parts), *_parameters_of_ddp(module, _ddp_wrappers(parts)).values()]
+    own = set(map(id, kept))
     made_up = {entry.name: entry.value for entry in entries if id(entry.value) not in own}
     if made_up:
+        canonical = canonical_names(parts)
         known = {name: canonical(name) for name in state_of(module)}
         state = {name: made_up[own] for name, own in known.items() if own in made_up}
         module.load_state_dict(state, strict=False)
@@ -130,8 +132,10 @@ def _ddp_wrappers(parts: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     """Those among the parts of a model; the older, composable `replicate` keeps its own beside it,
     from the first forward on.
     """
-    states = (getattr(replicate.state(part), "_ddp", None) for part in parts)
-    found = [*parts, *(state for state in states if state is not None)]
+    # Asked about a module that has none, torch leaves an empty record in it.
+    states = [replicate.state(part) for part in parts if STATE_KEY in vars(part)]
+    inner = (getattr(state, "_ddp", None) for state in states)
+    found = [*parts, *(each for each in inner if each is not None)]
     # By the type, of which there are few: the class is abstract, and slow to ask.
     kinds = {kind for kind in set(map(type, found)) if issubclass(kind, DistributedDataParallel)}
     return [each for each in found if type(each) in kinds]
@@ -192,15 +196,17 @@ def _dtensors(parts: Sequence[nn.Module]) -> list[DTensorSpec]:
     """How the DTensors lie that are a module's parameters and buffers, or that DDP and FSDP1 keep
     plain parameters of.
     """
-    kept: list[Mapping[str, torch.Tensor | None]] = [
-        by_name for part in parts for by_name in (part._parameters, part._buffers)
-    ]
-    kept.append(_parameters_of_ddp(parts[0], _ddp_wrappers(parts)))
-    tensors = dict.fromkeys(t for by_name in kept for t in by_name.values() if t is not None)
-    found = [as_spread(tensor, tensor) for tensor in tensors]
+    of_ddp = _parameters_of_ddp(parts[0], _ddp_wrappers(parts)).values()
+    found = [as_spread(each, each) for each in dict.fromkeys([*_tensors(parts), *of_ddp])]
     # Gathered, those that are flat in FSDP1 are DTensors again.
     own = [t for t in found if isinstance(t, DTensor) and not _is_fsdp_flattened(t)]
     return [tensor._spec for tensor in own] + cut_before(parts)
+
+
+def _tensors(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """The parameters and buffers of modules; one that several have more than once."""
+    kept = (by_name for part in parts for by_name in (part._parameters, part._buffers) if by_name)
+    return [tensor for by_name in kept for tensor in by_name.values() if tensor is not None]
 
 
 def _fsdp_ranks(parts: Sequence[nn.Module]) -> set[tuple[int, ...]]:
