@@ -175,11 +175,15 @@ class Checkpoint(Closing):
         a time: without, what it likes best.
         """
         checked: list[Wanted] = []
+        arrays, fitting = self.manifest.arrays, set[tuple[Any, ...]]()
         for name, box, target in wanted:
             place = self._place(name)
-            array = self.manifest.arrays[place]
-            _inside(array, name, box)
-            dtypes = (array.dtype.numpy, array.dtype.bits)
+            array = arrays[place]
+            kind = array.shape, box.offset, box.shape
+            if kind not in fitting:
+                _inside(array, name, box)
+                fitting.add(kind)
+            dtypes = (array.dtype.bits, array.dtype.numpy)
             if target.shape != box.shape or target.dtype not in dtypes:
                 raise LayoutError(
                     f"the memory does not fit {box.shape} of {array.dtype.name}",
@@ -188,7 +192,8 @@ class Checkpoint(Closing):
                 )
             if not target.flags.writeable:
                 raise LayoutError("the memory is read-only", where=name)
-            checked.append(Wanted(place, box, target.view(array.dtype.bits)))
+            is_raw = target.dtype is array.dtype.bits
+            checked.append(Wanted(place, box, target if is_raw else target.view(array.dtype.bits)))
         pace = pace or self.packs.pace
         if threads:
             pace = replace(pace, requests=threads)
