@@ -188,8 +188,7 @@ def _open(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
     """Open what rank 0 finds in the store: a collective call, in the thread that trains. All ranks
     open the same step, even while others are being saved, as rank 0 reads the manifest for all.
     """
-    data: bytes | None = None
-    prefix = ""
+    prefix, data = "", None
     if ranks.rank == 0:
         # An error here reaches the others before anyone begins to wait for bytes.
         prefix, data = stored_manifest(store, step)
@@ -247,10 +246,9 @@ def fill(topology: Topology, fillings: Sequence[Filling], read: ReadMany) -> Non
     def wanted(held: LiveTensor, array: Array, memory: torch.Tensor) -> list[Any]:
         bits = as_bits(held.name, memory)
         kind = held.shape, held.local.shape, tuple(held.placements.items()), held.own
-        boxes = known.get(kind)
-        if boxes is None:
-            boxes = known[kind] = _boxes(topology, held)
-        return [(array.name, box, bits[inside]) for box, inside in boxes]
+        if kind not in known:
+            known[kind] = _boxes(topology, held)
+        return [(array.name, box, bits[inside]) for box, inside in known[kind]]
 
     direct: list[Any] = []
     staged: list[Filling] = []

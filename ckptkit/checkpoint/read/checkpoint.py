@@ -106,7 +106,12 @@ class Checkpoint(Closing):
     @cached_property
     def arrays(self) -> Mapping[str, Array]:
         """All arrays by name, tied ones under each of their names."""
-        return MappingProxyType({name: self[name] for name in sorted(self._places)})
+        return MappingProxyType({name: self[name] for name in self.names})
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """The names of all arrays, in order, tied ones under each of theirs."""
+        return sorted(self._places)
 
     @property
     def objects(self) -> Mapping[str, Any]:
@@ -132,7 +137,11 @@ class Checkpoint(Closing):
         return ZarrView(self.location, infos, self.read)
 
     def __getitem__(self, name: str) -> Array:
-        return Array(self, name, self.manifest.arrays[self._place(name)])
+        return Array(self, name, self.info(name))
+
+    def info(self, name: str) -> ArrayInfo:
+        """What the manifest says of an array."""
+        return self.manifest.arrays[self._place(name)]
 
     def __contains__(self, name: object) -> bool:
         return name in self._places

@@ -38,6 +38,7 @@ def dtype_of(name: str, tensor: torch.Tensor) -> DType:
         raise
 
 
+@cache
 def torch_dtype(dtype: DType) -> torch.dtype:
     """The name torch has for an element type."""
     found: torch.dtype = getattr(torch, dtype.torch)
@@ -51,7 +52,9 @@ def dtype_name(dtype: torch.dtype | None) -> str | None:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, outside of autograd."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # What an optimizer keeps is outside already, and that of 100,000 parameters a second to detach.
+    return local.detach() if local.requires_grad else local
 
 
 def as_spread(value: torch.Tensor, parameter: object) -> torch.Tensor:
