@@ -9,8 +9,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import TypeAlias
 
 from isal import isal_zlib
@@ -18,12 +17,12 @@ from isal import isal_zlib
 from ckptkit.checkpoint.workers import ask_all, uncollected
 from ckptkit.errors import (
     AlreadyExistsError,
-    CkptkitError,
     FormatError,
     NotCommittedError,
     NotFoundError,
     UsageError,
 )
+from ckptkit.foreign.formats import format_of
 from ckptkit.format.envelope import (
     CRC_BYTES,
     CRC_MARK,
@@ -341,50 +340,10 @@ _FOREIGN_HINT = (
     " or ckptkit.Writer; of a pack or a manifest pass the folder of the step"
 )
 
-_HEAD = 256
-
-# What a folder is, and the names that tell; the first that fits counts.
-_FOLDERS = (
-    ("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp"),
-    (
-        "a DeepSpeed checkpoint",
-        r"global_step\d+|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",
-    ),
-    ("a Megatron checkpoint", r"iter_\d+|latest_checkpointed_iteration\.txt|mp_rank_\d+(_\d+)*"),
-    (
-        "a Hugging Face model",
-        r".*\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?",
-    ),
-    ("a plain Zarr folder", r"zarr\.json|\.zgroup|\.zarray|\.zmetadata"),
-    ("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)"),
-)
-# What a file is, and the bytes that tell.
-_FILES = (
-    ("a safetensors file", rb".{5}\x00{3}\{"),
-    ("the pack of one rank of a step", rb"PK\x03\x04.{26}.*zarr\.json"),
-    ("a torch.save file", rb"PK\x03\x04.{26}[^\x00]*data\.pkl"),
-    ("a pickle, as torch.save wrote before torch 1.6", rb"\x80[\x02-\x05]"),
-    ("a zip file", rb"PK\x03\x04"),
-    ("a GGUF file", rb"GGUF"),
-    ("an HDF5 file", rb"\x89HDF\r\n"),
-)
-
 
 def _foreign(store: Store, names: Sequence[str]) -> str | None:
     """What is at the location of a store whose folder has these names, if it can be told."""
-    for what, pattern in _FOLDERS:
-        if any(re.fullmatch(pattern, name) for name in names):
-            return what
-    if names:
-        return None
-    # There is a store of folders only: for it a file is a folder without names.
-    location = store.location
-    if location.name == MANIFEST:
+    if not names and store.location.name == MANIFEST:
         return "the manifest of a step"
-    head = b""
-    with suppress(CkptkitError):  # it is no file, or may not be read
-        above = store_at(replace(store.address, location=location.parent))
-        with above.open(location.name) as source:
-            head = bytes(source.fetch(0, min(_HEAD, source.size)))
-    found = (what for what, magic in _FILES if re.match(magic, head, re.DOTALL))
-    return next(found, "a file of a kind that is not known" if head else None)
+    known = format_of(store, names)
+    return known.what if known else None

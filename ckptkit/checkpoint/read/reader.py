@@ -243,11 +243,12 @@ def plan_read(
     progress: Progress | None = None,
 ) -> ReadPlan:
     """Which bytes to read to fill all that is wanted. With `verify` always whole chunks, so that
-    each can be checked.
+    each can be checked, where there are checksums to check them by.
     """
     # Layers are alike: what one has found out holds for all. So all that is said of each piece is
     # found once for each kind of box, and looked up there: row `at` of what the kinds have, joined.
     manifest = packs.manifest
+    verify = verify and manifest.is_checked
     arrays, pieces, sizes = manifest.arrays, list[Pieces](), list[int]()
     known: dict[tuple[Any, ...], int] = {}
     kinds: list[int] = []
