@@ -75,6 +75,8 @@ class AxisCut:
             base += stop - start
 
     def _step(self, block: int) -> int:
+        # Rounded up, as torch.chunk does it: the last pieces are smaller or empty. Rounded down,
+        # with what is left shared out, each rank would have other rows than torch gives it.
         units = block // self.unit
         return self.unit if self.group(block) > 1 else -(-units // self.size) * self.unit
 
@@ -109,6 +111,7 @@ class DimCut:
     cuts: tuple[AxisCut, ...]
 
     def __post_init__(self) -> None:
+        # Only to refuse: an outer cut may leave a piece that an inner one cannot cut.
         lengths = {self.length}
         for cut in self.cuts:
             lengths = {piece for length in lengths for piece in cut.lengths(length)}

@@ -76,6 +76,7 @@ class Layout:
         runs = [_runs(dim.intervals(coords)) for dim in self._dims]
         shape = tuple(sum(length for _, length, _ in run) for run in runs)
         if any(coords[axis] != coord for axis, coord in self._holder.items()):
+            # Another rank owns it: here it has no rows, of the width that they would have.
             part = Part((0, *shape[1:]) if shape else (), (), ())
         else:
             part = Part(shape, *_boxes(runs))
@@ -159,6 +160,7 @@ class Layout:
             members[axis], places[axis] = range(coord, coord + 1), 0
         for axis, held, place in digits:
             members[axis], places[axis] = held, place
+        # The places along the axes are the digits of one number: this rank's, of all these ranks.
         index, count = 0, 1
         for held, place in zip(members, places, strict=True):
             index = index * len(held) + place
