@@ -1,5 +1,5 @@
-"""The globals that a pickle may name, and what each stands for here: a type of elements, a record
-that says what would be called, or a plain value.
+"""The globals that a pickle may name, and what each stands for here: a type of elements, a call
+that is told and not made, or a plain value.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STORAGES = {
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor"
-RECORDS = frozenset(
+CALLS = frozenset(
     [
         *(
             f"torch._utils._rebuild_{what}"
@@ -105,14 +105,14 @@ _INNER = (f"{_SHARDED}.api.ShardedTensor", "ProcessGroupState")
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class Global:
     """A global that a pickle names and does not call, such as the class of a storage."""
 
     name: str
 
 
 def _mapping(items: Any = ()) -> dict[Any, Any]:
-    if isinstance(items, Named):  # the factory of a defaultdict
+    if isinstance(items, Global):  # the factory of a defaultdict
         return {}
     pairs = [(key, value) for key, value in (items.items() if type(items) is dict else items)]
     if not all(type(key) in (str, int) for key, _ in pairs):
@@ -146,8 +146,8 @@ def _path(*parts: str) -> str:
 
 
 def _attribute(of: Any, name: Any) -> Any:
-    if isinstance(of, Named) and (of.name, name) == _INNER:
-        return Named(".".join(_INNER))
+    if isinstance(of, Global) and (of.name, name) == _INNER:
+        return Global(".".join(_INNER))
     raise ValueError("it asks for an attribute of something")
 
 

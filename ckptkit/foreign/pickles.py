@@ -1,10 +1,11 @@
-"""An interpreter of pickles that runs nothing: whatever a pickle would call becomes a record that
+"""An interpreter of pickles that runs nothing: what a pickle would call becomes a placeholder that
 says so.
 
 Python's own unpickler calls what a file names, which may be anything. Here a name has to be on a
-list, a call gives a `Record` of name and arguments, and only a few plain types become values. No
-pickle makes this take more than some hundred times its bytes: a value is counted with all that is
-inside of it, what is in several places in each, so that no small file stands for a huge value.
+list, a call gives a `Placeholder` with its name and arguments, and only a few plain types become
+values. No pickle makes this take more than some hundred times its bytes: a value is counted with
+all that is inside of it, what is in several places in each, so that no small file stands for a huge
+value.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.globals import ALIASES, DTYPES, RECORDS, STORAGES, VALUES, Named
+from ckptkit.foreign.globals import ALIASES, CALLS, DTYPES, STORAGES, VALUES, Global
 
 MOST_DEPTH = 64
 MOST_BYTES = 1 << 30
@@ -30,7 +31,7 @@ _INT32, _FLOAT64 = struct.Struct("<i"), struct.Struct(">d")
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class Placeholder:
     """What a pickle would make by a call: the name of what it calls, with what it would pass."""
 
     name: str
@@ -188,7 +189,7 @@ class _Interpreter:
 
     def key(self, key: Any) -> Any:
         """A key of a map: the hash of a tuple of tuples would take for ever."""
-        if type(key) in (str, int, bytes, float, bool, type(None), Record, Named):
+        if type(key) in (str, int, bytes, float, bool, type(None), Placeholder, Global):
             return key
         if type(key) is tuple and self.known.get(id(key), (key, 0, 1))[2] <= 1:
             return key
@@ -201,7 +202,7 @@ class _Interpreter:
         self.grow(target, pairs)
         if type(target) is dict:
             target.update(zip(keys, pairs[1::2], strict=True))
-        elif type(target) is Record:
+        elif type(target) is Placeholder:
             target.items += zip(keys, pairs[1::2], strict=True)
         else:
             raise ValueError("items are put into what is no map")
@@ -210,7 +211,7 @@ class _Interpreter:
         self.grow(target, values)
         if type(target) is list:
             target += values
-        elif type(target) is Record:
+        elif type(target) is Placeholder:
             target.items += values
         elif type(target) is set:
             target.update(self.key(value) for value in values)
@@ -223,8 +224,8 @@ class _Interpreter:
         full = f"{ALIASES.get(module, module)}.{name}"
         if full in DTYPES:
             self.stack.append(full)
-        elif full in RECORDS or full in STORAGES or full in VALUES:
-            self.stack.append(Named(full))
+        elif full in CALLS or full in STORAGES or full in VALUES:
+            self.stack.append(Global(full))
         else:
             raise self.refuse(
                 "the pickle asks for a global that is not read here",
@@ -233,10 +234,10 @@ class _Interpreter:
             )
 
     def call(self, called: Any, args: Any) -> None:
-        if type(called) is not Named or type(args) is not tuple:
+        if type(called) is not Global or type(args) is not tuple:
             raise ValueError("what is called is no global")
-        if called.name in RECORDS:
-            self.push(Record(called.name, args), args)
+        if called.name in CALLS:
+            self.push(Placeholder(called.name, args), args)
             return
         if called.name not in VALUES:
             raise self.refuse("the pickle calls what is no function", called.name)
@@ -247,7 +248,7 @@ class _Interpreter:
         made = VALUES[called.name](*args)
         if type(made) in (str, bytes):
             self.long(made, len(made))
-        elif type(made) in (Named, complex):
+        elif type(made) in (Global, complex):
             self.stack.append(made)
         else:
             self.push(made, args)
@@ -256,7 +257,7 @@ class _Interpreter:
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is dict:
             return  # what an OrderedDict has for attributes, such as `_metadata`
-        if type(target) is not Record or target.state is not None:
+        if type(target) is not Placeholder or target.state is not None:
             raise ValueError("a state is given to what has none")
         self.grow(target, (state,))
         target.state = state
@@ -290,6 +291,15 @@ class _Interpreter:
     def mark(self) -> None:
         self.below.append(self.stack)
         self.stack = []
+
+    def pop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.marked()
+
+    def pop_mark(self) -> None:
+        self.marked()
 
     def frame(self) -> None:
         if self.number(8) > len(self.data) - self.at:
@@ -359,8 +369,8 @@ _ACTIONS: dict[int, Callable[[_Interpreter], None]] = {
     0x80: _Interpreter.protocol,
     0x95: _Interpreter.frame,
     ord("("): _Interpreter.mark,
-    ord("0"): lambda it: it.stack.pop() if it.stack else it.marked(),
-    ord("1"): lambda it: it.marked() and None,
+    ord("0"): _Interpreter.pop,
+    ord("1"): _Interpreter.pop_mark,
     ord("2"): lambda it: it.stack.append(it.stack[-1]),
     ord("N"): _constant(value=None),
     0x88: _constant(value=True),

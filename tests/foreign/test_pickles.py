@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.pickles import Named, Record, read_pickle
+from ckptkit.foreign.globals import Global
+from ckptkit.foreign.pickles import Placeholder, read_pickle
 
 
 def read(data: bytes) -> Any:
@@ -82,16 +84,16 @@ def test_getattr_answers_one_pair_only() -> None:
     shard = b"ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\n"
     asked = b"c__builtin__\ngetattr\n(" + shard + b"X%c\x00\x00\x00%btR."
     wanted = "torch.distributed._shard.sharded_tensor.api.ShardedTensor.ProcessGroupState"
-    assert read(asked % (17, b"ProcessGroupState")) == Named(wanted)
+    assert read(asked % (17, b"ProcessGroupState")) == Global(wanted)
     with pytest.raises(FormatError, match="attribute"):
         read(asked % (8, b"__init__"))
 
 
-def test_what_would_be_called_is_a_record() -> None:
-    record = read(pickle.dumps(dcp.metadata.ChunkStorageMetadata(torch.Size([1]), torch.Size([2]))))
-    assert isinstance(record, Record)
-    assert record.kind == "ChunkStorageMetadata"
-    assert record.fields() == {"offsets": (1,), "sizes": (2,)}
+def test_what_would_be_called_is_told() -> None:
+    call = read(pickle.dumps(ChunkStorageMetadata(torch.Size([1]), torch.Size([2]))))
+    assert isinstance(call, Placeholder)
+    assert call.kind == "ChunkStorageMetadata"
+    assert call.fields() == {"offsets": (1,), "sizes": (2,)}
 
 
 def peak_of(data: bytes) -> int:
@@ -145,7 +147,7 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     state = {"model": {"w": torch.ones(3, 2), "b": torch.ones(3)}, "step": 3, "more": [1, {"a": 2}]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process only
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        save(state, checkpoint_id=folder, no_dist=True)
     return (folder / ".metadata").read_bytes()
 
 
@@ -186,7 +188,7 @@ def fuzz(metadata: bytes, times: int, seed: int) -> int:
 
 
 def test_whatever_is_changed_gives_a_value_or_a_format_error(metadata: bytes) -> None:
-    assert isinstance(read(metadata), Record)
+    assert isinstance(read(metadata), Placeholder)
     tracemalloc.start()
     try:
         assert fuzz(metadata, 300, seed=1) > 100
