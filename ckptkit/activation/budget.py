@@ -71,6 +71,7 @@ def fit(
         with ExitStack() as failed:
             failed.callback(undo)
             for _ in range(_ROUNDS):
+                # A rank that is done goes on too: in the others' steps they may wait for it.
                 recompute(search.chosen)
                 with traceless(modules):
                     peak = peak_bytes(step)

@@ -125,7 +125,6 @@ class OffloadedForward:
         return replace(view, spread=spread)
 
     def unpack(self, packed: SavedTensor | _View) -> torch.Tensor:
-        """The tensor again."""
         if isinstance(packed, SavedTensor):
             return packed.get()
         if not self._asked:
@@ -381,7 +380,6 @@ class HostMemory:
     def bring(
         self, host: torch.Tensor, device: torch.device, there: torch.cuda.Event | None
     ) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Begin to copy to the device."""
         stream = self._stream("back", device)
         with torch.cuda.stream(stream):
             if there is not None:

@@ -256,6 +256,7 @@ class TensorParallelPolicy:
         """The rank that keeps a layer; None where each keeps something of it."""
         if self.kind(layer_id) != "once":
             return None
+        # All ranks have to say the same: `hash` of a text differs from process to process.
         return self.owners.get(layer_id, zlib.crc32(str(layer_id).encode()) % self.world_size)
 
     def keeps(self, layer_id: LayerId) -> bool:

@@ -223,6 +223,7 @@ class ActivationStore:
 
     def _keep(self, layer: LayerId, kept: _Activation) -> None:
         self._kept[layer] = kept
+        # Tensors that share memory count it once, until the last of them goes.
         for key, size in kept.memories:
             self._holders[key] += 1
             if self._holders[key] == 1:

@@ -76,6 +76,7 @@ class Layout:
         runs = [_runs(dim.intervals(coords)) for dim in self._dims]
         shape = tuple(sum(length for _, length, _ in run) for run in runs)
         if any(coords[axis] != coord for axis, coord in self._holder.items()):
+            # Another rank owns it: here it has no rows, of the width that they would have.
             part = Part((0, *shape[1:]) if shape else (), (), ())
         else:
             part = Part(shape, *_boxes(runs))
@@ -91,10 +92,8 @@ class Layout:
         coords = self.strategy.mesh.coords(rank)
         digits: list[Digit] = []
         for d, dim in enumerate(self._dims):
-            if dim.is_tangled:
-                digits += self._tangle(d).part_digits(coords)
-            else:
-                digits += _placed(dim.sharers(coords), coords)
+            known = self._tangle(d) if dim.is_tangled else dim
+            digits += known.sharers(coords)
         return self._replicas(coords, digits)
 
     def shares(self, rank: int) -> tuple[Share, ...]:
@@ -144,7 +143,7 @@ class Layout:
         dim = self._dims[d]
         runs = _runs(dim.intervals(coords))
         if not dim.is_tangled:
-            return [(runs, _placed(dim.sharers(coords), coords))]
+            return [(runs, dim.sharers(coords))]
         return [
             ([_local(runs, start, stop) for start, stop in intervals], digits)
             for intervals, digits in self._tangle(d).groups(coords)
@@ -159,6 +158,7 @@ class Layout:
             members[axis], places[axis] = range(coord, coord + 1), 0
         for axis, held, place in digits:
             members[axis], places[axis] = held, place
+        # The places along the axes are the digits of one number: this rank's, of all these ranks.
         index, count = 0, 1
         for held, place in zip(members, places, strict=True):
             index = index * len(held) + place
@@ -261,10 +261,6 @@ def _boxes(runs: list[list[_Run]]) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
         boxes.append(Box(tuple(start for start, _, _ in chosen), shape))
         places.append(Box(tuple(place for _, _, place in chosen), shape))
     return tuple(boxes), tuple(places)
-
-
-def _placed(sharers: list[tuple[int, range]], coords: tuple[int, ...]) -> list[Digit]:
-    return [(axis, held, coords[axis] - held.start) for axis, held in sharers]
 
 
 @dataclass(frozen=True, slots=True)

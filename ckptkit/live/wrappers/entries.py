@@ -83,18 +83,19 @@ _WRAPPERS: tuple[tuple[type[nn.Module], str], ...] = (
 _COMPILED = "_orig_mod"
 
 
-def canonical_names(parts: Sequence[nn.Module]) -> Callable[[str], str]:
-    """A function from the names that the wrapped model uses to those of the plain one; `parts` are
-    the model and all inside of it.
+def canonical_names(submodules: Sequence[nn.Module]) -> Callable[[str], str]:
+    """A function from the names that the wrapped model uses to those of the plain one.
+
+    `submodules` are all of a model, as `every_module` has them: the model itself comes first.
 
     The wrappers whose hooks leave themselves out of a state dict are known too.
     """
-    wrapped = {each: inner for each in parts if (inner := _inner(each))}
+    wrapped = {each: inner for each in submodules if (inner := _inner(each))}
     if not wrapped:
         return str
 
     def canonical(name: str) -> str:
-        at: nn.Module | None = parts[0]
+        at: nn.Module | None = submodules[0]
         kept = []
         for node in name.split("."):
             # The name may leave out this wrapper, and those inside it.

@@ -155,7 +155,6 @@ class Output:
                 self._since.pop(rank, None)
 
     def has_failure(self) -> bool:
-        """Whether a rank has failed."""
         with self._lock:
             return any(code for _, code in self._ended.values())
 
