@@ -125,7 +125,7 @@ def test_diff_and_unpack_take_them(model: Path, tmp_path: Path) -> None:
     ckptkit.reshard(model, tmp_path / "ours", to="fsdp:2")
     result = ckpt("diff", model, tmp_path / "ours")
     assert result.exit_code == 0
-    assert "(A unknown, B fsdp:2)" in result.stdout
+    assert "(A an unknown strategy, B fsdp:2)" in result.stdout
     assert ckpt("unpack", model, tmp_path / "plain").exit_code == 0
     assert (tmp_path / "plain" / "model" / "layers.0.weight" / "zarr.json").exists()
 
@@ -152,4 +152,4 @@ def test_what_others_wrote_is_not_changed(command: str, model: Path, run: Path) 
 def test_the_strategy_that_nobody_knows_is_not_expected(model: Path, tmp_path: Path) -> None:
     result = ckpt("reshard", "--from", "single", "--to", "tp:2", model, tmp_path / "ours")
     assert result.exit_code == 2
-    assert "nothing in it says by which strategy" in result.stderr
+    assert "written by an unknown strategy, not by single" in result.stderr

@@ -141,9 +141,9 @@ class Checkpoint(Closing):
 
     @property
     def written_by(self) -> str:
-        """The same for people: `unknown` where nothing says it."""
+        """The same for people: `an unknown strategy` where nothing says it."""
         is_known = self.foreign is None or self.foreign.strategy is not None
-        return str(self.strategy) if is_known else "unknown"
+        return str(self.strategy) if is_known else "an unknown strategy"
 
     @property
     def foreign(self) -> ForeignStep | None:

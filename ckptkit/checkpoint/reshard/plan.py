@@ -149,11 +149,8 @@ def plan_reshard(
     checkpoint = open_checkpoint(source)
     expected = None if options.expect is None else Strategy.of(options.expect)
     if expected is not None and str(expected) != checkpoint.written_by:
-        is_known = checkpoint.written_by == str(checkpoint.strategy)
         raise UsageError(
-            f"the step was written by {checkpoint.strategy}, not by {expected}"
-            if is_known
-            else f"nothing in it says by which strategy it was written, so not that {expected} did",
+            f"the step was written by {checkpoint.written_by}, not by {expected}",
             where=checkpoint.location,
             hint="leave --from out: what is known of the strategy is in the step",
         )
