@@ -47,8 +47,9 @@ class Placeholder:
         return self.name.rpartition(".")[2]
 
     def fields(self) -> dict[str, Any]:
-        """Its state, where that is a map."""
-        return self.state if isinstance(self.state, dict) else {}
+        """Its attributes, as far as its state tells them."""
+        parts = self.state if isinstance(self.state, tuple) else (self.state,)
+        return {k: v for part in parts if isinstance(part, dict) for k, v in part.items()}
 
 
 def read_pickle(
