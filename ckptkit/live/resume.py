@@ -5,7 +5,7 @@ that fit it, under the names that these have here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -252,7 +252,7 @@ def hand_over(
     """
     if training.model is None:
         return
-    training.model.absorb([replace(e, value=values.get(e.name, e.value)) for e in snapshot.entries])
+    training.model.absorb([e._replace(value=values.get(e.name, e.value)) for e in snapshot.entries])
     names = parameter_names(snapshot.entries)
     for optimizer, states in zip(training.optimizers, snapshot.states, strict=True):
         mine = [document for document in documents if document["kind"] == optimizer.kind]

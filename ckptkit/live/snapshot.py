@@ -28,7 +28,14 @@ from ckptkit.live.state.parts import (
     record_of,
 )
 from ckptkit.live.state.ranks import World
-from ckptkit.live.state.tensors import as_spread, check_plain, checksum, local_of, parts_of_tensor
+from ckptkit.live.state.tensors import (
+    as_spread,
+    check_plain,
+    checksum,
+    is_plain,
+    local_of,
+    parts_of_tensor,
+)
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import plain_extra, take_tensors, tensors_inline
 from ckptkit.live.wrappers.entries import ModelEntry, StateEntry, parameter_names
@@ -62,12 +69,101 @@ class Snapshot:
     """The nested dictionaries of which ranks may have keys of their own, tensors as marks."""
     made: Mapping[str, tuple[LiveTensor, Sequence[str]]]
     """By name the tensors that are made of others, which are among `tensors`, and their names."""
+    outline: Outline | None
+    """What a later snapshot may use again; None where there is something to look at each time."""
 
     @property
     def values(self) -> Mapping[str, Any]:
         """What `get_extra_state` gave, by name."""
         found: Any = self.objects.get("model", {})
         return found  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outline:
+    """What a snapshot found out of tensors, without their memory: `seen` is all that it follows
+    from, in the order in which it was looked at.
+    """
+
+    topology: Topology
+    seen: list[object]
+    tensors: list[LiveTensor]
+    tied: list[Tied]
+
+    @classmethod
+    def of(cls, topology: Topology, look: Look, collected: Collector) -> Outline | None:
+        """That of what was collected at that look; None where something has to be asked, or
+        compared, each time.
+        """
+        is_asked = collected.compared or collected.made
+        if not look.is_usual or is_asked or any(h.own is not None for h in collected.tensors):
+            return None
+        # No memory is kept alive from one save to the next.
+        tensors = [held.in_memory(_NOWHERE) for held in collected.tensors]
+        return cls(topology, look.seen, tensors, collected.tied)
+
+
+class Look:
+    """A look at tensors, which is much shorter than to collect them: one flat list of what all they
+    are, to be compared with the last one, and what this rank holds of each.
+
+    All that `Collector` asks of an entry or a tensor has to be in it. Values are: they are read
+    from where the tensors lie now.
+    """
+
+    def __init__(self, seen: list[object], *, is_usual: bool) -> None:
+        self.seen = seen
+        self.locals: list[torch.Tensor] = []
+        self.is_usual = is_usual
+        """Whether all tensors have elements of their own; others are looked at each time."""
+        self._first: dict[int, int] = {}
+
+    def at_model(self, entries: Sequence[ModelEntry]) -> None:
+        """Parameters and buffers, and which of them are one tensor."""
+        if not self.is_usual:
+            return
+        self.seen.append(len(entries))
+        first: dict[int, int] = {}
+        for number, entry in enumerate(entries):
+            name, value, is_parameter, shared, _, is_kept, is_broadcast = entry
+            is_tensor = torch.is_tensor(value)
+            known = first.setdefault(id(value), number) if is_tensor else None
+            self.seen += (name, is_parameter, shared, is_kept, is_broadcast, known)
+            if is_tensor:
+                if "_st_info" in value.__dict__:
+                    self.is_usual = False  # each time it becomes another DTensor
+                if known == number:
+                    self._at(value)
+
+    def at_optimizer(self, entries: Sequence[StateEntry]) -> None:
+        """What an optimizer keeps."""
+        self.seen.append(len(entries))
+        for parameter, key, value, shared in entries:
+            self.seen += (parameter, key, shared)
+            if torch.is_tensor(value):
+                self._at(value)
+
+    def at_tree(self, tensors: Mapping[str, torch.Tensor], *, is_replicated: bool) -> None:
+        """The tensors of a nested dictionary."""
+        self.seen += (len(tensors), is_replicated)
+        for name, tensor in tensors.items():
+            self.seen.append(name)
+            self._at(tensor)
+
+    def _at(self, tensor: torch.Tensor) -> None:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        # What is amiss with one is told by who collects it.
+        if not self.is_usual or not is_plain(local):
+            self.is_usual = False
+            return
+        if isinstance(tensor, DTensor):
+            spec = tensor._spec
+            self.seen += (tensor.shape, tensor.dtype, spec.mesh, spec.placements)
+        self.seen += (type(tensor), local.shape, local.dtype, local.device)
+        self.locals.append(local.detach() if local.requires_grad else local)
+
+
+_NOWHERE = torch.empty(0)
 
 
 def take_snapshot(
@@ -78,12 +174,20 @@ def take_snapshot(
     mesh: DeviceMesh | None = None,
     rules: HandCuts | None = None,
     ranks: Ranks | None = None,
+    outlined: bool = False,
+    last: Outline | None = None,
 ) -> Snapshot:
-    """Look at everything; nothing is copied yet."""
+    """Look at everything; nothing is copied yet. With `outlined` for the next time too: where all
+    is as it was for the `last` outline, but for values and where they lie in memory, that is the
+    outline of this one.
+    """
     nested = _trees(training)
     topology = topology_of(world, training, mesh, ranks, nested)
+    if last is not None and last.topology == topology:
+        topology = last.topology  # which knows what it has found out
     staged = training.model is not None and training.model.is_staged
-    collector = Collector(topology, rules_of(training, rules), staged=staged)
+    known = rules_of(training, rules)
+    look = Look([topology, known, staged], is_usual=outlined)
     objects: dict[str, object] = {
         f"extra/{n}": plain_extra(f"extra/{n}", v) for n, v in (extra or {}).items()
     }
@@ -94,7 +198,7 @@ def take_snapshot(
     if training.model is not None:
         details = training.model.details()
         entries = training.model.entries()
-        collector.add_model(entries)
+        look.at_model(entries)
         # What `get_extra_state` gave has no tensors of its own.
         if made := {e.name: e.value for e in entries if not torch.is_tensor(e.value)}:
             objects["model"] = made
@@ -102,7 +206,7 @@ def take_snapshot(
         for optimizer in training.optimizers:
             state = optimizer.entries(names)
             states.append(state)
-            collector.add_optimizer(state)
+            look.at_optimizer(state)
             values: dict[str, dict[str, Any]] = {}
             for entry in state:
                 if not torch.is_tensor(entry.value):
@@ -113,7 +217,19 @@ def take_snapshot(
     for group, (skeleton, tensors) in nested.items():
         objects[group] = skeleton
         trees |= tensors
-        collector.add_tree(tensors, is_replicated=isinstance(training.stateful[group], Replicated))
+        look.at_tree(tensors, is_replicated=isinstance(training.stateful[group], Replicated))
+    collector = Collector(topology, known, staged=staged)
+    if last is not None and look.is_usual and last.seen == look.seen:
+        collector.take(last, look.locals)
+        outline: Outline | None = last
+    else:
+        collector.add_model(entries)
+        for state in states:
+            collector.add_optimizer(state)
+        for group, (_, tensors) in nested.items():
+            is_replicated = isinstance(training.stateful[group], Replicated)
+            collector.add_tree(tensors, is_replicated=is_replicated)
+        outline = Outline.of(topology, look, collector)
     objects |= collector.compared
     says_all = training.model is not None or mesh is not None or world.size == 1
     spread = topology.strategy if says_all else None
@@ -136,6 +252,7 @@ def take_snapshot(
             n: objects[n] for n, v in training.stateful.items() if not isinstance(v, closed)
         },
         made=collector.made,
+        outline=outline,
     )
 
 
@@ -225,6 +342,12 @@ class Collector:
         self.made: dict[str, tuple[LiveTensor, list[str]]] = {}
         """Tensors that are made of others, and the names of these."""
 
+    def take(self, outline: Outline, memory: Iterable[torch.Tensor]) -> None:
+        """All that was collected when nothing but memory was another."""
+        self.tied = outline.tied
+        pairs = zip(outline.tensors, memory, strict=True)
+        self.tensors = [held.in_memory(local) for held, local in pairs]
+
     def add_model(self, entries: Iterable[ModelEntry]) -> None:
         """Parameters and buffers; a tensor of two names is stored once."""
         replicas = self._topology.replicas
@@ -313,8 +436,8 @@ class Collector:
                 placement, whole = self._rules.placement(name, ruled[axis.kind], shape, size)
                 shape = shape if is_dtensor else whole
                 placements[axis.name] = placement
-        is_plain = role == "optimizer" and local.ndim and not parts and not is_dtensor
-        if is_plain and self._is_cut.get(of or "") and not ruled and said is None:
+        is_whole = role == "optimizer" and local.ndim and not parts and not is_dtensor
+        if is_whole and self._is_cut.get(of or "") and not ruled and said is None:
             # Whether it is a part or the same on all ranks cannot be seen: the commit compares.
             self.compared[f"{ALIKE}/{name}"] = checksum(name, local)
         self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())

@@ -15,14 +15,16 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptkit.errors import UnsupportedTypeError, UsageError
-from ckptkit.model import DType
+from ckptkit.model import DTYPES, DType
 
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-
+# What numpy has under the same name, and gives without being asked for bits.
+_SHARED = {torch.float16, torch.float32, torch.float64, torch.int32, torch.int64}
 
 _USUAL = (torch.Tensor, torch.nn.Parameter)
 
 _dtype = cache(DType.of)
+_STORED = {getattr(torch, dtype.torch, None) for dtype in DTYPES.values()}
 
 
 def dtype_of(name: str, tensor: torch.Tensor) -> DType:
@@ -70,11 +72,18 @@ def as_spread(value: torch.Tensor, parameter: object) -> torch.Tensor:
 def as_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
     """The memory of a tensor in host memory, as an array of raw elements."""
     check_plain(name, tensor)
-    if tensor.is_conj() or tensor.is_neg():
+    return bits_of(name, tensor)
+
+
+def bits_of(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The same of one that is known to be plain."""
+    if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
-    bits = _BITS.get(tensor.element_size())
-    array: npt.NDArray[Any] = (tensor if bits is None else tensor.view(bits)).numpy()
-    return array.view(dtype_of(name, tensor).bits)
+    elements = dtype_of(name, tensor).bits
+    if tensor.dtype not in _SHARED and (bits := _BITS.get(tensor.element_size())) is not None:
+        tensor = tensor.view(bits)
+    array: npt.NDArray[Any] = tensor.numpy()
+    return array.view(elements)
 
 
 def checksum(name: str, tensor: torch.Tensor) -> int:
@@ -89,17 +98,21 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(as_bytes[0].view(torch.uint8), as_bytes[1].view(torch.uint8))
 
 
-def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Refuse tensors without elements of their own, before anybody asks for their shape."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if (
+def is_plain(local: torch.Tensor) -> bool:
+    """Whether there is nothing to say against a tensor, nor to look at it closely."""
+    return (
         type(local) in _USUAL
         and not local.is_nested
         and local.device.type != "meta"
         and local.layout == torch.strided
-        and local.untyped_storage().data_ptr()
-    ):
-        dtype_of(name, local)
+        and local.dtype in _STORED
+        and local.untyped_storage().data_ptr() != 0
+    )
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Refuse tensors without elements of their own, before anybody asks for their shape."""
+    if is_plain(tensor._local_tensor if isinstance(tensor, DTensor) else tensor):
         return
     if is_lazy(tensor):
         raise UsageError(
