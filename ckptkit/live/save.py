@@ -24,7 +24,8 @@ from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import canonical, dumps
 from ckptkit.format.names import inner_name, join, matches
-from ckptkit.live.snapshot import Outline, Snapshot, rules_of, take_snapshot
+from ckptkit.live.outline import Outline
+from ckptkit.live.snapshot import Snapshot, rules_of, take_snapshot
 from ckptkit.live.state.agreement import put_together
 from ckptkit.live.state.parts import HandCuts, LiveTensor, Tied
 from ckptkit.live.state.ranks import StoreRanks, World, copying_threads, listed
@@ -149,7 +150,7 @@ def prepare(
 
     def said() -> tuple[int, dict[str, Any], bytes, bool, dict[str, int], str | None]:
         preset = same.preset if same else _preset(snapshot, options.chunk_bytes)
-        return step, snapshot.details, keys, compares and world.size > 1, plain, preset
+        return step, training.details(), keys, compares and world.size > 1, plain, preset
 
     wanted, details, first_keys, compares, theirs, preset = ranks.share(said)
     if wanted != step:

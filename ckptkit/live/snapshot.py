@@ -16,6 +16,7 @@ from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import InvalidNameError, UsageError
 from ckptkit.format.names import ALIKE, WRAPPED, join
 from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
+from ckptkit.live.outline import Look, Outline
 from ckptkit.live.state.extra import DataRanks
 from ckptkit.live.state.lines import Line, check_upwards, dtensor_lines, kind_of, mesh_lines
 from ckptkit.live.state.parts import (
@@ -32,7 +33,6 @@ from ckptkit.live.state.tensors import (
     as_spread,
     check_plain,
     checksum,
-    is_plain,
     local_of,
     parts_of_tensor,
 )
@@ -53,7 +53,6 @@ class Snapshot:
     """What one rank adds to a step."""
 
     topology: Topology
-    details: dict[str, Any]
     tensors: list[LiveTensor]
     tied: list[Tied]
     objects: dict[str, object]
@@ -71,99 +70,13 @@ class Snapshot:
     """By name the tensors that are made of others, which are among `tensors`, and their names."""
     outline: Outline | None
     """What a later snapshot may use again; None where there is something to look at each time."""
+    collector: Collector
 
     @property
     def values(self) -> Mapping[str, Any]:
         """What `get_extra_state` gave, by name."""
         found: Any = self.objects.get("model", {})
         return found  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Outline:
-    """What a snapshot found out of tensors, without their memory: `seen` is all that it follows
-    from, in the order in which it was looked at.
-    """
-
-    topology: Topology
-    seen: list[object]
-    tensors: list[LiveTensor]
-    tied: list[Tied]
-
-    @classmethod
-    def of(cls, topology: Topology, look: Look, collected: Collector) -> Outline | None:
-        """That of what was collected at that look; None where something has to be asked, or
-        compared, each time.
-        """
-        is_asked = collected.compared or collected.made
-        if not look.is_usual or is_asked or any(h.own is not None for h in collected.tensors):
-            return None
-        # No memory is kept alive from one save to the next.
-        tensors = [held.in_memory(_NOWHERE) for held in collected.tensors]
-        return cls(topology, look.seen, tensors, collected.tied)
-
-
-class Look:
-    """A look at tensors, which is much shorter than to collect them: one flat list of what all they
-    are, to be compared with the last one, and what this rank holds of each.
-
-    All that `Collector` asks of an entry or a tensor has to be in it. Values are: they are read
-    from where the tensors lie now.
-    """
-
-    def __init__(self, seen: list[object], *, is_usual: bool) -> None:
-        self.seen = seen
-        self.locals: list[torch.Tensor] = []
-        self.is_usual = is_usual
-        """Whether all tensors have elements of their own; others are looked at each time."""
-        self._first: dict[int, int] = {}
-
-    def at_model(self, entries: Sequence[ModelEntry]) -> None:
-        """Parameters and buffers, and which of them are one tensor."""
-        if not self.is_usual:
-            return
-        self.seen.append(len(entries))
-        first: dict[int, int] = {}
-        for number, entry in enumerate(entries):
-            name, value, is_parameter, shared, _, is_kept, is_broadcast = entry
-            is_tensor = torch.is_tensor(value)
-            known = first.setdefault(id(value), number) if is_tensor else None
-            self.seen += (name, is_parameter, shared, is_kept, is_broadcast, known)
-            if is_tensor:
-                if "_st_info" in value.__dict__:
-                    self.is_usual = False  # each time it becomes another DTensor
-                if known == number:
-                    self._at(value)
-
-    def at_optimizer(self, entries: Sequence[StateEntry]) -> None:
-        """What an optimizer keeps."""
-        self.seen.append(len(entries))
-        for parameter, key, value, shared in entries:
-            self.seen += (parameter, key, shared)
-            if torch.is_tensor(value):
-                self._at(value)
-
-    def at_tree(self, tensors: Mapping[str, torch.Tensor], *, is_replicated: bool) -> None:
-        """The tensors of a nested dictionary."""
-        self.seen += (len(tensors), is_replicated)
-        for name, tensor in tensors.items():
-            self.seen.append(name)
-            self._at(tensor)
-
-    def _at(self, tensor: torch.Tensor) -> None:
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        # What is amiss with one is told by who collects it.
-        if not self.is_usual or not is_plain(local):
-            self.is_usual = False
-            return
-        if isinstance(tensor, DTensor):
-            spec = tensor._spec
-            self.seen += (tensor.shape, tensor.dtype, spec.mesh, spec.placements)
-        self.seen += (type(tensor), local.shape, local.dtype, local.device)
-        self.locals.append(local.detach() if local.requires_grad else local)
-
-
-_NOWHERE = torch.empty(0)
 
 
 def take_snapshot(
@@ -191,28 +104,18 @@ def take_snapshot(
     objects: dict[str, object] = {
         f"extra/{n}": plain_extra(f"extra/{n}", v) for n, v in (extra or {}).items()
     }
-    details: dict[str, Any] = {}
     entries: list[ModelEntry] = []
     states: list[list[StateEntry]] = []
     documents: list[dict[str, Any]] = []
     if training.model is not None:
-        details = training.model.details()
         entries = training.model.entries()
         look.at_model(entries)
         # What `get_extra_state` gave has no tensors of its own.
         if made := {e.name: e.value for e in entries if not torch.is_tensor(e.value)}:
             objects["model"] = made
-        names = parameter_names(entries)
-        for optimizer in training.optimizers:
-            state = optimizer.entries(names)
-            states.append(state)
+        states, documents = _optimizers(training, entries)
+        for state in states:
             look.at_optimizer(state)
-            values: dict[str, dict[str, Any]] = {}
-            for entry in state:
-                if not torch.is_tensor(entry.value):
-                    values.setdefault(entry.parameter, {})[entry.key] = entry.value
-            groups = optimizer.options(names)
-            documents.append({"kind": optimizer.kind, "groups": groups, "values": values})
     trees: dict[str, torch.Tensor] = {}
     for group, (skeleton, tensors) in nested.items():
         objects[group] = skeleton
@@ -226,10 +129,12 @@ def take_snapshot(
         collector.add_model(entries)
         for state in states:
             collector.add_optimizer(state)
-        for group, (_, tensors) in nested.items():
+        for group, (_, inside) in nested.items():
             is_replicated = isinstance(training.stateful[group], Replicated)
-            collector.add_tree(tensors, is_replicated=is_replicated)
-        outline = Outline.of(topology, look, collector)
+            collector.add_tree(inside, is_replicated=is_replicated)
+        is_asked = collector.compared or collector.made
+        tensors, tied = collector.tensors, collector.tied
+        outline = None if is_asked else Outline.of(topology, look, tensors, tied)
     objects |= collector.compared
     says_all = training.model is not None or mesh is not None or world.size == 1
     spread = topology.strategy if says_all else None
@@ -239,7 +144,6 @@ def take_snapshot(
     closed = (PerRank, PerDataRank, Replicated)
     return Snapshot(
         topology=topology,
-        details=details,
         tensors=collector.tensors,
         tied=collector.tied,
         objects=objects,
@@ -253,7 +157,44 @@ def take_snapshot(
         },
         made=collector.made,
         outline=outline,
+        collector=collector,
     )
+
+
+def with_optimizers(before: Snapshot, training: TrainingState) -> Snapshot | None:
+    """What was seen without the optimizers of a training, together with these; `before` is used up.
+    None where they say how the job is spread, or stages may: that takes another look at everything.
+    """
+    is_said = any(optimizer.lines() for optimizer in training.optimizers)
+    if is_said or before.topology.pipeline is not None:
+        return None
+    collector = before.collector
+    states, documents = _optimizers(training, before.entries)
+    for state in states:
+        collector.add_optimizer(state)
+    objects = before.objects | collector.compared
+    return replace(before, objects=objects, optimizers=documents, states=states)
+
+
+def _optimizers(
+    training: TrainingState, entries: Sequence[ModelEntry]
+) -> tuple[list[list[StateEntry]], list[dict[str, Any]]]:
+    """What optimizers keep of the parameters of a model: their entries, and what they say besides
+    tensors.
+    """
+    names = parameter_names(entries)
+    states: list[list[StateEntry]] = []
+    documents: list[dict[str, Any]] = []
+    for optimizer in training.optimizers:
+        state = optimizer.entries(names)
+        states.append(state)
+        values: dict[str, dict[str, Any]] = {}
+        for entry in state:
+            if not torch.is_tensor(entry.value):
+                values.setdefault(entry.parameter, {})[entry.key] = entry.value
+        groups = optimizer.options(names)
+        documents.append({"kind": optimizer.kind, "groups": groups, "values": values})
+    return states, documents
 
 
 def _trees(training: TrainingState) -> Trees:

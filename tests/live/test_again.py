@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -61,7 +61,8 @@ class Job:
         for parameter in self.net.parameters():
             parameter.grad = torch.rand_like(parameter)
         self.optimizer.step()
-        self.net.mean += 1
+        with torch.no_grad():
+            self.net.state_dict(keep_vars=True).get("mean", torch.zeros(8)).add_(1)
         self.state["ema"]["a"] += 1
         self.extra["n"] += 1
 
@@ -70,8 +71,13 @@ class Job:
         added, add = [], Writer.add
         Writer.add = lambda *args, **keywords: (added.append(1), add(*args, **keywords))  # type: ignore[method-assign, assignment, func-returns-value]
         try:
-            objects = {"optimizer": self.optimizer, "state": self.state}
-            checkpointer.save(step, model=self.model, extra=self.extra, **objects)
+            checkpointer.save(
+                step,
+                model=self.model,
+                optimizer=self.optimizer,
+                state=self.state,
+                extra=self.extra,
+            )
         finally:
             Writer.add = add  # type: ignore[method-assign]
         with ckptkit.open(f"{checkpointer.location}/step-{step:010d}") as opened:
@@ -93,7 +99,10 @@ class Job:
             }
 
 
-def saved_again(job: Job, change: Callable[[Job], object], place: str) -> list[bool]:
+Change: TypeAlias = Callable[[Job], object]
+
+
+def saved_again(job: Job, change: Change, place: str) -> list[bool]:
     """Whether the second save, that after the change and the one after that used what the one
     before had found out; each is compared with a first save of the same.
     """
@@ -192,7 +201,10 @@ def _state_that_is_no_tensor(job: Job) -> None:
 
 def _in_several_groups(job: Job) -> None:
     net = job.net
-    groups = [{"params": net.second.parameters(), "lr": 0.5}, {"params": net.first.parameters()}]
+    groups: list[dict[str, Any]] = [
+        {"params": net.second.parameters(), "lr": 0.5},
+        {"params": net.first.parameters()},
+    ]
     job.optimizer = torch.optim.AdamW(groups)
     job.step()
 
@@ -202,7 +214,12 @@ def _another_optimizer(job: Job) -> None:
     job.step()
 
 
-CHANGES = {
+def _made_a_parameter(job: Job) -> None:
+    del job.net.mean
+    job.net.register_parameter("mean", nn.Parameter(torch.ones(8), requires_grad=False))
+
+
+CHANGES: dict[str, Change] = {
     "a module is another": _resized,
     "a parameter has another shape": _resized_in_place,
     "a parameter has another shape of as many elements": _transposed,
@@ -220,10 +237,7 @@ CHANGES = {
     "parameters are in several groups": _in_several_groups,
     "the optimizer is another": _another_optimizer,
     "there is another buffer": lambda job: job.net.register_buffer("more", torch.ones(3)),
-    "a buffer is a parameter": lambda job: (
-        job.net._buffers.pop("mean"),
-        job.net.register_parameter("mean", nn.Parameter(torch.ones(8), requires_grad=False)),
-    ),
+    "a buffer is a parameter": _made_a_parameter,
     "a buffer is not saved": lambda job: job.net._non_persistent_buffers_set.add("mean"),
     "a nested dictionary has more": lambda job: job.state["ema"].update(c=torch.ones(2)),
     "a nested dictionary has less": lambda job: job.state["ema"].pop("b"),
@@ -239,16 +253,18 @@ def test_a_change_between_two_saves_is_seen(what: str, tmp_path: Path) -> None:
     assert saved_again(Job(), CHANGES[what], str(tmp_path)) == [True, False, True]
 
 
-UNCHANGED = {
+def _moved(job: Job) -> None:
+    for parameter in job.net.parameters():
+        parameter.data = parameter.detach().clone().t().contiguous().t()
+
+
+UNCHANGED: dict[str, Change] = {
     "nothing": lambda _: None,
     "a parameter, which is another that is alike": _replaced,
     "a learning rate": lambda job: job.optimizer.param_groups[0].update(lr=0.5),
     "plain values": lambda job: job.extra.update(more=[1, 2, {"a": "b"}]),
     "extra state": lambda job: job.net.said.update(epoch=1),
-    "the memory of all tensors": lambda job: [
-        setattr(parameter, "data", parameter.detach().clone().t().contiguous().t())
-        for parameter in job.net.parameters()
-    ],
+    "the memory of all tensors, and its order": _moved,
 }
 
 
@@ -301,7 +317,7 @@ def _spread_otherwise(how: Any, shape: tuple[int, ...], job: Job) -> None:
     job.state["ema"]["d"] = distribute_tensor(torch.rand(shape), mesh, [how])
 
 
-ON_TWO = {
+ON_TWO: dict[str, Change] = {
     "rules": _cut_otherwise,
     "copies": partial(_spread_otherwise, Replicate(), (2, 4)),
     "columns": partial(_spread_otherwise, Shard(1), (2, 8)),
