@@ -133,8 +133,8 @@ def take_snapshot(
             is_replicated = isinstance(training.stateful[group], Replicated)
             collector.add_tree(inside, is_replicated=is_replicated)
         is_asked = collector.compared or collector.made
-        tensors, tied = collector.tensors, collector.tied
-        outline = None if is_asked else Outline.of(topology, look, tensors, tied)
+        collected = collector.tensors, collector.tied
+        outline = None if is_asked else Outline.of(topology, look, *collected)
     objects |= collector.compared
     says_all = training.model is not None or mesh is not None or world.size == 1
     spread = topology.strategy if says_all else None

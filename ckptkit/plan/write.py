@@ -99,7 +99,8 @@ def _share(stretch: _Stretch, size: int, begin: int, total: int) -> I64:
     # Beyond 64 bits those of Python.
     wide = object if total * count >= 1 << 61 else np.int64
     middles = stretch.middles.astype(wide) * size + 2 * begin
-    return stretch.chunks[middles * count // max(1, 2 * total) == mine]
+    chosen: I64 = stretch.chunks[middles * count // max(1, 2 * total) == mine]
+    return chosen
 
 
 def writes_document(array: Owned, chunks: I64, rank: int) -> bool:
