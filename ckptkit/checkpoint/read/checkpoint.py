@@ -23,6 +23,8 @@ from ckptkit.errors import (
     PeerError,
 )
 from ckptkit.foreign.contents import SAVE_ID_PREFIX as FOREIGN
+from ckptkit.foreign.contents import ForeignManifest
+from ckptkit.foreign.extents import ForeignStep
 from ckptkit.foreign.formats import recognise
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
@@ -134,8 +136,19 @@ class Checkpoint(Closing):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that wrote it."""
+        """The strategy that wrote it; of a foreign one that does not say, `single`."""
         return self.manifest.save.strategy
+
+    @property
+    def written_by(self) -> str:
+        """The same for people: `an unknown strategy` where nothing says it."""
+        is_known = self.foreign is None or self.foreign.strategy is not None
+        return str(self.strategy) if is_known else "an unknown strategy"
+
+    @property
+    def foreign(self) -> ForeignStep | None:
+        """What its reader has found, where ckptkit did not write it: its format, their names."""
+        return self.manifest.foreign if isinstance(self.manifest, ForeignManifest) else None
 
     @property
     def details(self) -> Mapping[str, Any]:
