@@ -16,7 +16,7 @@ from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import FormatError
 from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
-from ckptkit.format.objects import ObjectInfo, PerDataRank, PerRank
+from ckptkit.format.objects import ObjectInfo, PerDataRank, PerRank, Replicated
 from ckptkit.live.resume import (
     Resumed,
     differing,
@@ -32,7 +32,7 @@ from ckptkit.live.state.extra import DataRanks, WorldSizeError, is_marked
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import listed
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
-from ckptkit.live.state.trees import arrays_in, put_tensors, with_own
+from ckptkit.live.state.trees import arrays_in, put_tensors, replace_leaves, with_own
 from ckptkit.live.wrappers.entries import StateMismatchError, parameter_names
 from ckptkit.live.wrappers.training import TrainingState
 
@@ -349,3 +349,37 @@ def _refuse(report: Report, checkpoint: Checkpoint, options: LoadOptions) -> Non
     raise StateMismatchError(
         f"the step does not fit\n{bad}", where=checkpoint.location, hint="; ".join(hints)
     )
+
+
+def give_back(match: Match, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Let the objects besides the model and its optimizers take over what was loaded for them."""
+    for group, target in match.training.stateful.items():
+        item = match.objects.get(group)
+        if item is None or any(x.startswith(f"{group}:") for x in match.report.skipped):
+            continue
+        if not (isinstance(target, PerDataRank) and group in match.positions):
+            tree = item.value[rank] if item.semantics == "per_rank" else item.value
+            _give(target, put_tensors(tree, tensors.__getitem__, group))
+            continue
+        # What reads data goes on where it was.
+        position, reader = match.positions[group], target.value
+        tree = put_tensors(position.tree, no_array, group)
+        if not position.is_resized:
+            _give(reader, tree)
+        elif isinstance(reader, list):
+            for at, each in enumerate(reader):
+                each.load_state_dicts([states[at] for states in tree])
+        else:
+            reader.load_state_dicts(tree)
+
+
+def _give(target: object, tree: Any) -> None:
+    if isinstance(target, (Replicated, PerRank)):
+        _give(target.value, tree)
+    elif hasattr(target, "load_state_dict"):
+        target.load_state_dict(tree)
+    elif isinstance(target, list) and any(hasattr(each, "load_state_dict") for each in target):
+        for each, inner in zip(target, tree, strict=True):
+            _give(each, inner)
+    else:
+        replace_leaves(target, tree)

@@ -252,7 +252,9 @@ def hand_over(
     """
     if training.model is None:
         return
-    training.model.absorb([replace(e, value=values.get(e.name, e.value)) for e in snapshot.entries])
+    training.model.absorb(
+        [replace(e, value=values[e.name]) if e.name in values else e for e in snapshot.entries]
+    )
     names = parameter_names(snapshot.entries)
     for optimizer, states in zip(training.optimizers, snapshot.states, strict=True):
         mine = [document for document in documents if document["kind"] == optimizer.kind]

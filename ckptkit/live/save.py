@@ -123,7 +123,7 @@ def prepare(
     compares = bool(replicas) or bool(trees) or topology.pipeline is not None
     preset = _preset(snapshot, options.chunk_bytes)
     wanted, details, first_keys, compares, theirs, preset = ranks.share(
-        lambda: (step, snapshot.details, keys, compares and world.size > 1, plain, preset)
+        lambda: (step, training.details(), keys, compares and world.size > 1, plain, preset)
     )
     if wanted != step:
         raise UsageError(f"rank 0 saves step {wanted}, rank {world.rank} another one", value=step)

@@ -1,3 +1,5 @@
+"""The types of elements that a checkpoint may have, by their names in Zarr, numpy and torch."""
+
 from __future__ import annotations
 
 import difflib

@@ -1,3 +1,9 @@
+"""What each rank holds of one tensor, and who else holds the same.
+
+A `Layout` comes of a shape, a strategy and a placement for each axis of its mesh. All it says it
+computes from the cuts of single dims (`model.cut`): nothing walks over all ranks.
+"""
+
 from __future__ import annotations
 
 import math
@@ -30,8 +36,7 @@ class Layout:
     _dims: tuple[DimCut, ...] = field(init=False, compare=False, repr=False)
     _holder: dict[int, int] = field(init=False, compare=False, repr=False)
     _strides: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    # Filled when they are asked for, which a frozen value can do to what it holds; `_edges` has one
-    # item then.
+    # Filled when they are asked for: a frozen value can fill what it holds. `_edges` gets one item.
     _parts: dict[int, Part] = field(init=False, compare=False, repr=False)
     _edges: list[tuple[tuple[int, ...], ...]] = field(init=False, compare=False, repr=False)
     _tangles: dict[int, Tangle] = field(init=False, compare=False, repr=False)
@@ -71,6 +76,7 @@ class Layout:
         runs = [_runs(dim.intervals(coords)) for dim in self._dims]
         shape = tuple(sum(length for _, length, _ in run) for run in runs)
         if any(coords[axis] != coord for axis, coord in self._holder.items()):
+            # Another rank owns it: here it has no rows, of the width that they would have.
             part = Part((0, *shape[1:]) if shape else (), (), ())
         else:
             part = Part(shape, *_boxes(runs))
@@ -154,6 +160,7 @@ class Layout:
             members[axis], places[axis] = range(coord, coord + 1), 0
         for axis, held, place in digits:
             members[axis], places[axis] = held, place
+        # The places along the axes are the digits of one number: this rank's, of all these ranks.
         index, count = 0, 1
         for held, place in zip(members, places, strict=True):
             index = index * len(held) + place
@@ -220,6 +227,7 @@ def _cuts(
 ) -> tuple[AxisCut, ...]:
     """The axes that cut a dim, in mesh order, but a strided one behind all those to its right."""
     order: list[AxisCut] = []
+    # From the right: when a strided axis comes, all that cut before it are there.
     for i in reversed(range(len(axes))):
         axis, placement = axes[i], placements[i]
         if isinstance(placement, Shard) and placement.dim == dim:

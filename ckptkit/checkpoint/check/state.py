@@ -367,7 +367,6 @@ class Apart:
     """None where no difference is a number, as between a number and a NaN."""
 
     def joined(self, other: Apart) -> Apart:
-        """Both together."""
         known = [most for most in (self.most, other.most) if most is not None]
         first = min(self.first, other.first)
         return Apart(self.count + other.count, first, max(known, default=None))

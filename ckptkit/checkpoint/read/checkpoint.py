@@ -12,15 +12,23 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place, described, manifest_at, read_manifest, store_at
-from ckptkit.checkpoint.read.packs import OpenPacks
+from ckptkit.checkpoint.read.packs import packs_of
 from ckptkit.checkpoint.read.reader import Wanted, plan_read
 from ckptkit.checkpoint.workers import Pace, Progress, share_out
-from ckptkit.errors import FormatError, LayoutError, NotFoundError
+from ckptkit.errors import (
+    FormatError,
+    LayoutError,
+    NotCommittedError,
+    NotFoundError,
+    PeerError,
+)
+from ckptkit.foreign.contents import SAVE_ID_PREFIX as FOREIGN
+from ckptkit.foreign.formats import recognise
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import whole
 from ckptkit.model import Box, DType, Grid, Layout, Part, Strategy, layout_of
-from ckptkit.storage import Address, Options, Store
+from ckptkit.storage import Address, Location, Options, Store
 from ckptkit.storage.base.store import Closing
 
 if TYPE_CHECKING:
@@ -30,26 +38,57 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(location: Place, *, storage_options: Options | None = None) -> Checkpoint:
-    """Open a step, or the newest committed step of a run.
+    """Open a step, or the newest committed step of a run; or a foreign checkpoint: safetensors.
 
     `storage_options` say how to reach an object store: `endpoint`, `region`, `profile` and others;
     what they leave out comes from the environment, as is usual there.
     """
     store = store_at(location, storage_options)
-    prefix, manifest = manifest_at(store)
+    try:
+        prefix, manifest = manifest_at(store)
+    except NotFoundError as error:
+        return open_foreign(store, error)
     return Checkpoint(store, prefix, manifest)
 
 
-def _reopened(address: Address, prefix: str, save_id: str) -> Checkpoint:
-    store = store_at(address)
-    manifest = read_manifest(store, prefix)
-    if manifest.save.save_id != save_id:
+def open_foreign(store: Store, error: NotFoundError) -> Checkpoint:
+    """Open the foreign checkpoint of a place that has no step of ours, as an error says; it is
+    raised where there is nothing foreign either, or a step that was begun.
+    """
+    found = None if isinstance(error, NotCommittedError) else recognise(store)
+    if found is None:
+        raise error
+    return Checkpoint(*found)
+
+
+def reopened(address: Address, prefix: str, save_id: str) -> Checkpoint:
+    """Open the very save that another process has open; FormatError where there is another now."""
+    if save_id.startswith(FOREIGN):
+        location = address.location / prefix if prefix else address.location
+        found = open_checkpoint(replace(address, location=location))
+    else:
+        store = store_at(address)
+        found = Checkpoint(store, prefix, read_manifest(store, prefix))
+    if found.save_id != save_id:
         raise FormatError(
             "the step was saved anew since it was opened",
-            where=described(store, prefix),
+            where=found.location,
             hint="open it again",
         )
-    return Checkpoint(store, prefix, manifest)
+    return found
+
+
+def open_alike(store: Store, prefix: str, location: str, digest: bytes) -> Checkpoint:
+    """Open the foreign checkpoint that another rank has found at a location, for this one."""
+    place = Location.parse(location)
+    found = open_checkpoint(replace(store.address, location=place / prefix if prefix else place))
+    if found.manifest.table.digest != digest:
+        raise PeerError(
+            "this rank finds other tensors here than rank 0",
+            where=found.location,
+            hint="all ranks need the same files: copy the folder again to this machine",
+        )
+    return found
 
 
 def _inside(array: ArrayInfo, name: str, box: Box) -> Box:
@@ -68,7 +107,7 @@ class Checkpoint(Closing):
         self.store = store
         self.prefix = prefix
         self.manifest = manifest
-        self.packs = OpenPacks(store, prefix, manifest)
+        self.packs = packs_of(store, prefix, manifest)
         self._places = {array.name: index for index, array in enumerate(manifest.arrays)}
         for alias in manifest.aliases:
             self._places[alias.name] = self._places[alias.alias_of]
@@ -197,7 +236,7 @@ class Checkpoint(Closing):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Opened again where it arrives: handles do not travel.
-        return (_reopened, (self.store.address, self.prefix, self.save_id))
+        return (reopened, (self.store.address, self.prefix, self.save_id))
 
     def close(self) -> None:
         """Close the packs; reading opens them again."""

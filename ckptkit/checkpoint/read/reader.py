@@ -236,11 +236,12 @@ def plan_read(
     progress: Progress | None = None,
 ) -> ReadPlan:
     """Which bytes to read to fill all that is wanted. With `verify` always whole chunks, so that
-    each can be checked.
+    each can be checked, where there are checksums to check them by.
     """
     # Layers are alike: what one has found out holds for all.
     cut, chunks, begins = cache(Pieces), cache(Pieces.chunks), cache(Pieces.begins)
     manifest = packs.manifest
+    verify = verify and manifest.is_checked
     pieces = [cut(manifest.arrays[w.array].grid, w.box) for w in wanted]
     counts = [len(each) for each in pieces]
     rows = _joined(

@@ -138,7 +138,8 @@ class Run:
         plan = plan_prune(self._store, **wanted)
         by_age = grace > 0 and any(removal.kind != "step" for removal in plan)
         if by_age and self._store.abilities.clock_of_its_own:
-            # By a clock that is late, a save under way would look old.
+            # To a clock of ours that is ahead of the store's, a save under way looks old. That is
+            # asked only where something seems to be old: it takes a write and a listing.
             plan = plan_prune(self._store, **wanted, now=clock_of(self._store))
         remove(self._store, plan)
         return plan
