@@ -81,6 +81,14 @@ def read_dcp(folder: Folder) -> ForeignStep:
             item = items.get((name, box.offset))
             if item is not None and not box.is_empty:
                 parts.setdefault(item.file, []).append((name, box, item, dtype))
+    for (name, _), item in items.items():
+        if item.offset + item.length > folder.size(item.file):
+            raise FormatError(
+                f"the file has {folder.size(item.file)} bytes, "
+                f"a part of it ends at {item.offset + item.length}",
+                where=f"{folder.where(item.file)}: {name}",
+                hint="it was cut short; copy it again",
+            )
     heads = _Heads(folder)
     for file, there in parts.items():
         there.sort(key=lambda part: part[2].offset)
@@ -293,12 +301,6 @@ def _objects(
         there.sort(key=lambda each: each[1].offset)
         ranges = [(item.offset, item.length) for _, item in there]
         for (name, item), data in zip(there, folder.read_many(file, ranges), strict=True):
-            if len(data) < item.length:
-                raise FormatError(
-                    "the file ends before an object of it does",
-                    where=f"{folder.where(file)}: {name}",
-                    hint="it was cut short; copy it again",
-                )
             try:
                 yield name, _object(data, file, item, f"{folder.where(file)}: {name}", known)
             except CkptkitError as error:

@@ -29,8 +29,8 @@ class Folder:
         """Of all metadata that was read."""
 
     def where(self, key: str) -> str:
-        """A file's place, for messages."""
-        return str(self.store.location / key)
+        """A file's place, for messages: of what metadata calls a file, which may be no name."""
+        return f"{self.store.location}/{key}"
 
     def size(self, key: str) -> int:
         """The bytes of a file; FormatError where it is missing."""

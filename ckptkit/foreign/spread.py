@@ -36,7 +36,7 @@ _KINDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class MeshPart:
     """How a tensor lies over a mesh: its whole shape, and which part this rank has."""
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Spread:
     placements: tuple[Placement, ...] = ()
 
 
-def dtensor(spec: Any, rank: int, local: Sequence[int], where: str) -> Spread:
+def dtensor(spec: Any, rank: int, local: Sequence[int], where: str) -> MeshPart:
     """What a DTensorSpec says, and which box of the tensor the local one of a rank is."""
     said = _fields(spec, "DTensorSpec", where)
     meta = said.get("tensor_meta")
@@ -73,7 +73,7 @@ def dtensor(spec: Any, rank: int, local: Sequence[int], where: str) -> Spread:
             f"by its placements it has {part.shape}",
             where=where,
         )
-    return Spread(whole, box, mesh, placements)
+    return MeshPart(whole, box, mesh, placements)
 
 
 def _mesh(
@@ -154,7 +154,7 @@ def _fields(said: Any, kind: str, where: str) -> dict[str, Any]:
 
 
 def strategy_of(
-    spreads: Mapping[str, Spread], arrays: Sequence[ForeignArray], ranks: int
+    spreads: Mapping[str, MeshPart], arrays: Sequence[ForeignArray], ranks: int
 ) -> tuple[Strategy | None, list[ForeignArray]]:
     """What wrote these arrays, where all of them have the mesh of all ranks or none; None where
     they do not. The arrays have a placement for each axis then.
@@ -230,10 +230,12 @@ def _rows_of(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> int | None:
     if not shape or not math.prod(shape):
         return shape[0] if shape else 1
     pieces = sorted({box for box in boxes if not box.is_empty}, key=lambda box: box.offset)
-    if any(p.offset[1:] != (0,) * (len(shape) - 1) or p.shape[1:] != shape[1:] for p in pieces):
+    if not pieces or any(
+        p.offset[1:] != (0,) * (len(shape) - 1) or p.shape[1:] != shape[1:] for p in pieces
+    ):
         return None
-    rows = pieces[0].shape[0] if pieces else 0
-    starts = list(range(0, shape[0], rows)) if rows else []
+    rows = pieces[0].shape[0]
+    starts = list(range(0, shape[0], rows))
     fits = [p.offset[0] for p in pieces] == starts
     fits = fits and all(p.shape[0] == min(rows, shape[0] - p.offset[0]) for p in pieces)
     return rows if fits else None

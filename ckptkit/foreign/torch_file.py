@@ -16,7 +16,7 @@ from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.globals import DTYPES, STORAGES, Global
 from ckptkit.foreign.pickles import Placeholder, read_pickle
 from ckptkit.foreign.safetensors import config_of, parsed
-from ckptkit.foreign.spread import Spread, dtensor, sharded_tensor, strategy_of
+from ckptkit.foreign.spread import MeshPart, dtensor, sharded_tensor, strategy_of
 from ckptkit.foreign.states import Path, States, StateTensor, states_of
 from ckptkit.foreign.zips import directory_of, offsets_of
 from ckptkit.model import Box, DType, document
@@ -46,7 +46,7 @@ class TorchFile:
     """What is in one file: the value of its pickle, whose tensors are `StateTensor`."""
 
     tree: Any
-    spreads: dict[int, Spread] = field(default_factory=dict)
+    spreads: dict[int, MeshPart] = field(default_factory=dict)
     """How its DTensors lie over a mesh, by the identity of the tensor in the tree."""
 
 
@@ -164,7 +164,7 @@ def _of_ranks(folder: Folder, ranks: Mapping[str, re.Match[str]]) -> ForeignStep
     if said and said != {world}:
         _incomplete(folder, max(said), kinds)
     trees: list[dict[Any, Any]] = [{} for _ in range(world)]
-    spreads: dict[int, Spread] = {}
+    spreads: dict[int, MeshPart] = {}
     for what, files in kinds.items():
         if sorted(files) != list(range(world)):
             _incomplete(folder, world, kinds)
@@ -180,7 +180,7 @@ def _of_ranks(folder: Folder, ranks: Mapping[str, re.Match[str]]) -> ForeignStep
     merged = _Merge(spreads, str(folder.store.location))
     tree = merged.merge(trees, ())
     found = states_of(tree, str(folder.store.location))
-    by_name: dict[str, Spread] = {}
+    by_name: dict[str, MeshPart] = {}
     for array in found.arrays:
         if array.extents and (spread := merged.spreads.get(array.extents)):
             by_name[array.name] = spread
@@ -206,10 +206,10 @@ def _incomplete(folder: Folder, world: int, kinds: Mapping[str, Mapping[int, str
 class _Merge:
     """Trees of all ranks made one: of a tensor the parts of all, of a value that of rank 0."""
 
-    def __init__(self, of_tensors: Mapping[int, Spread], where: str) -> None:
+    def __init__(self, of_tensors: Mapping[int, MeshPart], where: str) -> None:
         self._of_tensors = of_tensors
         self._where = where
-        self.spreads: dict[tuple[Extent, ...], Spread] = {}
+        self.spreads: dict[tuple[Extent, ...], MeshPart] = {}
         self.differing: set[str] = set()
         """Paths of values that are not the same on all ranks."""
 
@@ -321,7 +321,7 @@ class _Tensors:
         self._where = where
         self._begins = begins
         self._rank = rank
-        self.spreads: dict[int, Spread] = {}
+        self.spreads: dict[int, MeshPart] = {}
 
     def tree(self, value: Any, path: str) -> Any:
         if isinstance(value, dict):

@@ -84,7 +84,9 @@ def copying(
     room = budget.shared_bytes
     shared = SharedChunks(source.manifest.arrays, read, room) if room else None
     waits = budget.source.waits_for_answers
-    copier = ChunkCopier(source, budget, shared, None if waits else SmallChunks(source))
+    # Chunks of a foreign checkpoint may overlap, and have no checksums.
+    is_small = source.manifest.is_checked and not waits
+    copier = ChunkCopier(source, budget, shared, SmallChunks(source) if is_small else None)
 
     def segments_of(rank: int) -> Iterator[Callable[[], None]]:
         pack = _begin_pack(target, rank, destination, copier, progress)
