@@ -325,9 +325,17 @@ def _not_committed(
             where=where,
             hint="`ckpt ls RUN` shows them",
         )
-    if what := _foreign(store, names):
+    if not names and store.location.name == MANIFEST:
         return NotFoundError(
-            f"no checkpoint of ckptkit, but {what}", where=where, hint=_FOREIGN_HINT
+            "no checkpoint of ckptkit, but the manifest of a step",
+            where=where,
+            hint="pass the folder that it is in",
+        )
+    if known := format_of(store, names):
+        return NotFoundError(
+            f"no checkpoint of ckptkit, but {known.what}",
+            where=where,
+            hint=_FOREIGN_HINT if known.read is None else READABLE_HINT,
         )
     what = f"{len(names)} other files" if names else "nothing there"
     return NotFoundError(
@@ -337,13 +345,9 @@ def _not_committed(
 
 _FOREIGN_HINT = (
     "this version cannot read it: load it with what wrote it, and save that with ckptkit.live.save"
-    " or ckptkit.Writer; of a pack or a manifest pass the folder of the step"
+    " or ckptkit.Writer; of a pack pass the folder of the step"
 )
-
-
-def _foreign(store: Store, names: Sequence[str]) -> str | None:
-    """What is at the location of a store whose folder has these names, if it can be told."""
-    if not names and store.location.name == MANIFEST:
-        return "the manifest of a step"
-    known = format_of(store, names)
-    return known.what if known else None
+READABLE_HINT = (
+    "`ckpt show`, `diff`, `verify`, `reshard` and `ckptkit.open` read it as it is; "
+    "`ckpt import` makes a step of it, with which everything works"
+)

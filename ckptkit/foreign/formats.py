@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -85,7 +85,6 @@ def recognise(store: Store) -> tuple[Store, str, ForeignManifest] | None:
     numbered checkpoints it is the newest.
     """
     names = store.children("")
-    numbered = {int(m[1]): n for n in names if (m := _NUMBERED.fullmatch(n))}
     if known := format_of(store, names):
         if known.read is None:
             return None
@@ -96,12 +95,22 @@ def recognise(store: Store) -> tuple[Store, str, ForeignManifest] | None:
         # One file is itself, whatever lies beside it; an index says which files it means.
         files = {it.key: it for it in store.list("") if "/" not in it.key}
         return store, name, _read(known.read, Folder(store, files, name))
-    for _, inner in sorted(numbered.items(), reverse=True):
-        below = open_store(replace(store.address, location=store.location / inner))
-        known = format_of(below)
-        if known and known.read and isinstance(known.pattern, str):
+    for _, below, known in numbered(store, names):
+        if known.read:
             return below, "", _read(known.read, Folder(below, _files(below)))
     return None
+
+
+def numbered(store: Store, names: Iterable[str]) -> Iterator[tuple[int, Store, Format]]:
+    """The checkpoints of a known format in those folders of a store whose names, of these, have a
+    number: the highest first.
+    """
+    found = {int(m[1]): name for name in names if (m := _NUMBERED.fullmatch(name))}
+    for number, name in sorted(found.items(), reverse=True):
+        below = open_store(replace(store.address, location=store.location / name))
+        known = format_of(below)
+        if known and isinstance(known.pattern, str):
+            yield number, below, known
 
 
 def _files(store: Store) -> dict[str, Stored]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
@@ -101,6 +102,7 @@ def read_header(folder: Folder, key: str) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise FormatError("the header is not a map", where=where, value=header)
     data_begins = _LENGTH_BYTES + length
+    spans: list[tuple[int, int, str]] = []
     for name, entry in header.items():
         if name == METADATA:
             continue
@@ -115,6 +117,17 @@ def read_header(folder: Folder, key: str) -> dict[str, Any]:
                 hint="it was cut short; copy it again",
             )
         entry["data_offsets"] = [data_begins + offset for offset in offsets]
+        if offsets[1] > offsets[0]:
+            spans.append((offsets[0], offsets[1], name))
+    spans.sort()
+    for (_, end, name), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            raise FormatError(
+                f"two tensors have the same bytes: {name} and {other}",
+                where=where,
+                value=(begin, end),
+                hint="the file is damaged; copy it again",
+            )
     return header
 
 

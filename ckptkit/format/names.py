@@ -76,7 +76,8 @@ def join(*nodes: str) -> str:
 
 def split(name: str) -> tuple[str, ...]:
     """The unescaped names along a path; the inverse of `join`."""
-    return tuple(unescape(node) for node in name.split("/"))
+    nodes = name.split("/")
+    return tuple(map(unescape, nodes)) if "%" in name else tuple(nodes)
 
 
 def inner_name(name: str, role: str) -> str:

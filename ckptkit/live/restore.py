@@ -216,19 +216,25 @@ def fill(topology: Topology, fillings: Sequence[Filling], read: ReadMany) -> Non
     A step has raw elements, which numpy can put in place only where the tensor has these too: what
     lies on a device, is of another dtype, or is a conjugate view, torch has to copy.
     """
+    known: dict[Any, list[tuple[Box, tuple[Any, ...]]]] = {}  # layers are alike
 
     def wanted(held: LiveTensor, array: Array, memory: torch.Tensor) -> list[Any]:
         bits = as_bits(held.name, memory)
-        return [(array.name, box, bits[inside]) for box, inside in _boxes(topology, held)]
+        kind = held.shape, held.local.shape, tuple(held.placements.items()), held.own
+        if kind not in known:
+            known[kind] = _boxes(topology, held)
+        return [(array.name, box, bits[inside]) for box, inside in known[kind]]
 
-    direct: list[Filling] = []
+    direct: list[Any] = []
     staged: list[Filling] = []
     for held, array in fillings:
         local = held.local
         is_alike = array.dtype == dtype_of(held.name, local)
-        is_plain = local.device.type == "cpu" and not (local.is_conj() or local.is_neg())
-        (direct if is_alike and is_plain else staged).append((held, array))
-    read([each for held, array in direct for each in wanted(held, array, held.local)])
+        if is_alike and local.is_cpu and not (local.is_conj() or local.is_neg()):
+            direct += wanted(held, array, local)
+        else:
+            staged.append((held, array))
+    read(direct)
     for first, last in batches([held.local.nbytes for held, _ in staged], _STAGED_BYTES):
         memory = [
             torch.empty(

@@ -38,6 +38,7 @@ from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, may_cut
 from ckptkit.storage import AlignedBuffer, BufferPool, Store
 
 _ALIGNMENT = 64
+_THREADS_BESIDE = 2  # the training
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ def prepare(
         details=details,
         overwrite=options.overwrite,
         chunk_bytes=options.chunk_bytes,
-        threads=DEFAULT_THREADS if options.threads is None else options.threads,
+        threads=_writing_threads(store, options),
         progress=progress,
     )
     mine = [held for held in tensors if held.name not in agreement.elsewhere]
@@ -245,6 +246,14 @@ def _add(
         )
     for each in tied:
         writer.add_alias(each.name, each.of)
+
+
+def _writing_threads(store: Store, options: SaveOptions) -> int:
+    if options.threads is not None:
+        return options.threads
+    # Each thread of the background takes a little from a training that keeps all cores busy.
+    is_beside = options.copies_first and not store.abilities.waits_for_answers
+    return _THREADS_BESIDE if is_beside else DEFAULT_THREADS
 
 
 def _preset(snapshot: Snapshot, chunk_bytes: int) -> str | None:

@@ -369,9 +369,9 @@ class Collector:
         # What an optimizer keeps in another shape than the parameter's is cut as it says itself.
         is_like = self._locals.setdefault(of or name, local.shape) == local.shape
         ruled: Mapping[str, HowCut] = {}
-        if is_like or local.ndim:
+        if self._rules.said and (is_like or local.ndim):
             ruled = self._rules.find(name, local.shape, of=of if is_like else None)
-        for axis in topology.strategy.mesh.axes:
+        for axis in topology.strategy.mesh.axes if ruled else ():
             if axis.kind in ruled:
                 size = 1 if is_dtensor else axis.size
                 placement, whole = self._rules.placement(name, ruled[axis.kind], shape, size)
@@ -381,7 +381,8 @@ class Collector:
         if is_whole and self._is_cut.get(of or "") and not ruled and said is None:
             # Whether it is a part or the same on all ranks cannot be seen: the commit compares.
             self.compared[f"{ALIKE}/{name}"] = checksum(name, local)
-        self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())
+        cutting = [p for p in placements.values() if isinstance(p, (Shard, Strided))]
+        self._is_cut[name] = bool(cutting)
         held = LiveTensor(name, shape, placements, local, role, of, alike_along, of_first)
         if parts:
             self._add_parts(held, record_of(tensor), parts)

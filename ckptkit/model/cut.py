@@ -14,6 +14,10 @@ from ckptkit.errors import LayoutError
 
 # Ascending (start, stop) pairs that neither touch nor overlap.
 Intervals: TypeAlias = tuple[tuple[int, int], ...]
+# The coordinates on the axes that cut a dim, by position in the mesh.
+Coords: TypeAlias = tuple[int, ...]
+# Per axis: its position, who holds the same along it, and which of these this rank is.
+Digit: TypeAlias = tuple[int, Sequence[object], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +135,13 @@ class DimCut:
             intervals = cut.piece(intervals, coords[cut.axis])
         return intervals
 
-    def sharers(self, coords: tuple[int, ...]) -> list[tuple[int, range]]:
-        """Per axis the coordinates that hold the same as this one; not if tangled."""
-        intervals, found = self.whole, []
+    def sharers(self, coords: tuple[int, ...]) -> list[Digit]:
+        """Who holds what the rank at these coordinates of the mesh holds; not if tangled."""
+        intervals, found = self.whole, list[Digit]()
         for cut in self.cuts:
             coord = coords[cut.axis]
-            found.append((cut.axis, cut.sharers(length_of(intervals), coord)))
+            held = cut.sharers(length_of(intervals), coord)
+            found.append((cut.axis, held, coord - held.start))
             intervals = cut.piece(intervals, coord)
         return found
 
@@ -205,12 +210,6 @@ def merged(intervals: list[tuple[int, int]]) -> Intervals:
     return tuple(found)
 
 
-# The coordinates on the axes that cut the dim, by position in the mesh.
-Coords: TypeAlias = tuple[int, ...]
-# Per axis: its position, who holds the same along it, and which of these this rank is.
-Digit: TypeAlias = tuple[int, Sequence[object], int]
-
-
 @dataclass(frozen=True, slots=True)
 class Tangle:
     """All that the coordinates of one tangled dim hold, and who shares each stretch of it.
@@ -248,7 +247,7 @@ class Tangle:
         axes = tuple(dim.cuts[i].axis for i in order)
         return cls(axes, held, dict(by_part), borders, list(map(tuple, holders)))
 
-    def part_digits(self, coords: tuple[int, ...]) -> list[Digit]:
+    def sharers(self, coords: tuple[int, ...]) -> list[Digit]:
         """Who holds exactly what the rank at these mesh coordinates holds of the dim."""
         own = self._own(coords)
         return self._digits(self.by_part[self.by_coords[own]], own)
@@ -278,5 +277,6 @@ class Tangle:
 
 
 def _as_range(members: tuple[int, ...]) -> Sequence[int]:
+    # As dims that are not tangled say it: equal sets of ranks have to be equal keys.
     whole = range(members[0], members[-1] + 1)
     return whole if len(whole) == len(members) else members

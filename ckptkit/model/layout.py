@@ -92,10 +92,8 @@ class Layout:
         coords = self.strategy.mesh.coords(rank)
         digits: list[Digit] = []
         for d, dim in enumerate(self._dims):
-            if dim.is_tangled:
-                digits += self._tangle(d).part_digits(coords)
-            else:
-                digits += _placed(dim.sharers(coords), coords)
+            known = self._tangle(d) if dim.is_tangled else dim
+            digits += known.sharers(coords)
         return self._replicas(coords, digits)
 
     def shares(self, rank: int) -> tuple[Share, ...]:
@@ -145,7 +143,7 @@ class Layout:
         dim = self._dims[d]
         runs = _runs(dim.intervals(coords))
         if not dim.is_tangled:
-            return [(runs, _placed(dim.sharers(coords), coords))]
+            return [(runs, dim.sharers(coords))]
         return [
             ([_local(runs, start, stop) for start, stop in intervals], digits)
             for intervals, digits in self._tangle(d).groups(coords)
@@ -263,10 +261,6 @@ def _boxes(runs: list[list[_Run]]) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
         boxes.append(Box(tuple(start for start, _, _ in chosen), shape))
         places.append(Box(tuple(place for _, _, place in chosen), shape))
     return tuple(boxes), tuple(places)
-
-
-def _placed(sharers: list[tuple[int, range]], coords: tuple[int, ...]) -> list[Digit]:
-    return [(axis, held, coords[axis] - held.start) for axis, held in sharers]
 
 
 @dataclass(frozen=True, slots=True)

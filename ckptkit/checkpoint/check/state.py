@@ -249,7 +249,7 @@ def diff(  # noqa: PLR0913 — one keyword for each decision, all with defaults
         pairs = {name: (stored[0].get(name), stored[1].get(name)) for name in names}
         arrays, nbytes = _compare_arrays(pairs, tolerance, limits, progress)
         count, objects = _compare_objects(sides, chosen, tolerance)
-        ours, theirs = (Compared(c.location, c.step, str(c.strategy)) for c in sides)
+        ours, theirs = (Compared(c.location, c.step, c.written_by) for c in sides)
         return Diff(ours, theirs, arrays, objects, len(pairs), count, nbytes)
 
 

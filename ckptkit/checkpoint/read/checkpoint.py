@@ -23,6 +23,8 @@ from ckptkit.errors import (
     PeerError,
 )
 from ckptkit.foreign.contents import SAVE_ID_PREFIX as FOREIGN
+from ckptkit.foreign.contents import ForeignManifest
+from ckptkit.foreign.extents import ForeignStep
 from ckptkit.foreign.formats import recognise
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
@@ -134,8 +136,19 @@ class Checkpoint(Closing):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that wrote it."""
+        """The strategy that wrote it; of a foreign one that does not say, `single`."""
         return self.manifest.save.strategy
+
+    @property
+    def written_by(self) -> str:
+        """The same for people: `an unknown strategy` where nothing says it."""
+        is_known = self.foreign is None or self.foreign.strategy is not None
+        return str(self.strategy) if is_known else "an unknown strategy"
+
+    @property
+    def foreign(self) -> ForeignStep | None:
+        """What its reader has found, where ckptkit did not write it: its format, their names."""
+        return self.manifest.foreign if isinstance(self.manifest, ForeignManifest) else None
 
     @property
     def details(self) -> Mapping[str, Any]:
@@ -145,7 +158,12 @@ class Checkpoint(Closing):
     @cached_property
     def arrays(self) -> Mapping[str, Array]:
         """All arrays by name, tied ones under each of their names."""
-        return MappingProxyType({name: self[name] for name in sorted(self._places)})
+        return MappingProxyType({name: self[name] for name in self.names})
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """The names of all arrays, in order, tied ones under each of theirs."""
+        return sorted(self._places)
 
     @property
     def objects(self) -> Mapping[str, Any]:
@@ -171,7 +189,11 @@ class Checkpoint(Closing):
         return ZarrView(self.location, infos, self.read)
 
     def __getitem__(self, name: str) -> Array:
-        return Array(self, name, self.manifest.arrays[self._place(name)])
+        return Array(self, name, self.info(name))
+
+    def info(self, name: str) -> ArrayInfo:
+        """What the manifest says of an array."""
+        return self.manifest.arrays[self._place(name)]
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
@@ -214,11 +236,15 @@ class Checkpoint(Closing):
         a time: without, what it likes best.
         """
         checked: list[Wanted] = []
+        arrays, fitting = self.manifest.arrays, set[tuple[Any, ...]]()
         for name, box, target in wanted:
             place = self._place(name)
-            array = self.manifest.arrays[place]
-            _inside(array, name, box)
-            dtypes = (array.dtype.numpy, array.dtype.bits)
+            array = arrays[place]
+            kind = array.shape, box.offset, box.shape
+            if kind not in fitting:
+                _inside(array, name, box)
+                fitting.add(kind)
+            dtypes = (array.dtype.bits, array.dtype.numpy)
             if target.shape != box.shape or target.dtype not in dtypes:
                 raise LayoutError(
                     f"the memory does not fit {box.shape} of {array.dtype.name}",
@@ -227,7 +253,8 @@ class Checkpoint(Closing):
                 )
             if not target.flags.writeable:
                 raise LayoutError("the memory is read-only", where=name)
-            checked.append(Wanted(place, box, target.view(array.dtype.bits)))
+            is_raw = target.dtype is array.dtype.bits
+            checked.append(Wanted(place, box, target if is_raw else target.view(array.dtype.bits)))
         pace = pace or self.packs.pace
         if threads:
             pace = replace(pace, requests=threads)

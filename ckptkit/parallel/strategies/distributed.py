@@ -387,7 +387,7 @@ def _norm_of_all(
         gradient = local_of(parameter.grad)
         if gradient.is_complex():
             gradient = torch.view_as_real(gradient.resolve_conj())
-        # In 32 bits at least: the squares of gradients of 16 bits overflow, or vanish.
+        # In 32 bits at least: in 16, squares overflow, or lose most of their digits.
         norm = torch.linalg.vector_norm(gradient, dtype=_widest([gradient]))
         square += norm.double().square().to(device)
     for groups, square in by_groups.items():
