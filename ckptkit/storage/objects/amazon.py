@@ -191,11 +191,6 @@ class BucketDetails:
         self._making = threading.Lock()
         self._clients: dict[int, Any] = {}
         self._has_warned = False
-        self._asking = threading.Lock()
-        self._asked = False
-        self.compares_bodies: bool | None = None
-        """Whether the server refuses a body other than the one that was signed; None where nobody
-        has asked, or there is no telling."""
 
     def uploads(self, folder: str) -> list[Upload]:
         """The uploads below `folder/` that were begun, with the bytes that were uploaded already.
@@ -229,39 +224,35 @@ class BucketDetails:
                 "abort_multipart_upload", upload.key, Key=upload.key, UploadId=upload.identity
             )
 
-    def learn(self, scratch: str) -> None:
-        """Find out, once, what `compares_bodies` says: only sending another body than was signed
-        tells, to a name that nobody uses.
+    def compares_bodies(self, scratch: str) -> bool | None:
+        """Whether the server refuses a body other than the one that was signed; None where there is
+        no telling. Only sending another one tells, to a name that nobody uses.
         """
         if self._settings.anonymous or find_spec("botocore") is None:
-            return
+            return None
         where, bucket = below(self._top, scratch), self._top.path
 
         def exchange_body(request: Any, **_: object) -> None:
             request.body = _SENT
 
-        with self._asking:
-            if self._asked:  # all stores of a bucket share a client
-                return
-            self._asked = True
-            try:
-                with translated(where, self._settings.secrets):
-                    client = new_client(self._settings, where)
-                    client.meta.events.register("before-send.s3.PutObject", exchange_body)
-                    try:
-                        client.put_object(Bucket=bucket, Key=scratch, Body=_SIGNED)
-                    except Exception as error:
-                        answer = answer_of(error)
-                        if answer is None or answer.code not in _MISMATCH:
-                            raise
-                        self.compares_bodies = True
-                    else:
-                        with suppress(Exception):
-                            client.delete_object(Bucket=bucket, Key=scratch)
-                        self.compares_bodies = False
-            except (CkptkitError, Transient) as error:
-                self._asked = False  # the next large upload asks again
-                _log.debug("%s: whether bodies are compared cannot be found out: %s", where, error)
+        try:
+            with translated(where, self._settings.secrets):
+                client = new_client(self._settings, where)
+                client.meta.events.register("before-send.s3.PutObject", exchange_body)
+                try:
+                    client.put_object(Bucket=bucket, Key=scratch, Body=_SIGNED)
+                except Exception as error:
+                    answer = answer_of(error)
+                    if answer is None or answer.code not in _MISMATCH:
+                        raise
+                    return True
+                with suppress(Exception):
+                    client.delete_object(Bucket=bucket, Key=scratch)
+                return False
+        except (CkptkitError, Transient) as error:
+            # The next large upload asks again.
+            _log.debug("%s: whether bodies are compared cannot be found out: %s", where, error)
+            return None
 
     def _pages(self, method: str, at: str, field: str, **asked: Any) -> Iterator[dict[str, Any]]:
         if "Key" not in asked:

@@ -27,7 +27,7 @@ from ckptkit.storage.objects.errors import (
     translated,
     trouble,
 )
-from ckptkit.storage.objects.server import Stat, retried
+from ckptkit.storage.objects.server import Known, Stat, retried
 
 # Google takes chunks of whole multiples of this.
 _CHUNK = 256 << 10
@@ -53,6 +53,7 @@ class FsspecClient:
         # Elsewhere the mode does not reach the server, or is not one step.
         self.exclusive = top.scheme in ("s3", "gs")
         self.details = BucketDetails(top, settings) if top.scheme == "s3" else None
+        self.known = Known()
         self._made: dict[int, tuple[Any, str]] = {}
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:

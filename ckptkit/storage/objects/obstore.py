@@ -28,7 +28,7 @@ from ckptkit.storage.objects.errors import (
     obstore_translation,
     trouble,
 )
-from ckptkit.storage.objects.server import FIRST_PAUSE, LONGEST_PAUSE, Stat
+from ckptkit.storage.objects.server import FIRST_PAUSE, LONGEST_PAUSE, Known, Stat
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
@@ -61,6 +61,7 @@ class ObstoreClient:
         self._settings = settings
         self._stores: dict[tuple[int, bool, bool], AnyStore] = {}
         self._building = threading.Lock()
+        self.known = Known()
         self.details = BucketDetails(top, settings) if top.scheme == "s3" else None
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:

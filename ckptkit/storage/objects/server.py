@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -75,6 +75,8 @@ class Client(Protocol):
     """Whether it keeps a copy of each piece of an upload while that is sent."""
     details: BucketDetails | None
     """Who knows what only Amazon's own library can ask; None elsewhere than at S3."""
+    known: Known
+    """What all stores that are reached by it have found out."""
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
         """At most `length` (not 0) bytes from `start`; fewer where the object ends before."""
@@ -127,8 +129,12 @@ class Known:
     """Web servers that answer anything with some page say of each folder that it is empty, too."""
     refuses_to_replace: bool | None = None
     """Where it is asked to, in a race too."""
+    compares_bodies: bool | None = None
+    """It refuses a body other than the one that was signed."""
     etags_tell: bool = True
     """Its ETags are MD5s, and tell what it has stored."""
+    asking: threading.Lock = field(default_factory=threading.Lock)
+    """Held while it is asked, so that nobody else asks the same."""
 
 
 class ObjectServer:
@@ -137,10 +143,9 @@ class ObjectServer:
     def __init__(self, client: Client, top: Location, settings: Settings, place: Location) -> None:
         self.client = client
         self.settings = settings
-        self.known = Known()
+        self.known = client.known
         self._top = top
         self._place = place
-        self._probing = threading.Lock()
 
     def where(self, key: str) -> str:
         """A key as users know it."""
@@ -210,6 +215,12 @@ class ObjectServer:
 
         self._ask("writing", key, attempt)
 
+    def refuse_taken(self, key: str) -> None:
+        """AlreadyExistsError where there is such an object."""
+        with suppress(NotFoundError):
+            self.head(key)
+            raise trouble("taken", self.where(key))
+
     def put_exclusive(self, key: str, data: memoryview) -> None:
         """Store an object; AlreadyExistsError where there is one.
 
@@ -220,12 +231,8 @@ class ObjectServer:
         if self.known.refuses_to_replace:
             self._create(key, data)
             return
-        try:
-            self.head(key)
-        except NotFoundError:
-            self._create(key, data, asks=False)
-        else:
-            raise trouble("taken", self.where(key))
+        self.refuse_taken(key)
+        self._create(key, data, asks=False)
         time.sleep(SETTLE_SECONDS)
         if not self._ask("reading back", key, lambda: self._holds(key, data)):
             raise trouble("taken", self.where(key))
@@ -234,7 +241,7 @@ class ObjectServer:
         """Find out whether the server refuses to replace an object, by objects beside `key` that
         nobody else uses.
         """
-        with self._probing:
+        with self.known.asking:
             if self.known.refuses_to_replace is not None:
                 return
             scratch = [temporary_beside(key) for _ in range(1 + RACES)]
@@ -345,16 +352,12 @@ class ObjectServer:
         """
         if not self.settings.is_plain or not self.known.etags_tell:
             return None
-        if size >= WORTH_ASKING and self.client.details:
-            self.client.details.learn(temporary_beside(key))
-        return None if self.compares_bodies else ExpectedEtag(piece_size)
-
-    @property
-    def compares_bodies(self) -> bool | None:
-        """Whether the server refuses a body other than the one that was signed; None where nobody
-        knows.
-        """
-        return self.client.details.compares_bodies if self.client.details else None
+        known, details = self.known, self.client.details
+        if details and size >= WORTH_ASKING:
+            with known.asking:
+                if known.compares_bodies is None:
+                    known.compares_bodies = details.compares_bodies(temporary_beside(key))
+        return None if known.compares_bodies else ExpectedEtag(piece_size)
 
     def distrust_etags(self, key: str) -> None:
         """An object is as it was sent, but its ETag says otherwise: those of this server mean
