@@ -13,7 +13,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptkit.checkpoint.workers import share_out
-from ckptkit.errors import AlreadyExistsError, CkptkitError, CorruptionError, FormatError, StorageError
+from ckptkit.errors import (
+    AlreadyExistsError,
+    CkptkitError,
+    CorruptionError,
+    FormatError,
+    StorageError,
+)
 from ckptkit.storage import open_store
 from ckptkit.storage.objects.fsspec import S3fsClient
 from ckptkit.storage.objects.upload import UploadWindow

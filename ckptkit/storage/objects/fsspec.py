@@ -110,8 +110,6 @@ class FsspecClient:
         blocks: Iterator[memoryview],
         piece_size: int,
         concurrency: int,  # noqa: ARG002 — a file is written from its beginning to its end
-        *,
-        signs: bool,  # noqa: ARG002 — that is the affair of the file system
     ) -> str | None:
         """A file that is written piece by piece."""
         with self._answers(key):
@@ -258,8 +256,6 @@ class S3fsClient(FsspecClient):
         blocks: Iterator[memoryview],
         piece_size: int,
         concurrency: int,
-        *,
-        signs: bool,  # noqa: ARG002 — s3fs signs all or nothing
     ) -> str | None:
         """A multipart upload whose parts are sent again one by one."""
         in_flight = piece_size * concurrency

@@ -99,14 +99,12 @@ class Client(Protocol):
         blocks: Iterator[memoryview],
         piece_size: int,
         concurrency: int,
-        *,
-        signs: bool,
     ) -> str | None:
         """Store the bytes of all blocks, of any lengths, as one object; its ETag.
 
         They are sent in pieces of `piece_size` bytes, several at a time, and each block is let go
         of once the server has it. An error of the iterator, or of a piece, leaves nothing on the
-        server as far as possible. Without `signs` a body needs no signature of its own.
+        server as far as possible.
         """
 
     def list(self, folder: str) -> Entries:
@@ -130,7 +128,8 @@ class Known:
     refuses_to_replace: bool | None = None
     """Where it is asked to, in a race too."""
     compares_bodies: bool | None = None
-    """It refuses a body other than the one that was signed."""
+    """It refuses a body other than the one that its head announces: by a signature over plain http,
+    otherwise by a CRC-64. Where nobody has asked it may."""
     etags_tell: bool = True
     """Its ETags are MD5s, and tell what it has stored."""
     asking: threading.Lock = field(default_factory=threading.Lock)
@@ -350,14 +349,13 @@ class ObjectServer:
         """What tells whether the server stored what it was sent; None where nobody need ask: over
         https nobody can change a body on its way, and some servers compare by themselves.
         """
-        if not self.settings.is_plain or not self.known.etags_tell:
-            return None
         known, details = self.known, self.client.details
         if details and size >= WORTH_ASKING:
             with known.asking:
                 if known.compares_bodies is None:
                     known.compares_bodies = details.compares_bodies(temporary_beside(key))
-        return None if known.compares_bodies else ExpectedEtag(piece_size)
+        needs_none = known.compares_bodies or not (self.settings.is_plain and known.etags_tell)
+        return None if needs_none else ExpectedEtag(piece_size)
 
     def distrust_etags(self, key: str) -> None:
         """An object is as it was sent, but its ETag says otherwise: those of this server mean

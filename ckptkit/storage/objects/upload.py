@@ -159,8 +159,6 @@ class ObjectSink:
                 self._window.blocks(),
                 self._size,
                 self._concurrency,
-                # Where nobody has asked it may compare them.
-                signs=server.known.compares_bodies is not False,
             )
         except BaseException as error:  # noqa: BLE001 — whoever writes or finishes raises it
             self._stop(error)
