@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks import activation, live, objects, optimizers, reshard, speed, strategies
 from benchmarks.machine import describe, in_words
 from benchmarks.manifest import manifest
-from benchmarks.many import many
+from benchmarks.many import COUNTS, many
 from benchmarks.memory import memory
 from benchmarks.planning import planning
 from benchmarks.ranks import isolated
@@ -82,12 +82,16 @@ def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
         "plan": [planning],
         "slice": [partial(isolated, slices, folder, gib)],
         "scale": [partial(listing, folder, repeat), partial(manifest, folder), ranks],
-        "many": [partial(many, folder, repeat)],
+        "many": [partial(many, folder, repeat, _up_to(arguments.arrays))],
         "memory": [partial(memory, folder, gib)],
     }
     for name, benches in known.items():
         if arguments.what in (name, "all"):
             yield from benches
+
+
+def _up_to(most: int) -> tuple[int, ...]:
+    return (*(count for count in COUNTS if count < most), most)
 
 
 def _arguments() -> argparse.Namespace:
@@ -99,6 +103,9 @@ def _arguments() -> argparse.Namespace:
         type=float,
         default=1.6,
         help="least size of the state (default 1.6); below 0.5 of narrower layers, to try it out",
+    )
+    parser.add_argument(
+        "--arrays", type=int, default=COUNTS[-1], help=f"the most of many (default {COUNTS[-1]})"
     )
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each (default 3)")
     parser.add_argument(

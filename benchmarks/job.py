@@ -30,6 +30,11 @@ class Job:
         ranks = [self._stack.enter_context(Ranks(host, world_size, tensors)) for host in hosts]
         self._by_name = {name: each for each in ranks for name in each.names}
 
+    @property
+    def names(self) -> list[str]:
+        """All contenders."""
+        return list(self._by_name)
+
     def savers(self) -> list[str]:
         """Those that save in ways of their own."""
         return [n for n in self._by_name if not _has(n, "unchecked", "read floor", "asynchronous")]
@@ -58,7 +63,7 @@ class Job:
         """Saves by turns, each onto a disk that has nothing on it and nothing else to do."""
         measured = Measured()
         for turn in range(repeat + 1):
-            for name in _order(names, turn):
+            for name in in_turn(names, turn):
                 self.clean()
                 taken = self.ask(name, "save")
                 # The first turn fills buffer pools and allocators; a training run saves many times.
@@ -90,7 +95,7 @@ class Job:
                 self.check(name, source)
         os.sync()
         for turn in range(repeat):
-            for name in _order(names, turn):
+            for name in in_turn(names, turn):
                 ranks = self._by_name[name]
                 if is_cold:
                     _forget(sources[name])
@@ -133,6 +138,6 @@ def _has(name: str, *words: str) -> bool:
     return any(word in name for word in words)
 
 
-def _order(names: Sequence[str], turn: int) -> list[str]:
+def in_turn(names: Sequence[str], turn: int) -> list[str]:
     """Another order each turn, as disks and caches remember who came before."""
     return random.Random(turn).sample(names, len(names))

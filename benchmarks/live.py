@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-from benchmarks.job import Job
-from benchmarks.measured import Measured, Taken
+from benchmarks.job import Job, in_turn
+from benchmarks.measured import Measured
 from benchmarks.state import llama, total_bytes
 from benchmarks.table import Bar, Section, speed_columns, speeds
 
@@ -24,8 +24,11 @@ _LOAD_NOTE = (
     "compared with what had been saved."
 )
 _ASYNCHRONOUS_NOTE = (
-    "The copy is by `Tensor.copy_` into memory that has been used before. A step is a fixed "
-    "number of matrix products, without communication; of the slowest rank."
+    "The plain copy, just before each save, is by `Tensor.copy_` into memory that has been used "
+    "before. A step is a fixed number of matrix products by one thread, without communication; of "
+    "the slowest rank, beside those just before the save. CPU s are those of save and write "
+    "together, of all ranks and their processes. Memory is that of a first save. Median (least to "
+    "most)."
 )
 _DCP_NOTE = "DCP is given the DTensors themselves; making a state dict of a job is not counted."
 
@@ -107,78 +110,94 @@ def _against_dcp(what: str, measured: Measured) -> Bar:
 
 
 def _asynchronous(job: Job, size: int, repeat: int) -> Section:
-    measured = Measured()
-    job.ask(_NAME, "begin")
+    names = [name for name in job.names if name.startswith(f"{_LOOP}: ")]
+    job.ask(_LOOP, "begin")
+    memory: dict[str, float] = {}
+    for name in names:
+        job.clean()
+        memory[name] = sum(job.ask(name, "first").results)
+        job.check(name, job.folder_of(name))
+    measured, found = Measured(), dict[str, _Found]()
     for turn in range(repeat + 1):
-        others = (_copy, _save_beside) if turn % 2 else (_save_beside, _copy)
-        for part in (_write_beside, *others):
-            part(job, measured if turn else Measured())
-    state, more, left = map(sum, zip(*job.ask(_NAME, "end").results, strict=True))
-    job.check(_NAME, job.folder_of(_NAME))
+        # The first fills what is kept from save to save.
+        into = found if turn else dict[str, _Found]()
+        for name in in_turn([_LOOP, *names], turn):
+            _beside(job, name, measured if turn else Measured(), into.setdefault(name, _Found()))
+    for name in names:
+        job.ask(name, "close")
+    state = sum(job.ask(_LOOP, "end").results)
     job.clean()
-    wait = measured.median(_WAIT) / measured.median(_COPY)
-    steps = zip(measured.seconds[_BUSY], measured.seconds[_QUIET], strict=True)
-    slowdown = median(busy / quiet for busy, quiet in steps)
-    floors = zip(measured.seconds[_FLOOR], measured.seconds[_QUIET], strict=True)
-    unavoidable = median(floor / quiet for floor, quiet in floors)
+    ours, dcp = (found[f"{_LOOP}: {name}"] for name in ("ckptkit", "DCP"))
+    wait, steps, cpu = median(ours.copies), median(ours.steps), median(ours.cpu) / median(dcp.cpu)
+    more = memory[f"{_LOOP}: ckptkit"] / state
     what = f"asynchronous save, {job.world_size} ranks"
-    extra = (
-        f"Extra memory of all ranks together: {more:.0f} MiB at its peak, {left:.0f} MiB after "
-        f"the Checkpointer is closed; their state is {state:.0f} MiB."
-    )
     floor_note = (
         "Writing as many bytes with nothing but O_DIRECT pwrite makes steps "
-        f"{unavoidable:.2f} times as long."
+        f"{_spread(found[_LOOP].steps)} times as long, and takes {_spread(found[_LOOP].durable)} s."
     )
     return Section(
         f"Live: asynchronous save of fsdp:{job.world_size}, {size / 1e9:.2f} GB",
-        ["", "min s", "median s", "max s", "GB/s"],
         [
-            *(_row(name, measured.seconds[name], size) for name in (_COPY, _WAIT, _WRITE)),
-            *(_row(name, measured.seconds[name]) for name in (_QUIET, _BUSY, _FLOOR)),
+            *("", "save() s", "save() / plain copy", "step / without", "durable after s"),
+            *("CPU s", "extra memory / state"),
         ],
         [
-            Bar(f"{what}: time in save() / plain copy", wait, 1.3, at_least=False),
-            Bar(f"{what}: steps during the write / without", slowdown, 1.25, at_least=False),
-            Bar(f"{what}: extra memory / state", more / state, _MEMORY, at_least=False),
+            [
+                name.removeprefix(f"{_LOOP}: "),
+                *map(_spread, (one.blocked, one.copies, one.steps, one.durable, one.cpu)),
+                f"{memory[name] / state:.2f}",
+            ]
+            for name, one in sorted(found.items(), key=lambda item: median(item[1].blocked or [0]))
+            if name in memory
         ],
-        [extra, floor_note, _ASYNCHRONOUS_NOTE],
+        [
+            Bar(f"{what}: time in save() / plain copy", wait, 1.15, at_least=False),
+            Bar(f"{what}: steps during the write / without", steps, 1.1, at_least=False),
+            Bar(f"{what}: CPU seconds / DCP", cpu, 0.2, at_least=False),
+            Bar(f"{what}: extra memory / state", more, 1.2, at_least=False),
+        ],
+        [floor_note, _ASYNCHRONOUS_NOTE, _DCP_NOTE],
         measured.seconds,
+        measured.cpu,
     )
 
 
-_NAME = "asynchronous"
-_COPY, _WAIT, _WRITE = "plain copy of the state", "save()", "write, beside the training"
-_QUIET, _BUSY = "a step without a save", "a step during the write"
-_FLOOR = "a step during the floor's write"
-_MEMORY = 1.2  # one arena of the size of the state, and some buffers
+_LOOP = "asynchronous"
 
 
-def _copy(job: Job, measured: Measured) -> None:
-    measured.add(_COPY, job.ask(_NAME, "copy"))
-    _add_step(measured, _QUIET, job.ask(_NAME, "train_quietly"))
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What each turn found out of one saver, or of the floor."""
+
+    blocked: list[float] = field(default_factory=list)
+    copies: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    durable: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
 
-def _save_beside(job: Job, measured: Measured) -> None:
+def _beside(job: Job, name: str, measured: Measured, found: _Found) -> None:
+    """One save during a training, and just before it what it is compared with."""
     job.clean()
-    measured.add(_WAIT, job.ask(_NAME, "save"))
-    writing = job.ask(_NAME, "train_on")
-    measured.add(_WRITE, writing)
-    _add_step(measured, _BUSY, writing)
-
-
-def _write_beside(job: Job, measured: Measured) -> None:
-    job.clean()
-    _add_step(measured, _FLOOR, job.ask(_NAME, "train_on_beside_floor"))
-    job.clean()
-
-
-def _add_step(measured: Measured, name: str, taken: Taken) -> None:
+    copy, quiet = job.ask(_LOOP, "copy"), job.ask(_LOOP, "train")
+    seconds = cpu = 0.0
+    if name != _LOOP:
+        saved = job.ask(name, "save")
+        measured.add(f"{name}: save()", saved)
+        found.blocked.append(saved.seconds)
+        found.copies.append(saved.seconds / copy.seconds)
+        seconds, cpu = saved.seconds, saved.cpu
+    writing = job.ask(name, "train_on")
+    spans, training = zip(*writing.results, strict=True)
     # A job is as slow as its slowest rank.
-    measured.add(name, replace(taken, seconds=max(taken.results)))
+    found.steps.append(max(spans) / max(quiet.results))
+    found.durable.append(seconds + writing.seconds)
+    found.cpu.append(cpu + writing.cpu - sum(training))
+    measured.add(f"{name}: copy", copy)
+    measured.add(f"{name}: step without", replace(quiet, seconds=max(quiet.results)))
+    measured.add(f"{name}: step", replace(writing, seconds=max(spans)))
+    measured.add(f"{name}: write, beside the training", writing)
 
 
-def _row(name: str, seconds: list[float], size: int | None = None) -> list[str]:
-    digits = 2 if size else 4
-    speed = f"{size / median(seconds) / 1e9:.2f}" if size else ""
-    return [name, *(f"{f(seconds):.{digits}f}" for f in (min, median, max)), speed]
+def _spread(found: list[float]) -> str:
+    return f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})"

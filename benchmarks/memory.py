@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import shutil
@@ -78,11 +79,25 @@ def peak_mib() -> float:
     return _status("VmHWM")
 
 
+def anonymous_mib(process: int | None) -> float:
+    """The memory of another process that is its own; none where that has ended."""
+    try:
+        return _status("RssAnon", process or os.getpid())
+    except (FileNotFoundError, StopIteration):
+        return 0.0
+
+
+def give_back() -> None:
+    """Let the system have what nobody uses any more, which the allocator keeps."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def reset_peak() -> None:
     """Start the high-water mark afresh."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def _status(name: str) -> float:
-    lines = Path(f"/proc/{os.getpid()}/status").read_text(encoding="ascii").splitlines()
+def _status(name: str, process: int | None = None) -> float:
+    lines = Path(f"/proc/{process or os.getpid()}/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))

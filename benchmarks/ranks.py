@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import resource
 import socket
 import time
@@ -129,7 +130,15 @@ def _timed(
 def _cpu_seconds() -> float:
     """Of this process and its children, in user and in system mode."""
     usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    over = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return over + sum(_running_seconds(child.pid) for child in mp.active_children())
+
+
+def _running_seconds(process: int | None) -> float:
+    """Of a child that has not ended yet."""
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    user, system = map(int, fields[11:13])
+    return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
 def _free_port() -> int:
@@ -204,8 +213,9 @@ def _training(
     strategy: str, tensors: list[Tensor], rank: int, world_size: int, address: str
 ) -> _Hosted:
     from benchmarks import peers  # noqa: PLC0415
+    from benchmarks.background import Asynchronous, Loop, savers  # noqa: PLC0415
     from benchmarks.floors import Floor  # noqa: PLC0415
-    from benchmarks.loop import Asynchronous, Live  # noqa: PLC0415
+    from benchmarks.loop import Live  # noqa: PLC0415
     from benchmarks.training import Training  # noqa: PLC0415
 
     peers.join(rank, world_size, address)
@@ -214,7 +224,8 @@ def _training(
     return training, {
         "ckptkit": Live(training),
         "ckptkit, unchecked": Live(training, verify=False),
-        "asynchronous": Asynchronous(training, floor),
+        "asynchronous": Loop(training, floor),
+        **{f"asynchronous: {name}": Asynchronous(each) for name, each in savers(training).items()},
         "DCP": peers.Dcp(training.tensors),
         "DCP, thread_count=2": peers.Dcp(training.tensors, threads=2),
         **_floors(training, world_size),

@@ -123,7 +123,9 @@ def size_text(nbytes: int) -> str:
 
 
 def stored_bytes(checkpoint: Checkpoint) -> int:
-    """The size of a step's packs."""
+    """The size of a step's packs, or of the files of a foreign checkpoint."""
+    if checkpoint.foreign is not None:
+        return sum(checkpoint.foreign.files.values())
     return sum(pack.size for pack in checkpoint.manifest.packs)
 
 

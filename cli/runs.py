@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import click
@@ -27,7 +28,8 @@ def ls(run: str, *, storage_options: Options | None, as_json: bool) -> None:
     Says of each when it was saved, its size, its strategy, and whether it is committed. A step that
     is not committed was never finished, or is being written; its size is what is there. The newest
     step is the last one: numbers count, not times. A step whose folder is a symbolic link is shown
-    as one: it is read, and never written or pruned.
+    as one: it is read, and never written or pruned. So are checkpoints of other programs in folders
+    such as step_100 or checkpoint-100, with their format.
     """
     found = _open(run, storage_options)
     steps: list[dict[str, Any]] = [
@@ -39,12 +41,13 @@ def ls(run: str, *, storage_options: Options | None, as_json: bool) -> None:
             "strategy": info.strategy or None,
             "problem": info.problem or None,
             "link": info.link or None,
+            "format": info.format or None,
         }
-        for info in found.listing()
+        for info in sorted([*found.listing(), *found.foreign()], key=attrgetter("step"))
     ]
     rows = [("STEP", "SAVED", "SIZE", "STRATEGY", "STATE")]
     for step in steps:
-        state = "committed" if step["committed"] else "not committed"
+        state = step["format"] or ("committed" if step["committed"] else "not committed")
         state += f", a link to {step['link']}" if step["link"] else ""
         state += f", but: {step['problem']}" if step["problem"] else ""
         size, strategy = size_text(step["bytes"]), step["strategy"] or "-"
@@ -102,6 +105,12 @@ def prune(
     young = [] if removals or not grace else found.plan_prune(grace=0)
     if not removals and not young:
         _open(run, storage_options)  # which says what is wrong with a place that is no run
+        if not found.listing():
+            raise UsageError(
+                "the checkpoints of another program, and no step of ckptkit",
+                where=found.location,
+                hint="only steps that ckptkit wrote are deleted; `ckpt import` makes some of these",
+            )
     links = found.links()
     gone = {removal.step for removal in removals if removal.kind == "step"}
     kept_steps = [step for step in found.steps() if step not in gone and step not in links]
@@ -142,7 +151,7 @@ def prune(
 def _open(location: str, storage_options: Options | None) -> ckptkit.Run:
     """A run that has at least one step, committed or not."""
     run = ckptkit.Run(location, storage_options=storage_options)
-    if run.latest() is None and not run.listing():
+    if run.latest() is None and not run.listing() and not run.foreign():
         # Raises what is right for an empty place, and for a step that is not committed.
         ckptkit.open(location, storage_options=storage_options).close()
         raise UsageError(

@@ -26,7 +26,7 @@ from ckptkit.cli.output import (
 )
 
 import ckptkit
-from ckptkit.errors import NotFoundError
+from ckptkit.errors import NotFoundError, UsageError
 
 Doc: TypeAlias = dict[str, Any]
 Row: TypeAlias = tuple[str, ...]
@@ -48,12 +48,14 @@ _SEMANTICS = {
 @location("step")
 @click.argument("pattern", required=False)
 @click.option("--rank", metavar="R", type=click.IntRange(min=0), help="Show what this rank holds.")
+@click.option("--mapping", is_flag=True, help="Show what another program calls each array.")
 @storage
 def show(
     step: str,
     pattern: str | None,
     rank: int | None,
     *,
+    mapping: bool,
     storage_options: Options | None,
     as_json: bool,
 ) -> None:
@@ -62,10 +64,23 @@ def show(
     Each array has a line: name, dtype, shape, role, how many different parts it is cut into and the
     shape of the first, bytes. PATTERN, with * and ?, picks arrays by their whole name. With --rank
     the lines are of this rank alone: the shape of its part, and the boxes it is made of.
+
+    STEP may be what another program wrote: its format is named then, and with --mapping each line
+    is the name of an array here and there.
     """
     with ckptkit.open(step, storage_options=storage_options) as checkpoint:
+        if mapping and checkpoint.foreign is None:
+            raise UsageError(
+                "ckptkit wrote this step: its arrays have no other names",
+                where=checkpoint.location,
+                hint="leave --mapping out",
+            )
         doc = describe(checkpoint, pattern, rank)
-    answer(doc, () if as_json else lines_of(doc), as_json=as_json)
+    lines: list[str] = []
+    if not as_json:
+        names = [(array["name"], array["theirs"]) for array in doc["arrays"]]
+        lines = aligned([("NAME", "IN ITS FILES"), *names]) if mapping else lines_of(doc)
+    answer(doc, lines, as_json=as_json)
 
 
 def describe(
@@ -73,7 +88,9 @@ def describe(
 ) -> Doc:
     """The whole document, with the arrays that match a pattern and what a rank holds of them."""
     arrays, strategy = _arrays(checkpoint, pattern, rank), checkpoint.strategy
-    axes = strategy.mesh.axes
+    foreign, axes = checkpoint.foreign, strategy.mesh.axes
+    packs = len(checkpoint.manifest.packs) if foreign is None else len(foreign.files)
+    is_known = foreign is None or foreign.strategy is not None
     stored = [array for array in arrays if array["alias_of"] is None]
     held = None
     if rank is not None:
@@ -87,13 +104,16 @@ def describe(
         "time": moment(checkpoint.time),
         "save_id": checkpoint.save_id,
         "writer": checkpoint.manifest.save.writer,
+        "format": None if foreign is None else foreign.format,
         "strategy": {
             "text": str(strategy),
             "world_size": strategy.world_size,
             "axes": [{"name": a.name, "kind": a.kind, "size": a.size} for a in axes],
-        },
+        }
+        if is_known
+        else None,
         "details": json_value(dict(checkpoint.details)),
-        "packs": len(checkpoint.manifest.packs),
+        "packs": packs,
         "stored_bytes": stored_bytes(checkpoint),
         "bytes": sum(array["bytes"] for array in stored),
         "rank": held,
@@ -117,6 +137,7 @@ def _arrays(checkpoint: ckptkit.Checkpoint, pattern: str | None, rank: int | Non
                 value=pattern,
                 hint=f"`ckpt show {checkpoint.location}` lists them; * stands for any text",
             )
+    theirs = {} if checkpoint.foreign is None else checkpoint.foreign.theirs
     known: dict[Any, Doc] = {}
     found = []
     for name in names:
@@ -129,6 +150,7 @@ def _arrays(checkpoint: ckptkit.Checkpoint, pattern: str | None, rank: int | Non
         found.append(
             {
                 "name": array.name,
+                "theirs": theirs.get(name, name) if checkpoint.foreign else None,
                 "alias_of": array.alias_of,
                 "shape": info.shape,
                 "dtype": info.dtype.name,
@@ -175,19 +197,23 @@ def lines_of(doc: Doc) -> list[str]:
 
 def _head(doc: Doc, shown: int) -> list[Row]:
     strategy, rank = doc["strategy"], doc["rank"]
-    axes = []
-    for axis in strategy["axes"]:
-        kind = "" if axis["name"] == axis["kind"] else f" ({axis['kind']})"
-        axes.append(f"{axis['name']}{kind} {axis['size']}")
-    ranks = counted(strategy["world_size"], "rank") + (f": {' x '.join(axes)}" if axes else "")
-    size = f"{size_text(doc['stored_bytes'])} in {counted(doc['packs'], 'pack')}"
-    rows: list[Row] = [
-        ("step", str(doc["step"])),
-        ("where", doc["location"]),
-        ("saved", f"{doc['time'] or 'at no date'} by {doc['writer']}"),
-        ("strategy", f"{strategy['text']} ({ranks})"),
-        ("size", size),
-    ]
+    written_by = "unknown: the files do not say it"
+    if strategy is not None:
+        axes = []
+        for axis in strategy["axes"]:
+            kind = "" if axis["name"] == axis["kind"] else f" ({axis['kind']})"
+            axes.append(f"{axis['name']}{kind} {axis['size']}")
+        ranks = counted(strategy["world_size"], "rank") + (f": {' x '.join(axes)}" if axes else "")
+        written_by = f"{strategy['text']} ({ranks})"
+    what = "pack" if doc["format"] is None else "file"
+    size = f"{size_text(doc['stored_bytes'])} in {counted(doc['packs'], what)}"
+    rows: list[Row] = [("step", str(doc["step"])), ("where", doc["location"])]
+    if doc["format"] is None:
+        rows.append(("saved", f"{doc['time'] or 'at no date'} by {doc['writer']}"))
+    else:
+        rows.append(("format", f"{doc['format']}, which has no checksums"))
+        rows.append(("saved", doc["time"] or "at no date"))
+    rows += [("strategy", written_by), ("size", size)]
     if rank is not None:
         at = ", ".join(f"{axis} {coord}" for axis, coord in rank["coords"].items())
         held = f"holds {size_text(rank['bytes'])} of {counted(shown, 'array')}"

@@ -18,17 +18,20 @@ from ckptkit.errors import FormatError, NotFoundError, UsageError
 @command(
     "ckpt verify runs/7b",
     "ckpt verify runs/7b --digest",
+    "ckpt verify llama-hf/ --values",
     exits={OK: "every byte is as it was written", CORRUPT: "it is not: something was found"},
 )
 @location("step")
 @click.option("--threads", type=click.IntRange(min=1), help="How many read; a few by default.")
 @click.option("--digest", is_flag=True, help="Also print the digest of the state.")
+@click.option("--values", is_flag=True, help="Also look for NaNs and infinities.")
 @storage
 def verify(
     step: str,
     threads: int | None,
     *,
     digest: bool,
+    values: bool,
     storage_options: Options | None,
     as_json: bool,
 ) -> int:
@@ -38,15 +41,21 @@ def verify(
     is listed, not only the first. The digest of the state is the same for every strategy; it is
     compared with the one that STEP has on record, if any. With --json it comes with those of all
     arrays and objects.
+
+    What other programs wrote has no checksums: of that every tensor is looked for in the files, and
+    no byte is compared. With --values all numbers of STEP are read, and those that are not finite
+    are findings.
     """
-    location, total, found = step, 0, None
+    location, total, found, foreign = step, 0, None, None
     # Of a format that is broken verify says what is wrong.
     with suppress(FormatError), ckptkit.open(step, storage_options=storage_options) as checkpoint:
         # The step itself, where a run was given.
         location, total = checkpoint.location, stored_bytes(checkpoint)
+        foreign = checkpoint.foreign
     how: Any = {"threads": threads, "storage_options": storage_options}
-    with Bar("verify", total * (2 if digest else 1)) as bar:
-        findings = ckptkit.verify(location, progress=bar, **how)
+    times = (foreign is None) + digest + values
+    with Bar("verify", total * times) as bar:
+        findings = ckptkit.verify(location, values=values, progress=bar, **how)
         if digest and not findings:  # what is damaged has none
             found = ckptkit.digest(location, progress=bar, **how)
             with ckptkit.open(location, storage_options=storage_options) as checkpoint:
@@ -54,6 +63,7 @@ def verify(
     document: dict[str, Any] = {
         "location": location,
         "ok": not findings,
+        "compared": foreign is None,
         "findings": [
             {"kind": f.kind, "where": f.where, "what": f.what, "hint": f.hint or None}
             for f in findings
@@ -63,9 +73,15 @@ def verify(
     for finding in findings:
         lines += [str(finding), *([f"  hint: {finding.hint}"] if finding.hint else [])]
     if findings:
-        lines.append(f"{counted(len(findings), 'finding')}: {location} is not as it was written")
-    else:
+        is_whole = all(finding.kind == "values" for finding in findings)
+        what = "has such numbers" if is_whole else "is not as it was written"
+        lines.append(f"{counted(len(findings), 'finding')}: {location} {what}")
+    elif foreign is None:
         lines.append(f"ok: every byte of {location} is as it was written")
+    else:
+        lines.append(f"ok: every tensor of {location} is in its files, whole")
+    if foreign is not None:
+        lines.append(f"{foreign.format} has no checksums: the bytes were compared with nothing")
     if digest:
         document["digest"] = None
     if found is not None:

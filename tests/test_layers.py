@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VALUES = {"errors", "model"}
-ENGINE = VALUES | {"plan", "format", "storage", "checkpoint"}
+ENGINE = VALUES | {"plan", "format", "storage", "foreign", "checkpoint"}
 TORCH = {"live", "parallel", "activation"}
 LAYERS: dict[str, tuple[set[str], str]] = {
     "errors": (set(), "every layer raises errors, so they stand on nothing"),
@@ -16,6 +16,10 @@ LAYERS: dict[str, tuple[set[str], str]] = {
     "plan": (VALUES, "decisions are pure functions of values, wherever the bytes lie"),
     "format": (VALUES, "documents describe values, whoever decided and wherever the bytes lie"),
     "storage": ({"errors"}, "storage moves bytes, whatever they mean"),
+    "foreign": (
+        VALUES | {"format", "storage"},
+        "a reader of foreign metadata says where bytes lie, and moves none",
+    ),
     "checkpoint": (ENGINE | {"version"}, "the engine is below torch and commands"),
     "live": (ENGINE, "live is the one door between torch and the engine"),
     **dict.fromkeys(("parallel", "activation"), (ENGINE | {"live"}, "both stand on live, apart")),

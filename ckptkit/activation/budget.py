@@ -71,6 +71,7 @@ def fit(
         with ExitStack() as failed:
             failed.callback(undo)
             for _ in range(_ROUNDS):
+                # A rank that is done goes on too: in the others' steps they may wait for it.
                 recompute(search.chosen)
                 with traceless(modules):
                     peak = peak_bytes(step)
@@ -145,8 +146,8 @@ def _highest(said: Sequence[Sequence[Any]]) -> Costs:
 
 
 class Search:
-    """Measures the cheapest choice that should fit, then that which should as the solver's mistake
-    shows, until it says nothing new.
+    """Tries the cheapest choice that should fit, corrects the limit by how far the estimate was
+    off, and chooses again; it is done when a choice comes that was tried before.
     """
 
     def __init__(self, costs: Costs, budget: int) -> None:
@@ -308,22 +309,11 @@ class _Runs:
     peak: int = 0
     seconds: list[float] = field(default_factory=list)
     waiting: int = 0
+    """How many forwards wait for their backward now."""
     at_once: int = 0
 
-    def begin(self) -> _Graph:
-        """A forward begins, whose backward is to come until nobody holds what this gives."""
-        self.waiting += 1
-        self.at_once = max(self.at_once, self.waiting)
-        graph = _Graph()
-        weakref.finalize(graph, self._end).atexit = False
-        return graph
-
-    def _end(self) -> None:
+    def end(self) -> None:
         self.waiting -= 1
-
-
-class _Graph:
-    """Lives as long as the graph of a forward."""
 
 
 class _BlockProbe:
@@ -355,14 +345,19 @@ class _BlockProbe:
                 found.peak = max(found.peak, self.meter.marked_peak - start)
             del result
             start = self._mark()
-            again = partial(self._run_again, plain, found.begin())
+            again = partial(self._run_again, plain)
+            # The graph of this forward holds `again` until its backward has ended: no hook would
+            # say so for a graph that is thrown away.
+            found.waiting += 1
+            found.at_once = max(found.at_once, found.waiting)
+            weakref.finalize(again, found.end).atexit = False
             result = Recomputed(block, again)(*args, **kwargs)
             found.recomputed = max(found.recomputed, self._mark() - start)
             return result
 
         return forward
 
-    def _run_again(self, plain: Callable[..., Any], _: _Graph, *args: Any, **kwargs: Any) -> Any:
+    def _run_again(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_in_backward = torch._C._current_graph_task_id() != -1
         if self.meter is not None and is_in_backward and not self.has_backward:
             # The first block that is computed again tells what lay after the last one.

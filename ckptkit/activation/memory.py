@@ -54,6 +54,7 @@ class ActivationMeter(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # What came from outside counts nothing, also where a result is a view of it.
         for storage in storages_in((args, kwargs)):
             self._watch(storage, 0)
         result = func(*args, **(kwargs or {}))
@@ -77,7 +78,7 @@ class ActivationMeter(TorchDispatchMode):
 
     def _forget(self, key: int, size: int) -> None:
         with self._lock:
-            self._known.discard(key)
+            self._known.discard(key)  # at once: the next storage may get this address
             self.current -= size
 
 

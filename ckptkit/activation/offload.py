@@ -125,7 +125,6 @@ class OffloadedForward:
         return replace(view, spread=spread)
 
     def unpack(self, packed: SavedTensor | _View) -> torch.Tensor:
-        """The tensor again."""
         if isinstance(packed, SavedTensor):
             return packed.get()
         if not self._asked:
@@ -190,7 +189,10 @@ class OffloadedForward:
 
 
 class OwnedMemory:
-    """The memory of a block's parameters and buffers, which FSDP within it exchanges meanwhile."""
+    """The memory of a block's parameters and buffers: it stays where it is.
+
+    Looked up anew whenever it is asked for, as FSDP exchanges parameters during a forward.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         self._modules = [each for each in block.modules() if each._parameters or each._buffers]
@@ -256,6 +258,8 @@ class Moved:
                 return self._host.to(self._device, copy=True)
         if self._arriving is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arriving)
+            # It was allocated on the stream of the copies, which alone decides when it is free:
+            # so that is told who reads it.
             arrived.record_stream(torch.cuda.current_stream(self._device))
         return arrived
 
@@ -271,8 +275,8 @@ class _Departure:
     was_changed: bool = False
 
     def let_go(self) -> bool:
-        """Whether it was changed: it was held until now, so a change that the copy could have seen
-        is known.
+        """Stop holding the tensor, once it is copied; says whether it was changed before that, as
+        the copy may then have seen the change.
         """
         watched, self.watched = self.watched, None
         if watched is not None and watched._version != self.version:
@@ -362,6 +366,8 @@ class HostMemory:
             host.copy_(flat)
             return None
         stream = self._stream("out", flat.device)
+        # What computes the tensor is on its way, not done. And the tensor is held until the copy
+        # has ended: its memory would go to the next one, which the copy would then read.
         stream.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(stream):
             host.copy_(flat, non_blocking=True)
@@ -374,7 +380,6 @@ class HostMemory:
     def bring(
         self, host: torch.Tensor, device: torch.device, there: torch.cuda.Event | None
     ) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Begin to copy to the device."""
         stream = self._stream("back", device)
         with torch.cuda.stream(stream):
             if there is not None:

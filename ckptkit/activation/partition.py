@@ -68,9 +68,10 @@ class Partition:
         return saved_tensors_hooks(pack, unpack)
 
     def _check(self, what: str, tensor: torch.Tensor) -> None:
-        """In the first forward, the second, the fourth ...: pieces of tensors that differ would
-        make wrong gradients silently.
+        """Refuse a tensor of which the ranks hold different ones: put together of their pieces, it
+        would silently make wrong gradients.
         """
+        # A hash of the whole takes time: forwards 1, 2, 4, 8, … are enough to find a mistake.
         self._seen[what] += 1
         if self._seen[what].bit_count() > 1:
             return
@@ -96,7 +97,7 @@ class _CutTensor:
     shape: torch.Size
     group: dist.ProcessGroup
     stride: tuple[int, ...] | None = None
-    """How they lay in memory, whose order is that of `own`; None: that of the indices is."""
+    """The tensor's strides where `own` has the order of its memory; None: that of the indices."""
     requires_grad: bool = False
     spread: tuple[DeviceMesh, tuple[Any, ...]] | None = None
     """Of a DTensor: its mesh and placements."""
@@ -109,6 +110,8 @@ def cut(tensor: torch.Tensor, group: dist.ProcessGroup) -> _CutTensor:
         return replace(piece, spread=(tensor.device_mesh, tensor.placements))
     flat, stride = _as_it_lies(tensor)
     mine = share_of(flat, group.rank(), group.size())
+    # Padded, as the ranks gather as many from each; and of its own memory, as a view would keep
+    # the whole tensor alive.
     own = mine.new_zeros(-(-tensor.numel() // group.size()))
     own[: mine.numel()] = mine
     return _CutTensor(own, tensor.shape, group, stride, tensor.requires_grad)
@@ -136,7 +139,9 @@ def share_of(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 
 
 def _as_it_lies(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """The elements in the order of their memory, and how they lie there; None: not without gaps."""
+    """The elements, flat, in the order of memory, and the strides that put them there again. Where
+    memory has gaps they come in the order of the indices, without strides.
+    """
     order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
     in_order = tensor.detach().permute(order)
     if not in_order.is_contiguous():
@@ -184,7 +189,7 @@ class PartitionedActivations:
     def register(self, layer_id: LayerId, tensor: torch.Tensor) -> None:
         piece = cut(tensor, self._group)
         self._store.register(layer_id, piece.own)
-        # The store may move it: nothing else may hold it.
+        # The store may move it to the host: held here too, its memory would never be free.
         self._pieces[layer_id] = replace(piece, own=piece.own.new_empty(0))
 
     def retrieve(self, layer_id: LayerId) -> torch.Tensor:
@@ -251,6 +256,7 @@ class TensorParallelPolicy:
         """The rank that keeps a layer; None where each keeps something of it."""
         if self.kind(layer_id) != "once":
             return None
+        # All ranks have to say the same: `hash` of a text differs from process to process.
         return self.owners.get(layer_id, zlib.crc32(str(layer_id).encode()) % self.world_size)
 
     def keeps(self, layer_id: LayerId) -> bool:

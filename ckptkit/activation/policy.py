@@ -21,7 +21,7 @@ from ckptkit.activation.offload import HostMemory, Offloaded
 from ckptkit.activation.partition import Partition, group_for
 from ckptkit.activation.recompute import BufferCopies, Recomputed, Undo, selective
 from ckptkit.errors import UsageError
-from ckptkit.live.wrappers.entries import canonical_names
+from ckptkit.live.wrappers.entries import canonical_names, every_module
 from ckptkit.live.wrappers.training import Model
 from ckptkit.model.document import parse_size
 
@@ -160,7 +160,7 @@ def _blocks_of(model: nn.Module, wanted: Wanted | None) -> dict[str, nn.Module]:
     They are what lies in its outermost lists; or the outermost modules of a class, or whose names
     match a pattern. One of several names has its first.
     """
-    canonical = canonical_names(model)
+    canonical = canonical_names(every_module(model))
     found = _listed(model, "") if wanted is None else _matching(model, wanted, canonical)
     blocks: dict[str, nn.Module] = {}
     for name, outer in found:

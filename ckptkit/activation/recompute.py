@@ -309,10 +309,11 @@ class _ForwardState:
         }
         versions = [(buffer, version_of(buffer)) for buffer, _ in needed.values()]
         changed = [each for each, copy in needed.values() if version_of(each) != copy.version]
+        # Buffers that are views of one memory would become copies, each with changes of its own.
         memories = [storage._cdata for storage in storages_in(changed)]
         if len(memories) > len(set(memories)):
             raise _known_otherwise()
-        # What stands in the place of a buffer may be changed.
+        # A copy of the copy: this recomputation may change it, and there may be another one.
         fresh = {
             key: copy.tensor.to(each.device, copy=True) for key, (each, copy) in needed.items()
         }
@@ -330,9 +331,9 @@ class _ForwardState:
         finally:
             _put_modes(modes)
             put_buffers(buffers)
-            # What stood in its place was to take the changes: who has changed the buffer all the
-            # same knows it otherwise. Looked at here and not below, as torch ends a recomputation
-            # that has given all it needs by an exception.
+            # A recomputation finds copies under the buffers' names, and changes those. If a buffer
+            # itself has changed, the block knows it by something else. Looked at here and not
+            # below: once a recomputation has given all it needs, torch ends it by an exception.
             if any(version_of(each) != version for each, version in versions):
                 raise _known_otherwise()
 
@@ -408,8 +409,9 @@ class BufferCopies:
     """Copies of the buffers of blocks from before a forward, made as rarely as can be.
 
     A buffer that does not change has one copy in host memory, which costs forwards nothing. One
-    that changes is copied where it is, for each forward. Versions tell of changes; of those that
-    they do not tell of, a look at what is small, and at the rest in some forwards.
+    that changes is copied where it is, for each forward. Its version tells that it changed. Where
+    it does not (a change through `.data`), bytes are compared: those of small buffers always,
+    those of others in some forwards.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Activations by layer: those that one rank keeps, and those of the ranks of a group, each of which
-any rank may ask for.
+"""Stores that keep activations by layer: `ActivationStore` those of one rank alone, and
+`DistributedActivationStore` those that the other ranks of a group may fetch.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class ActivationStore:
                     hint=f"it keeps {', '.join(names[:_SHOWN]) or 'nothing'}{more}",
                 )
             if isinstance(kept.held, torch.Tensor):
+                # Who asks may be on another stream, which knows nothing of the one that computed.
                 if kept.ready is not None:
                     torch.cuda.current_stream(kept.held.device).wait_event(kept.ready)
                 return kept.held
@@ -222,6 +223,7 @@ class ActivationStore:
 
     def _keep(self, layer: LayerId, kept: _Activation) -> None:
         self._kept[layer] = kept
+        # Tensors that share memory count it once, until the last of them goes.
         for key, size in kept.memories:
             self._holders[key] += 1
             if self._holders[key] == 1:
@@ -393,7 +395,7 @@ class DistributedActivationStore:
         """Forget everything on all ranks; when it returns, none keeps anything."""
         self._together("clear_everywhere", None)  # whoever still fetches has not come here yet
         self.local.clear()
-        self._together("clear_everywhere", None)
+        self._together("clear_everywhere", None)  # none fetches what another has yet to clear
 
     def memory_stats(self) -> GroupMemoryStats:
         """Of all ranks; rank 0 has the time."""

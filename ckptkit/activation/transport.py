@@ -169,6 +169,8 @@ class SocketTransport:
         self._lock = threading.Lock()
 
     def serve(self, answer: Answer) -> None:
+        # Two rounds: where to listen depends on whether all are on one machine, and who fetches
+        # shows rank 0's token.
         heard = self.gather((socket.gethostname(), secrets.token_hex(_TOKEN // 2)))
         self._token = heard[0][1].encode()
         host = own_address(name for name, _ in heard)

@@ -9,8 +9,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import TypeAlias
 
 from isal import isal_zlib
@@ -18,12 +17,12 @@ from isal import isal_zlib
 from ckptkit.checkpoint.workers import ask_all, uncollected
 from ckptkit.errors import (
     AlreadyExistsError,
-    CkptkitError,
     FormatError,
     NotCommittedError,
     NotFoundError,
     UsageError,
 )
+from ckptkit.foreign.formats import format_of
 from ckptkit.format.envelope import (
     CRC_BYTES,
     CRC_MARK,
@@ -129,10 +128,14 @@ def new_save_id() -> str:
 
 def read_manifest(store: Store, prefix: str) -> Manifest:
     """The manifest of a step; NotCommittedError or NotFoundError where there is none."""
+    return decoded_manifest(store, prefix, _stored(store, prefix))
+
+
+def _stored(store: Store, prefix: str) -> bytes:
     data = manifest_bytes(store, prefix)
     if not data:
         raise _not_committed(store, prefix, store.children(prefix), is_begun=data is not None)
-    return _manifest(store, prefix, data)
+    return data
 
 
 def manifest_bytes(store: Store, prefix: str, most: int = MAX_DOCUMENT_BYTES) -> bytes | None:
@@ -201,7 +204,8 @@ def crc_of(source: Source, start: int, size: int) -> int:
     return crc
 
 
-def _manifest(store: Store, prefix: str, data: bytes) -> Manifest:
+def decoded_manifest(store: Store, prefix: str, data: bytes) -> Manifest:
+    """The manifest of a step that is stored as these bytes."""
     where = described(store, under(prefix, MANIFEST))
     with _in_memory(where, len(data)), uncollected():
         manifest = Manifest.from_bytes(data, where)
@@ -221,17 +225,27 @@ def _check_number(store: Store, prefix: str, save: SaveInfo) -> None:
 
 def manifest_at(store: Store) -> tuple[str, Manifest]:
     """(prefix in the store, manifest) of the step at its location, or of the newest one of the
-    run there: one request for a step that has its own name, and two for a run.
+    run there.
     """
+    prefix, data = stored_manifest(store)
+    return prefix, decoded_manifest(store, prefix, data)
+
+
+def stored_manifest(store: Store, step: int | None = None) -> tuple[str, bytes]:
+    """The same as it is stored, or that of a step of the run: one request for a step that has its
+    own name or is said, and two for the newest of a run.
+    """
+    if step is not None:
+        return step_name(step), _stored(store, step_name(step))
     # By its name before anything is listed: what is named as a step may still be a run.
     if step_number(store.location.name) is not None and (data := manifest_bytes(store, "")):
-        return "", _manifest(store, "", data)
+        return "", data
     names = store.children("")
     if MANIFEST in names or DATA in names:
-        return "", read_manifest(store, "")
+        return "", _stored(store, "")
     for _, prefix in sorted(_numbered(names).items(), reverse=True):
         if data := manifest_bytes(store, prefix):
-            return prefix, _manifest(store, prefix, data)
+            return prefix, data
     raise _not_committed(store, "", names)
 
 
@@ -311,9 +325,17 @@ def _not_committed(
             where=where,
             hint="`ckpt ls RUN` shows them",
         )
-    if what := _foreign(store, names):
+    if not names and store.location.name == MANIFEST:
         return NotFoundError(
-            f"no checkpoint of ckptkit, but {what}", where=where, hint=_FOREIGN_HINT
+            "no checkpoint of ckptkit, but the manifest of a step",
+            where=where,
+            hint="pass the folder that it is in",
+        )
+    if known := format_of(store, names):
+        return NotFoundError(
+            f"no checkpoint of ckptkit, but {known.what}",
+            where=where,
+            hint=_FOREIGN_HINT if known.read is None else READABLE_HINT,
         )
     what = f"{len(names)} other files" if names else "nothing there"
     return NotFoundError(
@@ -323,53 +345,9 @@ def _not_committed(
 
 _FOREIGN_HINT = (
     "this version cannot read it: load it with what wrote it, and save that with ckptkit.live.save"
-    " or ckptkit.Writer; of a pack or a manifest pass the folder of the step"
+    " or ckptkit.Writer; of a pack pass the folder of the step"
 )
-
-_HEAD = 256
-
-# What a folder is, and the names that tell; the first that fits counts.
-_FOLDERS = (
-    ("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp"),
-    (
-        "a DeepSpeed checkpoint",
-        r"global_step\d+|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",
-    ),
-    ("a Megatron checkpoint", r"iter_\d+|latest_checkpointed_iteration\.txt|mp_rank_\d+(_\d+)*"),
-    (
-        "a Hugging Face model",
-        r".*\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?",
-    ),
-    ("a plain Zarr folder", r"zarr\.json|\.zgroup|\.zarray|\.zmetadata"),
-    ("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)"),
+READABLE_HINT = (
+    "`ckpt show`, `diff`, `verify`, `reshard` and `ckptkit.open` read it as it is; "
+    "`ckpt import` makes a step of it, with which everything works"
 )
-# What a file is, and the bytes that tell.
-_FILES = (
-    ("a safetensors file", rb".{5}\x00{3}\{"),
-    ("the pack of one rank of a step", rb"PK\x03\x04.{26}.*zarr\.json"),
-    ("a torch.save file", rb"PK\x03\x04.{26}[^\x00]*data\.pkl"),
-    ("a pickle, as torch.save wrote before torch 1.6", rb"\x80[\x02-\x05]"),
-    ("a zip file", rb"PK\x03\x04"),
-    ("a GGUF file", rb"GGUF"),
-    ("an HDF5 file", rb"\x89HDF\r\n"),
-)
-
-
-def _foreign(store: Store, names: Sequence[str]) -> str | None:
-    """What is at the location of a store whose folder has these names, if it can be told."""
-    for what, pattern in _FOLDERS:
-        if any(re.fullmatch(pattern, name) for name in names):
-            return what
-    if names:
-        return None
-    # There is a store of folders only: for it a file is a folder without names.
-    location = store.location
-    if location.name == MANIFEST:
-        return "the manifest of a step"
-    head = b""
-    with suppress(CkptkitError):  # it is no file, or may not be read
-        above = store_at(replace(store.address, location=location.parent))
-        with above.open(location.name) as source:
-            head = bytes(source.fetch(0, min(_HEAD, source.size)))
-    found = (what for what, magic in _FILES if re.match(magic, head, re.DOTALL))
-    return next(found, "a file of a kind that is not known" if head else None)

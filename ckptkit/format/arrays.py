@@ -8,14 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from operator import lt
 from typing import Any, TypeAlias
 
 import msgpack
 import numpy as np
 
-from ckptkit.errors import FormatError, UnsupportedTypeError
-from ckptkit.format.leaves import unpack_items
-from ckptkit.format.names import name_from_file
+from ckptkit.errors import CkptkitError, FormatError, UnsupportedTypeError
+from ckptkit.format.leaves import unpack, unpack_items
+from ckptkit.format.names import are_plain, name_from_file
 from ckptkit.model import DType, Grid, Placement, document, placement_from_doc, placement_to_doc
 from ckptkit.model.document import Fields
 
@@ -87,13 +88,124 @@ def arrays_from_docs(
 ) -> tuple[tuple[ArrayInfo, ...], tuple[Alias, ...]]:
     """What the fields `placements` and `arrays` of a document say, both still packed."""
     table = _placements(unpack_items(packed[0], "placements", MAX_ARRAYS), axes)
+    return _as_written(packed[1], table) or _one_by_one(packed[1], table)
+
+
+_Arrays: TypeAlias = tuple[tuple[ArrayInfo, ...], tuple[Alias, ...]]
+
+_NAME, _OF, _ALIAS_OF = map(msgpack.packb, ("name", "of", "alias_of"))
+# The heads of maps of 2, 5, 6 and 7 keys.
+_ALIAS, _KIND_ONLY, _WITHOUT_OF, _WITH_OF = 0x82, b"\x85", 0x86, 0x87
+
+
+def _as_written(data: bytes, table: list[tuple[Placement, ...]]) -> _Arrays | None:
+    """The arrays of a list that is spelled as a save spells it, and has nothing against it: of an
+    entry only the names are decoded, the rest is known by its bytes. None for any other list.
+
+    A cut at a wrong place is found: a name has the length that it says, what follows it has been
+    decoded, to its last byte, as the fields that it is, and a name ends the entry.
+    """
+    first = data.find(_NAME) - 1
+    head = data[: max(0, first)]
+    count = _count_of(head)
+    if count is None:
+        return None
+    names: list[bytes] = []
+    others: list[bytes | None] = []
+    kinds: list[_Kind | None] = []
+    known: dict[bytes, _Kind] = {}
+    start, end = first, first
+    while end < len(data):
+        if len(names) == min(count, MAX_ARRAYS):
+            return None
+        start = end
+        end = data.find(_NAME, start + 1 + len(_NAME)) - 1
+        end = len(data) if end < 0 else end
+        spelled, rest = _first_text(data[start + 1 + len(_NAME) : end])
+        of, behind = None, b""
+        if data[start] == _ALIAS and rest.startswith(_ALIAS_OF):
+            of, behind = _first_text(rest[len(_ALIAS_OF) :])
+            rest = b""
+        elif data[start] == _WITH_OF:
+            rest, _, told = rest.rpartition(_OF)
+            of, behind = _first_text(told)
+        elif data[start] != _WITHOUT_OF:
+            return None
+        if of == b"" or behind:
+            return None
+        kind = known.get(rest)
+        if kind is None and data[start] != _ALIAS:
+            try:
+                kind = known[rest] = _kind(Fields(unpack(_KIND_ONLY + rest, ""), ""), table)
+            except CkptkitError:
+                return None
+        names.append(spelled)
+        others.append(of)
+        kinds.append(kind)
+    texts = _plain_texts(names)
+    distinct = list(dict.fromkeys(of for of in others if of is not None))
+    of_texts = _plain_texts(distinct)
+    rises = texts is not None and all(map(lt, texts, texts[1:]))
+    if len(names) != count or texts is None or of_texts is None or not rises:
+        return None
+    of_name: dict[bytes | None, str | None] = {None: None}
+    of_name.update(zip(distinct, of_texts, strict=True))
+    arrays = [
+        ArrayInfo(name, *kind, of_name[of])
+        for name, kind, of in zip(texts, kinds, others, strict=True)
+        if kind is not None
+    ]
+    aliases = [
+        Alias(name, str(of_name[of]))
+        for name, kind, of in zip(texts, kinds, others, strict=True)
+        if kind is None
+    ]
+    check_names(arrays, aliases)
+    return tuple(arrays), tuple(aliases)
+
+
+def _count_of(head: bytes) -> int | None:
+    """What the head of a list says, where it is spelled as msgpack does; None where it is not."""
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(head)
+    try:
+        count = int(unpacker.read_array_header())
+    except (ValueError, msgpack.OutOfData):
+        return None
+    return count if msgpack.Packer().pack_array_header(count) == head else None
+
+
+def _first_text(data: bytes) -> tuple[bytes, bytes]:
+    """The text that some msgpack begins with, and what is behind it; no text where that is not one
+    of less than 256 bytes.
+    """
+    head = data[0] if data else 0
+    begin, size = 1, head - 0xA0
+    if head == 0xD9 and len(data) > 1:
+        begin, size = 2, data[1]
+    if not 0 < size < (32 if begin == 1 else 256) or len(data) < begin + size:
+        return b"", b""
+    return data[begin : begin + size], data[begin + size :]
+
+
+def _plain_texts(names: list[bytes]) -> list[str] | None:
+    """Names as text, if all are plain ones."""
+    try:
+        texts = b"\n".join(names).decode("ascii").split("\n") if names else []
+    except UnicodeDecodeError:
+        return None
+    return texts if len(texts) == len(names) and are_plain(texts) else None
+
+
+def _one_by_one(data: bytes, table: list[tuple[Placement, ...]]) -> _Arrays:
+    """The arrays and aliases of any list; FormatError says of which entry what is wrong."""
     arrays: list[ArrayInfo] = []
     aliases: list[Alias] = []
     names: list[str] = []
     # Layers are alike: of 100,000 arrays some dozens differ in more than their names. What is alike
     # is read once, and known again by its bytes.
     kinds: dict[bytes | None, _Kind] = {}
-    for number, doc in enumerate(unpack_items(packed[1], "arrays", MAX_ARRAYS)):
+    for number, doc in enumerate(unpack_items(data, "arrays", MAX_ARRAYS)):
         entry = Fields(doc, f"arrays.{number}")
         names.append(name_from_file(entry.any("name"), entry.at("name")))
         if entry.has("alias_of"):
@@ -174,8 +286,8 @@ def check_names(arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> None:
     if len(names) > MAX_ARRAYS:
         raise FormatError(f"more than {MAX_ARRAYS} arrays", where="arrays", value=len(names))
     known = set(names)
-    rising = all(first.name < second.name for first, second in pairwise(arrays))
-    if len(known) < len(names) or not rising:
+    rises = all(map(lt, names[: len(arrays)], names[1 : len(arrays)]))
+    if len(known) < len(names) or not rises:
         raise FormatError("the arrays are not sorted by distinct names", where="arrays")
     groups: set[str] = set()
     for name in names:
@@ -187,7 +299,7 @@ def check_names(arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> None:
                 )
             groups.add(group)
             group = group.rpartition("/")[0]
-    real = {array.name for array in arrays}
+    real = set(names[: len(arrays)])
     for alias in aliases:
         if alias.alias_of not in real:
             raise FormatError(

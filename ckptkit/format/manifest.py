@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -57,6 +58,11 @@ class PackInfo:
 @dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
     """A committed step; the columns have one row a chunk, arrays in order, chunks in order."""
+
+    is_checked: ClassVar[bool] = True
+    """Whether `crc32` says what the chunks are."""
+    sizes: ClassVar[Mapping[str, Any]] = {}
+    """What is known of the model's sizes, such as its attention heads, as a config has them."""
 
     save: SaveInfo
     packs: tuple[PackInfo, ...]

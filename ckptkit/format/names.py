@@ -19,6 +19,7 @@ MAX_NODES = 32
 _PLAIN = re.compile(r"[A-Za-z0-9_.\-]+")
 # A path of such nodes, none of which means something else: nearly all names are one.
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9\-][A-Za-z0-9_.\-]*(?:/[A-Za-z0-9\-][A-Za-z0-9_.\-]*)*")
+_PLAIN_PATHS = re.compile(rf"(?:{_PLAIN_PATH.pattern}\n)*+")
 _PLAIN_DOCUMENTS = re.compile(
     r"(?:(?:(?!zarr\.json/)[A-Za-z0-9\-][A-Za-z0-9_.\-]*/)*+zarr\.json\n)*+"
 )
@@ -75,7 +76,8 @@ def join(*nodes: str) -> str:
 
 def split(name: str) -> tuple[str, ...]:
     """The unescaped names along a path; the inverse of `join`."""
-    return tuple(unescape(node) for node in name.split("/"))
+    nodes = name.split("/")
+    return tuple(map(unescape, nodes)) if "%" in name else tuple(nodes)
 
 
 def inner_name(name: str, role: str) -> str:
@@ -146,6 +148,16 @@ def are_plain_documents(names: Sequence[str]) -> bool:
         return False
     # At once, as one by one takes several times as long; no name that is plain has a line break.
     return _PLAIN_DOCUMENTS.fullmatch("".join(f"{name}\n" for name in names)) is not None
+
+
+def are_plain(names: Sequence[str]) -> bool:
+    """Whether the nodes of all short paths are their own names."""
+    if not names:
+        return True
+    if max(map(len, names)) > MAX_NODE_BYTES or max(n.count("/") for n in names) >= MAX_NODES:
+        return False
+    together = "".join(f"{name}\n" for name in names)
+    return "zarr.json" not in together and _PLAIN_PATHS.fullmatch(together) is not None
 
 
 def _is_plain(node: str) -> bool:

@@ -15,12 +15,13 @@ from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import FormatError
-from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
-from ckptkit.format.objects import ObjectInfo, PerDataRank, PerRank
+from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join
+from ckptkit.format.objects import ObjectInfo, PerDataRank, PerRank, Replicated
 from ckptkit.live.resume import (
     Resumed,
     differing,
     resume,
+    saved_arrays,
     saved_documents,
     trained_by,
     twins_of,
@@ -32,7 +33,7 @@ from ckptkit.live.state.extra import DataRanks, WorldSizeError, is_marked
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import listed
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
-from ckptkit.live.state.trees import arrays_in, put_tensors, with_own
+from ckptkit.live.state.trees import arrays_in, put_tensors, replace_leaves, with_own
 from ckptkit.live.wrappers.entries import StateMismatchError, parameter_names
 from ckptkit.live.wrappers.training import TrainingState
 
@@ -107,6 +108,8 @@ class Match:
     report: Report
     training: TrainingState
     """The objects, without optimizers of kinds that the step knows nothing of."""
+    arrays: Mapping[str, str]
+    """The name that the step has each tensor besides those of optimizers under."""
     objects: Mapping[str, ObjectInfo]
     """The objects of the step as they are for this rank."""
     values: Mapping[str, Any]
@@ -121,14 +124,11 @@ class Match:
     ) -> tuple[list[Filling], dict[str, torch.Tensor]]:
         """What to fill: what the objects have, and new tensors for what only the step has."""
         found: list[Filling] = []
-        arrays = self.optimizers.arrays
         for held in snapshot.tensors:
-            if held.role != "optimizer":
-                if name := array_for(held, checkpoint, snapshot, Report()):
-                    found.append((held, checkpoint[name]))
-            elif held.name in arrays:
-                array = checkpoint[arrays[held.name]]
-                if array.shape != held.shape:
+            is_kept = held.role == "optimizer"
+            if name := (self.optimizers.arrays if is_kept else self.arrays).get(held.name):
+                array = checkpoint[name]
+                if is_kept and array.info.shape != held.shape:
                     raise StateMismatchError(
                         f"the optimizer keeps {held.shape} here, not what is in the step",
                         where=held.name,
@@ -181,7 +181,8 @@ def compare(
     known = [held.name for held in snapshot.tensors] + [tied.name for tied in snapshot.tied]
     known += [join(MODEL, name) for name in snapshot.values]
     agreement = put_together(ranks, snapshot.topology, known, documents)
-    fitting = [held for held in snapshot.tensors if array_for(held, checkpoint, snapshot, report)]
+    under = {held.name: array_for(held, checkpoint, snapshot, report) for held in snapshot.tensors}
+    fitting = [held for held in snapshot.tensors if under[held.name]]
     # Optimizers name what they keep after the parameter, not after what that is made of.
     fits = {held.name for held in fitting}
     fitting += [whole for whole, parts in snapshot.made.values() if fits.issuperset(parts)]
@@ -204,18 +205,17 @@ def compare(
         if group in objects:
             _compare_object(objects[group], target, data, report, positions)
     saved = saved_documents(objects) if training.optimizers else []
+    kept = saved_arrays(checkpoint)
     unexpected: list[str] = []
     if training.model is not None:
         trained = trained_by(agreement.optimizers)
         extra = [join(MODEL, name) for name in values]
         unexpected = [name for name in extra if name not in agreement.names]
-        for name in checkpoint.arrays:
-            if name.startswith(f"{MODEL}/") and name not in agreement.names:
-                unexpected.append(name)
-            elif training.optimizers and name.startswith(f"{OPTIMIZER}/"):
-                parameter = split(name)[1]
-                if trained.isdisjoint(twins.get(parameter, [parameter])):
-                    unexpected.append(name)
+        strange = set(checkpoint.names) - agreement.names
+        unexpected += sorted(name for name in strange if name.startswith(f"{MODEL}/"))
+        for parameter, by_key in kept.items() if training.optimizers else ():
+            if parameter not in trained and trained.isdisjoint(twins.get(parameter, ())):
+                unexpected += by_key.values()
 
     def conclude(heard: list[Any]) -> list[Any]:
         found = {k: list(dict.fromkeys(n for own, _ in heard for n in own[k])) for k in _KINDS}
@@ -229,7 +229,7 @@ def compare(
 
     # One report of those of all ranks, so that they all go on alike, or all stop. What no rank
     # asked for only rank 0 knows, which heard of the names of all.
-    mine = [report.found(), untied(checkpoint, snapshot.tied, saved)]
+    mine = [report.found(), untied(checkpoint, snapshot.tied, saved, kept)]
     found, pairs = ranks.agree(mine, conclude)
     if pairs:
         found["untied"] = ranks.agree(
@@ -252,20 +252,22 @@ def compare(
         training = replace(
             training, optimizers=[o for o in training.optimizers if o.kind in theirs]
         )
-    optimizers = resume(checkpoint, saved, fitting, twins)
-    return Match(report, training, objects, values, optimizers, positions, data)
+    optimizers = resume(checkpoint, saved, fitting, twins, kept)
+    return Match(report, training, under, objects, values, optimizers, positions, data)
 
 
 def array_for(held: LiveTensor, checkpoint: Checkpoint, snapshot: Snapshot, report: Report) -> str:
     """The name that the step has a tensor under, empty where it has none that fits; what differs is
     noted. Tied ones may have been saved under another of their names.
     """
-    names = [held.name, *(tied.name for tied in snapshot.tied if tied.of == held.name)]
-    name = next((each for each in names if each in checkpoint), "")
+    name = held.name
+    if name not in checkpoint:
+        others = (tied.name for tied in snapshot.tied if tied.of == name)
+        name = next((each for each in others if each in checkpoint), "")
     if not name:
         report.missing.append(held.name)
         return ""
-    array = checkpoint[name]
+    array = checkpoint.info(name)
     if array.shape != held.shape:
         report.reshaped.append(f"{held.name}: {array.shape} in the step, {held.shape} here")
         return ""
@@ -349,3 +351,37 @@ def _refuse(report: Report, checkpoint: Checkpoint, options: LoadOptions) -> Non
     raise StateMismatchError(
         f"the step does not fit\n{bad}", where=checkpoint.location, hint="; ".join(hints)
     )
+
+
+def give_back(match: Match, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Let the objects besides the model and its optimizers take over what was loaded for them."""
+    for group, target in match.training.stateful.items():
+        item = match.objects.get(group)
+        if item is None or any(x.startswith(f"{group}:") for x in match.report.skipped):
+            continue
+        if not (isinstance(target, PerDataRank) and group in match.positions):
+            tree = item.value[rank] if item.semantics == "per_rank" else item.value
+            _give(target, put_tensors(tree, tensors.__getitem__, group))
+            continue
+        # What reads data goes on where it was.
+        position, reader = match.positions[group], target.value
+        tree = put_tensors(position.tree, no_array, group)
+        if not position.is_resized:
+            _give(reader, tree)
+        elif isinstance(reader, list):
+            for at, each in enumerate(reader):
+                each.load_state_dicts([states[at] for states in tree])
+        else:
+            reader.load_state_dicts(tree)
+
+
+def _give(target: object, tree: Any) -> None:
+    if isinstance(target, (Replicated, PerRank)):
+        _give(target.value, tree)
+    elif hasattr(target, "load_state_dict"):
+        target.load_state_dict(tree)
+    elif isinstance(target, list) and any(hasattr(each, "load_state_dict") for each in target):
+        for each, inner in zip(target, tree, strict=True):
+            _give(each, inner)
+    else:
+        replace_leaves(target, tree)

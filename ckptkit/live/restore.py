@@ -8,7 +8,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial as bound
@@ -20,27 +20,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoint.places import Place, described, store_at
+from ckptkit.checkpoint.places import Place, decoded_manifest, store_at, stored_manifest
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, failing_together
-from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, open_checkpoint
+from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint, open_alike, open_foreign
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import uncollected
-from ckptkit.errors import LayoutError
-from ckptkit.format.manifest import Manifest
-from ckptkit.format.objects import PerDataRank, PerRank, Replicated
+from ckptkit.errors import LayoutError, NotFoundError
 from ckptkit.live.comparison import (
     Filling,
     LoadOptions,
-    Match,
     Report,
     check_wrappers,
     compare,
-    no_array,
+    give_back,
 )
 from ckptkit.live.resume import hand_over
 from ckptkit.live.save import readable
-from ckptkit.live.snapshot import take_snapshot
+from ckptkit.live.snapshot import take_snapshot, with_optimizers
 from ckptkit.live.state.extra import Extra
 from ckptkit.live.state.parts import HandCuts, LiveTensor, indices
 from ckptkit.live.state.ranks import (
@@ -56,7 +52,7 @@ from ckptkit.live.state.ranks import (
 )
 from ckptkit.live.state.tensors import as_bits, dtype_of, torch_dtype
 from ckptkit.live.state.topology import Topology
-from ckptkit.live.state.trees import put_tensors, replace_leaves
+from ckptkit.live.state.trees import put_tensors
 from ckptkit.live.wrappers.entries import parameter_names
 from ckptkit.live.wrappers.training import TrainingObjects, TrainingState
 from ckptkit.model import Box, Replicate
@@ -143,10 +139,10 @@ def load_into(
         # Nothing has changed on any rank when one has found that the step does not fit.
         ranks.wait()
         training = match.training
-        names = parameter_names(training.model.entries()) if training.model else {}
+        names = parameter_names(before.entries)
         for optimizer in training.optimizers:
             optimizer.prepare(names, match.optimizers.of_kind(optimizer.kind))
-        snapshot = look(training)
+        snapshot = with_optimizers(before, training) or look(training)
         check_wrappers(snapshot, match.objects)
         fillings, fresh = match.to_fill(checkpoint, snapshot)
         threads = options.threads
@@ -166,7 +162,7 @@ def load_into(
         # Some wrappers take over in a collective, which one that failed would not come to.
         ranks.wait()
         hand_over(training, snapshot, match.values, match.optimizers.documents)
-        _give_back(match, snapshot.trees | fresh, world.rank)
+        give_back(match, snapshot.trees | fresh, world.rank)
         ranks.wait()
     if world.rank == 0:
         seconds, nbytes = time.perf_counter() - started, sum(h.local.nbytes for h, _ in fillings)
@@ -187,55 +183,31 @@ def load_into(
 
 
 def _open(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
-    """Open what rank 0 finds in the store: a collective call, in the thread that trains. All ranks
-    open the same step, even while others are being saved, as rank 0 reads the manifest for all.
+    """Open what rank 0 finds in the store: a collective call, in the thread that trains. Even while
+    others are being saved, all ranks open the same step: rank 0 reads the manifest for all.
     """
-    found, data = None, b""
+    data: bytes | None = None
+    prefix, foreign, place = "", None, ("", b"")
     if ranks.rank == 0:
         # An error here reaches the others before anyone begins to wait for bytes.
-        found = open_checkpoint(store) if step is None else Run(store).open(step)
-        if ranks.world_size == 1:
-            return found
-        data = found.manifest.to_bytes()
-    size, prefix = ranks.share(lambda: (len(data), found.prefix if found else ""))
-    # A rank that has left would be missing in the collective: nobody begins it without all.
-    ranks.wait()
-    heard = bytes_of_first(data if found else None, size)
-    return found or Checkpoint(store, prefix, Manifest.from_bytes(heard, described(store, prefix)))
-
-
-def _give_back(match: Match, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
-    """Let the objects besides the model and its optimizers take over what was loaded for them."""
-    for group, target in match.training.stateful.items():
-        item = match.objects.get(group)
-        if item is None or any(x.startswith(f"{group}:") for x in match.report.skipped):
-            continue
-        if not (isinstance(target, PerDataRank) and group in match.positions):
-            tree = item.value[rank] if item.semantics == "per_rank" else item.value
-            _give(target, put_tensors(tree, tensors.__getitem__, group))
-            continue
-        # What reads data goes on where it was.
-        position, reader = match.positions[group], target.value
-        tree = put_tensors(position.tree, no_array, group)
-        if not position.is_resized:
-            _give(reader, tree)
-        elif isinstance(reader, list):
-            for at, each in enumerate(reader):
-                each.load_state_dicts([states[at] for states in tree])
-        else:
-            reader.load_state_dicts(tree)
-
-
-def _give(target: object, tree: Any) -> None:
-    if isinstance(target, (Replicated, PerRank)):
-        _give(target.value, tree)
-    elif hasattr(target, "load_state_dict"):
-        target.load_state_dict(tree)
-    elif isinstance(target, list) and any(hasattr(each, "load_state_dict") for each in target):
-        for each, inner in zip(target, tree, strict=True):
-            _give(each, inner)
-    else:
-        replace_leaves(target, tree)
+        try:
+            prefix, data = stored_manifest(store, step)
+        except NotFoundError as error:
+            foreign = open_foreign(store, error)
+            prefix, place = (
+                foreign.prefix,
+                (str(foreign.store.location), foreign.manifest.table.digest),
+            )
+    if ranks.world_size > 1:
+        size, prefix, place = ranks.share(lambda: (len(data or b""), prefix, place))
+        if size:
+            # A rank that has left would be missing in the collective: nobody begins it without all.
+            ranks.wait()
+            data = bytes_of_first(data, size)
+    if data is None:
+        with failing_together(ranks):  # of a foreign one there is nothing to send
+            return foreign or open_alike(store, prefix, *place)
+    return Checkpoint(store, prefix, decoded_manifest(store, prefix, data))
 
 
 def fill(topology: Topology, fillings: Sequence[Filling], read: ReadMany) -> None:
@@ -244,19 +216,25 @@ def fill(topology: Topology, fillings: Sequence[Filling], read: ReadMany) -> Non
     A step has raw elements, which numpy can put in place only where the tensor has these too: what
     lies on a device, is of another dtype, or is a conjugate view, torch has to copy.
     """
+    known: dict[Any, list[tuple[Box, tuple[Any, ...]]]] = {}  # layers are alike
 
     def wanted(held: LiveTensor, array: Array, memory: torch.Tensor) -> list[Any]:
         bits = as_bits(held.name, memory)
-        return [(array.name, box, bits[inside]) for box, inside in _boxes(topology, held)]
+        kind = held.shape, held.local.shape, tuple(held.placements.items()), held.own
+        if kind not in known:
+            known[kind] = _boxes(topology, held)
+        return [(array.name, box, bits[inside]) for box, inside in known[kind]]
 
-    direct: list[Filling] = []
+    direct: list[Any] = []
     staged: list[Filling] = []
     for held, array in fillings:
         local = held.local
         is_alike = array.dtype == dtype_of(held.name, local)
-        is_plain = local.device.type == "cpu" and not (local.is_conj() or local.is_neg())
-        (direct if is_alike and is_plain else staged).append((held, array))
-    read([each for held, array in direct for each in wanted(held, array, held.local)])
+        if is_alike and local.is_cpu and not (local.is_conj() or local.is_neg()):
+            direct += wanted(held, array, local)
+        else:
+            staged.append((held, array))
+    read(direct)
     for first, last in batches([held.local.nbytes for held, _ in staged], _STAGED_BYTES):
         memory = [
             torch.empty(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,6 +31,10 @@ _COMPARE_MEMORY = 64 << 20
 
 Twins: TypeAlias = Mapping[str, Sequence[str]]
 """By each name of a tied parameter all of its names, that one first."""
+
+
+SavedArrays: TypeAlias = Mapping[str, Mapping[str, str]]
+"""Of what the step has of optimizers, the name of the array by parameter and key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +71,15 @@ def saved_documents(objects: Mapping[str, ObjectInfo]) -> Documents:
 
 
 def resume(
-    checkpoint: Checkpoint, documents: Documents, fitting: Sequence[LiveTensor], twins: Twins
+    checkpoint: Checkpoint,
+    documents: Documents,
+    fitting: Sequence[LiveTensor],
+    twins: Twins,
+    saved: SavedArrays,
 ) -> Resumed:
     """What the step has for the parameters among tensors that fit it."""
-    trained, saved, made = trained_by(documents), _saved_arrays(checkpoint), _made_of(checkpoint)
+    trained, made = trained_by(documents), _made_of(checkpoint)
+    alike = cache(Saved)  # as layers are
     ours: dict[str, list[str]] = {}
     state: dict[str, dict[str, Any]] = {}
     arrays: dict[str, str] = {}
@@ -84,19 +94,21 @@ def resume(
         of = None if whole is None else (whole.shape, whole.dtype)
         for key, array_name in saved.get(there, {}).items():
             if of is None:
-                parameter = checkpoint[join(MODEL, there)]
+                parameter = checkpoint.info(join(MODEL, there))
                 of = parameter.shape, torch_dtype(parameter.dtype)
-            arrays[join(OPTIMIZER, name, key)] = array_name
-            shape, dtype = checkpoint[array_name].shape, torch_dtype(checkpoint[array_name].dtype)
+            arrays[array_name if name == there else join(OPTIMIZER, name, key)] = array_name
+            array = checkpoint.info(array_name)
+            shape, dtype = array.shape, torch_dtype(array.dtype)
             # In the dtype of the parameter here, where it had that of the one there.
             dtype = held.local.dtype if (shape, dtype) == of else dtype
-            kept[key] = Saved(shape, dtype, shape == held.shape)
+            kept[key] = alike(shape, dtype, shape == held.shape)
         for key, whole in made.get(there, {}).items():
             if key:
                 kept = {k: v for k, v in kept.items() if not k.startswith(f"{key}/")}
                 kept[key] = whole
         for document in documents:
-            kept = with_containers(kept, document["values"].get(there, {}), there)
+            if values := document["values"].get(there):
+                kept = with_containers(kept, values, there)
         state[name] = kept
 
     def renamed(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,10 +157,10 @@ def with_containers(
     return found
 
 
-def _saved_arrays(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
-    """The names of the arrays of optimizers, by parameter and key."""
+def saved_arrays(checkpoint: Checkpoint) -> SavedArrays:
+    """The names of the arrays of optimizers."""
     found: dict[str, dict[str, str]] = {}
-    for name in checkpoint.arrays:
+    for name in checkpoint.names:
         if name.startswith(f"{OPTIMIZER}/"):
             _, parameter, key = split(name)
             found.setdefault(parameter, {})[key] = name
@@ -186,7 +198,9 @@ def twins_of(checkpoint: Checkpoint, tied: Iterable[Tied]) -> Twins:
     return {name: [name, *sorted(joint - {name})] for name, joint in together.items()}
 
 
-def untied(checkpoint: Checkpoint, tied: Iterable[Tied], documents: Documents) -> list[list[str]]:
+def untied(
+    checkpoint: Checkpoint, tied: Iterable[Tied], documents: Documents, kept: SavedArrays
+) -> list[list[str]]:
     """The pairs of arrays of the step, by name, of which a tensor here can be only one: those of
     tied names that were not, and what optimizers had for them.
     """
@@ -207,7 +221,6 @@ def untied(checkpoint: Checkpoint, tied: Iterable[Tied], documents: Documents) -
                 values = document["values"].get(name, {})
                 told = [sorted(each.items()) for each in (group["options"], values)]
                 said[name] = dumps([document["kind"], told])
-    kept = _saved_arrays(checkpoint)
     for pair in list(pairs):
         a, b = (split(name)[1] for name in pair)
         if a in said and b in said:
@@ -252,7 +265,9 @@ def hand_over(
     """
     if training.model is None:
         return
-    training.model.absorb([replace(e, value=values.get(e.name, e.value)) for e in snapshot.entries])
+    training.model.absorb(
+        [replace(e, value=values[e.name]) if e.name in values else e for e in snapshot.entries]
+    )
     names = parameter_names(snapshot.entries)
     for optimizer, states in zip(training.optimizers, snapshot.states, strict=True):
         mine = [document for document in documents if document["kind"] == optimizer.kind]

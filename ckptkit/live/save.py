@@ -37,6 +37,7 @@ from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, may_cut
 from ckptkit.storage import AlignedBuffer, BufferPool, Store
 
 _ALIGNMENT = 64
+_THREADS_BESIDE = 2  # the training
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def prepare(
     compares = bool(replicas) or bool(trees) or topology.pipeline is not None
     preset = _preset(snapshot, options.chunk_bytes)
     wanted, details, first_keys, compares, theirs, preset = ranks.share(
-        lambda: (step, snapshot.details, keys, compares and world.size > 1, plain, preset)
+        lambda: (step, training.details(), keys, compares and world.size > 1, plain, preset)
     )
     if wanted != step:
         raise UsageError(f"rank 0 saves step {wanted}, rank {world.rank} another one", value=step)
@@ -158,7 +159,7 @@ def prepare(
         details=details,
         overwrite=options.overwrite,
         chunk_bytes=options.chunk_bytes,
-        threads=DEFAULT_THREADS if options.threads is None else options.threads,
+        threads=_writing_threads(store, options),
         progress=progress,
     )
     writer.like = arena.plan
@@ -191,6 +192,14 @@ def prepare(
     if options.copies_first and not on_devices:
         writer.stage(arena.pool, threads=copying_threads(world))
     return PreparedSave(writer, ranks, cancelled, _whole_bytes(snapshot))
+
+
+def _writing_threads(store: Store, options: SaveOptions) -> int:
+    if options.threads is not None:
+        return options.threads
+    # Each thread of the background takes a little from a training that keeps all cores busy.
+    is_beside = options.copies_first and not store.abilities.waits_for_answers
+    return _THREADS_BESIDE if is_beside else DEFAULT_THREADS
 
 
 def _preset(snapshot: Snapshot, chunk_bytes: int) -> str | None:

@@ -24,7 +24,13 @@ from ckptkit.live.snapshot import Collector, rules_of, topology_of
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import World, current_world
 from ckptkit.live.state.tensors import local_of, parts_of_tensor
-from ckptkit.live.wrappers.entries import ModelEntry, StateEntry, canonical_names, parameter_names
+from ckptkit.live.wrappers.entries import (
+    ModelEntry,
+    StateEntry,
+    canonical_names,
+    every_module,
+    parameter_names,
+)
 from ckptkit.live.wrappers.fsdp1 import FlatPart, FSDP1Optimizer
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer, fresh_state
 from ckptkit.live.wrappers.training import TrainingState
@@ -203,6 +209,8 @@ class ShardedOptimizerState:
         offered: State = wholes | others
         part = self._parts.get(name)
         knows, keeps = part is not None, part is not None and part.is_kept_here
+        # Made before the ranks agree, as only what is there says whether the state fits; taken back
+        # where they do not.
         made = bool(offered) and keeps and not self.has(name)
         if made:
             self.create(name)
@@ -367,7 +375,7 @@ def _outside(modules: Sequence[nn.Module], flat: Mapping[str, FlatPart]) -> list
     return [
         ModelEntry(canonical(name), parameter, is_parameter=True)
         for module in modules
-        for canonical in (canonical_names(module),)
+        for canonical in (canonical_names(every_module(module)),)
         for name, parameter in module.named_parameters()
         if parameter not in inside and not isinstance(parameter, FlatParameter)
     ]

@@ -63,7 +63,7 @@ class ShardingMetadata:
     """Second names of tensors."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> ShardingMetadata:
+    def of(cls, snapshot: Snapshot, training: TrainingState) -> ShardingMetadata:
         """What the snapshot of a rank is a part of."""
         topology = snapshot.topology
         tensors: dict[str, TensorSharding] = {}
@@ -76,7 +76,7 @@ class ShardingMetadata:
             str(topology.strategy),
             topology.rank,
             topology.strategy.world_size,
-            snapshot.details,
+            training.details(),
             tensors,
             {tied.name: tied.of for tied in snapshot.tied},
         )
@@ -94,7 +94,7 @@ class LocalShard:
     """Of each optimizer its kind, its groups with their options, and values that are no tensors."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> LocalShard:
+    def of(cls, snapshot: Snapshot, training: TrainingState) -> LocalShard:
         """What the snapshot of a rank has."""
         for name in snapshot.objects:
             if name.startswith(f"{WRAPPED}/"):
@@ -104,7 +104,8 @@ class LocalShard:
                     hint="save it with a Checkpointer",
                 )
         tensors = {held.name: held.local for held in snapshot.tensors}
-        return cls(ShardingMetadata.of(snapshot), tensors, snapshot.values, snapshot.optimizers)
+        metadata = ShardingMetadata.of(snapshot, training)
+        return cls(metadata, tensors, snapshot.values, snapshot.optimizers)
 
     def saved_state(self) -> SavedState:
         """What it has of optimizers, by parameter and key."""
@@ -158,7 +159,8 @@ class CheckpointHelper:
 
     def collect_local_shard(self, model: object, optimizer: object = None) -> LocalShard:
         """What this rank holds, in live memory: copy it to keep it."""
-        return LocalShard.of(take_snapshot(current_world(), self._checked(model, optimizer)))
+        training = self._checked(model, optimizer)
+        return LocalShard.of(take_snapshot(current_world(), training), training)
 
     def load_local_shard(self, model: object, shard: LocalShard, optimizer: object = None) -> None:
         """Take over a shard of the same rank of a job of the same layout; where that is another on
@@ -167,7 +169,7 @@ class CheckpointHelper:
         world, training = current_world(), self._checked(model, optimizer)
         exchange = Exchange(world, topology_of(world, training))
         before = take_snapshot(world, TrainingState.of(model=model))
-        problem = shard.objection(ShardingMetadata.of(before), "model")
+        problem = shard.objection(ShardingMetadata.of(before, training), "model")
         mine = ", ".join(each.kind for each in training.optimizers)
         there = ", ".join(document["kind"] for document in shard.optimizers)
         if not problem and mine and mine != there:
@@ -177,7 +179,7 @@ class CheckpointHelper:
         for each in training.optimizers:
             each.prepare(names, saved)
         snapshot = take_snapshot(world, training)
-        here = ShardingMetadata.of(snapshot)
+        here = ShardingMetadata.of(snapshot, training)
         problem = shard.objection(here, "optimizer") if training.optimizers else ""
         exchange.agree({}, problem=problem)
         with torch.no_grad():
@@ -187,8 +189,8 @@ class CheckpointHelper:
 
     def sharding_metadata(self, model: object, optimizer: object = None) -> ShardingMetadata:
         """What this rank's shard is a part of."""
-        snapshot = take_snapshot(current_world(), self._checked(model, optimizer))
-        return ShardingMetadata.of(snapshot)
+        training = self._checked(model, optimizer)
+        return ShardingMetadata.of(take_snapshot(current_world(), training), training)
 
     def _knows(self, kinds: set[str]) -> bool:
         return bool(kinds & self.kinds) if self.kinds else not kinds
@@ -297,8 +299,7 @@ class DistributedModel:
         self.mesh = known.mesh if mesh is None else mesh
         self.rules = said if said.said else known.rules
         self._world = current_world()
-        self._training = TrainingState(known)
-        topology = topology_of(self._world, self._training, self.mesh)
+        topology = topology_of(self._world, TrainingState(known), self.mesh)
         self._exchange = Exchange(self._world, topology)
         self.strategy = topology.strategy
         """How it is spread."""
@@ -307,13 +308,13 @@ class DistributedModel:
 
     def local_state_dict(self) -> StateDict:
         """What this rank holds, in the model's own memory where it has it as it is."""
-        _, held, tied, values = self._look()
+        _, held, tied, values = self._look(TrainingState(Model(self.model)))
         tensors = {name: each.local for name, each in held.items()}
         return tensors | {name: tensors[of] for name, of in tied.items()} | values
 
     def full_state_dict(self) -> StateDict | None:
         """All of it, in host memory, on rank 0; None on the others."""
-        _, held, tied, values = self._look()
+        _, held, tied, values = self._look(TrainingState(Model(self.model)))
         plan = self._exchange.agree(held, values=values, tied=tied)
         tensors = self._exchange.gather(plan, held)
         if tensors is None:
@@ -322,18 +323,20 @@ class DistributedModel:
 
     def load_local_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `local_state_dict` gave on this rank of a job of the same layout."""
-        snapshot, held, tied, values = self._look()
+        training = TrainingState(Model(self.model))
+        snapshot, held, tied, values = self._look(training)
         known = {n: TensorLayout(tuple(h.local.shape), h.local.dtype, ()) for n, h in held.items()}
         problem = _objection(known, tied, values, state)
         self._exchange.agree({}, problem=problem)
         with torch.no_grad():
             for name, each in held.items():
                 each.local.copy_(_tensor(state, name, tied))
-        hand_over(self._training, snapshot, {name: state[name] for name in values}, [])
+        hand_over(training, snapshot, {name: state[name] for name in values}, [])
 
     def load_full_state_dict(self, state: Mapping[str, Any] | None = None) -> None:
         """Take over what rank 0 has of `full_state_dict`; what others pass is ignored."""
-        snapshot, held, tied, values = self._look()
+        training = TrainingState(Model(self.model))
+        snapshot, held, tied, values = self._look(training)
         plan = self._exchange.agree(held, values=values, tied=tied)
         given: StateDict = {}
         if state is None:
@@ -349,13 +352,15 @@ class DistributedModel:
         if self._world.rank == 0 and state is not None:
             wholes = {name: _tensor(state, name, plan.tied) for name in plan.tensors}
         self._exchange.hand_out(plan, held, wholes)
-        hand_over(self._training, snapshot, given, [])
+        hand_over(training, snapshot, given, [])
 
-    def _look(self) -> tuple[Snapshot, dict[str, LiveTensor], dict[str, str], StateDict]:
+    def _look(
+        self, training: TrainingState
+    ) -> tuple[Snapshot, dict[str, LiveTensor], dict[str, str], StateDict]:
         """What this rank has, by the names that the model's author gave: tensors, second names of
         such, and other values.
         """
-        snapshot = take_snapshot(self._world, self._training, mesh=self.mesh, rules=self.rules)
+        snapshot = take_snapshot(self._world, training, mesh=self.mesh, rules=self.rules)
         names = {join("model", entry.name): entry.name for entry in snapshot.entries}
         held = {names[each.name]: each for each in snapshot.tensors}
         tied = {names[each.name]: names[each.of] for each in snapshot.tied}

@@ -46,7 +46,6 @@ class Snapshot:
     """What one rank adds to a step."""
 
     topology: Topology
-    details: dict[str, Any]
     tensors: list[LiveTensor]
     tied: list[Tied]
     objects: dict[str, object]
@@ -62,6 +61,7 @@ class Snapshot:
     """The nested dictionaries of which ranks may have keys of their own, tensors as marks."""
     made: Mapping[str, tuple[LiveTensor, Sequence[str]]]
     """By name the tensors that are made of others, which are among `tensors`, and their names."""
+    collector: Collector
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -87,28 +87,16 @@ def take_snapshot(
     objects: dict[str, object] = {
         f"extra/{n}": plain_extra(f"extra/{n}", v) for n, v in (extra or {}).items()
     }
-    details: dict[str, Any] = {}
     entries: list[ModelEntry] = []
     states: list[list[StateEntry]] = []
     documents: list[dict[str, Any]] = []
     if training.model is not None:
-        details = training.model.details()
         entries = training.model.entries()
         collector.add_model(entries)
         # What `get_extra_state` gave has no tensors of its own.
         if made := {e.name: e.value for e in entries if not torch.is_tensor(e.value)}:
             objects["model"] = made
-        names = parameter_names(entries)
-        for optimizer in training.optimizers:
-            state = optimizer.entries(names)
-            states.append(state)
-            collector.add_optimizer(state)
-            values: dict[str, dict[str, Any]] = {}
-            for entry in state:
-                if not torch.is_tensor(entry.value):
-                    values.setdefault(entry.parameter, {})[entry.key] = entry.value
-            groups = optimizer.options(names)
-            documents.append({"kind": optimizer.kind, "groups": groups, "values": values})
+        states, documents = _optimizers(training, entries, collector)
     trees: dict[str, torch.Tensor] = {}
     for group, (skeleton, tensors) in nested.items():
         objects[group] = skeleton
@@ -123,7 +111,6 @@ def take_snapshot(
     closed = (PerRank, PerDataRank, Replicated)
     return Snapshot(
         topology=topology,
-        details=details,
         tensors=collector.tensors,
         tied=collector.tied,
         objects=objects,
@@ -136,7 +123,43 @@ def take_snapshot(
             n: objects[n] for n, v in training.stateful.items() if not isinstance(v, closed)
         },
         made=collector.made,
+        collector=collector,
     )
+
+
+def with_optimizers(before: Snapshot, training: TrainingState) -> Snapshot | None:
+    """What was seen without the optimizers of a training, together with these; `before` is used up.
+    None where they say how the job is spread, or stages may: that takes another look at everything.
+    """
+    is_said = any(optimizer.lines() for optimizer in training.optimizers)
+    if is_said or before.topology.pipeline is not None:
+        return None
+    collector = before.collector
+    states, documents = _optimizers(training, before.entries, collector)
+    objects = before.objects | collector.compared
+    return replace(before, objects=objects, optimizers=documents, states=states)
+
+
+def _optimizers(
+    training: TrainingState, entries: Sequence[ModelEntry], collector: Collector
+) -> tuple[list[list[StateEntry]], list[dict[str, Any]]]:
+    """Collect what optimizers keep of the parameters of a model: their entries, and what they say
+    besides tensors.
+    """
+    names = parameter_names(entries)
+    states: list[list[StateEntry]] = []
+    documents: list[dict[str, Any]] = []
+    for optimizer in training.optimizers:
+        state = optimizer.entries(names)
+        states.append(state)
+        collector.add_optimizer(state)
+        values: dict[str, dict[str, Any]] = {}
+        for entry in state:
+            if not torch.is_tensor(entry.value):
+                values.setdefault(entry.parameter, {})[entry.key] = entry.value
+        groups = optimizer.options(names)
+        documents.append({"kind": optimizer.kind, "groups": groups, "values": values})
+    return states, documents
 
 
 def _trees(training: TrainingState) -> Trees:
@@ -305,9 +328,9 @@ class Collector:
         # What an optimizer keeps in another shape than the parameter's is cut as it says itself.
         is_like = self._locals.setdefault(of or name, local.shape) == local.shape
         ruled: Mapping[str, HowCut] = {}
-        if is_like or local.ndim:
+        if self._rules.said and (is_like or local.ndim):
             ruled = self._rules.find(name, local.shape, of=of if is_like else None)
-        for axis in topology.strategy.mesh.axes:
+        for axis in topology.strategy.mesh.axes if ruled else ():
             if axis.kind in ruled:
                 size = 1 if is_dtensor else axis.size
                 placement, whole = self._rules.placement(name, ruled[axis.kind], shape, size)
@@ -317,7 +340,8 @@ class Collector:
         if is_plain and self._is_cut.get(of or "") and not ruled and said is None:
             # Whether it is a part or the same on all ranks cannot be seen: the commit compares.
             self.compared[f"{ALIKE}/{name}"] = checksum(name, local)
-        self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())
+        cutting = [p for p in placements.values() if isinstance(p, (Shard, Strided))]
+        self._is_cut[name] = bool(cutting)
         held = LiveTensor(name, shape, placements, local, role, of, alike_along, of_first)
         if parts:
             self._add_parts(held, record_of(tensor), parts)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ckptkit.checkpoint.places import Place, data_prefix
+from ckptkit.checkpoint.places import Place
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.errors import FormatError
 from ckptkit.format.names import (
@@ -259,7 +259,7 @@ def _mapped_pack(checkpoint: Checkpoint, pack: int) -> npt.NDArray[np.uint8] | N
     """The bytes of a pack; None where the system does not map it."""
     manifest = checkpoint.manifest
     info = manifest.packs[pack]
-    key = f"{data_prefix(checkpoint.prefix, manifest.save.save_id)}/{info.name}"
+    key = checkpoint.packs.key(pack)
     # While it is open, its size is known to be what the manifest says: touching a page of a
     # mapping that has no file below it would kill the process.
     with checkpoint.packs.use(pack):

@@ -83,8 +83,10 @@ class Tiers:
         return found
 
     def turn(self, ranks: Ranks, step: int | None) -> Callable[[], None]:
-        """Before a save of a step or a load: what is to be called after it, however it ended. That
-        begins a round of copying, after those whose turn was taken before on this and all ranks.
+        """Take the next turn to copy, before a save of a step or before a load.
+
+        What is returned is called after that, however it ended, and begins a round of copying.
+        Rounds come in the order in which turns were taken, which is the same on all ranks.
         """
         mirror = self._mirror
         if mirror is None:
@@ -92,7 +94,9 @@ class Tiers:
         return self._uploads.turn(lambda: self._round(mirror, ranks, step), "the upload")
 
     def saved(self, step: int) -> None:
-        """A step is committed: on rank 0 others may have to go, but none before it was copied."""
+        """A step is committed: on rank 0 others may have to go. With a local folder that is left to
+        the rounds of copying, as no step may go before it was copied.
+        """
         rules = self._retention
         if self._mirror is not None or not self._is_first or rules.is_all:
             return
@@ -113,8 +117,8 @@ class Tiers:
         return [(number, REMOTE) for number in (steps if fallback else steps[:1])]
 
     def raise_failed(self, said: tuple[int, str] | None) -> None:
-        """Raise on all ranks what rank 0 said in `meet`; the others wait for the end of that round,
-        which they have failed in too.
+        """Raise on all ranks what rank 0 said in `meet`. The others wait for the end of that round:
+        it has failed on them too, and they may not know it yet.
         """
         if said is not None:
             number, problem = said
@@ -144,7 +148,8 @@ class Tiers:
                 f"they stay in {mirror.local.location}: {error.what}"
             )
             raise
-        # All ranks have begun this round: none can look at what earlier ones left in the store.
+        # All ranks have met in this round, so all have ended the one before: what that left in the
+        # store nobody looks at any more. What this one leaves, others may still look at.
         for old in self._over:
             old.forget()
         self._over = [ranks] if self._is_first else []
@@ -154,13 +159,15 @@ class Tiers:
             raise PeerError("the process has to end: copying goes on in the next one")
 
 
-# Enough for the training to win where both want the processor, not enough to starve the save.
-_NICER = 5
+# Where the training keeps all cores busy, a thread gets a thirtieth of one: the save takes twice or
+# three times as long, and with four ranks on two cores costs the training a sixth of the time that
+# it does with 5. With 19 it would take ten times as long. Idle cores are used all the same.
+_NICER = 15
 
 
 class Background:
-    """Runs pieces of work in a thread, in the order in which their turns were taken, however many
-    wait; the error of each is kept by its number, counted from 1, until somebody takes it.
+    """Runs pieces of work in one thread, in the order in which their turns were taken. The error of
+    each is kept under its number, counted from 1, until somebody takes it.
 
     A process that ends by itself first lets all of them finish.
     """
@@ -183,8 +190,8 @@ class Background:
         self.turn(work, what)()
 
     def turn(self, work: Callable[[], None], what: str) -> Callable[[], None]:
-        """Take the next turn; what is returned, and has to be called some time from any thread,
-        lets the work begin, which what comes after waits for.
+        """Take the next turn. What is returned lets the work begin; it has to be called some time,
+        from any thread, as all work after it waits.
         """
         turn = _Turn(work, what)
         with self._changed:

@@ -1,3 +1,5 @@
+"""Regions of tensors, and whether some of them cover one exactly once."""
+
 from __future__ import annotations
 
 import math
@@ -114,6 +116,7 @@ def _flat_boxes(shape: tuple[int, ...], above: tuple[int, ...], start: int, stop
     if dim == len(shape):
         return [Box(above, (1,) * dim)]
     row = math.prod(shape[dim + 1 :])
+    # The whole rows: before `first` and from `last` on the range has a piece of one at most.
     first, last = -(-start // row), stop // row
     if first > last:  # all of it lies inside of one row
         return _flat_boxes(shape, (*above, last), start - last * row, stop - last * row)
@@ -206,6 +209,8 @@ def _residue(boxes: list[Box], dims: list[int]) -> tuple[int, tuple[int, ...]] |
     for dim in range(len(dims)):
         if 2 * rows.size > limit:
             raise LayoutError("the boxes are too irregular to be checked", value=len(boxes))
+        # Each corner becomes two: one at the start of this dim, and one of the other sign at its
+        # stop, whose column is taken out.
         stop = rows.shape[1] - (len(dims) - dim)
         high = rows.copy()
         high[:, dim] = rows[:, stop]

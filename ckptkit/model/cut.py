@@ -14,6 +14,10 @@ from ckptkit.errors import LayoutError
 
 # Ascending (start, stop) pairs that neither touch nor overlap.
 Intervals: TypeAlias = tuple[tuple[int, int], ...]
+# The coordinates on the axes that cut a dim, by position in the mesh.
+Coords: TypeAlias = tuple[int, ...]
+# Per axis: its position, who holds the same along it, and which of these this rank is.
+Digit: TypeAlias = tuple[int, Sequence[object], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class AxisCut:
 
     def group(self, length: int) -> int:
         """How many consecutive ranks hold the same piece of one block of this length."""
+        # More ranks than heads (GQA): none is cut, some hold the same one.
         units = length // self.unit
         return self.size // units if self.unit > 1 and 0 < units < self.size else 1
 
@@ -67,11 +72,15 @@ class AxisCut:
         """Where this axis cuts inside the intervals; only for an axis without blocks."""
         step, base = self._step(length_of(intervals)), 0
         for start, stop in intervals:
+            # Cuts fall on multiples of the step counted over all intervals, of which `base` lie
+            # before this one; where it begins is an edge already.
             first = start + (-base % step or step)
             yield range(first, stop, step)
             base += stop - start
 
     def _step(self, block: int) -> int:
+        # Rounded up, as torch.chunk does it: the last pieces are smaller or empty. Rounded down,
+        # with what is left shared out, each rank would have other rows than torch gives it.
         units = block // self.unit
         return self.unit if self.group(block) > 1 else -(-units // self.size) * self.unit
 
@@ -106,6 +115,7 @@ class DimCut:
     cuts: tuple[AxisCut, ...]
 
     def __post_init__(self) -> None:
+        # Only to refuse: an outer cut may leave a piece that an inner one cannot cut.
         lengths = {self.length}
         for cut in self.cuts:
             lengths = {piece for length in lengths for piece in cut.lengths(length)}
@@ -125,12 +135,13 @@ class DimCut:
             intervals = cut.piece(intervals, coords[cut.axis])
         return intervals
 
-    def sharers(self, coords: tuple[int, ...]) -> list[tuple[int, range]]:
-        """Per axis the coordinates that hold the same as this one; not if tangled."""
-        intervals, found = self.whole, []
+    def sharers(self, coords: tuple[int, ...]) -> list[Digit]:
+        """Who holds what the rank at these coordinates of the mesh holds; not if tangled."""
+        intervals, found = self.whole, list[Digit]()
         for cut in self.cuts:
             coord = coords[cut.axis]
-            found.append((cut.axis, cut.sharers(length_of(intervals), coord)))
+            held = cut.sharers(length_of(intervals), coord)
+            found.append((cut.axis, held, coord - held.start))
             intervals = cut.piece(intervals, coord)
         return found
 
@@ -199,15 +210,14 @@ def merged(intervals: list[tuple[int, int]]) -> Intervals:
     return tuple(found)
 
 
-# The coordinates on the axes that cut the dim, by position in the mesh.
-Coords: TypeAlias = tuple[int, ...]
-# Per axis: its position, who holds the same along it, and which of these this rank is.
-Digit: TypeAlias = tuple[int, Sequence[object], int]
-
-
 @dataclass(frozen=True, slots=True)
 class Tangle:
-    """All that the coordinates of one tangled dim hold, and who shares each stretch of it."""
+    """All that the coordinates of one tangled dim hold, and who shares each stretch of it.
+
+    Of a fused QKV each rank may have a Q of its own, and a K that it shares with its neighbour: its
+    part as a whole is then nobody else's, but each element of K has two holders. So who holds what
+    is looked up here, stretch by stretch.
+    """
 
     axes: tuple[int, ...]
     by_coords: dict[Coords, Intervals]
@@ -237,7 +247,7 @@ class Tangle:
         axes = tuple(dim.cuts[i].axis for i in order)
         return cls(axes, held, dict(by_part), borders, list(map(tuple, holders)))
 
-    def part_digits(self, coords: tuple[int, ...]) -> list[Digit]:
+    def sharers(self, coords: tuple[int, ...]) -> list[Digit]:
         """Who holds exactly what the rank at these mesh coordinates holds of the dim."""
         own = self._own(coords)
         return self._digits(self.by_part[self.by_coords[own]], own)
@@ -261,11 +271,12 @@ class Tangle:
                 (axis, _as_range(members), members.index(coord))
                 for axis, members, coord in zip(self.axes, along, own, strict=True)
             ]
-        # No product of coordinates per axis: the first axis stands for all of them.
+        # The holders are no product of coordinates per axis: the first axis stands for all.
         first = (self.axes[0], tuple(holders), list(holders).index(own))
         return [first, *((axis, ((),), 0) for axis in self.axes[1:])]
 
 
 def _as_range(members: tuple[int, ...]) -> Sequence[int]:
+    # As dims that are not tangled say it: equal sets of ranks have to be equal keys.
     whole = range(members[0], members[-1] + 1)
     return whole if len(whole) == len(members) else members

@@ -1,3 +1,5 @@
+"""The types of elements that a checkpoint may have, by their names in Zarr, numpy and torch."""
+
 from __future__ import annotations
 
 import difflib
@@ -17,7 +19,7 @@ from ckptkit.errors import UnsupportedTypeError
 _BITS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # one object each, wherever it comes from
 class DType:
     """An element type under its Zarr v3 name, with its numpy and torch counterparts."""
 

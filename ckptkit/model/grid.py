@@ -1,3 +1,5 @@
+"""How an array is cut into chunks, as Zarr has it: regular, or between edges of each dim."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,9 @@
+"""What each rank holds of one tensor, and who else holds the same.
+
+A `Layout` comes of a shape, a strategy and a placement for each axis of its mesh. All it says it
+computes from the cuts of single dims (`model.cut`): nothing walks over all ranks.
+"""
+
 from __future__ import annotations
 
 import math
@@ -30,8 +36,7 @@ class Layout:
     _dims: tuple[DimCut, ...] = field(init=False, compare=False, repr=False)
     _holder: dict[int, int] = field(init=False, compare=False, repr=False)
     _strides: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    # Filled when they are asked for, which a frozen value can do to what it holds; `_edges` has one
-    # item then.
+    # Filled when they are asked for: a frozen value can fill what it holds. `_edges` gets one item.
     _parts: dict[int, Part] = field(init=False, compare=False, repr=False)
     _edges: list[tuple[tuple[int, ...], ...]] = field(init=False, compare=False, repr=False)
     _tangles: dict[int, Tangle] = field(init=False, compare=False, repr=False)
@@ -71,6 +76,7 @@ class Layout:
         runs = [_runs(dim.intervals(coords)) for dim in self._dims]
         shape = tuple(sum(length for _, length, _ in run) for run in runs)
         if any(coords[axis] != coord for axis, coord in self._holder.items()):
+            # Another rank owns it: here it has no rows, of the width that they would have.
             part = Part((0, *shape[1:]) if shape else (), (), ())
         else:
             part = Part(shape, *_boxes(runs))
@@ -86,10 +92,8 @@ class Layout:
         coords = self.strategy.mesh.coords(rank)
         digits: list[Digit] = []
         for d, dim in enumerate(self._dims):
-            if dim.is_tangled:
-                digits += self._tangle(d).part_digits(coords)
-            else:
-                digits += _placed(dim.sharers(coords), coords)
+            known = self._tangle(d) if dim.is_tangled else dim
+            digits += known.sharers(coords)
         return self._replicas(coords, digits)
 
     def shares(self, rank: int) -> tuple[Share, ...]:
@@ -139,7 +143,7 @@ class Layout:
         dim = self._dims[d]
         runs = _runs(dim.intervals(coords))
         if not dim.is_tangled:
-            return [(runs, _placed(dim.sharers(coords), coords))]
+            return [(runs, dim.sharers(coords))]
         return [
             ([_local(runs, start, stop) for start, stop in intervals], digits)
             for intervals, digits in self._tangle(d).groups(coords)
@@ -154,6 +158,7 @@ class Layout:
             members[axis], places[axis] = range(coord, coord + 1), 0
         for axis, held, place in digits:
             members[axis], places[axis] = held, place
+        # The places along the axes are the digits of one number: this rank's, of all these ranks.
         index, count = 0, 1
         for held, place in zip(members, places, strict=True):
             index = index * len(held) + place
@@ -220,6 +225,7 @@ def _cuts(
 ) -> tuple[AxisCut, ...]:
     """The axes that cut a dim, in mesh order, but a strided one behind all those to its right."""
     order: list[AxisCut] = []
+    # From the right: when a strided axis comes, all that cut before it are there.
     for i in reversed(range(len(axes))):
         axis, placement = axes[i], placements[i]
         if isinstance(placement, Shard) and placement.dim == dim:
@@ -255,10 +261,6 @@ def _boxes(runs: list[list[_Run]]) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
         boxes.append(Box(tuple(start for start, _, _ in chosen), shape))
         places.append(Box(tuple(place for _, _, place in chosen), shape))
     return tuple(boxes), tuple(places)
-
-
-def _placed(sharers: list[tuple[int, range]], coords: tuple[int, ...]) -> list[Digit]:
-    return [(axis, held, coords[axis] - held.start) for axis, held in sharers]
 
 
 @dataclass(frozen=True, slots=True)

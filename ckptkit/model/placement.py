@@ -1,3 +1,5 @@
+"""How one axis of a mesh cuts one tensor, as a value, as text, and as part of a document."""
+
 from __future__ import annotations
 
 import re

@@ -93,7 +93,6 @@ class Rule:
     when: tuple[tuple[str, int], ...] = ()
 
     def matches(self, name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
-        """Whether it applies to a tensor."""
         if self.ndim is not None and self.ndim != len(shape):
             return False
         if any(sizes.get(size) != value for size, value in self.when):

@@ -1,3 +1,5 @@
+"""Over which ranks a job is spread: its mesh of axes, written `pp:2,tp:2,fsdp:2`."""
+
 from __future__ import annotations
 
 import difflib
@@ -63,7 +65,8 @@ class Strategy:
         return self.mesh.world_size
 
     def __str__(self) -> str:
-        return ",".join(_written(axis) for axis in self.mesh.axes) or "single"
+        named = (("" if a.name == a.kind else f"{a.name}=", a) for a in self.mesh.axes)
+        return ",".join(f"{name}{axis.kind}:{axis.size}" for name, axis in named) or "single"
 
     def to_doc(self) -> dict[str, object]:
         """The strategy as plain values, for a manifest."""
@@ -100,11 +103,6 @@ def _axis_from(doc: object, where: str) -> Axis:
         return Axis(name, kind, size)
     except StrategyError as error:
         raise FormatError(error.what, where=where, value=doc) from error
-
-
-def _written(axis: Axis) -> str:
-    label = axis.kind if axis.name == axis.kind else f"{axis.name}={axis.kind}"
-    return f"{label}:{axis.size}"
 
 
 def _axes(item: str) -> list[Axis]:

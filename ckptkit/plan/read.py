@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import cast, overload
 
@@ -163,22 +163,22 @@ def pieces_within(grid: Grid, box: Box, itemsize: int, limit: int) -> Iterator[B
 
 def side_by_side(
     pieces: Sequence[Pieces],
+    kind: I64,
     number: I64,
     place: I64,
     pack: npt.NDArray[np.uint32],
     apart: npt.NDArray[np.bool_] | None = None,
 ) -> list[tuple[int, int]]:
     """Runs [i, j) of two or more whole chunks of one pack that are neighbours along the last dim,
-    among pieces given as (number of their `Pieces`, place in it); where `apart` says so of a piece
-    and the next one, another run begins.
+    among pieces given as (which `Pieces`, number of their box, place in it); where `apart` says so
+    of a piece and the next one, another run begins.
     """
-    if not len(place):
+    if all(each.across == 1 for each in pieces):
         return []
-    across = np.array([each.across for each in pieces], np.int64)[number]
+    across = np.array([each.across for each in pieces], np.int64)[kind]
     counts = np.array([len(each) for each in pieces], np.int64)
     starts = np.cumsum(counts) - counts
-    alike = cache(Pieces.alike)
-    is_alike = np.concatenate([alike(each) for each in pieces])[starts[number] + place]
+    is_alike = np.concatenate([each.alike() for each in pieces])[starts[kind] + place]
     beside = (number[1:] == number[:-1]) & (pack[1:] == pack[:-1])
     beside &= (place[1:] == place[:-1] + 1) & (place[1:] % across[1:] > 0)
     beside &= is_alike[1:] & is_alike[:-1]

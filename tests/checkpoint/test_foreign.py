@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -13,12 +12,6 @@ import pytest
 import ckptkit
 from ckptkit.errors import NotFoundError
 from tests.checkpoint.saving import Tensor, random_values, save
-
-
-def safetensors(path: Path) -> Path:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    return path
 
 
 def torch_save(path: Path) -> Path:
@@ -33,7 +26,6 @@ def pickled(path: Path) -> Path:
 
 
 FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "one.safetensors": (safetensors, "a safetensors file"),
     "one.pt": (torch_save, "a torch.save file"),
     "old.pt": (pickled, "a pickle, as torch.save wrote before torch 1.6"),
 }
@@ -41,8 +33,6 @@ FOLDERS = {
     ".metadata __0_0.distcp": "a DCP checkpoint (torch.distributed.checkpoint)",
     "global_step100 latest zero_to_fp32.py": "a DeepSpeed checkpoint",
     "iter_0000100 latest_checkpointed_iteration.txt": "a Megatron checkpoint",
-    "config.json model.safetensors": "a Hugging Face model",
-    "model-00001-of-00002.safetensors model.safetensors.index.json": "a Hugging Face model",
     "zarr.json model": "a plain Zarr folder",
     "last.ckpt": "a folder of torch.save files",
 }

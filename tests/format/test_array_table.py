@@ -12,7 +12,14 @@ import pytest
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.format import array_table
 from ckptkit.format.array_table import ArrayTable, ArrayTables
-from ckptkit.format.arrays import arrays_from_docs
+from ckptkit.format.arrays import (
+    Alias,
+    _as_written,
+    _one_by_one,
+    _placements,
+    arrays_from_docs,
+    arrays_to_docs,
+)
 from ckptkit.format.record import Record
 from tests.format import samples
 from tests.format.samples import ABSENT, edited, extension, plain, sealed
@@ -178,3 +185,26 @@ def test_an_entry_too_deep_to_be_packed_again_is_refused_as_any_other() -> None:
     entry = b"\x82" + msgpack.packb("name") + msgpack.packb("a") + msgpack.packb("x") + deep
     with pytest.raises(FormatError):
         arrays_from_docs((msgpack.packb([[]]), b"\x91" + entry), 0)
+
+
+@pytest.mark.parametrize("change", [1, 2, 0x80, 0xFF], ids=hex)
+def test_a_list_read_by_its_bytes_is_what_it_is_read_as_entry_by_entry(change: int) -> None:
+    arrays, aliases = samples.ARRAYS, [Alias("model/tied", samples.ARRAYS[0].name)]
+    placements, entries = arrays_to_docs(arrays, aliases)
+    packed, whole = msgpack.packb(placements), msgpack.packb(entries)
+    assert arrays_from_docs((packed, whole), 1) == (arrays, tuple(aliases))
+
+    def outcome(data: bytes, read: Any) -> Any:
+        try:
+            return read(data)
+        except CkptkitError as error:
+            return str(error)
+
+    table = _placements(placements, 1)
+    assert _as_written(whole, table) is not None
+    for at in range(len(whole)):
+        changed = bytearray(whole)
+        changed[at] ^= change
+        for data in (bytes(changed), whole[:at], whole[:at] + whole[at + 1 :]):
+            found = outcome(data, lambda data: arrays_from_docs((packed, data), 1))
+            assert found == outcome(data, lambda data: _one_by_one(data, table)), at

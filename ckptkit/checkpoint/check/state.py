@@ -249,7 +249,7 @@ def diff(  # noqa: PLR0913 — one keyword for each decision, all with defaults
         pairs = {name: (stored[0].get(name), stored[1].get(name)) for name in names}
         arrays, nbytes = _compare_arrays(pairs, tolerance, limits, progress)
         count, objects = _compare_objects(sides, chosen, tolerance)
-        ours, theirs = (Compared(c.location, c.step, str(c.strategy)) for c in sides)
+        ours, theirs = (Compared(c.location, c.step, c.written_by) for c in sides)
         return Diff(ours, theirs, arrays, objects, len(pairs), count, nbytes)
 
 
@@ -367,7 +367,6 @@ class Apart:
     """None where no difference is a number, as between a number and a NaN."""
 
     def joined(self, other: Apart) -> Apart:
-        """Both together."""
         known = [most for most in (self.most, other.most) if most is not None]
         first = min(self.first, other.first)
         return Apart(self.count + other.count, first, max(known, default=None))

@@ -130,7 +130,7 @@ def _is_locked(descriptor: int, path: Path) -> bool:
 
 
 def _threads(checkpoint: Checkpoint, memory: int) -> int:
-    """As many as have room for a chunk and its copy."""
+    """As many as have room for a chunk three times: as it is read, padded, and written."""
     largest = max(
         (
             presented_grid(array.info).chunk_elements * array.dtype.itemsize

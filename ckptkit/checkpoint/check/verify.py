@@ -4,17 +4,21 @@ not as exceptions. Where the packs are whole, `rebuild` makes a lost manifest of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptkit.checkpoint.check.pack import Fault, PackBytes, PackFile
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
+    READABLE_HINT,
     Place,
     data_prefix,
     described,
@@ -25,7 +29,9 @@ from ckptkit.checkpoint.places import (
     store_at,
     under,
 )
+from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_foreign
 from ckptkit.checkpoint.read.packs import read_record
+from ckptkit.checkpoint.read.stream import STREAM_MEMORY, Band, Limits, stored_arrays, stream
 from ckptkit.checkpoint.workers import Pace, Progress, ask_all
 from ckptkit.checkpoint.write.assemble import assemble
 from ckptkit.checkpoint.write.commit import gather, publish
@@ -40,14 +46,19 @@ from ckptkit.errors import (
     UsageError,
     VersionError,
 )
+from ckptkit.foreign.formats import format_of
 from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import whole
 from ckptkit.format.record import Record
+from ckptkit.model import DType
+from ckptkit.model.document import parse_size
 from ckptkit.storage import Options, Store
 
 # So many packs at a time, where they are read over a network.
 _PACKS = 4
+# So many numbers at a time are looked at: they stay in the cache.
+_BLOCK = 1 << 16
 # So many saves are named where there are several.
 _NAMED = 8
 
@@ -57,7 +68,7 @@ class Finding:
     """One thing that is wrong with a step."""
 
     kind: str
-    """corrupt, missing, extra, mismatch or unreadable."""
+    """corrupt, missing, extra, mismatch, unreadable, or values: some are no finite numbers."""
     where: str
     what: str
     hint: str = ""
@@ -69,6 +80,8 @@ class Finding:
 def verify(
     location: Place,
     *,
+    values: bool = False,
+    memory: int | str = STREAM_MEMORY,
     threads: int | None = None,
     progress: Progress | None = None,
     storage_options: Options | None = None,
@@ -76,13 +89,71 @@ def verify(
     """Everything that is wrong with a step (of a run: its newest one); an empty list says that
     every byte is as it was written.
 
-    What is no committed step at all is a NotFoundError.
+    Of a foreign checkpoint, which has no checksums, it says that each element of each array is in a
+    file, and no more. With `values` all floating-point numbers are looked at too, in bounded
+    `memory`: NaNs and infinities are found then. What is no checkpoint at all is a NotFoundError.
     """
     store = store_at(location, storage_options)
     try:
         prefix, manifest = manifest_at(store)
     except FormatError as error:
         return [_as_finding(error, str(store.location))]
+    except NotFoundError as error:
+        try:
+            checkpoint = open_foreign(store, error)
+        except FormatError as broken:
+            return [_as_finding(broken, str(store.location))]
+        findings: list[Finding] = []
+    else:
+        findings = _compared(store, prefix, manifest, threads, progress)
+        checkpoint = Checkpoint(store, prefix, manifest)
+    with checkpoint:
+        if values and not findings:
+            limits = Limits.of(parse_size(memory), threads, stores=[checkpoint.store])
+            try:
+                findings = not_finite(checkpoint, limits, progress)
+            except (FormatError, StorageError) as error:
+                findings = [_as_finding(error, checkpoint.location)]
+    return findings
+
+
+def not_finite(
+    checkpoint: Checkpoint, limits: Limits, progress: Progress | None = None
+) -> list[Finding]:
+    """The arrays that hold NaNs or infinities."""
+    stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store))
+    names = [a.name for a in checkpoint.manifest.arrays if _has_infinities(a.dtype)]
+    counts = np.zeros((len(names), 2), np.int64)
+    lock = threading.Lock()
+
+    def count(band: Band, values: Sequence[npt.NDArray[Any]]) -> None:
+        raw, dtype = values[0].reshape(-1), stored[names[band.item]].dtype
+        found = np.zeros(2, np.int64)
+        for begin in range(0, len(raw), _BLOCK):
+            numbers = raw[begin : begin + _BLOCK].view(dtype.numpy)
+            if not np.isfinite(numbers).all():
+                found += int(np.isnan(numbers).sum()), int(np.isinf(numbers).sum())
+        with lock:
+            counts[band.item] += found
+
+    stream([[stored[name]] for name in names], count, limits, progress=progress)
+    findings = []
+    for name, (nans, infinities) in zip(names, counts.tolist(), strict=True):
+        if nans or infinities:
+            of = stored[name].size
+            what = f"of {of} elements {nans} are NaN and {infinities} infinite"
+            findings.append(Finding("values", f"{checkpoint.location}: {name}", what))
+    return findings
+
+
+def _has_infinities(dtype: DType) -> bool:
+    return dtype.numpy.names is None and ("float" in dtype.name or "complex" in dtype.name)
+
+
+def _compared(
+    store: Store, prefix: str, manifest: Manifest, threads: int | None, progress: Progress | None
+) -> list[Finding]:
+    """What is not as it was written."""
     folder = data_prefix(prefix, manifest.save.save_id)
     findings, wrong_size = _files(store, folder, manifest)
     there = [n for n, pack in enumerate(manifest.packs) if pack.name not in wrong_size]
@@ -241,6 +312,12 @@ def _is_damaged(store: Store, prefix: str) -> bool:
 def _choose(store: Store, prefix: str, save_id: str | None) -> Manifest:
     where = described(store, under(prefix, DATA))
     found = store.children(under(prefix, DATA))
+    if not found and (known := format_of(store)):
+        raise UsageError(
+            f"no step of ckptkit, but {known.what}: it has no manifest of ours to be made again",
+            where=where,
+            hint=READABLE_HINT if known.read else "load it with what wrote it",
+        )
     if not found:
         raise NotFoundError(
             "no packs to rebuild from",

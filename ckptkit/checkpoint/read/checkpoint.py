@@ -12,15 +12,25 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place, described, manifest_at, read_manifest, store_at
-from ckptkit.checkpoint.read.packs import OpenPacks
+from ckptkit.checkpoint.read.packs import packs_of
 from ckptkit.checkpoint.read.reader import Wanted, plan_read
 from ckptkit.checkpoint.workers import Pace, Progress, share_out
-from ckptkit.errors import FormatError, LayoutError, NotFoundError
+from ckptkit.errors import (
+    FormatError,
+    LayoutError,
+    NotCommittedError,
+    NotFoundError,
+    PeerError,
+)
+from ckptkit.foreign.contents import SAVE_ID_PREFIX as FOREIGN
+from ckptkit.foreign.contents import ForeignManifest
+from ckptkit.foreign.extents import ForeignStep
+from ckptkit.foreign.formats import recognise
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import whole
 from ckptkit.model import Box, DType, Grid, Layout, Part, Strategy, layout_of
-from ckptkit.storage import Address, Options, Store
+from ckptkit.storage import Address, Location, Options, Store
 from ckptkit.storage.base.store import Closing
 
 if TYPE_CHECKING:
@@ -30,26 +40,57 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(location: Place, *, storage_options: Options | None = None) -> Checkpoint:
-    """Open a step, or the newest committed step of a run.
+    """Open a step, or the newest committed step of a run; or a foreign checkpoint: safetensors.
 
     `storage_options` say how to reach an object store: `endpoint`, `region`, `profile` and others;
     what they leave out comes from the environment, as is usual there.
     """
     store = store_at(location, storage_options)
-    prefix, manifest = manifest_at(store)
+    try:
+        prefix, manifest = manifest_at(store)
+    except NotFoundError as error:
+        return open_foreign(store, error)
     return Checkpoint(store, prefix, manifest)
 
 
-def _reopened(address: Address, prefix: str, save_id: str) -> Checkpoint:
-    store = store_at(address)
-    manifest = read_manifest(store, prefix)
-    if manifest.save.save_id != save_id:
+def open_foreign(store: Store, error: NotFoundError) -> Checkpoint:
+    """Open the foreign checkpoint of a place that has no step of ours, as an error says; it is
+    raised where there is nothing foreign either, or a step that was begun.
+    """
+    found = None if isinstance(error, NotCommittedError) else recognise(store)
+    if found is None:
+        raise error
+    return Checkpoint(*found)
+
+
+def reopened(address: Address, prefix: str, save_id: str) -> Checkpoint:
+    """Open the very save that another process has open; FormatError where there is another now."""
+    if save_id.startswith(FOREIGN):
+        location = address.location / prefix if prefix else address.location
+        found = open_checkpoint(replace(address, location=location))
+    else:
+        store = store_at(address)
+        found = Checkpoint(store, prefix, read_manifest(store, prefix))
+    if found.save_id != save_id:
         raise FormatError(
             "the step was saved anew since it was opened",
-            where=described(store, prefix),
+            where=found.location,
             hint="open it again",
         )
-    return Checkpoint(store, prefix, manifest)
+    return found
+
+
+def open_alike(store: Store, prefix: str, location: str, digest: bytes) -> Checkpoint:
+    """Open the foreign checkpoint that another rank has found at a location, for this one."""
+    place = Location.parse(location)
+    found = open_checkpoint(replace(store.address, location=place / prefix if prefix else place))
+    if found.manifest.table.digest != digest:
+        raise PeerError(
+            "this rank finds other tensors here than rank 0",
+            where=found.location,
+            hint="all ranks need the same files: copy the folder again to this machine",
+        )
+    return found
 
 
 def _inside(array: ArrayInfo, name: str, box: Box) -> Box:
@@ -68,7 +109,7 @@ class Checkpoint(Closing):
         self.store = store
         self.prefix = prefix
         self.manifest = manifest
-        self.packs = OpenPacks(store, prefix, manifest)
+        self.packs = packs_of(store, prefix, manifest)
         self._places = {array.name: index for index, array in enumerate(manifest.arrays)}
         for alias in manifest.aliases:
             self._places[alias.name] = self._places[alias.alias_of]
@@ -95,8 +136,19 @@ class Checkpoint(Closing):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that wrote it."""
+        """The strategy that wrote it; of a foreign one that does not say, `single`."""
         return self.manifest.save.strategy
+
+    @property
+    def written_by(self) -> str:
+        """The same for people: `an unknown strategy` where nothing says it."""
+        is_known = self.foreign is None or self.foreign.strategy is not None
+        return str(self.strategy) if is_known else "an unknown strategy"
+
+    @property
+    def foreign(self) -> ForeignStep | None:
+        """What its reader has found, where ckptkit did not write it: its format, their names."""
+        return self.manifest.foreign if isinstance(self.manifest, ForeignManifest) else None
 
     @property
     def details(self) -> Mapping[str, Any]:
@@ -106,7 +158,12 @@ class Checkpoint(Closing):
     @cached_property
     def arrays(self) -> Mapping[str, Array]:
         """All arrays by name, tied ones under each of their names."""
-        return MappingProxyType({name: self[name] for name in sorted(self._places)})
+        return MappingProxyType({name: self[name] for name in self.names})
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """The names of all arrays, in order, tied ones under each of theirs."""
+        return sorted(self._places)
 
     @property
     def objects(self) -> Mapping[str, Any]:
@@ -132,7 +189,11 @@ class Checkpoint(Closing):
         return ZarrView(self.location, infos, self.read)
 
     def __getitem__(self, name: str) -> Array:
-        return Array(self, name, self.manifest.arrays[self._place(name)])
+        return Array(self, name, self.info(name))
+
+    def info(self, name: str) -> ArrayInfo:
+        """What the manifest says of an array."""
+        return self.manifest.arrays[self._place(name)]
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
@@ -175,11 +236,15 @@ class Checkpoint(Closing):
         a time: without, what it likes best.
         """
         checked: list[Wanted] = []
+        arrays, fitting = self.manifest.arrays, set[tuple[Any, ...]]()
         for name, box, target in wanted:
             place = self._place(name)
-            array = self.manifest.arrays[place]
-            _inside(array, name, box)
-            dtypes = (array.dtype.numpy, array.dtype.bits)
+            array = arrays[place]
+            kind = array.shape, box.offset, box.shape
+            if kind not in fitting:
+                _inside(array, name, box)
+                fitting.add(kind)
+            dtypes = (array.dtype.bits, array.dtype.numpy)
             if target.shape != box.shape or target.dtype not in dtypes:
                 raise LayoutError(
                     f"the memory does not fit {box.shape} of {array.dtype.name}",
@@ -188,7 +253,8 @@ class Checkpoint(Closing):
                 )
             if not target.flags.writeable:
                 raise LayoutError("the memory is read-only", where=name)
-            checked.append(Wanted(place, box, target.view(array.dtype.bits)))
+            is_raw = target.dtype is array.dtype.bits
+            checked.append(Wanted(place, box, target if is_raw else target.view(array.dtype.bits)))
         pace = pace or self.packs.pace
         if threads:
             pace = replace(pace, requests=threads)
@@ -197,7 +263,7 @@ class Checkpoint(Closing):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Opened again where it arrives: handles do not travel.
-        return (_reopened, (self.store.address, self.prefix, self.save_id))
+        return (reopened, (self.store.address, self.prefix, self.save_id))
 
     def close(self) -> None:
         """Close the packs; reading opens them again."""

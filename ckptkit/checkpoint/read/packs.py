@@ -12,6 +12,7 @@ from isal import isal_zlib
 from ckptkit.checkpoint.places import data_prefix, described, read_manifest
 from ckptkit.checkpoint.workers import Pace
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
+from ckptkit.foreign.contents import ForeignManifest, GatheredSource
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import Manifest, PackInfo, pack_name
 from ckptkit.format.pack import END_BYTES, Entry, find_record
@@ -37,7 +38,7 @@ class OpenPacks:
 
     def where(self, pack: int) -> str:
         """A pack's place, for messages."""
-        return described(self._store, self._key(pack))
+        return described(self._store, self.key(pack))
 
     def corrupt(self, key: str, found: int, written: int, pack: int, at: int) -> CorruptionError:
         """What to raise for a chunk that is not what was written."""
@@ -73,7 +74,7 @@ class OpenPacks:
     def _opened(self, pack: int) -> Source:
         written = self.manifest.packs[pack].size
         try:
-            source = self._store.open(self._key(pack), written)
+            source = self._store.open(self.key(pack), written)
         except NotFoundError as error:
             raise self._unlike(pack, None) from error
         if source.size != written:
@@ -94,7 +95,7 @@ class OpenPacks:
         except CorruptionError as error:
             size = written = self.manifest.packs[pack].size
             with suppress(CkptkitError):
-                size = self._store.size(self._key(pack))
+                size = self._store.size(self.key(pack))
             if size == written:
                 raise
             raise self._unlike(pack, size) from error
@@ -127,8 +128,43 @@ class OpenPacks:
             hint="`ckpt verify` lists all damage; `ckpt ls RUN` shows the other steps",
         )
 
-    def _key(self, pack: int) -> str:
+    def key(self, pack: int) -> str:
+        """Where the store has a pack."""
         return f"{self._folder}/{self.manifest.packs[pack].name}"
+
+
+class ForeignFiles(OpenPacks):
+    """The files of a foreign checkpoint, which its manifest calls packs, and what is put together
+    from them.
+    """
+
+    def __init__(self, store: Store, prefix: str, manifest: ForeignManifest) -> None:
+        super().__init__(store, prefix, manifest)
+        self._foreign = manifest
+        self._numbers = {pack.name: number for number, pack in enumerate(manifest.packs)}
+
+    def key(self, pack: int) -> str:
+        return self.manifest.packs[pack].name
+
+    def _opened(self, pack: int) -> Source:
+        if pack < len(self._foreign.foreign.files):
+            return super()._opened(pack)
+        return GatheredSource(self._foreign, lambda key: self.use(self._numbers[key]))
+
+    def _unlike(self, pack: int, size: int | None) -> CkptkitError:
+        has = "is gone" if size is None else f"has {size} bytes now"
+        return NotFoundError(
+            f"a file of the checkpoint {has}, it had {self.manifest.packs[pack].size}",
+            where=self.where(pack),
+            hint="it was changed while it was read; open it again",
+        )
+
+
+def packs_of(store: Store, prefix: str, manifest: Manifest) -> OpenPacks:
+    """The packs of a step, or the files of a foreign checkpoint."""
+    if isinstance(manifest, ForeignManifest):
+        return ForeignFiles(store, prefix, manifest)
+    return OpenPacks(store, prefix, manifest)
 
 
 @dataclass(eq=False)

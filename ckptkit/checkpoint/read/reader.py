@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,9 @@ _AHEAD = 256
 
 # Copied and checked at a time: so much stays in the cache of a core.
 _CACHED = 256 << 10
+
+# To let other threads go on takes longer than to copy so much.
+_SHORT = 32 << 10
 
 # So many bytes between two pieces are read along everywhere: headers are no longer.
 GAP_BYTES = 4 << 10
@@ -56,6 +59,8 @@ class ReadPlan:
     progress: Progress | None
     wanted: Sequence[Wanted]
     pieces: Sequence[Pieces]
+    kind: npt.NDArray[np.int64]
+    """Of each wanted box which of the `pieces` fill it: layers are alike, and share theirs."""
     number: npt.NDArray[np.int64]
     """Which of the wanted boxes it is for."""
     place: npt.NDArray[np.int64]
@@ -67,8 +72,6 @@ class ReadPlan:
     """Of a whole chunk that lands without gaps: the byte of the wanted memory where it begins; -1
     for the others.
     """
-    flat: Sequence[memoryview | None]
-    """All wanted memory as bytes; None where it has gaps."""
     runs: list[tuple[int, int]]
     piece_of: Callable[[Pieces, int], Piece]
     """Keeps some pieces: those of arrays that are cut alike are the same."""
@@ -79,14 +82,16 @@ class ReadPlan:
 
     def piece(self, row: int) -> tuple[Wanted, Piece]:
         """One piece, and what it is for."""
-        number = self.number[row]
-        return self.wanted[number], self.piece_of(self.pieces[number], int(self.place[row]))
+        number = int(self.number[row])
+        pieces = self.pieces[int(self.kind[number])]
+        return self.wanted[number], self.piece_of(pieces, int(self.place[row]))
 
     def direct(self, row: int) -> memoryview | None:
         """The caller's memory, where a whole chunk lands there without a gap."""
-        begin, flat = int(self.begin[row]), self.flat[int(self.number[row])]
-        if begin < 0 or flat is None:
+        begin, target = int(self.begin[row]), self.wanted[int(self.number[row])].target
+        if begin < 0 or not target.flags.c_contiguous:
             return None
+        flat = target.reshape(-1).view(np.uint8).data
         return flat[begin : begin + int(self.stop[row] - self.start[row])]
 
     def read(self, run: tuple[int, int]) -> None:
@@ -138,10 +143,12 @@ class ReadPlan:
     def _scatter(self, run: tuple[int, int], memory: memoryview) -> None:
         """Check what was read, and bring it where it belongs."""
         row, last = run
-        base = int(self.start[row])
+        # As lists: of tens of thousands of small chunks each is asked for several numbers.
+        first, starts = row, self.start[row:last].tolist()
+        stops, base = self.stop[row:last].tolist(), starts[0]
         while row < last:
             end = self.bands.get(row, row + 1)
-            data = memory[int(self.start[row]) - base : int(self.stop[end - 1]) - base]
+            data = memory[starts[row - first] - base : stops[end - 1 - first] - base]
             if end > row + 1:
                 # Chunks side by side at once, so that the target's rows are written whole.
                 size = int(self.stop[row] - self.start[row])
@@ -236,31 +243,49 @@ def plan_read(
     progress: Progress | None = None,
 ) -> ReadPlan:
     """Which bytes to read to fill all that is wanted. With `verify` always whole chunks, so that
-    each can be checked.
+    each can be checked, where there are checksums to check them by.
     """
-    # Layers are alike: what one has found out holds for all.
-    cut, chunks, begins = cache(Pieces), cache(Pieces.chunks), cache(Pieces.begins)
+    # Layers are alike: what one has found out holds for all. So all that is said of each piece is
+    # found once for each kind of box, and looked up there: row `at` of what the kinds have, joined.
     manifest = packs.manifest
-    pieces = [cut(manifest.arrays[w.array].grid, w.box) for w in wanted]
-    counts = [len(each) for each in pieces]
-    rows = _joined(
-        [chunks(p) + manifest.starts[w.array] for p, w in zip(pieces, wanted, strict=True)]
-    )
+    verify = verify and manifest.is_checked
+    arrays, pieces, sizes = manifest.arrays, list[Pieces](), list[int]()
+    known: dict[tuple[Any, ...], int] = {}
+    kinds: list[int] = []
+    for each in wanted:
+        info, box = arrays[each.array], each.box
+        # Grids that are alike are one object nearly always, and long to compare.
+        key = id(info.grid), info.dtype.itemsize, box.offset, box.shape
+        kind_of_it = known.setdefault(key, len(pieces))
+        if kind_of_it == len(pieces):
+            pieces.append(Pieces(info.grid, box))
+            sizes.append(info.dtype.itemsize)
+        kinds.append(kind_of_it)
+    kind = np.array(kinds, np.int64)
+    lengths = np.array([len(each) for each in pieces], np.int64)
+    counts = lengths[kind]
+    number = np.repeat(np.arange(len(wanted)), counts)
+    place = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
+    at = (np.cumsum(lengths) - lengths)[kind][number] + place
+    firsts = manifest.starts[np.array([each.array for each in wanted], np.int64)]
+    rows = _joined([each.chunks() for each in pieces])[at] + firsts[number]
     start = manifest.offset[rows].astype(np.int64)
     stop = start + manifest.length[rows].astype(np.int64)
-    sizes = [manifest.arrays[w.array].dtype.itemsize for w in wanted]
-    begin = _joined([begins(p) for p in pieces])
-    begin = np.where(begin < 0, -1, begin * np.repeat(np.array(sizes, np.int64), counts))
+    begin = _joined(
+        [
+            np.where((begins := each.begins()) < 0, -1, begins * size)
+            for each, size in zip(pieces, sizes, strict=True)
+        ]
+    )[at]
     if not verify:
-        spans = [p.element_spans() for p in pieces]
+        spans = [each.element_spans() for each in pieces]
         first = _joined([span[0] * size for span, size in zip(spans, sizes, strict=True)])
         last = _joined([span[1] * size for span, size in zip(spans, sizes, strict=True)])
-        start, stop = start + first, start + last
+        start, stop = start + first[at], start + last[at]
     pack = manifest.pack[rows]
     order = np.lexsort((start, pack))
     pack, start, stop = pack[order], start[order], stop[order]
-    number = np.repeat(np.arange(len(wanted)), counts)[order]
-    place = _joined([np.arange(count) for count in counts])[order]
+    number, place = number[order], place[order]
     gap, limit = min(GAP_BYTES, pace.gap_bytes), pace.request_bytes
     if pace.waits_for_answers:
         runs = coalesce(pack, start, stop, gap=gap, limit=limit)
@@ -269,11 +294,11 @@ def plan_read(
         # equal distances.
         apart = np.zeros(max(0, len(start) - 1), np.bool_)
         apart[[first - 1 for first, _ in runs[1:]]] = True
-        bands = side_by_side(pieces, number, place, pack, apart)
+        bands = side_by_side(pieces, kind[number], number, place, pack, apart)
         steps = np.diff(start)
         bands = [(i, j) for i, j in bands if len(set(steps[i : j - 1].tolist())) == 1]
     else:
-        bands = side_by_side(pieces, number, place, pack)
+        bands = side_by_side(pieces, kind[number], number, place, pack)
         runs = coalesce(pack, start, stop, gap=gap, limit=limit, together=bands)
     return ReadPlan(
         packs=packs,
@@ -282,6 +307,7 @@ def plan_read(
         progress=progress,
         wanted=wanted,
         pieces=pieces,
+        kind=kind,
         number=number,
         place=place,
         pack=pack,
@@ -289,10 +315,6 @@ def plan_read(
         stop=stop,
         crc32=manifest.crc32[rows][order],
         begin=begin[order],
-        flat=[
-            each.target.reshape(-1).view(np.uint8).data if each.target.flags.c_contiguous else None
-            for each in wanted
-        ],
         runs=runs,
         piece_of=lru_cache(_KEPT_PIECES)(Pieces.__getitem__),
         bands=dict(bands),
@@ -301,6 +323,9 @@ def plan_read(
 
 def _copied(source: memoryview, target: memoryview, crc: int, *, verify: bool) -> int:
     """Copy bytes, and go on with a checksum of them while they are in the cache."""
+    if len(source) <= _SHORT:
+        target[:] = source
+        return int(isal_zlib.crc32(source, crc)) if verify else crc
     step = _CACHED if verify else max(1, len(source))
     for begin in range(0, len(source), step):
         block = source[begin : begin + step]

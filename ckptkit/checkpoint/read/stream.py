@@ -347,8 +347,12 @@ def _stored(
 
 
 def check_chunk(checkpoint: Checkpoint, row: int) -> None:
-    """Compare the chunk of a row of the manifest with its checksum, a little of it at a time."""
+    """Compare the chunk of a row of the manifest with its checksum, where there is one, a little of
+    it at a time.
+    """
     manifest, packs = checkpoint.manifest, checkpoint.packs
+    if not manifest.is_checked:
+        return
     pack, start, length = (
         int(column[row]) for column in (manifest.pack, manifest.offset, manifest.length)
     )

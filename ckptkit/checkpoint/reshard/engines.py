@@ -26,12 +26,11 @@ from ckptkit.checkpoint.places import (
     committed_steps,
     data_prefix,
     described,
-    read_manifest,
     step_folders,
     store_at,
     under,
 )
-from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.checkpoint import Checkpoint, reopened
 from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.reshard.copy import Budget, copying
 from ckptkit.checkpoint.reshard.target import ReshardOptions, ReshardTarget, target_of
@@ -39,7 +38,6 @@ from ckptkit.checkpoint.workers import LOOK, share_out
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     CkptkitError,
-    FormatError,
     NotCommittedError,
     NotFoundError,
     PeerError,
@@ -148,14 +146,7 @@ def copy_pack(task: Task) -> int:
     key = task.source, task.source_prefix, task.source_save_id, task.save_id
     with _lock:
         if key not in _known:
-            store = store_at(task.source)
-            manifest = read_manifest(store, task.source_prefix)
-            if manifest.save.save_id != task.source_save_id:
-                raise FormatError(
-                    "the step was saved anew meanwhile",
-                    where=described(store, task.source_prefix),
-                    hint="run the command again",
-                )
+            manifest = reopened(*key[:3]).manifest
             target = target_of(manifest, task.options, task.digest)
             if target.save.save_id != task.save_id:
                 raise PeerError(

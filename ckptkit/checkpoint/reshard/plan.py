@@ -148,11 +148,11 @@ def plan_reshard(
     before = resident_bytes()
     checkpoint = open_checkpoint(source)
     expected = None if options.expect is None else Strategy.of(options.expect)
-    if expected is not None and expected != checkpoint.strategy:
+    if expected is not None and str(expected) != checkpoint.written_by:
         raise UsageError(
-            f"the step was written by {checkpoint.strategy}, not by {expected}",
+            f"the step was written by {checkpoint.written_by}, not by {expected}",
             where=checkpoint.location,
-            hint="leave --from out: the strategy is in the step",
+            hint="leave --from out: what is known of the strategy is in the step",
         )
     target = target_of(checkpoint.manifest, options)
     stored = (a for a in target.arrays if a.info.grid.chunk_count)
@@ -183,7 +183,7 @@ def plan_reshard(
         source=checkpoint.location,
         destination=described(store, prefix),
         step=target.save.step,
-        from_strategy=str(checkpoint.strategy),
+        from_strategy=checkpoint.written_by,
         to_strategy=str(target.strategy),
         save_id=None if options.digest else target.save.save_id,
         arrays=target.arrays,

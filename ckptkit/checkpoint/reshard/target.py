@@ -164,7 +164,7 @@ def target_of(manifest: Manifest, options: ReshardOptions, digest: str = "") -> 
     """Decide everything; no byte of any array is read."""
     strategy, chunk_bytes = options.strategy, parse_size(options.chunk_bytes)
     choice = choose(manifest, options.selection or Selection())
-    rules = _rules(choice, manifest.save.strategy, options)
+    rules = _rules(choice, manifest, options)
     placed = place(
         _tensors(choice),
         source=manifest.save.strategy,
@@ -190,10 +190,12 @@ def target_of(manifest: Manifest, options: ReshardOptions, digest: str = "") -> 
     return ReshardTarget(manifest.save, decided, strategy, choice, tuple(arrays), digest)
 
 
-def _rules(choice: Choice, source: Strategy, options: ReshardOptions) -> Rules | None:
+def _rules(choice: Choice, manifest: Manifest, options: ReshardOptions) -> Rules | None:
     # They are about the names that the arrays will have.
     names = [inner_name(chosen.name, chosen.source.role) for chosen in choice.arrays]
-    return rules_between(source, options.strategy, options.rules, names=names, sizes=options.sizes)
+    sizes = {**manifest.sizes, **(options.sizes or {})}
+    source = manifest.save.strategy
+    return rules_between(source, options.strategy, options.rules, names=names, sizes=sizes)
 
 
 def _tensors(choice: Choice) -> list[Tensor]:
@@ -287,7 +289,7 @@ def explain_rules(
     with open_checkpoint(src, storage_options=storage_options) as checkpoint:
         manifest = checkpoint.manifest
     choice = choose(manifest, Selection())
-    known = _rules(choice, manifest.save.strategy, ReshardOptions(to=to, rules=rules, sizes=sizes))
+    known = _rules(choice, manifest, ReshardOptions(to=to, rules=rules, sizes=sizes))
     tensors = _tensors(choice)
     placed = decide(tensors, source=manifest.save.strategy, target=target, rules=known)
     found = [

@@ -281,6 +281,8 @@ class Mirror:
         here = self._saved_here()
         kept = rules.kept(sorted(here), up_to)
         arrived = self._known.arrived
+        # What has not arrived goes only if retention does not keep it, and when all that it keeps
+        # has arrived: until then it may be the newest step that can be loaded.
         safe = all((s, i) in arrived for s, i in here.items() if s in kept and s <= up_to)
         may_go = [
             removal

@@ -28,6 +28,7 @@ from ckptkit.checkpoint.places import (
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.workers import ask_all
 from ckptkit.errors import FormatError, NotFoundError, UsageError
+from ckptkit.foreign.formats import numbered
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Options, Store, Stored
 
@@ -44,6 +45,8 @@ class StepInfo:
     problem: str = ""
     link: str = ""
     """What the step's folder leads to, where it is a symbolic link: it is read, and left alone."""
+    format: str = ""
+    """What it is, where ckptkit did not write it; no manifest commits it then."""
 
 
 class Run:
@@ -88,6 +91,22 @@ class Run:
         found = ask_all(self._store, lambda folder: self._info(*folder), folders)
         links = self.links()
         return [replace(info, link=links.get(info.step, "")) for info in found]
+
+    def foreign(self) -> list[StepInfo]:
+        """The checkpoints of others in numbered folders (`step_100`, `checkpoint-100`), ascending:
+        they are read, and neither written nor pruned.
+        """
+        names = [name for name in self._store.children("") if step_number(name) is None]
+        found = []
+        for number, below, known in numbered(self._store, names):
+            files = below.list("")
+            time = max((file.modified for file in files), default=None)
+            found.append(
+                StepInfo(
+                    number, committed=False, nbytes=_total(files), time=time, format=known.what
+                )
+            )
+        return found[::-1]
 
     def links(self) -> dict[int, str]:
         """The steps whose folder is a symbolic link, and what it leads to: they are read, and
@@ -138,7 +157,8 @@ class Run:
         plan = plan_prune(self._store, **wanted)
         by_age = grace > 0 and any(removal.kind != "step" for removal in plan)
         if by_age and self._store.abilities.clock_of_its_own:
-            # By a clock that is late, a save under way would look old.
+            # To a clock of ours that is ahead of the store's, a save under way looks old. That is
+            # asked only where something seems to be old: it takes a write and a listing.
             plan = plan_prune(self._store, **wanted, now=clock_of(self._store))
         remove(self._store, plan)
         return plan

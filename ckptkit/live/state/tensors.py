@@ -17,6 +17,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckptkit.errors import UnsupportedTypeError, UsageError
 from ckptkit.model import DType
 
+# Without a view by torch, which takes longer than all else. Complex ones may be conjugate.
+_KNOWN_TO_NUMPY = frozenset(
+    [torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
+)
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -34,6 +38,7 @@ def dtype_of(name: str, tensor: torch.Tensor) -> DType:
         raise
 
 
+@cache
 def torch_dtype(dtype: DType) -> torch.dtype:
     """The name torch has for an element type."""
     found: torch.dtype = getattr(torch, dtype.torch)
@@ -47,7 +52,9 @@ def dtype_name(dtype: torch.dtype | None) -> str | None:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, outside of autograd."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # What an optimizer keeps is outside already, and that of 100,000 parameters a second to detach.
+    return local.detach() if local.requires_grad else local
 
 
 def as_spread(value: torch.Tensor, parameter: object) -> torch.Tensor:
@@ -70,6 +77,9 @@ def as_spread(value: torch.Tensor, parameter: object) -> torch.Tensor:
 def as_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
     """The memory of a tensor in host memory, as an array of raw elements."""
     check_plain(name, tensor)
+    if tensor.dtype in _KNOWN_TO_NUMPY and not (tensor.requires_grad or tensor.is_neg()):
+        found: npt.NDArray[Any] = tensor.numpy()
+        return found.view(dtype_of(name, tensor).bits)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     bits = _BITS.get(tensor.element_size())

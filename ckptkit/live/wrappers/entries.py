@@ -5,7 +5,7 @@ the name that the model's author gave, whatever wraps the model now.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -83,17 +83,19 @@ _WRAPPERS: tuple[tuple[type[nn.Module], str], ...] = (
 _COMPILED = "_orig_mod"
 
 
-def canonical_names(model: nn.Module) -> Callable[[str], str]:
+def canonical_names(submodules: Sequence[nn.Module]) -> Callable[[str], str]:
     """A function from the names that the wrapped model uses to those of the plain one.
+
+    `submodules` are all of a model, as `every_module` has them: the model itself comes first.
 
     The wrappers whose hooks leave themselves out of a state dict are known too.
     """
-    wrapped = {each: inner for each in every_module(model) if (inner := _inner(each))}
+    wrapped = {each: inner for each in submodules if (inner := _inner(each))}
     if not wrapped:
         return str
 
     def canonical(name: str) -> str:
-        at: nn.Module | None = model
+        at: nn.Module | None = submodules[0]
         kept = []
         for node in name.split("."):
             # The name may leave out this wrapper, and those inside it.

@@ -27,7 +27,7 @@ from ckptkit.format.leaves import dumps
 from ckptkit.live.state.lines import SharedOut
 from ckptkit.live.state.ranks import GroupRanks, World
 from ckptkit.live.state.tensors import local_of
-from ckptkit.live.wrappers.entries import canonical_names
+from ckptkit.live.wrappers.entries import canonical_names, every_module
 
 JoinedMeshes = dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
 """Of a mesh of FSDP1 and one of tensor parallelism: that of both. Made once, it takes a while."""
@@ -168,32 +168,33 @@ class Flat:
         return rows, SharedOut(tuple(ranks), piece.shape)
 
 
-def has_fsdp1(parts: Sequence[nn.Module]) -> bool:
-    """Whether FSDP1 wraps some of the parts of a module."""
-    return any(isinstance(each, FullyShardedDataParallel) for each in parts)
+def has_fsdp1(submodules: Sequence[nn.Module]) -> bool:
+    """Whether FSDP1 wraps any of these."""
+    # By the type, of which there are few.
+    return any(issubclass(kind, FullyShardedDataParallel) for kind in set(map(type, submodules)))
 
 
-def fsdp1_units(parts: Sequence[nn.Module]) -> list[FullyShardedDataParallel]:
-    """Those parts of a module that FSDP1 wraps. `parts` are all, and the first is the module."""
-    # Torch takes long over each part of a model: it is asked only where there are such.
-    return FullyShardedDataParallel.fsdp_modules(parts[0]) if has_fsdp1(parts) else []
+def fsdp1_units(submodules: Sequence[nn.Module]) -> list[FullyShardedDataParallel]:
+    """Those that FSDP1 wraps of a module, which comes first, and all inside of it."""
+    # Torch takes long over each module: it is asked only where there are such.
+    return FullyShardedDataParallel.fsdp_modules(submodules[0]) if has_fsdp1(submodules) else []
 
 
 def flats_of(module: nn.Module) -> list[Flat]:
     """The flat parameters of a module, in the same order on all ranks."""
-    canonical = canonical_names(module)
+    canonical = canonical_names(every_module(module))
     paths: dict[nn.Module, list[str]] = {}
-    for path, part in module.named_modules(remove_duplicate=False):
-        paths.setdefault(part, []).append(path)
+    for path, each in module.named_modules(remove_duplicate=False):
+        paths.setdefault(each, []).append(path)
     joined: JoinedMeshes = {}
     units = FullyShardedDataParallel.fsdp_modules(module)
     units = [unit for unit in units if unit._handle is not None]
     return [_flat(unit, joined, paths, canonical) for unit in units]
 
 
-def cut_before(parts: Sequence[nn.Module]) -> list[DTensorSpec]:
+def cut_before(submodules: Sequence[nn.Module]) -> list[DTensorSpec]:
     """How tensor parallelism has cut what FSDP1 has made flat."""
-    flat = [unit._handle.flat_param for unit in fsdp1_units(parts) if unit._handle is not None]
+    flat = [unit._handle.flat_param for unit in fsdp1_units(submodules) if unit._handle is not None]
     return [spec for each in flat for spec in each._param_extensions if spec is not None]
 
 
@@ -288,8 +289,8 @@ def _flat(
     parameter = handle.flat_param
     group = handle.process_group if handle.uses_sharded_strategy else None
 
-    def names(part: nn.Module, name: str) -> list[str]:
-        return [canonical(f"{path}.{name}" if path else name) for path in paths[part]]
+    def names(module: nn.Module, name: str) -> list[str]:
+        return [canonical(f"{path}.{name}" if path else name) for path in paths[module]]
 
     known = [names(info.module, info.param_name) for info in parameter._param_infos]
     for tied in parameter._shared_param_infos:

@@ -63,10 +63,10 @@ _STAGES = {
 }
 
 
-def lines(parts: Sequence[nn.Module]) -> list[Line]:
+def lines(submodules: Sequence[nn.Module]) -> list[Line]:
     """The ranks over which it cuts, and those that repeat (`HYBRID_SHARD`, `NO_SHARD`)."""
     found: list[Line] = []
-    for unit in fsdp1_units(parts):
+    for unit in fsdp1_units(submodules):
         whole = unit.sharding_strategy == ShardingStrategy.NO_SHARD
         groups = [("ddp" if whole else "fsdp", unit.process_group)]
         # Not by getattr, which goes on to the wrapped module.
@@ -80,9 +80,9 @@ def lines(parts: Sequence[nn.Module]) -> list[Line]:
     return list(dict.fromkeys(found))
 
 
-def details(parts: Sequence[nn.Module]) -> dict[str, Any]:
+def details(submodules: Sequence[nn.Module]) -> dict[str, Any]:
     """How it shards, the stage of ZeRO that this is, its precision and offloading."""
-    units = fsdp1_units(parts)
+    units = fsdp1_units(submodules)
     if not units:
         return {}
     mixed = [unit.mixed_precision for unit in units]
@@ -108,9 +108,9 @@ def _agreed(values: Iterable[Any]) -> Any:
     return distinct[0] if len(distinct) == 1 else distinct
 
 
-def entries(module: nn.Module) -> list[ModelEntry]:
+def entries(submodules: Sequence[nn.Module]) -> list[ModelEntry]:
     """Copies of this rank's rows of each parameter, and the buffers. A collective."""
-    canonical = canonical_names(module)
+    module, canonical = submodules[0], canonical_names(submodules)
     pieces = [piece for flat in flats_of(module) for piece in flat.slices]
     parameters = {name for piece in pieces for name in (piece.name, *piece.also)}
     found: dict[str, ModelEntry] = {}
@@ -140,9 +140,9 @@ def entries(module: nn.Module) -> list[ModelEntry]:
     return list(found.values())
 
 
-def absorb(module: nn.Module, entries: Sequence[ModelEntry]) -> None:
+def absorb(submodules: Sequence[nn.Module], entries: Sequence[ModelEntry]) -> None:
     """Load what was filled. A collective."""
-    state = {}
+    module, state = submodules[0], {}
     for entry in entries:
         key, cut = entry.source
         state[key] = entry.value if cut is None else cut
@@ -384,8 +384,8 @@ class FSDP1Optimizer(PlainOptimizer):
                     raise _not_of_its_shape(name, key, item.shape)
         wanted = {key: item for kept in saved.values() for key, item in kept.items()}
         state = self.state.get(parameter, {})
-        parts = [kept for kept in saved.values() if kept.keys() == wanted.keys()]
-        if wanted and len(parts) < len(pieces) and not wanted.keys() <= state.keys():
+        complete = [kept for kept in saved.values() if kept.keys() == wanted.keys()]
+        if wanted and len(complete) < len(pieces) and not wanted.keys() <= state.keys():
             # What has no saved state shares the tensors of what has: it begins as the optimizer
             # would have it begin.
             step_without_effect(self._optimizer, [parameter])

@@ -7,12 +7,13 @@ where none knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -23,31 +24,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.live.state.lines import Line, assumed, dtensor_lines, line_of, mesh_lines
 from ckptkit.live.state.tensors import as_spread, dtype_name
-from ckptkit.live.wrappers.entries import ModelEntry, canonical_names, every_module, state_of
+from ckptkit.live.wrappers.entries import ModelEntry, canonical_names, state_of
 from ckptkit.live.wrappers.flat import cut_before
 
 
-def lines(parts: Sequence[nn.Module]) -> list[Line]:
-    """The lines of ranks that the wrappers of a module and its DTensors join; `parts` are the
+def lines(submodules: Sequence[nn.Module]) -> list[Line]:
+    """The lines of ranks that the wrappers of a module and its DTensors join; `submodules` are the
     module and all inside of it.
     """
-    found = [line_of("ddp", wrapper.process_group) for wrapper in _ddp_wrappers(parts)]
-    found += _fully_sharded_lines(parts)
+    found = [line_of("ddp", wrapper.process_group) for wrapper in _ddp_wrappers(submodules)]
+    found += _fully_sharded_lines(submodules)
     # What FSDP cuts says nothing of tensor parallelism.
-    fsdp = _fsdp_ranks(parts)
-    own = dtensor_lines(_dtensors(parts))
+    fsdp = _fsdp_ranks(submodules)
+    own = dtensor_lines(_dtensors(submodules))
     return found + [line for line in own if line.ranks not in fsdp]
 
 
-def details(parts: Sequence[nn.Module]) -> dict[str, Any]:
+def details(submodules: Sequence[nn.Module]) -> dict[str, Any]:
     """What they say of precision, stages and sizes."""
-    dtypes = {p.dtype for part in parts for p in part._parameters.values() if p is not None}
+    dtypes = {p.dtype for each in submodules for p in each._parameters.values() if p is not None}
     names = sorted(str(dtype_name(dtype)) for dtype in dtypes)
     found: dict[str, Any] = {"precision": {"parameters": names}}
-    fsdp = _fsdp_ranks(parts)
+    fsdp = _fsdp_ranks(submodules)
     dims: dict[str, int] = {}  # how many tensors are cut along each, by others than FSDP
     of_mesh: dict[DeviceMesh, list[Line]] = {}
-    for tensor in _dtensors(parts):
+    for tensor in _dtensors(submodules):
         mesh = tensor.device_mesh
         if mesh not in of_mesh:
             of_mesh[mesh] = mesh_lines(mesh, ("tp",) * mesh.ndim)
@@ -56,7 +57,7 @@ def details(parts: Sequence[nn.Module]) -> dict[str, Any]:
                 dims[str(place.dim)] = dims.get(str(place.dim), 0) + 1
     if dims:
         found["tp"] = {"cut_dims": dict(sorted(dims.items()))}
-    if groups := _param_groups(parts):
+    if groups := _param_groups(submodules):
         # The outermost module stays gathered on its own, and often the last of several units.
         gathered = [group.post_forward_mesh_info is None for group in groups]
         policy = groups[0].mp_policy
@@ -70,7 +71,7 @@ def details(parts: Sequence[nn.Module]) -> dict[str, Any]:
             },
             "offload": type(groups[0].offload_policy).__name__,
         }
-    for wrapper in _ddp_wrappers(parts)[:1]:
+    for wrapper in _ddp_wrappers(submodules)[:1]:
         mixed = wrapper.mixed_precision
         found["ddp"] = {
             "bucket_bytes": int(wrapper.bucket_bytes_cap),
@@ -82,13 +83,13 @@ def details(parts: Sequence[nn.Module]) -> dict[str, Any]:
     return found
 
 
-def entries(module: nn.Module) -> list[ModelEntry]:
+def entries(submodules: Sequence[nn.Module]) -> list[ModelEntry]:
     """The module's own tensors under their canonical names. Of what `DistributedDataParallel`
     wraps it keeps those parameters alike that it knows; between two forward passes buffers such as
     running means differ, until the wrapper gives all ranks those of the first.
     """
-    canonical = canonical_names(module)
-    wrappers = _ddp_wrappers(every_module(module))
+    module, canonical = submodules[0], canonical_names(submodules)
+    wrappers = _ddp_wrappers(submodules)
     kept = {id(p) for wrapper in wrappers for p in wrapper._module_parameters}
     broadcast = {
         id(buffer)
@@ -111,13 +112,14 @@ def entries(module: nn.Module) -> list[ModelEntry]:
     return found
 
 
-def absorb(module: nn.Module, entries: Sequence[ModelEntry]) -> None:
+def absorb(submodules: Sequence[nn.Module], entries: Sequence[ModelEntry]) -> None:
     """Hand over what `state_dict` made up: extra state and tensors of its hooks."""
-    canonical = canonical_names(module)
-    taken = _parameters_of_ddp(module, _ddp_wrappers(every_module(module))).values()
-    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers(), *taken)}
+    module = submodules[0]
+    kept = [*_tensors(submodules), *_parameters_of_ddp(module, _ddp_wrappers(submodules)).values()]
+    own = set(map(id, kept))
     made_up = {entry.name: entry.value for entry in entries if id(entry.value) not in own}
     if made_up:
+        canonical = canonical_names(submodules)
         known = {name: canonical(name) for name in state_of(module)}
         state = {name: made_up[own] for name, own in known.items() if own in made_up}
         module.load_state_dict(state, strict=False)
@@ -126,12 +128,14 @@ def absorb(module: nn.Module, entries: Sequence[ModelEntry]) -> None:
 # DistributedDataParallel
 
 
-def _ddp_wrappers(parts: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Those among the parts of a model; the older, composable `replicate` keeps its own beside it,
-    from the first forward on.
+def _ddp_wrappers(submodules: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    """Those among the modules of a model. The older, composable `replicate` keeps its own beside
+    it, from the first forward on.
     """
-    states = (getattr(replicate.state(part), "_ddp", None) for part in parts)
-    found = [*parts, *(state for state in states if state is not None)]
+    # Asked about a module that has none, torch leaves an empty record in it.
+    states = [replicate.state(each) for each in submodules if STATE_KEY in vars(each)]
+    inner = (getattr(state, "_ddp", None) for state in states)
+    found = [*submodules, *(each for each in inner if each is not None)]
     # By the type, of which there are few: the class is abstract, and slow to ask.
     kinds = {kind for kind in set(map(type, found)) if issubclass(kind, DistributedDataParallel)}
     return [each for each in found if type(each) in kinds]
@@ -147,8 +151,8 @@ def _parameters_of_ddp(
     plain = [p for w in wrappers for p in w._module_parameters if hasattr(p, "_st_info")]
     at = {(p.data_ptr(), tuple(p.shape)): p for p in plain}
     found: dict[str, nn.Parameter] = {}
-    for path, part in module.named_modules() if plain else ():
-        for name, value in vars(part).items():
+    for path, each in module.named_modules() if plain else ():
+        for name, value in vars(each).items():
             local = value._local_tensor if isinstance(value, DTensor) else None
             if local is not None and (local.data_ptr(), tuple(local.shape)) in at:
                 key = (local.data_ptr(), tuple(local.shape))
@@ -159,10 +163,10 @@ def _parameters_of_ddp(
 # `fully_shard` (FSDP2): parameters are DTensors.
 
 
-def _fully_sharded_lines(parts: Sequence[nn.Module]) -> list[Line]:
+def _fully_sharded_lines(submodules: Sequence[nn.Module]) -> list[Line]:
     """The lines along which `fully_shard` cuts, and those along which it repeats (HSDP)."""
     meshes: dict[tuple[DeviceMesh, tuple[str, ...]], None] = {}
-    for info in (group.mesh_info for group in _param_groups(parts)):
+    for info in (group.mesh_info for group in _param_groups(submodules)):
         kinds = ["ddp"] * info.mesh.ndim
         if info.shard_mesh_dim is not None:
             kinds[info.shard_mesh_dim] = "fsdp"
@@ -181,31 +185,37 @@ def own_param_groups(module: FSDPModule) -> list[Any]:
     return [single] if single else []
 
 
-def _param_groups(parts: Sequence[nn.Module]) -> list[Any]:
-    return [g for part in parts if isinstance(part, FSDPModule) for g in own_param_groups(part)]
+def _param_groups(submodules: Sequence[nn.Module]) -> list[Any]:
+    return [
+        g for each in submodules if isinstance(each, FSDPModule) for g in own_param_groups(each)
+    ]
 
 
 # Tensor parallelism: `parallelize_module`, or DTensors made by hand.
 
 
-def _dtensors(parts: Sequence[nn.Module]) -> list[DTensorSpec]:
+def _dtensors(submodules: Sequence[nn.Module]) -> list[DTensorSpec]:
     """How the DTensors lie that are a module's parameters and buffers, or that DDP and FSDP1 keep
     plain parameters of.
     """
-    kept: list[Mapping[str, torch.Tensor | None]] = [
-        by_name for part in parts for by_name in (part._parameters, part._buffers)
-    ]
-    kept.append(_parameters_of_ddp(parts[0], _ddp_wrappers(parts)))
-    tensors = dict.fromkeys(t for by_name in kept for t in by_name.values() if t is not None)
-    found = [as_spread(tensor, tensor) for tensor in tensors]
+    of_ddp = _parameters_of_ddp(submodules[0], _ddp_wrappers(submodules)).values()
+    found = [as_spread(each, each) for each in dict.fromkeys([*_tensors(submodules), *of_ddp])]
     # Gathered, those that are flat in FSDP1 are DTensors again.
     own = [t for t in found if isinstance(t, DTensor) and not _is_fsdp_flattened(t)]
-    return [tensor._spec for tensor in own] + cut_before(parts)
+    return [tensor._spec for tensor in own] + cut_before(submodules)
 
 
-def _fsdp_ranks(parts: Sequence[nn.Module]) -> set[tuple[int, ...]]:
+def _tensors(submodules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """The parameters and buffers of modules; one that several have more than once."""
+    kept = (
+        by_name for each in submodules for by_name in (each._parameters, each._buffers) if by_name
+    )
+    return [tensor for by_name in kept for tensor in by_name.values() if tensor is not None]
+
+
+def _fsdp_ranks(submodules: Sequence[nn.Module]) -> set[tuple[int, ...]]:
     """The lines of `fully_shard`, in the order of ranks and in that of its mesh."""
-    lines = _fully_sharded_lines(parts)
+    lines = _fully_sharded_lines(submodules)
     return {ranks for line in lines for ranks in (line.ranks, line.by_mesh) if ranks}
 
 
@@ -221,8 +231,8 @@ def settled_by(module: nn.Module, wait: Callable[[], None]) -> None:
     _waits[module] = wait
 
 
-def settle(parts: Sequence[nn.Module]) -> None:
-    """Wait for what is on its way into the parts of a module."""
-    for each in parts:
+def settle(submodules: Sequence[nn.Module]) -> None:
+    """Wait for what is on its way into a module."""
+    for each in submodules:
         if wait := _waits.get(each):
             wait()

@@ -100,9 +100,12 @@ class PlainOptimizer:
         that are not named are left as they are.
         """
         known = {p: saved[names[p]] for p in self._parameters() if _name_of(names, p) in saved}
-        for parameter, kept in known.items():
+        # Of most there is what is to be filled, and nothing else.
+        left = {p: kept for p, kept in known.items() if not self._has_just(p, kept)}
+        for parameter, kept in left.items():
             self._drop(parameter, kept)
-        if any(self._needs_a_step(parameter, kept) for parameter, kept in known.items()):
+        if any(self._needs_a_step(parameter, kept) for parameter, kept in left.items()):
+            left = known
             wanted = [parameter for parameter, kept in known.items() if kept]
             try:
                 step_without_effect(self._optimizer, wanted)
@@ -113,7 +116,7 @@ class PlainOptimizer:
                     where=join("model", made[0]) if made else "optimizer",
                     hint="let it make a step before the load",
                 ) from error
-        for parameter, kept in known.items():
+        for parameter, kept in left.items():
             # Again: the step has made all that the optimizer keeps, saved or not.
             self._drop(parameter, kept)
             for key, item in kept.items():
@@ -146,6 +149,14 @@ class PlainOptimizer:
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _has_just(self, parameter: nn.Parameter, kept: Mapping[str, Any]) -> bool:
+        """Whether the state of a parameter is tensors that can take over what is kept."""
+        state = self.state.get(parameter, {})
+        return len(kept) == len(state) > 0 and all(
+            isinstance(kept.get(key), Saved) and _is_as(value, kept[key])
+            for key, value in state.items()
+        )
 
     def _drop(self, parameter: nn.Parameter, kept: Mapping[str, Any]) -> None:
         """Forget what the checkpoint does not have, or has otherwise."""

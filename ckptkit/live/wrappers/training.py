@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
@@ -82,7 +83,7 @@ class TrainingState:
             stepped = list(optimizer.values())
         elif isinstance(optimizer, (list, tuple)):
             stepped = list(optimizer)
-        optimizers = [_optimizer(each, known.modules if known else []) for each in stepped]
+        optimizers = [_optimizer(each, known) for each in stepped]
         stateful = dict(state)
         for name in ("scheduler", "dataloader", "scaler"):
             if (value := objects.get(name)) is not None:
@@ -95,8 +96,12 @@ class TrainingState:
             _check_stateful(name, value)
         return cls(known, optimizers, {n: v for n, v in stateful.items() if n not in left})
 
+    def details(self) -> dict[str, Any]:
+        """What a manifest should say of the model."""
+        return {} if self.model is None else self.model.details()
 
-def _optimizer(optimizer: object, modules: Sequence[nn.Module]) -> PlainOptimizer:
+
+def _optimizer(optimizer: object, model: Model | None) -> PlainOptimizer:
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedTypeError(
             "not an optimizer",
@@ -105,8 +110,8 @@ def _optimizer(optimizer: object, modules: Sequence[nn.Module]) -> PlainOptimize
         )
     if Zero1Optimizer.recognises(optimizer):
         return Zero1Optimizer(optimizer)
-    if any(has_fsdp1(every_module(module)) for module in modules):
-        return fsdp1.FSDP1Optimizer(optimizer, modules)
+    if model is not None and any(map(has_fsdp1, model.submodules)):
+        return fsdp1.FSDP1Optimizer(optimizer, model.modules)
     return PlainOptimizer(optimizer)
 
 
@@ -156,17 +161,17 @@ class Model:
             # Without the rules a part that was cut by hand would be taken for the whole.
             self.mesh, self.rules = model.mesh, getattr(model, "rules", self.rules)
             model = model.model
-        parts: list[object] = [model]
+        given: list[object] = [model]
         if isinstance(model, PipelineScheduleSingle):
-            parts = [model._stage]
+            given = [model._stage]
         elif isinstance(model, PipelineScheduleMulti):
-            parts = list(model._stages)
+            given = list(model._stages)
         elif isinstance(model, (list, tuple)):
-            parts = list(model)
-        self._stages = [part for part in parts if isinstance(part, _PipelineStageBase)]
+            given = list(model)
+        self._stages = [each for each in given if isinstance(each, _PipelineStageBase)]
         self.modules: list[nn.Module] = []
-        for part in parts:
-            module = part.submod if isinstance(part, _PipelineStageBase) else part
+        for each in given:
+            module = each.submod if isinstance(each, _PipelineStageBase) else each
             if not isinstance(module, nn.Module):
                 raise UnsupportedTypeError(
                     "not a model",
@@ -178,11 +183,18 @@ class Model:
         self._names: list[set[str]] = []
         self.is_staged = bool(self._stages) or len(self.modules) > 1
 
+    @cached_property
+    def submodules(self) -> list[list[nn.Module]]:
+        """Each module and all inside of it. Walked once, as there may be 100,000: every call looks
+        at a Model of its own, and modules may change between two.
+        """
+        return [every_module(module) for module in self.modules]
+
     def lines(self) -> list[Line]:
         """The lines of ranks that wrappers, DTensors and stages join."""
         found: list[Line] = []
-        for parts in map(every_module, self.modules):
-            found += fsdp1.lines(parts) + modules.lines(parts)
+        for each in self.submodules:
+            found += fsdp1.lines(each) + modules.lines(each)
         found += [line_of("pp", stage.group) for stage in self._stages]
         return list(dict.fromkeys(found))
 
@@ -191,8 +203,8 @@ class Model:
         this rank's modules alike.
         """
         found: dict[str, Any] = {}
-        for parts in map(every_module, self.modules[:1]):
-            found |= modules.details(parts) | fsdp1.details(parts)
+        for each in self.submodules[:1]:
+            found |= modules.details(each) | fsdp1.details(each)
         if self._stages:
             stage = self._stages[0]
             found["pipeline"] = {"stages": stage.num_stages, "ranks": stage.group_size}
@@ -202,11 +214,10 @@ class Model:
         """The state of all modules, in memory that a load may fill."""
         found: dict[str, ModelEntry] = {}
         self._names = []
-        for module in self.modules:
-            parts = every_module(module)
-            modules.settle(parts)
-            kind = fsdp1 if has_fsdp1(parts) else modules
-            own = kind.entries(module)
+        for each in self.submodules:
+            modules.settle(each)
+            kind = fsdp1 if has_fsdp1(each) else modules
+            own = kind.entries(each)
             self._names.append({entry.name for entry in own})
             for entry in own:
                 if entry.name in found and entry.value is not found[entry.name].value:
@@ -220,7 +231,7 @@ class Model:
 
     def absorb(self, entries: Sequence[ModelEntry]) -> None:
         """Let the modules take over what was filled, where its memory is not their own."""
-        for module, names in zip(self.modules, self._names, strict=True):
+        for each, names in zip(self.submodules, self._names, strict=True):
             mine = [entry for entry in entries if entry.name in names]
-            kind = fsdp1 if has_fsdp1(every_module(module)) else modules
-            kind.absorb(module, mine)
+            kind = fsdp1 if has_fsdp1(each) else modules
+            kind.absorb(each, mine)

@@ -28,6 +28,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _OF_TORCH = re.compile(r"^\[rank\d+\]: ?")  # torch's own prefix, once it knows the rank
 _LONGEST = 2**20  # of a line that never ends
 _TURN = 0.05
+_LAST_LINES = 2.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,6 @@ class Output:
                 self._since.pop(rank, None)
 
     def has_failure(self) -> bool:
-        """Whether a rank has failed."""
         with self._lock:
             return any(code for _, code in self._ended.values())
 
@@ -244,11 +244,13 @@ class Streams:
             self._rest[fd] = b""
             self._selector.register(fd, selectors.EVENT_READ, take)
 
-    def drain(self, timeout: float = 2.0) -> None:
-        """Wait until all that was printed so far has been handed over."""
+    def drain(self) -> None:
+        """Wait until all that was printed so far has been handed over; not for ever, as a rank may
+        print without end.
+        """
         for _ in range(2):  # the first turn may have begun before
             self._idle.clear()
-            self._idle.wait(timeout)
+            self._idle.wait(_LAST_LINES)
 
     def check(self) -> None:
         """Raise what went wrong with a line, if anything did."""

@@ -94,6 +94,7 @@ class AsynchronousSGD:
         if self._world.rank not in self._workers:
             raise UsageError("this rank is no worker", value=self._world.rank)
         self._met = None
+        # All servers get their gradients before an answer is waited for: they step at one time.
         for server, access in self._access.items():
             access.begin_push([self._parameters[name].grad for name in self._shares[server]])
         for server, access in self._access.items():

@@ -1,5 +1,7 @@
-"""What all ways of compressing gradients have in common: a hook of a DDP model, or what reduces and
-scatters for `fully_shard`; a wire that counts; a state, with what was left unsent.
+"""What all ways of compressing gradients have in common.
+
+They come between a model and its gradients: as a hook of DDP, or as what reduces and scatters for
+`fully_shard`. They send over a `Wire`, which counts the bytes. What they leave unsent is a state.
 """
 
 from __future__ import annotations

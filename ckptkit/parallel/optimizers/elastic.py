@@ -404,6 +404,8 @@ class GlobalSampler:
         """What a rank has of the next samples; all ranks ask for the same number of them."""
         first = self.position
         samples = []
+        # The end of a share is the beginning of the next one, rounded alike: so no sample is taken
+        # twice or by nobody, and shares differ by one at most.
         for place in range(first + count * rank // ranks, first + count * (rank + 1) // ranks):
             epoch, at = divmod(place, self._size)
             if self._shuffle:

@@ -149,10 +149,11 @@ def shared_out(runs: Sequence[BlockRun], ranks: int) -> list[list[BlockRun]]:
             rank = at * ranks // total
             # How many elements there are, rounded up, before the share of the next rank begins.
             room = -(-(total * (rank + 1) - at * ranks) // ranks)
-            part = replace(left, count=min(left.count, -(-room // left.length)))
-            shares[rank].append(part)
-            at += part.numel
-            left = replace(left, count=left.count - part.count)
+            # Whole blocks, and at least one, so that this ends: a share may be a block too long.
+            taken = replace(left, count=min(left.count, -(-room // left.length)))
+            shares[rank].append(taken)
+            at += taken.numel
+            left = replace(left, count=left.count - taken.count)
     return shares
 
 
@@ -176,6 +177,7 @@ def encoded(values: torch.Tensor, runs: Sequence[BlockRun]) -> torch.Tensor:
 def decoded(data: torch.Tensor, runs: Sequence[BlockRun]) -> torch.Tensor:
     """The elements, about, that `encoded` made bytes of."""
     head = _SCALE_BYTES * sum(run.count for run in runs)
+    # Cloned, as bytes of a larger message may begin where no float32 can.
     scales = data[:head].clone().view(torch.float32).split([run.count for run in runs])
     codes = data[head:].view(torch.int8).split([run.numel for run in runs])
     values = [scales[0].new_empty(0)] if runs else [torch.empty(0, device=data.device)]
@@ -209,7 +211,8 @@ class TopK(RememberingCompression):
         payload = torch.cat([indices, values])
         sizes = [len(index) for index, _, _ in chosen]
         sums = [torch.zeros_like(g, dtype=torch.float32).flatten() for g in gradients]
-        # In the order of the ranks, so that the sums are the same in any bucket.
+        # As much of each rank, as how many are chosen follows from the sizes of gradients alone. In
+        # the order of the ranks, so that the sums are the same in any bucket.
         for data in self.wire.gather(payload, [payload.numel()] * self.wire.size):
             half = data.view(2, -1).clone()
             where, what = half[0].view(torch.int32).split(sizes), half[1].view(torch.float32)
@@ -291,6 +294,8 @@ class PowerSGD(RememberingCompression):
         for name, gradient in gradients.items():
             self._prepare(name, gradient)
         totals = {n: (self.residuals[n] + g.float()).flatten(1) for n, g in gradients.items()}
+        # Products are linear: the mean of all ranks' products is that of their mean gradient, which
+        # nobody has. The old factors are copied, as they stay where the step is skipped.
         old = {name: self._factors[name].clone() for name in gradients}
         for factor in old.values():
             _orthogonalize(factor[None], _EPSILON)

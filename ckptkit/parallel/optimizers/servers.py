@@ -110,7 +110,7 @@ class ParameterShard:
         with self._lock, torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(values[name])
-        self.set_options(options)
+        self.set_options(options)  # which takes the lock itself
         with self._lock:
             for name, parameter in self._parameters.items():
                 if self._optimizer is not None and state.get(name):
@@ -353,7 +353,7 @@ def answer_worker(shard: ParameterShard, clocks: Clocks, pipe: socket.socket) ->
             else:
                 send_message(pipe, Kind.DONE, worker, answer)
     finally:
-        clocks.lose(worker)  # unless it has left
+        clocks.lose(worker)  # which does nothing where it has left
 
 
 class Kind(IntEnum):

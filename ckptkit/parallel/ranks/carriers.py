@@ -269,6 +269,7 @@ class MemoryCarrier:
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
         """Every rank adds up by itself, in the order of the ranks."""
+        # A copy: this rank puts the sum into its own tensor while others still add it up.
         total, *others = self.exchange(tensor.clone())
         total = total.clone()  # the other ranks add up the same tensors
         for other in others:

@@ -225,6 +225,7 @@ class Communicator:
         calls, mine = self._agree(name, [given] if is_here else [], f"src={src}", ranks=[src])
         (form,) = calls[src].forms
         if is_here:
+            # The bytes may be the argument's own, and results are new tensors.
             data = as_bytes(mine[0], self.device).clone()
         else:
             data = torch.empty(form.nbytes, dtype=torch.uint8, device=self.device)
@@ -249,7 +250,8 @@ class Communicator:
         """What this rank gets of each rank, or the reduction of that; nothing unless it is `dst`.
 
         Each rank gives the same to all, or if `is_cut` something to each; only `src` gives
-        anything, if there is one.
+        anything, if there is one. All of these calls are one all-to-all, in which some ranks send
+        nothing: unlike a gather or a scatter it takes pieces of any sizes.
         """
         me, size = self.rank, self.world_size
         is_giving = src in (None, me)
@@ -292,7 +294,8 @@ class Communicator:
             if form is not None
         ]
         if reduction and found:
-            # In the order of the ranks: the same sum whatever the timing.
+            # Summed here and not by the backend, in the order of the ranks: the same whatever the
+            # timing.
             for other in found[1:]:
                 together = COMBINED[carried_op(reduction, mine[own].dtype)]
                 together(found[0], other, out=found[0])
@@ -304,6 +307,7 @@ class Communicator:
         self._check_rank(dst, name, is_other=True)
         tensor = _as_tensor(name, given, name)
         header = Call(name, f"tag={tag}", (TensorForm.of(tensor),)).encode()
+        # Of a fixed length: who receives has to know how many bytes come, before any have.
         data = torch.frombuffer(bytearray(header.ljust(_HEADER, b"\0")), dtype=torch.uint8)
         with self._carrying(name) as carrier:
             carrier.send(data.to(self.device), dst, tag)

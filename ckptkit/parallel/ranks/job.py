@@ -53,11 +53,7 @@ _LAUNCHERS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-class _OfThread(threading.local):
-    communicator: Communicator | None = None
-
-
-_of_thread = _OfThread()  # which rank this thread is, where ranks are threads
+_of_thread = threading.local()  # its `communicator`, where ranks are threads
 _of_process: list[Communicator] = []
 
 
@@ -235,7 +231,7 @@ def _mpi_group(otherwise: str = "") -> ModuleType:
 
 
 def _known() -> Communicator | None:
-    return _of_thread.communicator or next(iter(_of_process), None)
+    return getattr(_of_thread, "communicator", None) or next(iter(_of_process), None)
 
 
 def _leave() -> None:
@@ -245,7 +241,7 @@ def _leave() -> None:
 
 
 def _forget() -> None:
-    if _of_thread.communicator is None:
+    if getattr(_of_thread, "communicator", None) is None:
         _of_process.clear()
 
 

@@ -367,6 +367,7 @@ class MpiWork(dist.Work):
         self._land = land
 
     def __del__(self) -> None:
+        # Nobody waits for it any more, but MPI goes on with its memory.
         for request, piece in self._requests:
             _abandon(request.Test, piece)
 

@@ -1,8 +1,10 @@
-"""Any strategy in one line."""
+"""Any strategy in one line.
+
+`spread` has `as_distributed`, and tells what it does: look at the model and the text, decide, cut,
+wrap. What it returns is in `distributed`: a model that ranks train together. `options` has the
+choices, which are checked before anything changes. The engines are torch's: `data_parallel` wraps
+for ddp and fsdp, `zero1` shares out an optimizer, `tensor_parallel` cuts modules by rules, and
+`stages` cuts the model for the schedules of `pipeline`.
+"""
 
 from __future__ import annotations
-
-from ckptkit.parallel.strategies.distributed import Bytes, Distributed, Memory
-from ckptkit.parallel.strategies.spread import as_distributed
-
-__all__ = ["Bytes", "Distributed", "Memory", "as_distributed"]

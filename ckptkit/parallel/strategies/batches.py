@@ -38,7 +38,6 @@ def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """All tensors of a batch."""
     if torch.is_tensor(batch):
         return [batch]
     values = batch.values() if isinstance(batch, Mapping) else batch

@@ -133,9 +133,10 @@ def let_go(model: nn.Module) -> None:
 
 
 def end_passes(modules: Iterable[nn.Module], *_: Any) -> None:
-    """Let go of what any forward pass has gathered, where no backward pass can come any more: also
-    one that did not end, because it raised, or because of several modules that are gathered
-    together one was called by itself.
+    """Let go of what any forward pass has gathered, where no backward pass can come any more.
+
+    `let_go` does that for a forward that has ended. One may also have raised; or it is not over
+    for torch, as one of several modules that are gathered together was called by itself.
     """
     for module in (m for model in modules for m in model.modules() if isinstance(m, FSDPModule)):
         state: Any = module._get_fsdp_state()
@@ -171,7 +172,7 @@ def replicated(
         # About eight buckets, so that sending overlaps with computing, each of them large enough
         # to be worth a collective.
         bucket_cap_mb=min(64.0, max(1.0, nbytes_of(trained) / _MIB / 8)),
-        # Otherwise gradients would lie in memory twice.
+        # Else gradients lie in memory twice: in `grad`, and in the buckets that are sent.
         gradient_as_bucket_view=True,
         # A pipeline's first step runs a stage once more to see its shapes, which buckets that are
         # made anew after the first backward pass do not survive; with this they stay as they are.
@@ -179,9 +180,9 @@ def replicated(
     )
     # Sparse gradients come in another form.
     if not is_stage and not any(getattr(module, "sparse", False) for module in model.modules()):
-        # Let DDP make its buckets anew now rather than after the first step: sums over several
-        # ranks round otherwise in other buckets, and a resumed job would not go on to the bit as
-        # it was.
+        # DDP makes its buckets anew after its first backward pass, and sums over several ranks
+        # round otherwise in other buckets. Have it do so now: a resumed job begins with the
+        # buckets that it would have had, and goes on to the bit.
         wrapped.module = _Sum(model)
         try:
             wrapped(None).backward()
@@ -205,9 +206,10 @@ class _Sum(nn.Module):
 
 
 def check_reduced(model: nn.Module) -> None:
-    """Refuse to go on after a backward pass in which DDP has not got all gradients, and has not
-    sent the others: it would say so in the next step only, after this one was made of what each
-    rank has by itself.
+    """Refuse to go on after a backward pass in which DDP did not get all gradients.
+
+    It has then not sent the buckets that wait for those. It would say so in the next step, which is
+    too late: this one is made of what each rank has by itself.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -239,6 +241,8 @@ def units_of(model: nn.Module, below: int) -> list[Unit]:
     if whole <= below:
         return []
     singles = list(_gathered_whole("", model, whole, below))
+    # How many use each parameter, of the modules to gather and of all others: it can be in the unit
+    # of one only.
     inside = {id(m) for single in singles for m in single.modules[0].modules()}
     others = (m for m in model.modules() if id(m) not in inside)
     users = Counter(id(p) for m in others for p in m.parameters(recurse=False))
@@ -256,7 +260,7 @@ def units_of(model: nn.Module, below: int) -> list[Unit]:
         is_last = bool(rest) and len(trained) < 2
         if single.nbytes >= below and not is_last:
             units.append(single)
-            is_parted = bool(run)
+            is_parted = bool(run)  # what is left lies before a large one, not before the last
             continue
         run.append(single)
         nbytes = sum(each.nbytes for each in run)

@@ -1,4 +1,6 @@
-"""A model that ranks train together, whatever the strategy."""
+"""A model that ranks train together, whatever the strategy: what `as_distributed`, which is in
+`spread`, returns.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,13 @@ from torch.optim import Optimizer
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.errors import CkptkitError, UsageError
-from ckptkit.live import Restored, ShardedOptimizerState, distributed_model, load, save
+from ckptkit.live.checkpointer import save
+from ckptkit.live.restore import Restored, load
+from ckptkit.live.sharded_optimizer import ShardedOptimizerState
+from ckptkit.live.shards import distributed_model
 from ckptkit.live.state.ranks import current_world, meeting
 from ckptkit.live.state.tensors import local_of
-from ckptkit.live.wrappers.entries import canonical_names
+from ckptkit.live.wrappers.entries import canonical_names, every_module
 from ckptkit.model import Strategy
 from ckptkit.parallel.strategies.batches import mapped, opened, share
 from ckptkit.parallel.strategies.data_parallel import (
@@ -137,7 +142,7 @@ class Distributed:
         stepped = {parameter for group in groups for parameter in group["params"]}
         is_spread, is_stepped = bool(strategy.mesh.axes), optimizer is not None
         self._frozen = [
-            (canonical_names(module)(name), parameter)
+            (canonical_names(every_module(module))(name), parameter)
             for module in self.modules
             for name, parameter in module.named_parameters()
             if not parameter.requires_grad
@@ -366,7 +371,9 @@ def _norm_of_all(
     that have different parameters.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    # By the groups whose ranks have different parts of a tensor, so that each sums once.
+    # By the groups whose ranks have different parts of a tensor. Over others all have the same, and
+    # a sum would count it as often as there are ranks; and all ranks meet in the same order, so an
+    # entry is made where there is no gradient too.
     by_groups: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
     for parameter in trained:
         groups: tuple[dist.ProcessGroup, ...] = ()
@@ -380,7 +387,7 @@ def _norm_of_all(
         gradient = local_of(parameter.grad)
         if gradient.is_complex():
             gradient = torch.view_as_real(gradient.resolve_conj())
-        # Of 16 bits in 32.
+        # In 32 bits at least: in 16, squares overflow, or lose most of their digits.
         norm = torch.linalg.vector_norm(gradient, dtype=_widest([gradient]))
         square += norm.double().square().to(device)
     for groups, square in by_groups.items():

@@ -84,7 +84,8 @@ class StagePipeline:
         self._loss_function: LossFunction | None = None
         self._losses: list[torch.Tensor] = []
         self._shapes: list[tuple[int, ...]] = []
-        # It would divide the gradients of earlier passes, too, where these add up.
+        # `_loss` divides each loss. Torch would divide the gradients at the end, those of earlier
+        # passes too, where these add up.
         settings: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         if options.schedule == "interleaved":
             self.schedule: Any = _Interleaved([*self.stages], self._count, **settings)

@@ -128,7 +128,8 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
     plan = plan_of(plain, tp, options) if tp > 1 else {}
     if tp > 1:
         _give_random_numbers(job.along("tp").get_group(), here)
-    # DDP gives its values to all ranks itself, where it has something to train.
+    # DDP gives rank 0's values to all ranks when it wraps, but it refuses a model of which nothing
+    # is trained.
     by_wrapper = job.names.keys() <= {"ddp", "zero1"}
     by_wrapper &= any(parameter.requires_grad for parameter in plain.parameters())
     if strategy.world_size > 1 and not by_wrapper:
@@ -343,11 +344,11 @@ def _optimizer_of(modules: Sequence[nn.Module], job: _Job) -> Optimizer | None:
             made = options.optimizer
         elif group is not None and trained:
             # There, because it takes a while to import, and warns.
-            from ckptkit.parallel.strategies.zero1 import shared_out  # noqa: PLC0415
+            from ckptkit.parallel.strategies.zero1 import zero1_optimizer  # noqa: PLC0415
 
             by_class = isinstance(options.optimizer, type)
             every = None if by_class else _called(options, trained)
-            made = shared_out(modules, trained, options, group, every)
+            made = zero1_optimizer(modules, trained, options, group, every)
         else:
             made = _called(options, trained)
             if len({p.device_mesh if isinstance(p, DTensor) else None for p in trained}) > 1:
@@ -373,8 +374,9 @@ def _called(options: StrategyOptions, trained: Iterable[nn.Parameter]) -> Optimi
 
 
 def _one_by_one(optimizer: Optimizer, *_: Any) -> None:
-    """Parameters of different meshes cannot go through one operation; in each step, because a load
-    brings the options of the strategy that saved.
+    """Step parameters one by one, as those of different meshes cannot go through one operation.
+
+    Said in each step: a load brings the options of the strategy that saved.
     """
     for group in optimizer.param_groups:
         if "foreach" in group:
@@ -434,8 +436,8 @@ def check_alike(ranks: Ranks, said: Mapping[str, Any]) -> None:
 
 
 def _give_values(model: nn.Module, device: torch.device) -> None:
-    """Give all ranks the values of rank 0, by way of the device they communicate on; there is
-    never more than a few tensors, as the whole model may be too large for it.
+    """Give all ranks the values of rank 0, by way of the device they communicate on: a few tensors
+    at a time, as the whole model may be too large for it.
     """
     group = cast("dist.ProcessGroup", dist.group.WORLD)
     tensors = [*dict.fromkeys((*model.parameters(), *model.buffers()))]

@@ -21,7 +21,7 @@ from ckptkit.parallel.strategies.data_parallel import CONTAINERS, nbytes_of
 from ckptkit.parallel.strategies.options import StageByHand, StrategyOptions
 from ckptkit.plan.stages import balanced
 
-_HOW = "pass split=, a function of the model and the names of a stage's parts that returns the rest"
+_HOW = "pass split=, a function of the model and the names of a stage's layers; it makes the stage"
 
 # Each trial runs the model, and one that so many find no place in can hardly be cut at all.
 _TRIALS_FOR_A_STAGE = 4
@@ -53,7 +53,7 @@ class StageSplit:
     """Whether modules outside of lists are set to None rather than passed by."""
 
     def said(self) -> list[str]:
-        """By which ranks tell whether they split alike."""
+        """What ranks compare to know that they split alike."""
         return [*(str(_names(stage)) for stage in self.stages), f"{self.drops} {self.loose}"]
 
     def made(self, numbers: Sequence[int], by_hand: StageByHand | None) -> list[nn.Module]:
@@ -65,6 +65,7 @@ class StageSplit:
             names = [tuple(_names(self.stages[number])) for number in numbers]
             return [by_hand(*each) for each in zip(models, names, strict=True)]
         made = [self.stage(number) for number in numbers]
+        # The caller may keep the model, and with it the memory of all other stages.
         for number, layers in enumerate(self.stages):
             for layer in layers if number not in numbers else ():
                 _replace(self.model, layer, drops=False)
@@ -143,7 +144,7 @@ def split_into_stages(
     # Another stage may begin anywhere but between layers that share weights.
     if len(layers) < count:
         raise LayoutError(
-            f"the model has {len(layers)} parts, too few for {count} stages",
+            f"the model has {len(layers)} layers, too few for {count} stages",
             value=_names(layers)[:20],
         )
     firsts, refused = dict[int, int](), set[int]()
@@ -193,6 +194,7 @@ def most_even(
                 unknown = refused - fine
                 left -= len(unknown)
                 refused = set()
+                # To find out which of the places is to blame, each is tried by itself.
                 for at in unknown:
                     try:
                         trial([0, at])
@@ -239,7 +241,7 @@ def _found_way(split: StageSplit, inputs: tuple[Any, ...] | None, output: Any) -
         raise LayoutError(
             "the stages, one after another, do not give what the whole model gives",
             value=[_names(stage) for stage in split.stages],
-            hint=f"the model may do more to its hidden state than run its parts; {_HOW}",
+            hint=f"the model may do more to its hidden state than run its layers; {_HOW}",
         ) from problem
     finally:
         problem = None  # what it holds would live on, and with it the stages that were tried
@@ -366,7 +368,9 @@ def kept_buffers(model: nn.Module) -> KeptBuffers:
 
 
 def put_back(kept: KeptBuffers) -> None:
-    """Into the same memory, also where the model has put other tensors in their place."""
+    """Put the values back into the same memory, and that memory back where the model has put other
+    tensors in its place.
+    """
     for module, name, buffer, value in kept:
         buffer.copy_(value)
         setattr(module, name, buffer)

@@ -229,6 +229,7 @@ def try_out(
     parallelize(cut, mesh, plan)
     problem: Exception | None = None
     try:
+        # What one rank raises has to wait: the others are on their way to the all-reduce below.
         _run_noting(cut.to(device), example, found)
     except Exception as error:  # noqa: BLE001 — the model's own, of any kind
         problem = error

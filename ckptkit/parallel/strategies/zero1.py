@@ -22,15 +22,15 @@ from ckptkit.parallel.strategies.data_parallel import units_of
 from ckptkit.parallel.strategies.options import StrategyOptions
 
 
-def shared_out(
+def zero1_optimizer(
     modules: Sequence[nn.Module],
     trained: Sequence[nn.Parameter],
     options: StrategyOptions,
     group: dist.ProcessGroup,
     every: Optimizer | None,
 ) -> Optimizer:
-    """The optimizer of this rank's share of the parameters; `every` is one of all of them, which a
-    function has made.
+    """The optimizer of this rank's share of the parameters. `every` is what a function of the
+    caller has made of all of them; None where there is a class to make it of the share.
     """
     kind: Any = options.optimizer
     settings, groups = dict(options.optimizer_options), cast("Sequence[Any]", trained)
@@ -43,7 +43,8 @@ def shared_out(
                 del every.state[other]
             return every
 
-        # The function wants parameters, and torch calls it with groups: those of what it made.
+        # The function takes parameters, but torch would pass it groups. So it has been called, and
+        # what it made is narrowed to the groups of the share.
         groups, settings, kind = [*every.param_groups], {}, narrowed
     shared: ZeroRedundancyOptimizer
     if options.overlap:
@@ -89,7 +90,8 @@ class OverlappingZero1(ZeroRedundancyOptimizer):
                 work.wait()
 
     def _sync_params(self) -> None:
-        # In the order of the model, which is about the one in which they are needed.
+        # In the order of the model: on all ranks the same, as broadcasts have to be, and about that
+        # in which the next forward needs them.
         torch_knows = cast("Any", self)
         for parameter in torch_knows._index_to_param:
             rank = torch_knows._param_to_rank[parameter]

@@ -38,7 +38,7 @@ def address_of(view: memoryview) -> int:
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
     """Copy as many bytes while other threads go on: a memoryview would keep the interpreter."""
-    np.frombuffer(target, np.uint8)[...] = np.frombuffer(source, np.uint8)
+    _copy_run(np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8))
 
 
 def copy_elements(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
@@ -47,12 +47,21 @@ def copy_elements(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
 
     Not few rows: with 500 elements or less numpy keeps the interpreter to itself.
     """
+    if source.flags.c_contiguous and target.flags.c_contiguous:
+        _copy_run(source.reshape(-1).view(np.uint8), target.reshape(-1).view(np.uint8))
+        return
     if source.ndim > 1 and source.size > _MANY_ROWS * source.shape[-1]:
         size = source.itemsize
         if source.strides[-1] == target.strides[-1] == size:
             row = np.dtype((np.void, source.shape[-1] * size))
             source, target = source.view(row), target.view(row)
     target[...] = source
+
+
+def _copy_run(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
+    # Not `target[...] = source`, which is the C library's memmove: on large runs that takes a sixth
+    # longer than a plain loop of vector loads and stores, which this is.
+    np.positive(source, out=target)
 
 
 class AlignedBuffer:

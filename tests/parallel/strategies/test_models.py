@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import ckptkit
 from ckptkit.errors import LayoutError
 from ckptkit.live.state.tensors import local_of
-from ckptkit.live.wrappers.entries import canonical_names
+from ckptkit.live.wrappers.entries import canonical_names, every_module
 from ckptkit.parallel import Distributed, as_distributed
 from tests.live.network import batch, loss_of, network
 from tests.live.pool import Pool
@@ -407,7 +407,7 @@ def by_hand() -> list[str]:
     """The parameters of stages that the caller has made."""
     made: Distributed = spread("pp:2", split=lambda model, parts: model.keep(_grouped(parts)))
     train(made, range(2))
-    canonical = canonical_names(made.modules[0])
+    canonical = canonical_names(every_module(made.modules[0]))
     return [canonical(name) for name, _ in made.modules[0].named_parameters()]
 
 

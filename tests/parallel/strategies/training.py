@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckptkit.live.wrappers.entries import canonical_names
+from ckptkit.live.wrappers.entries import canonical_names, every_module
 from ckptkit.parallel import Distributed, as_distributed
 from ckptkit.parallel.strategies.zero1 import OverlappingZero1
 from tests.live.network import batch, loss_of, network
@@ -56,7 +56,7 @@ def values(dist: Distributed) -> dict[str, torch.Tensor]:
         dist.optimizer.wait()
     found = {}
     for module in dist.modules:
-        canonical = canonical_names(module)
+        canonical = canonical_names(every_module(module))
         for name, parameter in module.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             found[canonical(name)] = whole.detach().clone()

@@ -1,0 +1,250 @@
+"""A foreign checkpoint as our own steps are: a manifest, and packs that its chunks lie in.
+
+Where a chunk is one run of bytes of a file, that file is its pack. All other chunks, strided ones
+and those that several files have a piece of, are in one more pack that nobody has written: what is
+read of it is put together from the files.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ckptkit.errors import FormatError
+from ckptkit.foreign.extents import (
+    Cells,
+    Extent,
+    ForeignArray,
+    ForeignStep,
+    Stretch,
+    cells_of,
+    gather,
+    span_of,
+)
+from ckptkit.format.array_table import ArrayTable
+from ckptkit.format.arrays import TOO_LARGE, Alias, ArrayInfo, is_addressable
+from ckptkit.format.columns import chunk_starts
+from ckptkit.format.manifest import Manifest, PackInfo
+from ckptkit.format.record import SaveInfo
+from ckptkit.model import Strategy
+from ckptkit.storage import Source
+from ckptkit.storage.base.store import Closing
+
+SAVE_ID_PREFIX = "foreign-"
+# A file is read along where elements are so near each other; farther apart they are read one row
+# after the other.
+_DENSE = 4
+_NOWHERE = ".gathered"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForeignManifest(Manifest):
+    """What is in a foreign checkpoint. Nobody has written checksums of its chunks, and tensors may
+    share their bytes.
+    """
+
+    is_checked: ClassVar[bool] = False
+
+    foreign: ForeignStep
+    gathered: Sequence[Gathered]
+    """The chunks of the last pack, in order."""
+
+    def __post_init__(self) -> None:
+        sizes = np.array([pack.size for pack in self.packs], dtype=np.uint64)[self.pack]
+        outside = (self.offset > sizes) | (self.length > sizes - np.minimum(self.offset, sizes))
+        if outside.any():
+            row = int(outside.argmax())
+            number = int(np.searchsorted(self.starts, row, side="right")) - 1
+            pack = self.packs[int(self.pack[row])]
+            raise FormatError(
+                f"{self.arrays[number].name} reaches past the end of {pack.name}, "
+                f"which has {pack.size} bytes",
+                where=pack.name,
+                value=(int(self.offset[row]), int(self.length[row])),
+                hint="the file was cut short, or is another one; copy it again",
+            )
+
+    @property
+    def sizes(self) -> Mapping[str, Any]:  # type: ignore[override]
+        return self.foreign.sizes
+
+    def to_bytes(self) -> bytes:
+        raise FormatError("a foreign checkpoint has no manifest of ours", where=self.foreign.format)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """One chunk that is put together: where it begins in the pack, and of what it is made."""
+
+    start: int
+    nbytes: int
+    itemsize: int
+    stretches: tuple[Stretch, ...]
+    extents: tuple[Extent, ...]
+
+
+def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
+    """The manifest of what a reader has found, checked: every array whole, every byte inside of its
+    file. `fingerprint` is what the files looked like when they were read.
+    """
+    arrays = sorted(found.arrays, key=attrgetter("name"))
+    strategy = found.strategy or Strategy.of("single")
+    files = sorted(found.files)
+    number_of = {key: number for number, key in enumerate(files)}
+    infos: list[ArrayInfo] = []
+    gathered: list[Gathered] = []
+    columns: list[tuple[Any, Any, Any]] = []
+    end = 0
+    for array in arrays:
+        if not is_addressable(array.shape, array.dtype):
+            raise FormatError(TOO_LARGE, where=array.name, value=array.shape)
+        cells = cells_of(array)
+        placements = array.placements
+        infos.append(
+            ArrayInfo(
+                array.name, array.shape, array.dtype, cells.grid, array.role, placements, array.of
+            )
+        )
+        lengths = cells.grid.stored_elements().astype(np.uint64) * array.dtype.itemsize
+        pack, offset = _placed(array, cells, number_of)
+        for chunk, stretches in cells.gathered.items():
+            nbytes = int(lengths[chunk])
+            entry = Gathered(end, nbytes, array.dtype.itemsize, stretches, array.extents)
+            _check_inside(entry, found, array.name)
+            gathered.append(entry)
+            pack[chunk], offset[chunk] = len(files), end
+            end += nbytes
+        columns.append((pack, offset, lengths))
+    packs = [PackInfo(key, found.files[key], None) for key in files]
+    if gathered:
+        packs.append(PackInfo(_NOWHERE, end, None))
+    aliases = [Alias(name, of) for name, of in sorted(found.aliases.items())]
+    table = ArrayTable.of(infos, aliases)
+    digest = hashlib.sha256(fingerprint)
+    for part in (found.format.encode(), *table.packed):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    joined = [
+        np.concatenate([np.zeros(0, dtype), *(row[place] for row in columns)]).astype(dtype)
+        for place, dtype in enumerate(("<u4", "<u8", "<u8"))
+    ]
+    return ForeignManifest(
+        save=SaveInfo(
+            save_id=SAVE_ID_PREFIX + digest.hexdigest()[:40],
+            step=found.step,
+            time=found.time,
+            writer=found.format,
+            world_size=strategy.world_size,
+            strategy=strategy,
+            details=dict(found.details),
+        ),
+        packs=tuple(packs),
+        table=table,
+        starts=chunk_starts(table.arrays),
+        pack=joined[0],
+        offset=joined[1],
+        length=joined[2],
+        crc32=np.zeros(len(joined[0]), dtype=np.uint32),
+        objects=tuple(found.objects),
+        foreign=found,
+        gathered=gathered,
+    )
+
+
+def _placed(array: ForeignArray, cells: Cells, number_of: dict[str, int]) -> tuple[Any, Any]:
+    """The columns `pack` and `offset` of an array's chunks that are runs of bytes of a file."""
+    for extent in array.extents:
+        if extent.file not in number_of:
+            raise FormatError("a file of it is missing", where=array.name, value=extent.file)
+    if not array.extents:
+        nothing = np.zeros(len(cells.extent), dtype=np.int64)
+        return nothing, nothing.copy()
+    pack = np.array([number_of[extent.file] for extent in array.extents])[cells.extent]
+    return pack, np.array([e.offset for e in array.extents])[cells.extent] + cells.offset
+
+
+def _check_inside(entry: Gathered, found: ForeignStep, name: str) -> None:
+    for stretch in entry.stretches:
+        extent = entry.extents[stretch.extent]
+        begin = extent.offset + stretch.offset
+        end = begin + span_of(stretch.shape, stretch.strides) * entry.itemsize
+        if begin < 0 or end > found.files[extent.file]:
+            raise FormatError(
+                f"{name} reaches past the end of a file of {found.files[extent.file]} bytes",
+                where=extent.file,
+                value=(begin, end),
+                hint="the file was cut short, or is another one; copy it again",
+            )
+
+
+class GatheredSource(Closing):
+    """The pack of gathered chunks, open for reading."""
+
+    def __init__(
+        self,
+        manifest: ForeignManifest,
+        use: Callable[[str], AbstractContextManager[Source]],
+    ) -> None:
+        """`use` lends a file of the checkpoint, open."""
+        self._chunks = manifest.gathered
+        self._starts = [chunk.start for chunk in self._chunks]
+        self._use = use
+        self.size = manifest.packs[-1].size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        end = offset + len(buffer)
+        place = bisect.bisect_right(self._starts, offset) - 1
+        at = offset
+        while at < end:
+            chunk = self._chunks[place]
+            first, last = at - chunk.start, min(end - chunk.start, chunk.nbytes)
+            whole = bytearray(chunk.nbytes)
+            self._put_together(chunk, np.frombuffer(whole, dtype=np.uint8))
+            buffer[at - offset : at - offset + last - first] = memoryview(whole)[first:last]
+            at += last - first
+            place += 1
+
+    def fetch(self, offset: int, length: int) -> memoryview:
+        memory = memoryview(bytearray(length))
+        self.read_into(offset, memory)
+        return memory
+
+    def close(self) -> None:
+        """Nothing is held: the files are the others' packs."""
+
+    def _put_together(self, chunk: Gathered, whole: Any) -> None:
+        size = chunk.itemsize
+        for stretch in chunk.stretches:
+            extent = chunk.extents[stretch.extent]
+            nbytes = math.prod(stretch.shape) * size
+            target = whole[stretch.begin : stretch.begin + nbytes].reshape(*stretch.shape, size)
+            with self._use(extent.file) as source:
+                _read_strided(
+                    source, extent.offset + stretch.offset, stretch.shape, stretch.strides, target
+                )
+
+
+def _read_strided(
+    source: Source, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], target: Any
+) -> None:
+    """Read elements that may lie apart; the last dim of the target are the bytes of one."""
+    size = target.shape[-1]
+    span = span_of(shape, strides) * size
+    if span <= _DENSE * target.nbytes:
+        data = np.frombuffer(source.fetch(offset, span), dtype=np.uint8)
+        target[...] = gather(data, shape, strides, size)
+        return
+    # Along the dim whose neighbours lie farthest apart.
+    dim = max(range(len(shape)), key=lambda d: strides[d] if shape[d] > 1 else -1)
+    rest = tuple(n for d, n in enumerate(shape) if d != dim)
+    steps = tuple(s for d, s in enumerate(strides) if d != dim)
+    for index in range(shape[dim]):
+        row = target[(*(slice(None),) * dim, index)]
+        _read_strided(source, offset + index * strides[dim] * size, rest, steps, row)

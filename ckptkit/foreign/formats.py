@@ -1,0 +1,142 @@
+"""Whose checkpoint is it? The table of formats, and who reads which of them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.foreign.contents import ForeignManifest, manifest_of
+from ckptkit.foreign.extents import ForeignStep
+from ckptkit.foreign.folder import Folder
+from ckptkit.foreign.safetensors import read_safetensors
+from ckptkit.storage import Store, Stored, open_store
+
+_NUMBERED = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[_-]?([0-9]{1,18})")
+_MOST_FILES = 1 << 20
+_HEAD_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What a folder or a file is, and who reads it; nobody yet without `read`."""
+
+    what: str
+    """In words: `a DCP checkpoint`."""
+    pattern: str | bytes
+    """Of a name in the folder; in bytes, of the first bytes of the file."""
+    read: Callable[[Folder], ForeignStep] | None = None
+
+    def fits(self, looks: Sequence[str] | bytes) -> bool:
+        """Whether a folder with these names, or a file that begins so, is one."""
+        if isinstance(looks, bytes):
+            return isinstance(self.pattern, bytes) and bool(
+                re.match(self.pattern, looks, re.DOTALL)
+            )
+        pattern = self.pattern
+        return isinstance(pattern, str) and any(re.fullmatch(pattern, name) for name in looks)
+
+
+# The first that fits counts.
+FORMATS = (
+    Format("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp"),
+    Format(
+        "a DeepSpeed checkpoint",
+        r"global_step\d+|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",
+    ),
+    Format(
+        "a Megatron checkpoint", r"iter_\d+|latest_checkpointed_iteration\.txt|mp_rank_\d+(_\d+)*"
+    ),
+    Format("a Hugging Face model", r".*\.safetensors(\.index\.json)?", read_safetensors),
+    Format("a Hugging Face model", r"pytorch_model.*\.bin(\.index\.json)?"),
+    Format("a plain Zarr folder", r"zarr\.json|\.zgroup|\.zarray|\.zmetadata"),
+    Format("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)"),
+    Format("a safetensors file", rb".{5}\x00{3}\{", read_safetensors),
+    Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\"", read_safetensors),
+    Format("the pack of one rank of a step", rb"PK\x03\x04.{26}.*zarr\.json"),
+    Format("a torch.save file", rb"PK\x03\x04.{26}[^\x00]*data\.pkl"),
+    Format("a pickle, as torch.save wrote before torch 1.6", rb"\x80[\x02-\x05]"),
+    Format("a zip file", rb"PK\x03\x04"),
+    Format("a GGUF file", rb"GGUF"),
+    Format("an HDF5 file", rb"\x89HDF\r\n"),
+    Format("a file of a kind that is not known", rb"."),
+)
+
+
+def format_of(store: Store, names: Sequence[str] | None = None) -> Format | None:
+    """What is at the location of a store, whose folder has these names, if it can be told."""
+    looks: Sequence[str] | bytes = store.children("") if names is None else names
+    if not looks:
+        # A store is of folders only: for it a file is a folder without names.
+        looks = b""
+        location = store.location
+        with suppress(CkptkitError):
+            above = open_store(replace(store.address, location=location.parent))
+            looks = above.read(location.name, 0, min(_HEAD_BYTES, above.size(location.name)))
+    return next((known for known in FORMATS if known.fits(looks)), None)
+
+
+def recognise(store: Store) -> tuple[Store, str, ForeignManifest] | None:
+    """The foreign checkpoint at the location of a store: the store of its folder, the one file that
+    it is, if so, and what is in it; None where there is none that can be read. Of a folder of
+    numbered checkpoints it is the newest.
+    """
+    names = store.children("")
+    if known := format_of(store, names):
+        if known.read is None:
+            return None
+        if isinstance(known.pattern, str):
+            return store, "", _read(known.read, Folder(store, _files(store)))
+        name = store.location.name
+        store = open_store(replace(store.address, location=store.location.parent))
+        # One file is itself, whatever lies beside it; an index says which files it means.
+        files = {it.key: it for it in store.list("") if "/" not in it.key}
+        return store, name, _read(known.read, Folder(store, files, name))
+    for _, below, known in numbered(store, names):
+        if known.read:
+            return below, "", _read(known.read, Folder(below, _files(below)))
+    return None
+
+
+def numbered(store: Store, names: Iterable[str]) -> Iterator[tuple[int, Store, Format]]:
+    """The checkpoints of a known format in those folders of a store whose names, of these, have a
+    number: the highest first.
+    """
+    found = {int(m[1]): name for name in names if (m := _NUMBERED.fullmatch(name))}
+    for number, name in sorted(found.items(), reverse=True):
+        below = open_store(replace(store.address, location=store.location / name))
+        known = format_of(below)
+        if known and isinstance(known.pattern, str):
+            yield number, below, known
+
+
+def _files(store: Store) -> dict[str, Stored]:
+    files = {it.key: it for it in store.list("")}
+    if len(files) > _MOST_FILES:
+        raise FormatError(
+            f"more than {_MOST_FILES} files", where=str(store.location), value=len(files)
+        )
+    return files
+
+
+def _read(read: Callable[[Folder], ForeignStep], folder: Folder) -> ForeignManifest:
+    found = read(folder)
+    number = _NUMBERED.fullmatch(folder.store.location.name)
+    used = [folder.files[key] for key in sorted(found.files)]
+    if not found.step and number:
+        found = replace(found, step=int(number[1]))
+    if not found.time and used:
+        found = replace(found, time=max(it.modified for it in used))
+    # What a resumed reshard goes on with must be of the same bytes: where a file was written anew,
+    # its time has changed.
+    looks = "".join(f"{it.key}\0{it.size}\0{it.modified}\0" for it in used)
+    fingerprint = hashlib.sha256(looks.encode() + folder.seen.digest()).digest()
+    try:
+        return manifest_of(found, fingerprint)
+    except FormatError as error:
+        place = folder.store.location
+        error.where = f"{place}: {error.where}" if error.where else str(place)
+        raise

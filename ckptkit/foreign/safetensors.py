@@ -1,0 +1,256 @@
+"""safetensors: one file, the folder of a Hugging Face model, and the shards that DCP writes.
+
+A file is 8 bytes for the length of a JSON header, the header, and raw little-endian elements in C
+order. A folder has an index that says which tensor is in which file; without one, all files count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+from ckptkit.errors import FormatError, UnsupportedTypeError
+from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep
+from ckptkit.foreign.folder import Folder
+from ckptkit.format.names import join
+from ckptkit.model import Box, DType, document
+
+INDEX = ".safetensors.index.json"
+CONFIG = "config.json"
+METADATA = "__metadata__"
+SHARDING = "DCP_SHARDING_INFO"
+
+_LENGTH_BYTES = 8
+_MOST_HEADER = 100_000_000  # as the format has it
+# Read at once: most headers fit, and need no second request.
+_FIRST_BYTES = 1 << 18
+_MOST_CONFIG = 1 << 24
+_DTYPES = {
+    "BOOL": "bool",
+    **{
+        f"{sign}{bits}": f"{sign_name}int{bits}"
+        for sign, sign_name in (("I", ""), ("U", "u"))
+        for bits in (8, 16, 32, 64)
+    },
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+
+
+def read_safetensors(folder: Folder) -> ForeignStep:
+    """The checkpoint in a folder, or in its one file."""
+    files, indexed = _files(folder)
+    details: dict[str, Any] = {}
+    parts: dict[str, list[tuple[str, dict[str, Any], Box | None]]] = {}
+    for key in files:
+        header = read_header(folder, key)
+        said = header.pop(METADATA, None) or {}
+        if not isinstance(said, dict):
+            raise FormatError("not a map", where=f"{folder.where(key)}: {METADATA}", value=said)
+        offsets = _sharding(said.pop(SHARDING, None), folder.where(key))
+        if isinstance(said.get("format"), str):
+            details.setdefault("format", said["format"])
+        for name, entry in header.items():
+            if indexed is not None and indexed.get(name) != key:
+                continue  # the index counts: the file may be shared with another model
+            parts.setdefault(name, []).append((key, entry, offsets(name, entry)))
+    missing = sorted(set(indexed or ()) - parts.keys())
+    if missing:
+        raise FormatError(
+            f"{len(missing)} tensors of the index are not in the files that it names",
+            where=str(folder.store.location),
+            value=missing[0],
+            hint="the index is of other files; copy the folder again",
+        )
+    arrays = [_array(folder, name, found) for name, found in parts.items()]
+    theirs = {array.name: name for array, name in zip(arrays, parts, strict=True)}
+    return ForeignStep(
+        format="safetensors",
+        files={key: folder.size(key) for key in files},
+        arrays=arrays,
+        theirs=theirs,
+        details=details,
+        sizes=config_of(folder),
+    )
+
+
+def read_header(folder: Folder, key: str) -> dict[str, Any]:
+    """The header of a file; the bytes of each tensor are counted from the beginning of the file."""
+    where = folder.where(key)
+    size = folder.size(key)
+    first = folder.read(key, 0, min(size, _FIRST_BYTES))
+    length = int.from_bytes(first[:_LENGTH_BYTES], "little")
+    if size < _LENGTH_BYTES or not 0 < length <= min(_MOST_HEADER, size - _LENGTH_BYTES):
+        raise FormatError(
+            "not a safetensors file: its header does not fit into it",
+            where=where,
+            value=length,
+            hint="it was cut short, or only its name says that it is one (a Git LFS pointer?)",
+        )
+    data = first[_LENGTH_BYTES : _LENGTH_BYTES + length]
+    if len(data) < length:
+        data += folder.read(key, _LENGTH_BYTES + len(data), length - len(data))
+    header = parsed(data, where)
+    if not isinstance(header, dict):
+        raise FormatError("the header is not a map", where=where, value=header)
+    data_begins = _LENGTH_BYTES + length
+    spans: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        if name == METADATA:
+            continue
+        at = f"{where}: {name}"
+        found = document.fields(entry, at, ("dtype", "shape", "data_offsets"))
+        offsets = document.integers(found["data_offsets"], f"{at}: data_offsets")
+        if len(offsets) != 2 or offsets[1] < offsets[0] or data_begins + offsets[1] > size:
+            raise FormatError(
+                f"the tensor reaches past the end of the file, which has {size} bytes",
+                where=at,
+                value=offsets,
+                hint="it was cut short; copy it again",
+            )
+        entry["data_offsets"] = [data_begins + offset for offset in offsets]
+        if offsets[1] > offsets[0]:
+            spans.append((offsets[0], offsets[1], name))
+    spans.sort()
+    for (_, end, name), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            raise FormatError(
+                f"two tensors have the same bytes: {name} and {other}",
+                where=where,
+                value=(begin, end),
+                hint="the file is damaged; copy it again",
+            )
+    return header
+
+
+def parsed(data: bytes, where: str) -> Any:
+    """JSON of somebody else's, of which every key is there once."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise FormatError("a key is there twice", where=where)
+        return found
+
+    try:
+        return json.loads(data, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise FormatError("not valid JSON", where=where, value=str(error)) from error
+
+
+def config_of(folder: Folder) -> dict[str, Any]:
+    """The `config.json` of a Hugging Face folder; nothing where there is none."""
+    if CONFIG not in folder.files or folder.size(CONFIG) > _MOST_CONFIG:
+        return {}
+    found = parsed(folder.read(CONFIG), folder.where(CONFIG))
+    return found if isinstance(found, dict) else {}
+
+
+def _files(folder: Folder) -> tuple[list[str], dict[str, str] | None]:
+    """The files that count, and by an index which tensor is in which of them."""
+    if folder.only is not None and not folder.only.endswith(INDEX):
+        return [folder.only], None
+    indexes = [key for key in folder.files if key.endswith(INDEX) and "/" not in key]
+    if folder.only is not None:
+        indexes = [folder.only]
+    if not indexes:
+        return sorted(k for k in folder.files if k.endswith(".safetensors") and "/" not in k), None
+    if len(indexes) > 1:
+        # Of precisions or variants of one model: the plain name counts.
+        indexes = [key for key in indexes if key == f"model{INDEX}"] or indexes
+    if len(indexes) > 1:
+        raise FormatError(
+            "several models are in the folder",
+            where=str(folder.store.location),
+            value=sorted(indexes),
+            hint=f"name the index of one, such as {folder.where(min(indexes))}",
+        )
+    where = folder.where(indexes[0])
+    found = parsed(folder.read(indexes[0]), where)
+    indexed = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(indexed, dict) or not indexed:
+        raise FormatError("the index has no weight_map", where=where)
+    for name, key in indexed.items():
+        document.text(key, f"{where}: {name}")
+        if key not in folder.files or "/" in key:
+            raise FormatError(
+                "a file of the index is missing",
+                where=where,
+                value=key,
+                hint="it was not copied along; copy the folder again",
+            )
+    return sorted(set(indexed.values())), dict(indexed)
+
+
+def _sharding(text: Any, where: str) -> Callable[[str, Any], Box | None]:
+    """What DCP says in a shard of where each tensor of it begins in the whole one."""
+    if text is None:
+        return lambda _name, _entry: None
+    said = parsed(document.text(text, f"{where}: {SHARDING}").encode(), where)
+
+    def box(name: str, entry: Any) -> Box | None:
+        known = said.get(name) if isinstance(said, dict) else None
+        if known is None:
+            return None
+        offsets = known.get("saved_offsets") if isinstance(known, dict) else None
+        at = f"{where}: {name}"
+        return Box(document.integers(offsets, at), document.integers(entry["shape"], at))
+
+    return box
+
+
+def _array(
+    folder: Folder, name: str, found: list[tuple[str, dict[str, Any], Box | None]]
+) -> ForeignArray:
+    """One tensor, of which shards may be in several files."""
+    extents: list[Extent] = []
+    dtypes: set[str] = set()
+    wholes: Iterable[tuple[int, ...]]
+    for key, entry, box in found:
+        at = f"{folder.where(key)}: {name}"
+        shape = document.integers(entry["shape"], f"{at}: shape")
+        dtype = _dtype(entry["dtype"], at)
+        begin, end = entry["data_offsets"]
+        if Box.whole(shape).size * dtype.itemsize != end - begin:
+            raise FormatError(
+                f"{end - begin} bytes are not a tensor of {shape} of {dtype}", where=at
+            )
+        if box is None and len(found) > 1:
+            raise FormatError(
+                "the tensor is in several files",
+                where=at,
+                value=sorted(key for key, _, _ in found),
+                hint="name the one file that counts, or add the index of the model",
+            )
+        extents.append(Extent(box or Box.whole(shape), key, begin))
+        dtypes.add(dtype.name)
+    if len(dtypes) > 1:
+        raise FormatError("its shards have several dtypes", where=name, value=sorted(dtypes))
+    ends = [extent.box.stop for extent in extents]
+    if len({len(end) for end in ends}) > 1:
+        raise FormatError("its shards differ in their number of dims", where=name)
+    # Nothing says how large the whole is: it ends where the last shard does. A shard that is
+    # missing in between leaves a hole, which is seen. One that is missing at the end is not.
+    wholes = zip(*ends, strict=True)
+    shape = tuple(max(along) for along in wholes)
+    return ForeignArray(join("model", name), shape, DType.of(dtypes.pop()), tuple(extents))
+
+
+def _dtype(spelled: Any, where: str) -> DType:
+    text = document.text(spelled, f"{where}: dtype")
+    if text not in _DTYPES:
+        raise UnsupportedTypeError(
+            "no such element type here",
+            where=where,
+            value=text,
+            hint=f"supported are {', '.join(_DTYPES)}",
+        )
+    return DType.of(_DTYPES[text])

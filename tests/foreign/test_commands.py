@@ -1,0 +1,155 @@
+"""What the commands say of checkpoints that other programs wrote."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptkit
+from ckptkit.checkpoint.read.stream import stored_arrays
+from ckptkit.model import Box
+from tests.cli.programs import ckpt, document
+from tests.foreign.contract import same
+from tests.foreign.test_safetensors import random, write
+
+ARRAYS = {"layers.0.weight": random(1, (6, 4)), "layers.0/odd": random(2, (3,)), "n": random(3, ())}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder of one file."""
+    write(tmp_path / "hf" / "model.safetensors", ARRAYS)
+    return tmp_path / "hf"
+
+
+@pytest.fixture
+def run(model: Path, tmp_path: Path) -> Path:
+    """A folder of numbered ones."""
+    for number in (100, 20):
+        shutil.copytree(model, tmp_path / "run" / f"checkpoint-{number}")
+    (tmp_path / "run" / "step_7").mkdir()
+    return tmp_path / "run"
+
+
+def test_show_names_the_format_and_claims_no_strategy(model: Path) -> None:
+    head = ckpt("show", model).stdout.split("\n\n")[0]
+    assert "format    safetensors, which has no checksums\n" in head
+    assert "strategy  unknown" in head
+    assert "in 1 file" in head
+    found = document("show", model)
+    assert (found["format"], found["strategy"], found["packs"]) == ("safetensors", None, 1)
+    assert found["stored_bytes"] == (model / "model.safetensors").stat().st_size
+
+
+def test_show_lists_the_names_here_and_there(model: Path) -> None:
+    head, *lines = ckpt("show", model, "--mapping").stdout.splitlines()
+    assert head.split() == ["NAME", "IN", "ITS", "FILES"]
+    assert [line.split() for line in lines] == [
+        ["model/layers.0%2Fodd", "layers.0/odd"],
+        ["model/layers.0.weight", "layers.0.weight"],
+        ["model/n", "n"],
+    ]
+    assert {a["theirs"] for a in document("show", model, "--mapping")["arrays"]} == ARRAYS.keys()
+
+
+def test_a_step_of_ours_has_no_other_names(model: Path, tmp_path: Path) -> None:
+    ckptkit.reshard(model, tmp_path / "ours", to="single")
+    assert ckpt("show", tmp_path / "ours", "--mapping").exit_code == 2
+    found = document("show", tmp_path / "ours")
+    assert found["format"] is None
+    assert found["strategy"]["text"] == "single"
+    assert {array["theirs"] for array in found["arrays"]} == {None}
+
+
+def test_ls_lists_numbered_ones_with_their_format(run: Path) -> None:
+    found = document("ls", run)["steps"]
+    assert [(s["step"], s["format"], s["committed"]) for s in found] == [
+        (20, "a Hugging Face model", False),
+        (100, "a Hugging Face model", False),
+    ]
+    lines = ckpt("ls", run).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["STEP", "20", "100"]
+    assert lines[1].endswith("-         a Hugging Face model")
+    with ckptkit.open(run) as newest:
+        assert newest.step == 100
+
+
+def test_ls_lists_them_beside_steps_of_ours(run: Path) -> None:
+    ckptkit.reshard(run / "checkpoint-20", run, to="fsdp:2")
+    found = document("ls", run)["steps"]
+    assert [(s["step"], s["strategy"]) for s in found] == [(20, "fsdp:2"), (20, None), (100, None)]
+
+
+def test_verify_says_that_there_is_nothing_to_compare_with(model: Path) -> None:
+    result = ckpt("verify", model)
+    assert result.exit_code == 0
+    assert "ok: every tensor" in result.stdout
+    assert "no checksums" in result.stdout
+    found = document("verify", model, "--digest")
+    assert (found["ok"], found["compared"]) == (True, False)
+    assert found["digest"]["step"] == ckptkit.digest(model).step
+
+
+def test_verify_finds_what_is_cut_short_or_overlaps(model: Path) -> None:
+    file = model / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    found = document("verify", model, code=3)
+    assert [finding["kind"] for finding in found["findings"]] == ["corrupt"]
+    assert "model.safetensors" in found["findings"][0]["where"]
+    file.write_bytes(whole.replace(b"[96, 108]", b"[ 92,104]"))
+    found = document("verify", model, code=3)
+    assert "two tensors have the same bytes" in found["findings"][0]["what"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e5m2", "complex64"])
+def test_verify_finds_numbers_that_are_not_finite(dtype: str, tmp_path: Path) -> None:
+    values = random(1, (300, 300)).astype(ckptkit.model.DType.of(dtype).numpy)
+    values[7, 8] = np.nan
+    values[299, 299] = np.inf
+    place = write(tmp_path / "x.safetensors", {"bad": values, "good": np.arange(4)})
+    assert document("verify", place)["ok"]
+    (finding,) = document("verify", place, "--values", code=3)["findings"]
+    assert finding["kind"] == "values"
+    assert finding["where"] == f"{place}: model/bad"
+    assert finding["what"] == "of 90000 elements 1 are NaN and 1 infinite"
+    ckptkit.reshard(place, tmp_path / "ours", to="fsdp:2")
+    assert not ckptkit.verify(tmp_path / "ours")
+    assert [f.kind for f in ckptkit.verify(tmp_path / "ours", values=True)] == ["values"]
+
+
+def test_diff_and_unpack_take_them(model: Path, tmp_path: Path) -> None:
+    ckptkit.reshard(model, tmp_path / "ours", to="fsdp:2")
+    result = ckpt("diff", model, tmp_path / "ours")
+    assert result.exit_code == 0
+    assert "(A an unknown strategy, B fsdp:2)" in result.stdout
+    assert ckpt("unpack", model, tmp_path / "plain").exit_code == 0
+    assert (tmp_path / "plain" / "model" / "layers.0.weight" / "zarr.json").exists()
+
+
+def test_a_chunk_too_large_to_be_read_whole_is_compared_with_nothing(tmp_path: Path) -> None:
+    values = random(1, (32, 16))
+    with ckptkit.open(write(tmp_path / "x.safetensors", {"w": values})) as checkpoint:
+        found = np.empty(values.shape, "<u4")
+        array = stored_arrays(checkpoint, chunk_bytes=256)["model/w"]
+        array.read_into(Box.whole(values.shape), found)
+    assert same(found, values)
+
+
+@pytest.mark.parametrize("command", ["prune", "rebuild"])
+def test_what_others_wrote_is_not_changed(command: str, model: Path, run: Path) -> None:
+    for place in (model, run):
+        result = ckpt(command, place)
+        assert result.exit_code in (2, 4)
+        assert "error: " in result.stderr
+    assert "the checkpoints of another program" in ckpt("prune", run).stderr
+    assert "a Hugging Face model" in ckpt("rebuild", model).stderr
+
+
+def test_the_strategy_that_nobody_knows_is_not_expected(model: Path, tmp_path: Path) -> None:
+    result = ckpt("reshard", "--from", "single", "--to", "tp:2", model, tmp_path / "ours")
+    assert result.exit_code == 2
+    assert "written by an unknown strategy, not by single" in result.stderr
