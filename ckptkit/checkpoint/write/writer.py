@@ -24,7 +24,8 @@ from ckptkit.checkpoint.write.commit import (
     gather,
     refuse_committed,
 )
-from ckptkit.checkpoint.write.pack import Holding, Pack, PackPlan, pack_of
+from ckptkit.checkpoint.write.pack import Holding, Pack, pack_of, plan_of
+from ckptkit.checkpoint.write.plan import PackPlan
 from ckptkit.errors import (
     GivenUpError,
     InvalidNameError,
@@ -110,6 +111,7 @@ class Writer:
         """How the pack is laid out, once it is."""
         self.like: PackPlan | None = None
         """The plan of a committed pack of the same job: it is used again where it holds."""
+        self._again: Sequence[npt.NDArray[Any] | None] | None = None
         self._done = False
 
     def add(
@@ -144,7 +146,7 @@ class Writer:
         if not is_addressable(whole, known):
             raise LayoutError(TOO_LARGE, where=name, value=whole)
         later = None if sliced is None else tuple(sliced)
-        kind = whole, known, tuple((placements or {}).items()), later
+        kind = whole, known.name, tuple((placements or {}).items()), later
         if kind not in self._kinds:
             row = _row(self.strategy, name, placements or {})
             try:
@@ -160,17 +162,40 @@ class Writer:
         local = None if data is None else _as_local(name, data, part.shape, known)
         if local is None and not part.is_empty:
             raise UsageError("this rank holds a part, but no data was passed", where=name)
-        if of is not None:
+        if of is not None and of not in self._arrays:
             checked_path(of, where=name)
         info = ArrayInfo(name, whole, known, grid, role, row, of)
         self._arrays[name] = Holding(info, layout, part, local)
-        self._groups.update(ancestors(name))
+        self._note_groups(name)
 
     def add_alias(self, name: str, alias_of: str) -> None:
         """Add a second name for an array: tied weights are stored once."""
         self._check_new(name)
         self._aliases[name] = Alias(name, checked_path(alias_of))
-        self._groups.update(ancestors(name))
+        self._note_groups(name)
+
+    def add_again(self, data: Sequence[npt.NDArray[Any] | None]) -> None:
+        """Add all arrays and aliases that `like` is the plan of, whose parts now have these raw
+        elements: in the order in which they were added, None for parts that are empty. Who calls
+        this answers for it that nothing else has changed.
+        """
+        self._check_adding()
+        plan = self.like
+        if plan is None or self._arrays or self._aliases or self._again is not None:
+            raise UsageError("what was added before cannot be added again")
+        if plan.made_for[:2] != (self.rank, self.strategy):
+            raise UsageError(
+                "the plan is that of another rank or strategy", value=plan.made_for[:2]
+            )
+        for (info, _), part, held in zip(plan.arrays, plan.parts, data, strict=True):
+            fits = part.is_empty if held is None else held.shape == part.shape
+            if not fits or (held is not None and held.dtype != info.dtype.bits):
+                raise LayoutError(
+                    f"the part of this rank was {part.shape} of {info.dtype.name}",
+                    where=info.name,
+                    value=None if held is None else (held.shape, str(held.dtype)),
+                )
+        self._again = data
 
     def add_object(self, name: str, value: object) -> None:
         """Add a value that is no tensor: plain or Replicated(value) (the same on all ranks),
@@ -290,13 +315,15 @@ class Writer:
 
     @uncollected()
     def _laid_out(self) -> Pack:
-        pack = pack_of(
-            self.rank, self._arrays, self._aliases.values(), self._objects.values(), self.like
-        )
-        if pack.plan is self.like:
-            self._tables.add(pack.plan.table, len(self.strategy.mesh.axes))
-        self.plan = pack.plan
-        return pack
+        data = self._again
+        plan = self.like
+        if data is None or plan is None:
+            plan = plan_of(self.rank, self._arrays, self._aliases.values(), self.like)
+            data = [holding.data for holding in self._arrays.values()]
+        if plan is self.like:
+            self._tables.add(plan.table, len(self.strategy.mesh.axes))
+        self.plan = plan
+        return pack_of(self.rank, plan, data, self._objects.values())
 
     @uncollected()
     def _make_exist(self, save_id: str, sizes: list[int]) -> None:
@@ -334,8 +361,15 @@ class Writer:
                 "the writer has staged what it writes", hint="add everything, then stage once"
             )
 
+    def _note_groups(self, name: str) -> None:
+        # With a group come those above it.
+        if name.rpartition("/")[0] not in self._groups:
+            self._groups.update(ancestors(name))
+
     def _check_new(self, name: str) -> None:
         self._check_adding()
+        if self._again is not None:
+            raise UsageError("all arrays were added again", value=name)
         checked_path(name)
         if name in self._arrays or name in self._aliases:
             raise InvalidNameError("the name was added before", value=name)

@@ -65,8 +65,10 @@ class Source(AbstractContextManager["Source", None], Protocol):
     def size(self) -> int:
         """The number of bytes of the object."""
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the whole buffer from `offset`; CorruptionError where the object is too short."""
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
+        """Fill whole buffers, one after another, with what is there from `offset` on;
+        CorruptionError where the object is too short.
+        """
 
     def fetch(self, offset: int, length: int) -> memoryview:
         """Exactly `length` bytes, in memory of the store's own: what came over a network is not

@@ -267,12 +267,14 @@ class ObjectSource(Closing):
         self._where = server.where(path)
         self.size = size
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        view = as_bytes(self._where, buffer)
-        checked_range(self._where, self.size, offset, view.nbytes)
-        for done in range(0, view.nbytes, _MOST_AT_ONCE):
-            stretch = view[done : done + _MOST_AT_ONCE]
-            copy_bytes(self._server.read(self._path, offset + done, stretch.nbytes), stretch)
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
+        views = [as_bytes(self._where, buffer) for buffer in buffers]
+        checked_range(self._where, self.size, offset, sum(view.nbytes for view in views))
+        for view in views:
+            for done in range(0, view.nbytes, _MOST_AT_ONCE):
+                stretch = view[done : done + _MOST_AT_ONCE]
+                copy_bytes(self._server.read(self._path, offset + done, stretch.nbytes), stretch)
+            offset += view.nbytes
 
     def fetch(self, offset: int, length: int) -> memoryview:
         """These bytes, as they came; copied only where one request cannot bring them."""
