@@ -216,11 +216,8 @@ class ChunkCopier:
         """Fill some chunks of a pack together: each chunk of the source is read, and checked, once
         for all. Slots number the arrays of the pack, which are made of `origins`.
         """
-<<<<<<< HEAD
         slots = list(slots)
-=======
         left = slots if self.small is None else self.small.fill(origins, slots)
->>>>>>> main
         whole: list[Wanted] = []
         exact: list[Wanted] = []
         casts: list[tuple[TargetArray, npt.NDArray[Any], npt.NDArray[Any]]] = []
