@@ -315,11 +315,15 @@ class Collector:
 
     def add_optimizer(self, entries: Iterable[StateEntry]) -> None:
         """What an optimizer keeps in tensors."""
+        parameter = of = ""
+        along: frozenset[str] = frozenset()
         for entry in entries:
-            if torch.is_tensor(entry.value):
-                name = join("optimizer", entry.parameter, entry.key)
-                of = join("model", entry.parameter)
+            if entry.parameter != parameter:
+                parameter = entry.parameter
+                of = join("model", parameter)
                 along = self._alike_along.get(of, self._topology.replicas)
+            if torch.is_tensor(entry.value):
+                name = join("optimizer", parameter, entry.key)
                 said = self._said(name, entry)
                 self._add(name, entry.value, "optimizer", said=said, alike_along=along, of=of)
 

@@ -49,7 +49,7 @@ from ckptkit.checkpoint.reshard.target import (
     target_of,
 )
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.checkpoint.workers import Progress, copy_threads, share_out
+from ckptkit.checkpoint.workers import Progress, copy_threads, share_out, uncollected
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     FormatError,
@@ -124,6 +124,7 @@ def reshard(
     return plan_reshard(src, dst, **stores, **keywords).run(progress)
 
 
+@uncollected()
 def plan_reshard(
     src: Place,
     dst: Place,
@@ -231,6 +232,7 @@ class ReshardPlan(ReshardCost):
     target: ReshardTarget = field(repr=False)
     budget: Budget = field(repr=False)
 
+    @uncollected()
     def run(self, progress: Progress | None = None) -> Resharded:
         """Look again at what is there, copy the packs that are missing, and commit."""
         source, store, target, budget = self.checkpoint, self.store, self.target, self.budget

@@ -105,6 +105,8 @@ class Pack:
         self.plan = plan
         self.segments: Sequence[Segment] = ()
         self.is_finished = False
+        self.size = 0
+        """The bytes of the whole pack, once it is begun."""
         self._rank = rank
         self._packed_objects = msgpack.packb(objects_to_docs(tuple(objects)))
         self._fill = fill
@@ -177,6 +179,7 @@ class Pack:
         closing = directory_length(plan.name_bytes + len(name), lengths, headers, offset + record)
         extents = [segment.stop - segment.start for segment in segments]
         extents.append(offset + record + closing - plan.end)
+        self.size = sum(extents)
         self._sink: Sink = store.create(self._key, extents, memory=memory)
         if not segments:
             # Nobody will write a last one, who would finish the pack.
