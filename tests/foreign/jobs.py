@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
@@ -46,7 +47,7 @@ def trained(net: nn.Module) -> tuple[nn.Module, torch.optim.AdamW]:
     return net, optimizer
 
 
-def network() -> nn.Module:
+def network() -> nn.Sequential:
     torch.manual_seed(7)
     # Five rows over four ranks leave one of them without any.
     return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 5))
@@ -65,9 +66,8 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 def wanted_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Wanted:
     """Every tensor whole, as torch itself gathers it, by our names."""
     options = StateDictOptions(full_state_dict=True)
-    found = {
-        f"model/{k}": as_numpy(v) for k, v in get_model_state_dict(net, options=options).items()
-    }
+    model: Any = get_model_state_dict(net, options=options)
+    found = {f"model/{k}": as_numpy(v) for k, v in model.items()}
     states: Any = get_optimizer_state_dict(net, optimizer, options=options)["state"]
     for name, values in states.items():
         found |= {f"optimizer/{name}/{k}": as_numpy(v) for k, v in values.items()}
@@ -86,12 +86,15 @@ def write_samples(folder: str) -> None:
     def sharded(mesh: DeviceMesh) -> nn.Module:
         net = network()
         fully_shard(net[0], mesh=mesh)
-        return fully_shard(net, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        return net
 
     def two() -> nn.Module:
-        net = parallelize_module(network(), both["tp"], columns)
+        net = network()
+        parallelize_module(net, both["tp"], columns)
         fully_shard(net[0], mesh=both["fsdp"])
-        return fully_shard(net, mesh=both["fsdp"])
+        fully_shard(net, mesh=both["fsdp"])
+        return net
 
     def tensor_parallel() -> nn.Module:
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
@@ -126,10 +129,10 @@ def write_samples(folder: str) -> None:
             save({"model": model, "optimizer": flat}, root / "flattened", wanted)
             only = {k: v for k, v in wanted.items() if k.startswith("model/")}
             save(model, root / "bare", only)
-            writer = dcp.FileSystemWriter(root / "many", single_file_per_rank=False)
-            dcp.save({"model": model, "optimizer": state}, storage_writer=writer)
+            writer = FileSystemWriter(root / "many", single_file_per_rank=False)
+            dcp_save({"model": model, "optimizer": state}, storage_writer=writer)
             note(root / "many", wanted)
-            dcp.save(
+            dcp_save(
                 {"model": model, "optimizer": state},
                 checkpoint_id=root / "alone",
                 use_collectives=False,
@@ -139,8 +142,8 @@ def write_samples(folder: str) -> None:
 
 
 def old_sharded(root: Path) -> None:
-    net = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
-    net, optimizer = trained(net)
+    wrapped = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+    net, optimizer = trained(wrapped)
     wanted = wanted_of(net, optimizer)
     with FullyShardedDataParallel.state_dict_type(
         net,
@@ -162,7 +165,7 @@ def old_sharded(root: Path) -> None:
 
 
 def save(state: Mapping[str, Any], place: Path, wanted: Wanted) -> None:
-    dcp.save(dict(state), checkpoint_id=place)
+    dcp_save(dict(state), checkpoint_id=place)
     note(place, wanted)
 
 

@@ -136,7 +136,7 @@ def test_lightning_keeps_its_optimizers_in_a_list(tmp_path: Path) -> None:
 def test_names_of_parameters_count_before_their_order(tmp_path: Path) -> None:
     net = network()
     named = list(net.named_parameters())
-    groups = [{"params": named[2:]}, {"params": named[:2], "lr": 0.5}]
+    groups: Any = [{"params": named[2:]}, {"params": named[:2], "lr": 0.5}]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     net(torch.ones(1, 6)).sum().backward()
     optimizer.step()
