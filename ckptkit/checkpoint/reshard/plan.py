@@ -91,6 +91,7 @@ class ReshardKeywords(TypedDict, total=False):
     workers: int | None
     engine: str | Executor
     digest: bool
+    step: int | None
     overwrite: bool
 
 
@@ -248,7 +249,7 @@ class ReshardPlan(ReshardCost):
             done = replace(done, finished=tuple(sorted(finished)), committed=not options.is_slice)
             missing = [rank for rank in self.ranks if rank not in finished]
             _check_room(store, self, missing)
-            check_huge_chunks(target, source, budget)
+            check_huge_chunks(target.arrays, source, budget)
             if options.is_here:
                 with copying(target, missing, source, store, budget, progress) as segments:
                     share_out(segments, call, budget.workers)
