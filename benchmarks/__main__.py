@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import activation, live, objects, optimizers, reshard, speed, strategies
+from benchmarks.commands import commands
 from benchmarks.machine import describe, in_words
 from benchmarks.manifest import manifest
 from benchmarks.many import COUNTS, many
@@ -36,6 +37,7 @@ _WHAT = {
     "plan": "reshards of 405B parameters",
     "slice": "column slices",
     "scale": "many arrays, chunks and ranks",
+    "commands": "their start",
     "many": "small arrays, 1,000 to 100,000",
     "memory": "at its peak",
     "all": "the default",
@@ -82,6 +84,7 @@ def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
         "plan": [planning],
         "slice": [partial(isolated, slices, folder, gib)],
         "scale": [partial(listing, folder, repeat), partial(manifest, folder), ranks],
+        "commands": [partial(commands, folder, repeat)],
         "many": [partial(many, folder, repeat, _up_to(arguments.arrays))],
         "memory": [partial(memory, folder, gib)],
     }

@@ -4,16 +4,14 @@ mixture have, saved and loaded by two ranks of FSDP2, shown and resharded.
 
 from __future__ import annotations
 
-import resource
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import ckptkit
 from benchmarks.job import Job
-from benchmarks.measured import Measured, Taken
+from benchmarks.measured import Measured, Taken, taken_by
 from benchmarks.ranks import isolated
 from benchmarks.state import MOMENTS, Tensor, total_bytes
 from benchmarks.table import Bar, Section
@@ -142,8 +140,9 @@ def _in_job(folder: Path, tensors: list[Tensor], repeat: int, peer: int) -> Meas
             if turn < peer:
                 found.add("DCP load", job.ask("DCP", "load"))
         step = job.folder_of("ckptkit") / "run"
+        show = [str(Path(sys.executable).with_name("ckpt")), "show", str(step)]
         for turn in range(repeat):
-            found.add("ckpt show", _shown(step))
+            found.add("ckpt show", taken_by(show))
             found.add("reshard to tp:2", isolated(_resharding, step, folder / f"resharded-{turn}"))
     return found
 
@@ -176,15 +175,3 @@ def _resharding(step: Path, result: Path) -> Taken:
     taken = Taken(time.monotonic() - start, time.process_time() - cpu, [])
     shutil.rmtree(result)
     return taken
-
-
-def _shown(step: Path) -> Taken:
-    command = [str(Path(sys.executable).with_name("ckpt")), "show", str(step)]
-    start, cpu = time.monotonic(), _of_children()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return Taken(time.monotonic() - start, _of_children() - cpu, [])
-
-
-def _of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -47,3 +51,15 @@ class Measured:
         kept = [name for name in self.seconds if name == best or name not in variants]
         seconds = {name: self.seconds[name] for name in kept}
         return best, Measured(seconds, {name: self.cpu[name] for name in kept})
+
+
+def taken_by(command: Sequence[str]) -> Taken:
+    """What a process takes from its start to its end."""
+    start, cpu = time.monotonic(), _of_children()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return Taken(time.monotonic() - start, _of_children() - cpu, [])
+
+
+def _of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime

@@ -5,6 +5,11 @@ anyone.
 from __future__ import annotations
 
 import sys
+
+# `python -m ckptkit.cli` imports the package first: Ctrl-C is taken care of before anything else.
+if sys.argv[:1] == ["-m"] and {"ckptkit.cli", "-mckptkit.cli"}.intersection(sys.orig_argv):
+    import ckptkit_command  # noqa: F401
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -7,7 +7,7 @@ is cut is such an end: it was trained so.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import unquote
 
@@ -50,15 +50,15 @@ class Cutter:
         }
         self._rules = rules
         self._sizes = rules.known if rules else {}
-        self._found: dict[tuple[str, tuple[int, ...]], Rule | None] = {}
+        self._found: dict[tuple[str, tuple[int, ...]], tuple[Rule | None, str]] = {}
         self._experts: dict[str, int] = {}
 
     def said(self, subject: Subject, axis: Axis) -> Said | None:
         """How the axis cuts a tensor; None where nobody knows."""
-        rule = self._rule(subject)
+        rule, pattern = self._rule(subject)
         is_told = axis.kind in self._source
         if rule is not None and self._rules is not None and not (is_told and self._rules.is_guess):
-            why = f"{self._rules.name}: {rule.pattern(subject.inner)}"
+            why = f"{self._rules.name}: {pattern}"
             try:
                 return self._by_rule(subject, axis, rule, why)
             except (RulesError, LayoutError) as error:
@@ -74,12 +74,25 @@ class Cutter:
             return Said(Replicate(), f"{self._rules.name}: default")
         return None if subject.is_of_model else Said(Replicate(), "no part of the model")
 
-    def _rule(self, subject: Subject) -> Rule | None:
+    def kind(self, subject: Subject) -> tuple[Hashable, ...]:
+        """Tensors of one kind are cut alike by every axis: nothing else about them is asked for."""
+        tensor, lead = subject.tensor, subject.lead
+        rule, pattern = self._rule(subject)
+        by_name = subject.inner if rule is not None and isinstance(rule.ep, Experts) else None
+        return (
+            *(tensor.shape, lead.shape, lead is tensor, tensor.role, tensor.is_parameter),
+            # Arrays that are alike share their placements, which are long to compare.
+            *(id(tensor.placements), id(rule), pattern, by_name),
+        )
+
+    def _rule(self, subject: Subject) -> tuple[Rule | None, str]:
+        """The rule for a tensor, and which of its patterns."""
         if self._rules is None:
-            return None
+            return None, ""
         key = (subject.inner, subject.lead.shape)
         if key not in self._found:
-            self._found[key] = self._rules.find(*key)
+            rule = self._rules.find(*key)
+            self._found[key] = rule, "" if rule is None else rule.pattern(subject.inner)
         return self._found[key]
 
     def _by_rule(self, subject: Subject, axis: Axis, rule: Rule, why: str) -> Said:
@@ -193,6 +206,9 @@ class Subject:
 def subjects_of(tensors: Sequence[Tensor]) -> list[Subject]:
     """The tensors, in their order, with what each of them follows."""
     by_name = {tensor.name: tensor for tensor in tensors}
+    # A parameter and its state have one: found once for all of them.
+    inners: dict[str | None, str] = {None: ""}
+    inners |= {tensor.of: _inside(tensor.of.split("/")) for tensor in tensors if tensor.of}
     parameters = {inner_name(tensor): tensor for tensor in tensors if tensor.is_parameter}
     # For a parameter that is not there stands the largest of its state: it has its shape.
     absent: dict[str, Tensor] = {}
@@ -203,7 +219,7 @@ def subjects_of(tensors: Sequence[Tensor]) -> list[Subject]:
                 absent[tensor.of] = tensor
     subjects = []
     for tensor in tensors:
-        inner, lead = inner_name(tensor), tensor
+        inner, lead = inners[tensor.of or None] or inner_name(tensor), tensor
         if tensor.of is not None:
             lead = by_name.get(tensor.of) or absent[tensor.of]
         elif tensor.role in ("other", "optimizer") and not tensor.is_parameter:
@@ -219,4 +235,9 @@ def inner_name(tensor: Tensor) -> str:
     nodes = (tensor.of or tensor.name).split("/")
     if tensor.of is None and tensor.role == "optimizer" and len(nodes) > 2:
         nodes = nodes[:-1]
-    return unquote("/".join(nodes[1:] or nodes))
+    return _inside(nodes)
+
+
+def _inside(nodes: list[str]) -> str:
+    inner = "/".join(nodes[1:] or nodes)
+    return unquote(inner) if "%" in inner else inner

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import (
@@ -81,27 +82,44 @@ def decide(
 ) -> list[Placed]:
     """As `place`, but what nobody knows is replicated, and said to be unknown."""
     subjects = subjects_of(tensors)
-    rows = [_Row(subject, [Replicate() for _ in target.mesh.axes]) for subject in subjects]
-    _cut(rows, source, target, rules)
+    cutter = Cutter(subjects, source, rules)
+    # Stages and owners go by names.
+    one_by_one = any(axis.kind in ("pp", "zero1") for axis in target.mesh.axes)
+    kinds: dict[Hashable, _Row] = {}
+    rows = []
+    for subject in subjects:
+        kind = subject.tensor.name if one_by_one else cutter.kind(subject)
+        row = kinds.get(kind)
+        if row is None:
+            row = kinds[kind] = _Row([], [Replicate() for _ in target.mesh.axes])
+        row.subjects.append(subject)
+        rows.append(row)
+    distinct = list(kinds.values())
+    _cut(distinct, cutter, source, target, rules)
     for i, axis in enumerate(target.mesh.axes):
-        for row in rows:
+        for row in distinct:
             if axis.kind in _SHARDERS and row.is_sharded:
                 right = row.placements[i + 1 :]
                 is_cut = any(isinstance(each, Shard) and each.dim == 0 for each in right)
                 row.placements[i] = Strided(0) if is_cut else Shard(0)
-    _check(rows, target)
+    _check(distinct, target)
     # Last, as what a rank has of a parameter is what the other axes leave of it.
     for i, axis in enumerate(target.mesh.axes):
         if axis.kind == "zero1":
-            _give_owners(rows, i, axis.size, target)
-    return [row.placed for row in rows]
+            _give_owners(distinct, i, axis.size, target)
+    placed = {id(row): row.placed for row in distinct}
+    return [Placed(s.tensor.name, *placed[id(row)]) for s, row in zip(subjects, rows, strict=True)]
+
+
+_Answer: TypeAlias = tuple[tuple[Placement, ...], str, tuple[str, ...], tuple[str, ...]]
+"""As `Placed` has it, but for the name."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """A tensor while it is being placed."""
+    """Tensors that are cut alike, while they are being placed."""
 
-    subject: Subject
+    subjects: list[Subject]
     placements: list[Placement]
     why: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -118,6 +136,10 @@ class _Row:
             self.why.append("no rule")
 
     @property
+    def subject(self) -> Subject:
+        return self.subjects[0]
+
+    @property
     def is_sharded(self) -> bool:
         """Whether fsdp cuts it: parameters, and what follows them in their shape."""
         subject = self.subject
@@ -125,23 +147,22 @@ class _Row:
         return subject.has_shape_of_lead and (subject.tensor.is_parameter or follows)
 
     @property
-    def placed(self) -> Placed:
+    def placed(self) -> _Answer:
         why = "; ".join(dict.fromkeys(self.why)) or _kind_of(self.subject)
-        name = self.subject.tensor.name
         sizes = tuple(dict.fromkeys(self.unknown_sizes))
-        return Placed(name, tuple(self.placements), why, tuple(self.unknown), sizes)
+        return tuple(self.placements), why, tuple(self.unknown), sizes
 
 
-def _cut(rows: list[_Row], source: Strategy, target: Strategy, rules: Rules | None) -> None:
+def _cut(
+    rows: list[_Row], cutter: Cutter, source: Strategy, target: Strategy, rules: Rules | None
+) -> None:
     """What rules or the source decide: tp, ep and pp."""
-    subjects = [row.subject for row in rows]
     pipes = [(i, axis) for i, axis in enumerate(target.mesh.axes) if axis.kind == "pp"]
     if pipes:
-        stager = Stager(subjects, target, source, rules)
+        stager = Stager([row.subject for row in rows], target, source, rules)
         for row in rows:
             for (i, axis), said in zip(pipes, stager.along(row.subject), strict=True):
                 row.hear(i, axis, said)
-    cutter = Cutter(subjects, source, rules)
     for i, axis in enumerate(target.mesh.axes):
         if axis.kind in ("tp", "ep"):
             for row in rows:
@@ -159,17 +180,19 @@ def _check(rows: list[_Row], target: Strategy) -> None:
                 layout_of(row.subject.tensor.shape, target, row.placements)
             except LayoutError as error:
                 row.problem = error
-    wrong = [row for row in rows if row.problem is not None]
+    wrong = [(subject, row) for row in rows if row.problem is not None for subject in row.subjects]
     if wrong:
         lines = ""
-        for row in wrong[:_LISTED]:
-            tensor, says = row.subject.tensor, str(row.problem).partition("\nhint:")[0]
+        for subject, row in wrong[:_LISTED]:
+            tensor, says = subject.tensor, str(row.problem).partition("\nhint:")[0]
             cuts = ", ".join(str(p) for p in row.placements if not isinstance(p, Replicate))
-            why = f" ({row.placed.why})" if row.why else ""
+            why = f" ({row.placed[1]})" if row.why else ""
             shape = list(tensor.shape)
             lines += f"\n  {tensor.name} of shape {shape}, cut as {cuts or '?'}{why}: {says}"
         more = f"\n  and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
-        hints = [row.problem.hint for row in wrong if row.problem is not None and row.problem.hint]
+        hints = [
+            row.problem.hint for _, row in wrong if row.problem is not None and row.problem.hint
+        ]
         raise RulesError(
             f"rules do not fit {_counted(len(wrong))}:{lines}{more}",
             hint=hints[0] if hints else "`ckpt rules` shows which rule each tensor follows",

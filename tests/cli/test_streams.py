@@ -16,7 +16,7 @@ import pytest
 from ckptkit.cli import main
 from ckptkit.cli.program import COMMANDS
 
-from tests.cli.programs import ckpt, environment, process, wait_for
+from tests.cli.programs import COMMAND, ckpt, environment, process, wait_for
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = (sys.executable, "-m", "ckptkit_command")
@@ -128,14 +128,17 @@ for _ in range(6000):
         ("sitecustomize", "Python ends"),
     ],
 )
-def test_ctrl_c_is_one_line_at_any_moment(module: str, moment: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("program_line", [PROGRAM, COMMAND], ids=["ckpt", "python -m"])
+def test_ctrl_c_is_one_line_at_any_moment(
+    program_line: tuple[str, ...], module: str, moment: str, run: Path, tmp_path: Path
+) -> None:
     there = tmp_path / "there"
     code = STOPS.format(there=str(there))
     if module == "sitecustomize":
         code = f"import atexit; atexit.register(lambda: exec({code!r}))"
     (tmp_path / f"{module}.py").write_text(code)
     with subprocess.Popen(
-        [*PROGRAM, "--version"],
+        [*program_line, "ls", str(run)],
         cwd=ROOT,
         env=environment(PYTHONPATH=str(tmp_path)),
         stdout=subprocess.DEVNULL,

@@ -117,7 +117,7 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
             if beside is not None:
                 written.extend(_copied(store_at(beside, own), store))
             check_huge_chunks(arrays, checkpoint, budget)
-            copier = ChunkCopier(checkpoint, budget, None)
+            copier = ChunkCopier(checkpoint, budget, None, None)
             for file in new.files:
                 _write(file, arrays, copier, store, progress)
                 written.append(file.key)

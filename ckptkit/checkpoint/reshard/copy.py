@@ -24,19 +24,15 @@ from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.reader import BAND_BYTES, Wanted, plan_read
 from ckptkit.checkpoint.read.stream import check_chunk
 from ckptkit.checkpoint.reshard.selection import Chosen, objects_of
+from ckptkit.checkpoint.reshard.small_chunks import SmallChunks
 from ckptkit.checkpoint.reshard.target import ReshardTarget, TargetArray
 from ckptkit.checkpoint.workers import Pace, Progress, share_out
-from ckptkit.checkpoint.write.pack import (
-    Pack,
-    PackedArray,
-    PackPlan,
-    Slot,
-    chunk_view,
-    documents_of,
-)
+from ckptkit.checkpoint.write.pack import Pack, Slot
+from ckptkit.checkpoint.write.plan import PackedArray, PackPlan, chunk_view, documents_of
 from ckptkit.errors import AlreadyExistsError, CkptkitError, PeerError, UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType
+from ckptkit.model.grid import I64
 from ckptkit.plan.read import Piece, Pieces, batches, pieces_within
 from ckptkit.storage import Store
 from ckptkit.storage.base.buffers import copy_elements
@@ -87,7 +83,8 @@ def copying(
 
     room = budget.shared_bytes
     shared = SharedChunks(source.manifest.arrays, read, room) if room else None
-    copier = ChunkCopier(source, budget, shared)
+    waits = budget.source.waits_for_answers
+    copier = ChunkCopier(source, budget, shared, None if waits else SmallChunks(source))
 
     def segments_of(rank: int) -> Iterator[Callable[[], None]]:
         pack = _begin_pack(target, rank, destination, copier, progress)
@@ -184,14 +181,25 @@ def _lasts(plan: PackPlan, origins: Sequence[TargetArray], budget: Budget) -> li
     lasts: list[int] = []
     usual = min(_USUAL, budget.batch_bytes)
     held = sum(len(data) for _, data in plan.documents)
+    sizes_of: dict[tuple[int, int], tuple[I64, int]] = {}
     for array, origin in zip(plan.arrays, origins, strict=True):
-        sizes = array.info.grid.stored_elements(array.chunks) * origin.itemsize
-        for first, last in batches(sizes, usual if origin.is_kept else budget.batch_bytes):
-            nbytes = int(sizes[first:last].sum())
+        # By chunks and grid, which arrays that are alike share.
+        kind = id(array.info.grid), id(array.chunks)
+        if kind not in sizes_of:
+            elements = array.info.grid.stored_elements(array.chunks)
+            sizes_of[kind] = elements, int(elements.sum())
+        elements, total = sizes_of[kind]
+        limit = usual if origin.is_kept else budget.batch_bytes
+        itemsize, ends = origin.itemsize, [(len(elements), total * origin.itemsize)]
+        if ends[0][1] > limit:
+            sizes = elements * itemsize
+            ends = [(last, int(sizes[first:last].sum())) for first, last in batches(sizes, limit)]
+        base = end
+        for last, nbytes in ends:
             if held and held + nbytes > usual:
                 lasts.append(end)
                 held = 0
-            end, held = end + last - first, held + nbytes
+            end, held = base + last, held + nbytes
     return [*lasts, end] if end else []
 
 
@@ -202,14 +210,17 @@ class ChunkCopier:
     source: Checkpoint
     budget: Budget
     shared: SharedChunks | None
+    small: SmallChunks | None
 
-    def fill(self, origins: Sequence[TargetArray], slots: Sequence[Slot]) -> Sequence[Slot]:
+    def fill(self, origins: Sequence[TargetArray], slots: Iterable[Slot]) -> Sequence[Slot]:
         """Fill some chunks of a pack together: each chunk of the source is read, and checked, once
         for all. Slots number the arrays of the pack, which are made of `origins`.
         """
+        slots = list(slots)
+        left = slots if self.small is None else self.small.fill(origins, slots)
         self.fill_boxes(
             (origins[slot.array], *chunk_view(origins[slot.array].info, slot.chunk, slot.memory))
-            for slot in slots
+            for slot in left
         )
         return slots
 

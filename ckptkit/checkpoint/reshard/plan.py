@@ -49,7 +49,7 @@ from ckptkit.checkpoint.reshard.target import (
     target_of,
 )
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.checkpoint.workers import Progress, copy_threads, share_out
+from ckptkit.checkpoint.workers import Progress, copy_threads, share_out, uncollected
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     FormatError,
@@ -72,8 +72,7 @@ QUIET_SECONDS = 5.0
 _CHUNK_BYTES, _ARRAY_BYTES = 24, 160
 # How much of a source is read for an estimate, and at most written.
 _PROBE_BYTES, _PROBE_PARTS, _PROBE_CHUNKS = 8 << 20, 16, 64
-# So many elements at a time are converted.
-_BLOCK = 1 << 16
+_BLOCK = 1 << 16  # so many elements at a time are converted
 
 
 class ReshardKeywords(TypedDict, total=False):
@@ -117,14 +116,15 @@ def reshard(
     `selection` is what to take, to rename and to convert. `chunk_bytes` is about how large chunks
     are that cannot go over as they are. `engine` is threads, processes, dask://…, ray, ray://…,
     slice:i/n (see `commit_packs`) or any executor, with so many `workers`; `digest` records that of
-    the state, which does not depend on the strategy, for which `src` is read twice. `overwrite`
-    replaces a step that is there.
-    `storage_options` reach both places, unless `source_options` are those of `src`.
+    the state, which does not depend on the strategy, for which `src` is read twice. `step` is its
+    number where it gets another; `overwrite` replaces one that is there. `storage_options` reach
+    both places, unless `source_options` are those of `src`.
     """
     stores: Any = {"storage_options": storage_options, "source_options": source_options}
     return plan_reshard(src, dst, **stores, **keywords).run(progress)
 
 
+@uncollected()
 def plan_reshard(
     src: Place,
     dst: Place,
@@ -232,6 +232,7 @@ class ReshardPlan(ReshardCost):
     target: ReshardTarget = field(repr=False)
     budget: Budget = field(repr=False)
 
+    @uncollected()
     def run(self, progress: Progress | None = None) -> Resharded:
         """Look again at what is there, copy the packs that are missing, and commit."""
         source, store, target, budget = self.checkpoint, self.store, self.target, self.budget

@@ -70,6 +70,8 @@ class Selection:
     def takes(self, name: str, role: str) -> bool:
         if role == "optimizer" and not self.optimizer:
             return False
+        if not (self.include or self.exclude):
+            return True
         inner = inner_name(name, role)
         wanted = not self.include or matches(self.include, name, inner)
         return wanted and not matches(self.exclude, name, inner)
@@ -151,20 +153,22 @@ def choose(manifest: Manifest, selection: Selection) -> Choice:
         if not taken:
             continue
         first, *others = [_target_name(name, array, selection) for name in taken]
-        names |= dict(zip(taken, [first, *others], strict=True))
-        leads |= dict.fromkeys(called, first)
-        info = replace(array, name=first, dtype=selection.dtype_of(array, called))
-        arrays.append(Chosen(number, array, info))
+        names.update(zip(taken, [first, *others], strict=True))
+        leads.update(dict.fromkeys(called, first))
+        arrays.append(Chosen(number, array, _changed(array, first, selection, called)))
         aliases += [Alias(other, first) for other in others]
-    inner = [(name, inner_name(name, role)) for name, role in roles.items()]
-    check_used(patterns, inner, "no array has such a name")
+    if patterns:
+        inner = [(name, inner_name(name, role)) for name, role in roles.items()]
+        check_used(patterns, inner, "no array has such a name")
     if every and not arrays:
         raise UsageError("nothing is left of the step", value=selection, hint=NAMES_HINT)
-    _check_names(arrays, aliases)
+    if selection.rename:  # the source's own names fit together, and so do some of them
+        _check_names(arrays, aliases)
     leads |= names
     for number, each in enumerate(arrays):
-        info = replace(each.info, of=_parameter(each.info.of, leads, selection))
-        arrays[number] = replace(each, info=info)
+        of = _parameter(each.info.of, leads, selection)
+        if of != each.info.of:
+            arrays[number] = replace(each, info=replace(each.info, of=of))
     choice = Choice(
         tuple(sorted(arrays, key=lambda chosen: chosen.name)),
         tuple(sorted(aliases, key=lambda alias: alias.name)),
@@ -174,6 +178,14 @@ def choose(manifest: Manifest, selection: Selection) -> Choice:
         frozenset(roles.keys() - names.keys()),
     )
     return replace(choice, objects=_chosen_objects(manifest.objects, choice, selection))
+
+
+def _changed(array: ArrayInfo, name: str, selection: Selection, called: Sequence[str]) -> ArrayInfo:
+    """An array under its new name, and as what it is cast to: mostly the very same."""
+    dtype = selection.dtype_of(array, called) if selection.cast else array.dtype
+    if name == array.name and dtype == array.dtype:
+        return array
+    return replace(array, name=name, dtype=dtype)
 
 
 def _target_name(name: str, array: ArrayInfo, selection: Selection) -> str:

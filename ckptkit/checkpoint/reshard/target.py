@@ -18,11 +18,12 @@ from ckptkit.checkpoint.reshard.selection import Choice, Chosen, Selection, choo
 from ckptkit.checkpoint.rules_file import RulesLike, rules_between
 from ckptkit.errors import LayoutError
 from ckptkit.format.array_table import ArrayTable
+from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.leaves import dumps
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.names import DIGEST_ALGORITHM, inner_name
 from ckptkit.format.record import SaveInfo
-from ckptkit.model import Layout, Rules, Strategy, layout_of
+from ckptkit.model import Grid, Layout, Rules, Strategy, layout_of
 from ckptkit.model.document import parse_size
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, target_grid
 from ckptkit.plan.cuts import Tensor
@@ -176,16 +177,24 @@ def target_of(manifest: Manifest, options: ReshardOptions, digest: str = "") -> 
     )
     by_name = {each.name: each for each in placed}
     arrays = []
+    # Layers are alike: what is decided of one array holds for all of its kind.
+    kinds: dict[tuple[Any, ...], tuple[Grid, Layout]] = {}
     for chosen in choice.arrays:
         source, info, found = chosen.source, chosen.info, by_name[chosen.name]
-        try:
-            layout = layout_of(source.shape, strategy, found.placements)
-        except LayoutError as error:
-            error.where = f"{chosen.name}: {error.where}" if error.where else chosen.name
-            error.hint = error.hint or f"{found.why} says so: `ckpt rules` shows all of them"
-            raise
-        grid = target_grid(source.grid, info.dtype.itemsize, layout.edges, chunk_bytes)
-        info = replace(info, grid=grid, placements=found.placements)
+        kind = id(source.grid), info.dtype.itemsize, id(found.placements)
+        if kind not in kinds:
+            try:
+                layout = layout_of(source.shape, strategy, found.placements)
+            except LayoutError as error:
+                error.where = f"{chosen.name}: {error.where}" if error.where else chosen.name
+                error.hint = error.hint or f"{found.why} says so: `ckpt rules` shows all of them"
+                raise
+            itemsize = info.dtype.itemsize
+            kinds[kind] = target_grid(source.grid, itemsize, layout.edges, chunk_bytes), layout
+        grid, layout = kinds[kind]
+        info = ArrayInfo(
+            info.name, info.shape, info.dtype, grid, info.role, found.placements, info.of
+        )
         arrays.append(TargetArray(chosen.number, source, info, layout, found.why))
     decided, save = replace(options, rules=rules), manifest.save
     if options.step is not None:
@@ -245,14 +254,22 @@ def cost_of(target: ReshardTarget, batch_bytes: int) -> ReshardCost:
     """Add up what all arrays take; those of one shape and layout are looked at once."""
     by_rank = np.zeros(target.world_size)
     needed = read = requests = chunks = 0
+    # By what is alike, and how often: by place in memory, since grids are long to compare.
+    kinds: dict[tuple[int, ...], list[TargetArray]] = {}
     for array in target.arrays:
+        source, info = array.source, array.info
+        kind = id(array.layout), id(source.grid), id(info.grid)
+        kinds.setdefault((*kind, source.dtype.itemsize, info.dtype.itemsize), []).append(array)
+    for alike in kinds.values():
+        array, count = alike[0], len(alike)
         source, info = array.source, array.info
         itemsizes = source.dtype.itemsize, info.dtype.itemsize
         found = spread(array.layout, source.grid, info.grid, itemsizes, batch_bytes)
-        by_rank += found.nbytes
-        needed += int(source.grid.stored_elements().sum()) * source.dtype.itemsize
-        read, requests = read + found.reading.nbytes, requests + found.reading.requests
-        chunks += info.grid.chunk_count
+        by_rank += found.nbytes * count
+        needed += int(source.grid.stored_elements().sum()) * source.dtype.itemsize * count
+        read += found.reading.nbytes * count
+        requests += found.reading.requests * count
+        chunks += info.grid.chunk_count * count
     rounded = tuple(np.rint(by_rank).astype(np.int64).tolist())
     return ReshardCost(needed, read, round(float(by_rank.sum())), requests, chunks, rounded)
 

@@ -1,0 +1,205 @@
+"""The globals that a pickle may name, and what each stands for here: a type of elements, a call
+that is told and not made, or a plain value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+DTYPES = {
+    f"torch.{name}": name
+    for name in (
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+        *("bool", "float16", "float32", "float64", "bfloat16", "complex32", "complex64"),
+        *("complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+        "float8_e8m0fnu",
+    )
+}
+"""Torch's element types, with our names for them."""
+
+STORAGES = {
+    "torch.FloatStorage": "float32",
+    "torch.DoubleStorage": "float64",
+    "torch.HalfStorage": "float16",
+    "torch.BFloat16Storage": "bfloat16",
+    "torch.LongStorage": "int64",
+    "torch.IntStorage": "int32",
+    "torch.ShortStorage": "int16",
+    "torch.CharStorage": "int8",
+    "torch.ByteStorage": "uint8",
+    "torch.BoolStorage": "bool",
+    "torch.ComplexFloatStorage": "complex64",
+    "torch.ComplexDoubleStorage": "complex128",
+    # Of any type: its elements are bytes.
+    "torch.UntypedStorage": "uint8",
+    "torch.storage.UntypedStorage": "uint8",
+}
+"""Torch's classes of storages, with our names for their elements."""
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_SHARDED = "torch.distributed._shard.sharded_tensor"
+CALLS = frozenset(
+    [
+        *(
+            f"torch._utils._rebuild_{what}"
+            for what in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")
+        ),
+        "torch._tensor._rebuild_from_type_v2",
+        "torch._utils._rebuild_wrapper_subclass",
+        "torch.nn.parameter.Parameter",
+        "torch.Tensor",
+        # Of DCP.
+        *(
+            f"{_CHECKPOINT}.metadata.{name}"
+            for name in (
+                *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta"),
+                *("ChunkStorageMetadata", "TensorProperties", "MetadataIndex"),
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        f"{_CHECKPOINT}.filesystem._StorageInfo",
+        # Of tensors that are spread over ranks.
+        "torch.distributed.tensor.DTensor",
+        "torch.distributed._tensor.api.DTensor",
+        *(
+            f"torch.distributed.{module}._dtensor_spec.{name}"
+            for module in ("tensor", "_tensor")
+            for name in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
+        ),
+        "torch.distributed._tensor.placement_types.DTensorSpec",
+        "torch.distributed._tensor.placement_types.TensorMeta",
+        *(
+            f"torch.distributed.{module}.placement_types.{name}"
+            for module in ("tensor", "_tensor")
+            for name in ("Shard", "Replicate", "_StridedShard", "Partial", "_Partial")
+        ),
+        "torch.distributed.device_mesh.DeviceMesh",
+        "torch.distributed._mesh_layout._MeshLayout",
+        "torch.distributed._mesh_layout._FlatLayout",
+        f"{_SHARDED}.api.ShardedTensor",
+        f"{_SHARDED}.api.ShardedTensor.ProcessGroupState",
+        f"{_SHARDED}.shard.Shard",
+        f"{_SHARDED}.metadata.ShardedTensorMetadata",
+        f"{_SHARDED}.metadata.TensorProperties",
+        f"{_SHARDED}.metadata.MEM_FORMAT_ENCODING",
+        "torch.distributed._shard.metadata.ShardMetadata",
+        *(
+            f"torch.distributed._shard.sharding_spec.{name}"
+            for name in (
+                *("chunk_sharding_spec.ChunkShardingSpec", "api.EnumerableShardingSpec"),
+                *("ChunkShardingSpec", "EnumerableShardingSpec"),
+            )
+        ),
+        "torch.distributed.remote_device._remote_device",
+    ]
+)
+ALIASES = {
+    "__builtin__": "builtins",
+    "copy_reg": "copyreg",
+    "pathlib._local": "pathlib",
+}
+# A class inside of a class: what torch.save asks `getattr` for, and the only thing that it may.
+_INNER = (f"{_SHARDED}.api.ShardedTensor", "ProcessGroupState")
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A global that a pickle names and does not call, such as the class of a storage."""
+
+    name: str
+
+
+def _mapping(items: Any = ()) -> dict[Any, Any]:
+    if isinstance(items, Global):  # the factory of a defaultdict
+        return {}
+    pairs = [(key, value) for key, value in (items.items() if type(items) is dict else items)]
+    if not all(type(key) in (str, int) for key, _ in pairs):
+        raise ValueError("a key of a map that is neither text nor number")
+    return dict(pairs)
+
+
+def _encoded(text: str, encoding: str) -> bytes:
+    if type(text) is not str or encoding != "latin1":
+        raise ValueError("an encoding of other than bytes")
+    return text.encode("latin1")
+
+
+def _size(values: Iterable[int]) -> tuple[int, ...]:
+    found = tuple(values)
+    if not all(type(value) is int for value in found):
+        raise ValueError("a size of other than numbers")
+    return found
+
+
+def _device(kind: str, index: int | None = None) -> str:
+    if type(kind) is not str or not (index is None or type(index) is int):
+        raise ValueError("not a device")
+    return kind if index is None else f"{kind}:{index}"
+
+
+def _path(*parts: str) -> str:
+    if not all(type(part) is str for part in parts):
+        raise ValueError("not a path")
+    return "/".join(parts).replace("//", "/")
+
+
+def _attribute(of: Any, name: Any) -> Any:
+    if isinstance(of, Global) and (of.name, name) == _INNER:
+        return Global(".".join(_INNER))
+    raise ValueError("it asks for an attribute of something")
+
+
+def _bytes(data: Any = b"", encoding: Any = "latin1") -> bytes:
+    """A bytearray; not one of so many zeros, which a number would ask for."""
+    if isinstance(data, (bytes, bytearray)):
+        return bytes(data)
+    return _encoded(data, encoding)
+
+
+def _set(values: Any = ()) -> set[Any]:
+    found = list(values)
+    if not all(type(value) in (str, int, bytes, float, bool, type(None)) for value in found):
+        raise ValueError("a set of other than plain values")
+    return set(found)
+
+
+def _list(values: Any = ()) -> list[Any]:
+    if type(values) not in (list, tuple):
+        raise ValueError("not the items of a list")
+    return list(values)
+
+
+def _complex(real: Any, imag: Any = 0.0) -> complex:
+    if not all(type(part) in (int, float) for part in (real, imag)):
+        raise ValueError("not a complex number")
+    return complex(real, imag)
+
+
+def _layout(name: Any) -> str:
+    if type(name) is not str:
+        raise ValueError("not a layout")
+    return name
+
+
+# Functions of ours that give the plain value in place of what a pickle calls.
+VALUES: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": _mapping,
+    "collections.Counter": _mapping,
+    "collections.defaultdict": _mapping,
+    "builtins.dict": _mapping,
+    "builtins.set": _set,
+    "builtins.frozenset": _set,
+    "builtins.list": _list,
+    "builtins.bytearray": _bytes,
+    "builtins.bytes": _bytes,
+    "builtins.complex": _complex,
+    "builtins.getattr": _attribute,
+    "_codecs.encode": _encoded,
+    "pathlib.PosixPath": _path,
+    "pathlib.WindowsPath": _path,
+    "torch.Size": _size,
+    "torch.device": _device,
+    "torch.serialization._get_layout": _layout,
+}

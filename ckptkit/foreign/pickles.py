@@ -1,0 +1,421 @@
+"""An interpreter of pickles that runs nothing: what a pickle would call becomes a placeholder that
+says so.
+
+Python's own unpickler calls what a file names, which may be anything. Here a name has to be on a
+list, a call gives a `Placeholder` with its name and arguments, and only a few plain types become
+values. No pickle makes this take more than some hundred times its bytes: a value is counted with
+all that is inside of it, what is in several places in each, so that no small file stands for a huge
+value.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptkit.errors import FormatError
+from ckptkit.foreign.globals import ALIASES, CALLS, DTYPES, STORAGES, VALUES, Global
+
+MOST_DEPTH = 64
+MOST_BYTES = 1 << 30
+# How many items a value may have: so many, and so many more for each byte of the pickle.
+_ITEMS, _ITEMS_PER_BYTE = 1 << 16, 32
+# And how many may be passed to functions, which copy them.
+_CALLED_PER_BYTE = 4
+_MOST_NUMBER_BYTES = 255
+# A longer text counts as an item for so many of its bytes.
+_LONG, _ITEM_BYTES = 64, 8
+_INT32, _FLOAT64 = struct.Struct("<i"), struct.Struct(">d")
+
+
+@dataclass(slots=True, eq=False)
+class Placeholder:
+    """What a pickle would make by a call: the name of what it calls, with what it would pass."""
+
+    name: str
+    args: tuple[Any, ...]
+    state: Any = None
+    """What would become its attributes."""
+    items: list[Any] = field(default_factory=list)
+    """What would be put into it; of maps pairs."""
+
+    @property
+    def kind(self) -> str:
+        """The last part of its name."""
+        return self.name.rpartition(".")[2]
+
+    def fields(self) -> dict[str, Any]:
+        """Its state, where that is a map."""
+        return self.state if isinstance(self.state, dict) else {}
+
+
+def read_pickle(
+    data: bytes | memoryview, where: str, persistent: Callable[[Any], Any] | None = None
+) -> Any:
+    """The value of a pickle; FormatError where it is none, or asks for what is not on the list.
+
+    `persistent` gives the values of its persistent ids.
+    """
+    if len(data) > MOST_BYTES:
+        raise FormatError(f"a pickle of more than {MOST_BYTES} bytes", where=where, value=len(data))
+    reader = _Interpreter(bytes(data), where, persistent)
+    try:
+        return reader.run()
+    except (LookupError, ValueError, TypeError, OverflowError, struct.error) as error:
+        raise FormatError(
+            f"not a valid pickle at byte {reader.at}: {error}"[:200],
+            where=where,
+            hint="the file was cut short or changed; copy it again",
+        ) from error
+
+
+class _Interpreter:
+    def __init__(self, data: bytes, where: str, persistent: Callable[[Any], Any] | None) -> None:
+        self.data = data
+        self.where = where
+        self.at = 0
+        self.persistent = persistent
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []
+        """The stack below each mark."""
+        self.memo: dict[int, Any] = {}
+        self.most = _ITEMS + _ITEMS_PER_BYTE * len(data)
+        self.called = 0
+        """How many items were passed to functions."""
+        self.known: dict[int, tuple[Any, int, int]] = {}
+        """Of values that are more than one item: how many, and how deep they are. By place in
+        memory, so the value itself is kept as well.
+        """
+        self.inside: set[int] = set()
+        """Those that are inside of others. They do not change any more: so nothing is ever inside
+        of itself, and what was counted stays right.
+        """
+
+    def run(self) -> Any:
+        data, actions, size = self.data, _ACTIONS, len(self.data)
+        while self.at < size:
+            code = data[self.at]
+            self.at += 1
+            if code == _STOP:
+                if self.below or len(self.stack) != 1:
+                    raise ValueError("it ends with other than one value")
+                return self.stack[0]
+            action = actions.get(code)
+            if action is None:
+                raise ValueError(f"the opcode {code:#04x} is not one that is read here")
+            action(self)
+        raise ValueError("it has no end")
+
+    def refuse(self, what: str, value: object = None, hint: str = "") -> FormatError:
+        shown = {} if value is None else {"value": value}
+        return FormatError(what, where=self.where, hint=hint, **shown)
+
+    def take(self, length: int) -> bytes:
+        end = self.at + length
+        if end > len(self.data):
+            raise ValueError(f"{length} bytes are wanted where {len(self.data) - self.at} are left")
+        taken = self.data[self.at : end]
+        self.at = end
+        return taken
+
+    def number(self, length: int) -> int:
+        return int.from_bytes(self.take(length), "little")
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.at, self.at + 4096)
+        text = self.data[self.at : end].decode("utf-8")
+        self.at = end + 1
+        return text
+
+    def marked(self) -> list[Any]:
+        """What was put on the stack since the last mark."""
+        found = self.stack
+        self.stack = self.below.pop()
+        return found
+
+    def counted(self, parts: Iterable[Any], items: int = 1, depth: int = 1) -> tuple[int, int]:
+        """How many items are in a value of these parts, and how deep it is."""
+        known, inside = self.known, self.inside
+        for part in parts:
+            items += 1
+            found = known.get(id(part))
+            if found is not None:
+                inside.add(id(part))
+                items += found[1]
+                if found[2] >= depth:
+                    depth = found[2] + 1
+        if items > self.most:
+            raise self.refuse("the value of the pickle has too many items for its bytes", self.most)
+        if depth > MOST_DEPTH:
+            raise self.refuse(f"the value of the pickle is more than {MOST_DEPTH} levels deep")
+        return items, depth
+
+    def push(self, made: Any, parts: Sequence[Any] = ()) -> None:
+        """Put a new container on the stack."""
+        self.known[id(made)] = (made, *self.counted(parts))
+        self.stack.append(made)
+
+    def grow(self, target: Any, parts: Iterable[Any]) -> None:
+        """Count what a container gets."""
+        if id(target) not in self.known:
+            raise ValueError("something is put into what is no container")
+        _, items, depth = self.known[id(target)]
+        self.known[id(target)] = (target, *self.counted(parts, items, depth))
+        if id(target) in self.inside:
+            raise self.refuse("the pickle changes a value that is inside of another already")
+
+    def text(self, length: int) -> None:
+        raw = self.take(length)
+        self.long(raw.decode("utf-8", "surrogatepass"), length)
+
+    def long(self, value: Any, length: int) -> None:
+        if length > _LONG:
+            self.known[id(value)] = (value, length // _ITEM_BYTES, 0)
+        self.stack.append(value)
+
+    def integer(self, length: int) -> None:
+        if length > _MOST_NUMBER_BYTES:
+            raise ValueError(f"a number of {length} bytes")
+        self.stack.append(int.from_bytes(self.take(length), "little", signed=True))
+
+    def tuple_of(self, count: int) -> None:
+        parts = self.stack[len(self.stack) - count :]
+        if len(parts) < count:
+            raise IndexError("the stack is empty")
+        del self.stack[len(self.stack) - count :]
+        self.push(tuple(parts), parts)
+
+    def key(self, key: Any) -> Any:
+        """A key of a map: the hash of a tuple of tuples would take for ever."""
+        if type(key) in (str, int, bytes, float, bool, type(None), Placeholder, Global):
+            return key
+        if type(key) is tuple and self.known.get(id(key), (key, 0, 1))[2] <= 1:
+            return key
+        raise self.refuse("a key of a map that cannot be one", type(key).__name__)
+
+    def put(self, target: Any, pairs: list[Any]) -> None:
+        if len(pairs) % 2:
+            raise ValueError("a key without a value")
+        keys = [self.key(key) for key in pairs[::2]]
+        self.grow(target, pairs)
+        if type(target) is dict:
+            target.update(zip(keys, pairs[1::2], strict=True))
+        elif type(target) is Placeholder:
+            target.items += zip(keys, pairs[1::2], strict=True)
+        else:
+            raise ValueError("items are put into what is no map")
+
+    def extend(self, target: Any, values: list[Any]) -> None:
+        self.grow(target, values)
+        if type(target) is list:
+            target += values
+        elif type(target) is Placeholder:
+            target.items += values
+        elif type(target) is set:
+            target.update(self.key(value) for value in values)
+        else:
+            raise ValueError("values are added to what is no list")
+
+    def find(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise ValueError("the name of a global is no text")
+        full = f"{ALIASES.get(module, module)}.{name}"
+        if full in DTYPES:
+            self.stack.append(full)
+        elif full in CALLS or full in STORAGES or full in VALUES:
+            self.stack.append(Global(full))
+        else:
+            raise self.refuse(
+                "the pickle asks for a global that is not read here",
+                f"{module}.{name}"[:120],
+                hint="nothing of it was run; save the tensors without that object",
+            )
+
+    def call(self, called: Any, args: Any) -> None:
+        if type(called) is not Global or type(args) is not tuple:
+            raise ValueError("what is called is no global")
+        if called.name in CALLS:
+            self.push(Placeholder(called.name, args), args)
+            return
+        if called.name not in VALUES:
+            raise self.refuse("the pickle calls what is no function", called.name)
+        # What they make is of the size of what they get: a pickle may not ask for it for ever.
+        self.called += self.counted(args)[0]
+        if self.called > _ITEMS + _CALLED_PER_BYTE * len(self.data):
+            raise self.refuse("the pickle calls functions too often", called.name)
+        made = VALUES[called.name](*args)
+        if type(made) in (str, bytes):
+            self.long(made, len(made))
+        elif type(made) in (Global, complex):
+            self.stack.append(made)
+        else:
+            self.push(made, args)
+
+    def build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if type(target) is dict:
+            return  # what an OrderedDict has for attributes, such as `_metadata`
+        if type(target) is not Placeholder or target.state is not None:
+            raise ValueError("a state is given to what has none")
+        self.grow(target, (state,))
+        target.state = state
+
+    def memoize(self, place: int) -> None:
+        self.memo[place] = self.stack[-1]
+
+    def persist(self) -> None:
+        if self.persistent is None:
+            raise self.refuse("the pickle refers to something outside of it")
+        self.stack.append(self.persistent(self.stack.pop()))
+
+    def dict_of(self) -> None:
+        pairs = self.marked()
+        self.push({})
+        self.put(self.stack[-1], pairs)
+
+    def frozen_set(self) -> None:
+        values = self.marked()
+        self.push(frozenset(self.key(value) for value in values), values)
+
+    def new(self, *, with_keywords: bool) -> None:
+        if with_keywords and self.stack.pop():
+            raise ValueError("keywords are passed")
+        args = self.stack.pop()
+        self.call(self.stack.pop(), args)
+
+    def integer4(self) -> None:
+        self.stack.append(_INT32.unpack(self.take(4))[0])
+
+    def mark(self) -> None:
+        self.below.append(self.stack)
+        self.stack = []
+
+    def pop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.marked()
+
+    def pop_mark(self) -> None:
+        self.marked()
+
+    def frame(self) -> None:
+        if self.number(8) > len(self.data) - self.at:
+            raise ValueError("a frame reaches past the end")
+
+    def protocol(self) -> None:
+        if self.number(1) > 5:
+            raise ValueError("a protocol of a later Python")
+
+    def marked_tuple(self) -> None:
+        parts = self.marked()
+        self.push(tuple(parts), parts)
+
+    def append(self) -> None:
+        value = self.stack.pop()
+        self.extend(self.stack[-1], [value])
+
+    def appends(self) -> None:
+        values = self.marked()
+        self.extend(self.stack[-1], values)
+
+    def set_item(self) -> None:
+        value = self.stack.pop()
+        key = self.stack.pop()
+        self.put(self.stack[-1], [key, value])
+
+    def set_items(self) -> None:
+        pairs = self.marked()
+        self.put(self.stack[-1], pairs)
+
+    def named(self) -> None:
+        module = self.line()
+        self.find(module, self.line())
+
+    def named_on_stack(self) -> None:
+        name = self.stack.pop()
+        self.find(self.stack.pop(), name)
+
+    def reduce(self) -> None:
+        args = self.stack.pop()
+        self.call(self.stack.pop(), args)
+
+    def marked_list(self) -> None:
+        made = self.marked()
+        self.push(made, made)
+
+
+def _constant(value: Any) -> Callable[[_Interpreter], None]:
+    return lambda it: it.stack.append(value)
+
+
+def _byte_string(length: int) -> Callable[[_Interpreter], None]:
+    def action(it: _Interpreter) -> None:
+        raw = it.take(it.number(length))
+        it.long(raw, len(raw))
+
+    return action
+
+
+def _old_string(length: int) -> Callable[[_Interpreter], None]:
+    return lambda it: it.text(it.number(length))
+
+
+_STOP = ord(".")
+# What each opcode does; those that are not here are refused.
+_ACTIONS: dict[int, Callable[[_Interpreter], None]] = {
+    0x80: _Interpreter.protocol,
+    0x95: _Interpreter.frame,
+    ord("("): _Interpreter.mark,
+    ord("0"): _Interpreter.pop,
+    ord("1"): _Interpreter.pop_mark,
+    ord("2"): lambda it: it.stack.append(it.stack[-1]),
+    ord("N"): _constant(value=None),
+    0x88: _constant(value=True),
+    0x89: _constant(value=False),
+    ord("K"): lambda it: it.stack.append(it.number(1)),
+    ord("M"): lambda it: it.stack.append(it.number(2)),
+    ord("J"): _Interpreter.integer4,
+    0x8A: lambda it: it.integer(it.number(1)),
+    0x8B: lambda it: it.integer(it.number(4)),
+    ord("G"): lambda it: it.stack.append(_FLOAT64.unpack(it.take(8))[0]),
+    ord("X"): lambda it: it.text(it.number(4)),
+    0x8C: lambda it: it.text(it.number(1)),
+    0x8D: lambda it: it.text(it.number(8)),
+    ord("U"): _old_string(1),
+    ord("T"): _old_string(4),
+    ord("C"): _byte_string(1),
+    ord("B"): _byte_string(4),
+    0x8E: _byte_string(8),
+    0x96: _byte_string(8),
+    ord(")"): _constant(value=()),
+    0x85: lambda it: it.tuple_of(1),
+    0x86: lambda it: it.tuple_of(2),
+    0x87: lambda it: it.tuple_of(3),
+    ord("t"): _Interpreter.marked_tuple,
+    ord("]"): lambda it: it.push([]),
+    ord("l"): _Interpreter.marked_list,
+    ord("a"): _Interpreter.append,
+    ord("e"): _Interpreter.appends,
+    ord("}"): lambda it: it.push({}),
+    ord("d"): _Interpreter.dict_of,
+    ord("s"): _Interpreter.set_item,
+    ord("u"): _Interpreter.set_items,
+    0x8F: lambda it: it.push(set()),
+    0x90: _Interpreter.appends,
+    0x91: _Interpreter.frozen_set,
+    ord("q"): lambda it: it.memoize(it.number(1)),
+    ord("r"): lambda it: it.memoize(it.number(4)),
+    0x94: lambda it: it.memoize(len(it.memo)),
+    ord("h"): lambda it: it.stack.append(it.memo[it.number(1)]),
+    ord("j"): lambda it: it.stack.append(it.memo[it.number(4)]),
+    ord("c"): _Interpreter.named,
+    0x93: _Interpreter.named_on_stack,
+    ord("R"): _Interpreter.reduce,
+    0x81: lambda it: it.new(with_keywords=False),
+    0x92: lambda it: it.new(with_keywords=True),
+    ord("b"): _Interpreter.build,
+    ord("Q"): _Interpreter.persist,
+}

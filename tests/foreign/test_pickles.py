@@ -1,0 +1,202 @@
+"""A pickle is read without anything of it being run, and whatever is in it costs little."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import pickle
+import pickletools
+import random
+import tracemalloc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ckptkit.errors import FormatError
+from ckptkit.foreign.globals import Global
+from ckptkit.foreign.pickles import Placeholder, read_pickle
+
+
+def read(data: bytes) -> Any:
+    return read_pickle(data, "a/file.pt")
+
+
+PLAIN = {
+    "numbers": [0, -1, 255, 256, 65_536, -(2**31), 2**40, -(2**70), 1.5, True, False, None],
+    "texts": ["", "x" * 300, "é\udc80", b"", b"y" * 300],
+    "nested": {"a": ((1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)), 3: [[], {}, ()]},
+    "kinds": [{1, 2}, complex(1, -2)],
+}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_plain_values_are_what_python_makes_of_them(protocol: int) -> None:
+    assert read(pickle.dumps(PLAIN, protocol=protocol)) == PLAIN
+
+
+def test_a_few_types_become_plain_values() -> None:
+    values = [
+        collections.OrderedDict(a=1),
+        collections.Counter("aab"),
+        collections.defaultdict(dict, {"a": {}}),
+        torch.Size([2, 3]),
+        torch.device("cuda", 1),
+        torch.bfloat16,
+        bytearray(b"abc"),
+        frozenset([1]),
+        pathlib.PosixPath("/a/b"),
+    ]
+    plain = [{"a": 1}, {"a": 2, "b": 1}, {"a": {}}, (2, 3), "cuda:1", "torch.bfloat16", b"abc"]
+    for protocol in (2, 4):
+        assert read(pickle.dumps(values, protocol=protocol)) == [*plain, frozenset([1]), "/a/b"]
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("a pickle was run",)
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (pickle.dumps(Evil()), "builtins.print"),
+        (b"cos\nsystem\n(X\x02\x00\x00\x00lstR.", "os.system"),
+        (b"cbuiltins\ngetattr\n(cbuiltins\nlist\nX\x06\x00\x00\x00appendtR.", "attribute"),
+        (b"cbuiltins\neval\n.", "builtins.eval"),
+        (pickle.dumps(Path), "pathlib.Path"),
+    ],
+)
+def test_what_is_not_on_the_list_is_refused_by_name(
+    data: bytes, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(FormatError, match=named) as caught:
+        read(data)
+    assert str(caught.value).startswith("a/file.pt: ")
+    assert not capsys.readouterr().out
+
+
+def test_getattr_answers_one_pair_only() -> None:
+    shard = b"ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\n"
+    asked = b"c__builtin__\ngetattr\n(" + shard + b"X%c\x00\x00\x00%btR."
+    wanted = "torch.distributed._shard.sharded_tensor.api.ShardedTensor.ProcessGroupState"
+    assert read(asked % (17, b"ProcessGroupState")) == Global(wanted)
+    with pytest.raises(FormatError, match="attribute"):
+        read(asked % (8, b"__init__"))
+
+
+def test_what_would_be_called_is_told() -> None:
+    call = read(pickle.dumps(ChunkStorageMetadata(torch.Size([1]), torch.Size([2]))))
+    assert isinstance(call, Placeholder)
+    assert call.kind == "ChunkStorageMetadata"
+    assert call.fields() == {"offsets": (1,), "sizes": (2,)}
+
+
+def peak_of(data: bytes) -> int:
+    """The most memory that reading a hostile pickle takes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError):
+            read(data)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def doubled(times: int, opcodes: bytes) -> bytes:
+    """Values that hold the one before twice: a thousand bytes would be 2**300 items."""
+    return b"\x80\x04](K\x01e" + opcodes * times + b"."
+
+
+LONG_TEXT = b"X\x00\x00\x10\x00" + b"a" * (1 << 20) + b"\x94"
+ENCODED = b"c_codecs\nencode\nh\x00X\x06\x00\x00\x00latin1\x86R"
+BOMBS = {
+    "lists in lists twice": doubled(300, b"\x94(22e" + b"](h\x00h\x00e"),
+    "tuples of the one before": b"\x80\x04]" + b"2\x86" * 300 + b".",
+    "maps of the one before": b"]" + b"q\x00}(K\x00h\x00K\x01h\x00u" * 300 + b".",
+    "depth": b"]" + b"\x85" * 100_000 + b".",
+    "depth by lists": b"(" * 100_000 + b"l" * 100_000 + b".",
+    "a list inside of itself": b"]q\x00h\x00a.",
+    "a list inside of itself, later": b"]q\x00\x85q\x01h\x00h\x01a0.",
+    "a text of 4 GB": b"X\xff\xff\xff\xffabc.",
+    "bytes of 2**63": b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7fabc.",
+    "a frame of 2**63": b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f.",
+    "a number of 2**31 bytes": b"\x8b\xff\xff\xff\x7f\x01.",
+    "a memo at 2**32": b"Nr\xff\xff\xff\xff0j\xfe\xff\xff\xff.",
+    "a long text many times": LONG_TEXT + b"](" + b"h\x00" * 100_000 + b"e.",
+    "copies of a long text": LONG_TEXT + b"](" + ENCODED * 1000 + b"e.",
+    "bytes by their number": b"cbuiltins\nbytearray\nJ\x00\x00\x00\x7f\x85R.",
+    "a set of nested tuples": b"\x8f(K\x01\x85" + b"2\x86" * 40 + b"\x90.",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_is_refused_and_costs_little(bomb: str) -> None:
+    data = BOMBS[bomb]
+    assert peak_of(data) < (4 << 20) + 40 * len(data)
+
+
+@pytest.fixture(scope="module")
+def metadata(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What DCP writes, of a few tensors and objects."""
+    folder = tmp_path_factory.mktemp("dcp")
+    state = {"model": {"w": torch.ones(3, 2), "b": torch.ones(3)}, "step": 3, "more": [1, {"a": 2}]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process only
+        save(state, checkpoint_id=folder, no_dist=True)
+    return (folder / ".metadata").read_bytes()
+
+
+def mutated(data: bytes, dice: random.Random) -> bytes:
+    """The pickle with some bytes other than they were, left out, repeated, or cut off."""
+    changed = bytearray(data)
+    for _ in range(dice.randint(1, 4)):
+        at, length = dice.randrange(len(changed)), dice.randint(1, 8)
+        match dice.randrange(5):
+            case 0:
+                changed[at] = dice.randrange(256)
+            case 1:
+                del changed[at : at + length]
+            case 2:
+                changed[at:at] = changed[at : at + length] * dice.randint(1, 50)
+            case 3:
+                changed[at] = dice.choice(OPCODES)
+            case 4:
+                other = dice.randrange(len(changed))
+                changed[at : at + length] = changed[other : other + length]
+        if not changed:
+            break
+    return bytes(changed)
+
+
+OPCODES = [ord(each.code) for each in pickletools.opcodes]
+
+
+def fuzz(metadata: bytes, times: int, seed: int) -> int:
+    dice = random.Random(seed)
+    refused = 0
+    for _ in range(times):
+        try:
+            read(mutated(metadata, dice))
+        except FormatError:
+            refused += 1
+    return refused
+
+
+def test_whatever_is_changed_gives_a_value_or_a_format_error(metadata: bytes) -> None:
+    assert isinstance(read(metadata), Placeholder)
+    tracemalloc.start()
+    try:
+        assert fuzz(metadata, 300, seed=1) > 100
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.long
+def test_a_hundred_thousand_changes_give_a_value_or_a_format_error(metadata: bytes) -> None:
+    assert fuzz(metadata, 100_000, seed=2) > 10_000
