@@ -93,7 +93,16 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [">" if number in set(right) else "<" for number in range(len(widths))]
     form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-    return [form.format(*row).rstrip() for row in rows]
+    # Of many rows most end as others do.
+    first, _, rest = form.partition("  ")
+    ends: dict[tuple[str, ...], str] = {}
+    lines = []
+    for row in rows:
+        end = tuple(row[1:])
+        if end not in ends:
+            ends[end] = ("  " if end else "") + rest.format(*end)
+        lines.append((first.format(row[0]) + ends[end]).rstrip())
+    return lines
 
 
 def moment(seconds: float | None) -> str | None:
