@@ -30,6 +30,8 @@ class Floor:
     threads: int
     segment: int
     preallocate: bool = False
+    is_direct: bool = False
+    """Whether reads go around the page cache, into memory of the floor's own."""
 
     def save(self, folder: Path) -> None:
         """`pwrite` with O_DIRECT, then fsync of the file and the folder."""
@@ -59,6 +61,9 @@ class Floor:
 
     def load(self, folder: Path) -> None:
         """`preadv` of the file, in order, into the existing buffers."""
+        if self.is_direct:
+            self._load_directly(folder)
+            return
         pieces: list[tuple[int, memoryview]] = []
         start = 0
         for flat in self.held.flat():
@@ -76,6 +81,24 @@ class Floor:
 
         try:
             self._run(read, pieces)
+        finally:
+            os.close(descriptor)
+
+    def _load_directly(self, folder: Path) -> None:
+        descriptor = os.open(self._path(folder), os.O_RDONLY | os.O_DIRECT)
+        buffers: SimpleQueue[memoryview] = SimpleQueue()
+        for number in range(self.threads):
+            buffers.put(_random_memory(self.segment, number))
+
+        def read(at: int) -> None:
+            memory = buffers.get()
+            done, length = 0, min(self.segment, self.held.nbytes - at)
+            while done < length:
+                done += os.preadv(descriptor, [memory[done:]], at + done)
+            buffers.put(memory)
+
+        try:
+            self._run(read, range(0, self.held.nbytes, self.segment))
         finally:
             os.close(descriptor)
 

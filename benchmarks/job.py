@@ -39,9 +39,10 @@ class Job:
         """Those that save in ways of their own."""
         return [n for n in self._by_name if not _has(n, "unchecked", "read floor", "asynchronous")]
 
-    def loaders(self) -> list[str]:
-        """Those that load in ways of their own."""
-        unlike = ("write floor", "+ fsync", "thread_count", "asynchronous")
+    def loaders(self, *, is_cold: bool = False) -> list[str]:
+        """Those that load in ways of their own; from the device also around the page cache."""
+        unlike = ["write floor", "+ fsync", "thread_count", "asynchronous"]
+        unlike += [] if is_cold else ["O_DIRECT"]
         return [name for name in self._by_name if not _has(name, *unlike)]
 
     def folder_of(self, name: str) -> Path:

@@ -242,6 +242,9 @@ def _floors(held: Memory, world_size: int) -> dict[str, Contender]:
         floors[name] = Floor(held, threads, mib << 20, preallocate)
     for mib in (1, 4, 16):
         floors[f"read floor: {readers} x {mib} MiB"] = Floor(held, readers, mib << 20)
+    for threads, mib in ((2, 8), (4, 8)):
+        floor = Floor(held, threads, mib << 20, is_direct=True)
+        floors[f"read floor: {threads} x {mib} MiB, O_DIRECT"] = floor
     return floors
 
 

@@ -53,7 +53,7 @@ def load(
     """A load of everything into existing buffers, from the page cache or from the device."""
     tensors = llama(gib)
     with Job(folder / "job", _HOSTS, world_size, tensors) as job:
-        measured = job.loads(job.loaders(), repeat, is_cold=is_cold)
+        measured = job.loads(job.loaders(is_cold=is_cold), repeat, is_cold=is_cold)
     floor, shown = measured.with_best("read floor")
     best, dcp = measured.median(floor), measured.median("DCP")
     checked, unchecked = measured.median("ckptkit"), measured.median("ckptkit, unchecked")

@@ -198,18 +198,19 @@ class GatheredSource(Closing):
         self._use = use
         self.size = manifest.packs[-1].size
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        end = offset + len(buffer)
-        place = bisect.bisect_right(self._starts, offset) - 1
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
         at = offset
-        while at < end:
-            chunk = self._chunks[place]
-            first, last = at - chunk.start, min(end - chunk.start, chunk.nbytes)
-            whole = bytearray(chunk.nbytes)
-            self._put_together(chunk, np.frombuffer(whole, dtype=np.uint8))
-            buffer[at - offset : at - offset + last - first] = memoryview(whole)[first:last]
-            at += last - first
-            place += 1
+        for buffer in buffers:
+            begin, end = at, at + len(buffer)
+            place = bisect.bisect_right(self._starts, at) - 1
+            while at < end:
+                chunk = self._chunks[place]
+                first, last = at - chunk.start, min(end - chunk.start, chunk.nbytes)
+                whole = bytearray(chunk.nbytes)
+                self._put_together(chunk, np.frombuffer(whole, dtype=np.uint8))
+                buffer[at - begin : at - begin + last - first] = memoryview(whole)[first:last]
+                at += last - first
+                place += 1
 
     def fetch(self, offset: int, length: int) -> memoryview:
         memory = memoryview(bytearray(length))

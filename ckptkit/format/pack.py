@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import re
 import struct
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from ckptkit.errors import CorruptionError
+from ckptkit.model.grid import I64
 
 ALIGNMENT = 64
 END_BYTES = 22 + 20 + 56  # the three end records, zip64 included
@@ -31,6 +36,12 @@ _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _END = struct.Struct("<4sHHHHIIH")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
+
+# The same as numpy has them, to fill in thousands of headers at a time.
+_LOCAL_ROW = np.dtype("V14,<u4,<u4,<u4,<u2,<u2")
+_CENTRAL_ROW = np.dtype("V16,<u4,<u4,<u4,<u2,V12,<u4")
+_AT_ONCE = 4096
+_NONE = np.zeros((3, 0), dtype=np.int64)
 
 _RECORD_NAME = re.compile(rb"\.ckptkit/rank-[0-9]{5,8}\.msgpack")
 
@@ -55,13 +66,67 @@ def data_offset(name: str, length: int, header_offset: int) -> int:
     return -(-(header_offset + fixed) // ALIGNMENT) * ALIGNMENT
 
 
+class Entries(NamedTuple):
+    """Entries of a pack in a row, as columns: some numbers for each of a million, and no object."""
+
+    names: Sequence[str]
+    offsets: I64
+    lengths: I64
+    crcs: npt.NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> Entries:
+        """The columns of entries."""
+        names, numbers = list[str](), array("q")
+        for name, *rest in entries:
+            names.append(name)
+            numbers.extend(rest)
+        columns = np.frombuffer(numbers, dtype=np.int64).reshape(-1, 3).T if names else _NONE
+        return cls(names, columns[0], columns[1], columns[2].astype(np.uint32))
+
+    def part(self, first: int, last: int) -> Entries:
+        """Some of them."""
+        span = slice(first, last)
+        return Entries(self.names[span], self.offsets[span], self.lengths[span], self.crcs[span])
+
+    def headers(self, header_offset: int) -> I64:
+        """Where their local headers begin, that of the first at `header_offset`."""
+        return np.concatenate([[header_offset], (self.offsets + self.lengths)[:-1]])
+
+
+def data_offsets(name_lengths: I64, lengths: I64) -> I64:
+    """The same for entries in a row, of which the first begins a pack."""
+    fixed = _LOCAL.size + name_lengths + np.where(lengths >= _LIMIT32, 20, 0) + 5
+    fixed[1:] += lengths[:-1]
+    # All data begins on a border, so that the way from one to the next does not depend on where.
+    return np.cumsum(-(-fixed // ALIGNMENT) * ALIGNMENT)
+
+
+def local_headers(entries: Entries, header_offset: int) -> list[bytes]:
+    """The headers of some entries, that of the first at `header_offset`."""
+    names, offsets, lengths, crcs = entries
+    headers = entries.headers(header_offset)
+    if lengths.max(initial=0) >= _LIMIT32:
+        each = map(Entry, names, offsets.tolist(), lengths.tolist(), crcs.tolist())
+        return list(map(local_header, each, headers.tolist()))
+    rows = np.empty(len(names), _LOCAL_ROW)
+    rows["f0"] = _LOCAL.pack(b"PK\3\4", 20, 0, 0, 0, _DATE, 0, 0, 0, 0, 0)[:14]
+    rows["f1"], rows["f2"], rows["f3"] = crcs, lengths, lengths
+    rows["f4"] = list(map(len, names))
+    paddings = offsets - headers - rows["f4"] - (_LOCAL.size + 4)
+    rows["f5"] = paddings + 4
+    extras = map(_PADDINGS.__getitem__, paddings.tolist())
+    fixed = rows.view(f"V{_LOCAL.size}").tolist()
+    return [a + name.encode("ascii") + b for a, name, b in zip(fixed, names, extras, strict=True)]
+
+
 def local_header(entry: Entry, header_offset: int) -> bytes:
     """All bytes from the header's offset up to the data."""
     big = entry.length >= _LIMIT32
     size = _LIMIT32 if big else entry.length
     extra = struct.pack("<HHQQ", _ZIP64_ID, 16, entry.length, entry.length) if big else b""
     padding = entry.offset - header_offset - _LOCAL.size - len(entry.name) - len(extra) - 4
-    extra += struct.pack("<HH", _ALIGN_ID, padding) + bytes(padding)
+    extra += _padding(padding)
     return (
         _LOCAL.pack(
             b"PK\3\4",
@@ -81,28 +146,47 @@ def local_header(entry: Entry, header_offset: int) -> bytes:
     )
 
 
-def directory(entries: Iterable[Entry]) -> bytes:
-    """The central directory and the end records of a pack with these entries in order."""
-    parts = bytearray()
-    header = count = 0
-    for entry in entries:
-        parts += _central(entry, header)
-        header = entry.offset + entry.length
-        count += 1
+def _padding(length: int) -> bytes:
+    return struct.pack("<HH", _ALIGN_ID, length) + bytes(length)
+
+
+# No entry needs more.
+_PADDINGS = [_padding(length) for length in range(ALIGNMENT + 1)]
+
+
+def directory(entries: Entries) -> bytes:
+    """The central directory and the end records of a pack with these entries."""
+    parts, header, count = bytearray(), 0, len(entries.names)
+    for first in range(0, count, _AT_ONCE):
+        some = entries.part(first, first + _AT_ONCE)
+        parts += _centrals(some, header)
+        header = int(some.offsets[-1] + some.lengths[-1])
     return bytes(parts) + _end(count, len(parts), header)
 
 
-def directory_length(
-    name_bytes: int, lengths: Sequence[int], headers: Sequence[int], offset: int
-) -> int:
+def directory_length(name_bytes: int, lengths: I64, headers: I64, offset: int) -> int:
     """The length of a `directory` that begins at `offset`, of entries whose names have so many
     bytes in all, with these lengths and header offsets.
     """
     size = name_bytes + len(lengths) * _CENTRAL.size
-    for length, header in zip(lengths, headers, strict=True):
-        if length >= _LIMIT32 or header >= _LIMIT32:
-            size += 4 + 16 * (length >= _LIMIT32) + 8 * (header >= _LIMIT32)
+    large, far = lengths >= _LIMIT32, headers >= _LIMIT32
+    size += int(np.sum(4 * (large | far) + 16 * large + 8 * far))
     return size + len(_end(len(lengths), size, offset))
+
+
+def _centrals(entries: Entries, header_offset: int) -> bytes:
+    names, offsets, lengths, crcs = entries
+    headers = entries.headers(header_offset)
+    if max(headers[-1], lengths.max()) >= _LIMIT32:
+        each = map(Entry, names, offsets.tolist(), lengths.tolist(), crcs.tolist())
+        return b"".join(map(_central, each, headers.tolist()))
+    rows = np.empty(len(names), _CENTRAL_ROW)
+    blank = _CENTRAL.pack(b"PK\1\2", _MADE_BY, 20, 0, 0, 0, _DATE, 0, 0, 0, 0, 0, 0, 0, 0, _MODE, 0)
+    rows["f0"], rows["f5"] = blank[:16], blank[30:42]
+    rows["f1"], rows["f2"], rows["f3"], rows["f6"] = crcs, lengths, lengths, headers
+    rows["f4"] = list(map(len, names))
+    fixed = rows.view(f"V{_CENTRAL.size}").tolist()
+    return b"".join([a + name.encode("ascii") for a, name in zip(fixed, names, strict=True)])
 
 
 def _central(entry: Entry, header_offset: int) -> bytes:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from ckptkit.errors import CorruptionError, FormatError
@@ -21,7 +23,7 @@ from ckptkit.format.objects import (
     objects_from_docs,
     objects_to_docs,
 )
-from ckptkit.format.pack import Entry
+from ckptkit.format.pack import Entries, Entry
 from ckptkit.model import Strategy, document
 from ckptkit.model.document import LIMIT, Fields, located
 
@@ -95,18 +97,16 @@ class Record:
     refers: bool = False
 
     def to_bytes(self) -> bytes:
-        table = self.table.reference() if self.refers else self.table.packed
-        columns = {name: getattr(self, name) for name in _COLUMNS}
-        columns["array"] = self.table.places[self.array]
-        fields = {
-            **self.save.to_fields(),
-            "rank": self.rank,
-            **dict(zip(TABLE_FIELDS, table, strict=True)),
-            "documents": [[d.name, d.offset, d.length, d.crc] for d in self.documents],
-            "chunks": columns_to_doc(columns),
-            "objects": objects_to_docs(self.objects),
-        }
-        return seal(_KIND, fields, TABLE_FIELDS)
+        documents = Entries.of(self.documents)
+        return record_bytes(
+            self.save,
+            self.rank,
+            self.table,
+            documents_to_doc(documents),
+            {name: getattr(self, name) for name in _COLUMNS},
+            msgpack.packb(objects_to_docs(self.objects)),
+            refers=self.refers,
+        )
 
     @classmethod
     def from_bytes(
@@ -141,6 +141,36 @@ class Record:
             columns["array"] = table.numbers(columns["array"])
             _check_chunks(columns, table)
             return cls(save, rank, table, documents, objects=objects, refers=refers, **columns)
+
+
+def documents_to_doc(documents: Entries) -> bytes:
+    """What a record says of documents, packed: it is the same for all packs of a plan."""
+    numbers = (documents.offsets, documents.lengths, documents.crcs)
+    columns = [documents.names, *(column.tolist() for column in numbers)]
+    return bytes(msgpack.packb(list(zip(*columns, strict=True))))
+
+
+def record_bytes(
+    save: SaveInfo,
+    rank: int,
+    table: ArrayTable,
+    documents: bytes,
+    columns: Mapping[str, Any],
+    objects: bytes,
+    *,
+    refers: bool,
+) -> bytes:
+    """A record of documents and objects that are packed; the columns are as `Record` has them."""
+    listed = table.reference() if refers else table.packed
+    fields = {
+        **save.to_fields(),
+        "rank": rank,
+        **dict(zip(TABLE_FIELDS, listed, strict=True)),
+        "documents": documents,
+        "chunks": columns_to_doc({**columns, "array": table.places[columns["array"]]}),
+        "objects": objects,
+    }
+    return seal(_KIND, fields, (*TABLE_FIELDS, "documents", "objects"))
 
 
 def _documents(rows: list[Any]) -> tuple[Entry, ...]:

@@ -343,7 +343,7 @@ class Checkpointer:
             try:
                 with failing_together(save.ranks):
                     save.writer.commit()
-                self._arena.plan = save.writer.plan
+                self._arena.keep(save)
                 if self._world.rank == 0:
                     seconds = time.perf_counter() - started
                     speed = save.nbytes / seconds / 1e9

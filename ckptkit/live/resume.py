@@ -5,7 +5,7 @@ that fit it, under the names that these have here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -266,7 +266,7 @@ def hand_over(
     if training.model is None:
         return
     training.model.absorb(
-        [replace(e, value=values[e.name]) if e.name in values else e for e in snapshot.entries]
+        [e._replace(value=values[e.name]) if e.name in values else e for e in snapshot.entries]
     )
     names = parameter_names(snapshot.entries)
     for optimizer, states in zip(training.optimizers, snapshot.states, strict=True):

@@ -8,10 +8,10 @@ import hashlib
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,20 +19,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks
 from ckptkit.checkpoint.rules_file import fitting_presets, of_first_layer
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, uncollected
-from ckptkit.checkpoint.write.pack import PackPlan
+from ckptkit.checkpoint.write.plan import PackPlan
 from ckptkit.checkpoint.write.writer import Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import canonical, dumps
 from ckptkit.format.names import inner_name, join, matches
+from ckptkit.live.outline import Outline
 from ckptkit.live.snapshot import Snapshot, rules_of, take_snapshot
 from ckptkit.live.state.agreement import put_together
-from ckptkit.live.state.parts import HandCuts, LiveTensor
+from ckptkit.live.state.parts import HandCuts, LiveTensor, Tied
 from ckptkit.live.state.ranks import StoreRanks, World, copying_threads, listed
-from ckptkit.live.state.tensors import as_bits, checksum, dtype_of
+from ckptkit.live.state.tensors import bits_of, checksum, dtype_of
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import Keys, is_mark, own_apart, tensors_inline
 from ckptkit.live.wrappers.training import TrainingState
-from ckptkit.model import Shard, Strided
+from ckptkit.model import Placement, Shard, Strided
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, may_cut
 from ckptkit.storage import AlignedBuffer, BufferPool, Store
 
@@ -57,6 +58,18 @@ class SaveOptions:
     """Whether the state may change as soon as a save is prepared."""
 
 
+class Found(NamedTuple):
+    """What a save found out, which its plan holds for: the next save has the same plan if all of
+    this is the same again.
+    """
+
+    outline: Outline
+    asked: list[tuple[int, int]]
+    """The tensors that are compared between ranks; see `_replicas`."""
+    elsewhere: frozenset[str]
+    preset: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedSave:
     """One save of one rank: from any thread `writer.commit` writes it, and makes the step exist."""
@@ -66,6 +79,8 @@ class PreparedSave:
     cancelled: threading.Event
     nbytes: int
     """Of the whole job."""
+    found: Found | None
+    """None where there is something to find out each time."""
 
     def cancel(self) -> None:
         """From another thread: write nothing more and do not commit, if it is not too late."""
@@ -89,8 +104,16 @@ def prepare(
     """
     # Look at what this rank holds. Where that is not as its placements say it is moved, and what
     # lies on devices is copied into host memory. For tensors on the CPU only `stage` sees to that.
+    last = arena.found
     snapshot = take_snapshot(
-        world, training, extra=extra, mesh=options.mesh, rules=options.rules, ranks=ranks
+        world,
+        training,
+        extra=extra,
+        mesh=options.mesh,
+        rules=options.rules,
+        ranks=ranks,
+        outlined=True,
+        last=last and last.outline,
     )
     topology, trees = snapshot.topology, snapshot.open_trees
     tensors: Sequence[LiveTensor] = [held.moved(topology) for held in snapshot.tensors]
@@ -115,17 +138,22 @@ def prepare(
     # Agree on the step and its details, which stages may tell differently, and on what ranks may
     # have of their own: values that nothing keeps the same, and keys of nested dictionaries. Only
     # where there can be such do ranks meet here: a rank that is late keeps nobody waiting.
-    replicas = _replicas(snapshot, options.differing)
+    same = last if last and last.outline is snapshot.outline else None
+    asked = same.asked if same else _replicas(snapshot, options.differing)
+    compared = [(snapshot.tensors[number], first) for number, first in asked]
+    replicas = [(held.name, first, checksum(held.name, held.local)) for held, first in compared]
     plain = _plain_values(snapshot, values, options.differing)
     # In whatever order they are, the same keys have the same digest.
     ordered = sorted((list(keys) for keys in _keys(trees)), key=dumps)
     keys = hashlib.sha256(dumps(ordered)).digest() if trees else b""
     # The first stage may have none of the buffers of the others.
     compares = bool(replicas) or bool(trees) or topology.pipeline is not None
-    preset = _preset(snapshot, options.chunk_bytes)
-    wanted, details, first_keys, compares, theirs, preset = ranks.share(
-        lambda: (step, training.details(), keys, compares and world.size > 1, plain, preset)
-    )
+
+    def said() -> tuple[int, dict[str, Any], bytes, bool, dict[str, int], str | None]:
+        preset = same.preset if same else _preset(snapshot, options.chunk_bytes)
+        return step, training.details(), keys, compares and world.size > 1, plain, preset
+
+    wanted, details, first_keys, compares, theirs, preset = ranks.share(said)
     if wanted != step:
         raise UsageError(f"rank 0 saves step {wanted}, rank {world.rank} another one", value=step)
     if compares:
@@ -137,11 +165,12 @@ def prepare(
     else:
         _check_plain_values(plain, theirs, world.rank)
     objects = {name: item for name, item in snapshot.objects.items() if name != "model"}
+    some: dict[Keys, list[int]] = {}
     if first_keys and world.size > 1:
         some = _keys_of_some(ranks, trees, differs=keys != first_keys)
         objects, tensors = own_apart(topology, objects, tensors, some)
 
-    # Lay out what this rank writes.
+    # Lay out what this rank writes, as the last time where nothing but the values is new.
     cancelled = threading.Event()
 
     def progress(nbytes: int) -> None:
@@ -162,26 +191,18 @@ def prepare(
         threads=_writing_threads(store, options),
         progress=progress,
     )
+    mine = [held for held in tensors if held.name not in agreement.elsewhere]
+    found = None
+    if snapshot.outline is not None and not some:
+        found = Found(snapshot.outline, asked, agreement.elsewhere, preset)
     writer.like = arena.plan
-    sliced = _sliced(topology, [rules_of(training, options.rules), HandCuts.of(preset)])
-    for held in tensors:
-        if held.name in agreement.elsewhere:
-            continue
-        placements = held.saved_placements(topology)
-        is_empty = topology.part(held.name, held.shape, placements).is_empty
-        writer.add(
-            held.name,
-            None if is_empty else as_bits(held.name, held.local),
-            shape=held.shape,
-            dtype=dtype_of(held.name, held.local),
-            placements=placements,
-            role=held.role,
-            of=held.of,
-            sliced=sliced(held) if may_cut(held.nbytes, options.chunk_bytes) else None,
-        )
-    for tied in snapshot.tied:
-        if tied.name not in agreement.elsewhere:
-            writer.add_alias(tied.name, tied.of)
+    if arena.plan is not None and found is not None and found == last:
+        parts = zip(mine, arena.plan.parts, strict=True)
+        writer.add_again([None if p.is_empty else bits_of(h.name, h.local) for h, p in parts])
+    else:
+        tied = [tied for tied in snapshot.tied if tied.name not in agreement.elsewhere]
+        rules = [rules_of(training, options.rules), HandCuts.of(preset)]
+        _add(writer, topology, mine, tied, rules, options.chunk_bytes)
     if world.rank == 0:
         of_all = {"model": dict(agreement.values), "optimizer": agreement.optimizers}
         objects |= {group: said for group, said in of_all.items() if said}
@@ -191,7 +212,40 @@ def prepare(
     # Stage: what came from devices is a copy already.
     if options.copies_first and not on_devices:
         writer.stage(arena.pool, threads=copying_threads(world))
-    return PreparedSave(writer, ranks, cancelled, _whole_bytes(snapshot))
+    return PreparedSave(writer, ranks, cancelled, _whole_bytes(snapshot), found)
+
+
+def _add(
+    writer: Writer,
+    topology: Topology,
+    tensors: Sequence[LiveTensor],
+    tied: Sequence[Tied],
+    rules: Sequence[HandCuts],
+    chunk_bytes: int,
+) -> None:
+    """Add this rank's tensors to what it writes."""
+    sliced = _sliced(topology, rules)
+    # Layers are alike: what one has found out holds for all.
+    kinds: dict[Hashable, tuple[dict[str, Placement], bool]] = {}
+    for held in tensors:
+        kind = held.shape, tuple(held.placements.items()), held.alike_along
+        if kind not in kinds:
+            placements = held.saved_placements(topology)
+            part = topology.part(held.name, held.shape, placements)
+            kinds[kind] = placements, part.is_empty
+        placements, is_empty = kinds[kind]
+        writer.add(
+            held.name,
+            None if is_empty else bits_of(held.name, held.local),
+            shape=held.shape,
+            dtype=dtype_of(held.name, held.local),
+            placements=placements,
+            role=held.role,
+            of=held.of,
+            sliced=sliced(held) if may_cut(held.nbytes, chunk_bytes) else None,
+        )
+    for each in tied:
+        writer.add_alias(each.name, each.of)
 
 
 def _writing_threads(store: Store, options: SaveOptions) -> int:
@@ -204,7 +258,7 @@ def _writing_threads(store: Store, options: SaveOptions) -> int:
 
 def _preset(snapshot: Snapshot, chunk_bytes: int) -> str | None:
     """The preset that this model's names call for, where a tensor is large enough to be cut."""
-    if not any(may_cut(held.nbytes, chunk_bytes) for held in snapshot.tensors):
+    if not may_cut(max((held.nbytes for held in snapshot.tensors), default=0), chunk_bytes):
         return None
     names = [inner_name(held.name, "param") for held in snapshot.tensors if held.role == "param"]
     fitting = fitting_presets(names)
@@ -271,9 +325,9 @@ def _check_plain_values(mine: Mapping[str, int], first: Mapping[str, int], rank:
         raise _not_alike(apart[0], [rank], len(apart))
 
 
-def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[str, int, int]]:
+def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[int, int]]:
     """Of tensors that nothing keeps the same on several ranks, of which the first one's is saved,
-    and which nobody said may differ: the name, that rank and the checksum.
+    and which nobody said may differ: the number, and that rank.
 
     Parameters of mere copies of a model are not compared: ranks need not meet for them, and one
     that is lost keeps nobody waiting. Along an axis that cuts they are: who forgot a rule for one
@@ -283,7 +337,7 @@ def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[str, i
     cutting = {axis.name for axis in mesh.axes if axis.kind not in ("ddp", "zero1", "pp")}
     coords = list(zip(mesh.axes, mesh.coords(snapshot.topology.rank), strict=True))
     found = []
-    for held in snapshot.tensors:
+    for number, held in enumerate(snapshot.tensors):
         copied = held.unsure(snapshot.topology) - held.placements.keys()
         if not copied - held.of_first:
             continue
@@ -291,12 +345,16 @@ def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[str, i
         if is_asked and not matches(differing, held.name, inner_name(held.name, held.role)):
             apart = copied - held.of_first
             first = mesh.rank(tuple(0 if axis.name in apart else at for axis, at in coords))
-            found.append((held.name, first, checksum(held.name, held.local)))
+            found.append((number, first))
     return found
 
 
 def _check_replicas(ranks: Ranks, mine: list[tuple[str, int, int]]) -> None:
     """Refuse a save where such checksums differ between ranks."""
+    # Mostly all ranks say the same, of 100,000 tensors perhaps: then one word is enough.
+    digest = hashlib.sha256(repr(mine).encode()).digest()
+    if ranks.agree(digest, lambda heard: len(set(heard)) == 1):
+        return
 
     def conclude(heard: list[list[tuple[str, int, int]]]) -> tuple[int, str, list[int]]:
         kept: dict[tuple[str, int], int] = {}
@@ -371,12 +429,13 @@ def readable(nbytes: float) -> str:
 class Arena:
     """What a save leaves to the next one: host memory of the size of this rank's state, pinned
     where a device copies into it, a pool of one buffer where the writer itself copies from host
-    memory; and how the pack was laid out, about 1 KB an array, which seldom changes between two
-    saves of a job.
+    memory; and what was found out of the tensors and how the pack was laid out, about 2 KB an
+    array, which seldom changes between two saves of a job.
     """
 
     def __init__(self) -> None:
         self.plan: PackPlan | None = None
+        self.found: Found | None = None
         self.pool = _PoolOfOne()
         self._memory: torch.Tensor | None = None
 
@@ -402,9 +461,13 @@ class Arena:
             torch.get_device_module(device).synchronize(device)
         return copies
 
+    def keep(self, save: PreparedSave) -> None:
+        """Remember what was found out for a save that is committed."""
+        self.plan, self.found = save.writer.plan, save.found
+
     def close(self) -> None:
         """Free the memory."""
-        self._memory = self.plan = None
+        self._memory = self.plan = self.found = None
         self.pool.clear()
 
 

@@ -16,6 +16,7 @@ from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import InvalidNameError, UsageError
 from ckptkit.format.names import ALIKE, WRAPPED, join
 from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
+from ckptkit.live.outline import Look, Outline
 from ckptkit.live.state.extra import DataRanks
 from ckptkit.live.state.lines import Line, check_upwards, dtensor_lines, kind_of, mesh_lines
 from ckptkit.live.state.parts import (
@@ -28,7 +29,13 @@ from ckptkit.live.state.parts import (
     record_of,
 )
 from ckptkit.live.state.ranks import World
-from ckptkit.live.state.tensors import as_spread, check_plain, checksum, local_of, parts_of_tensor
+from ckptkit.live.state.tensors import (
+    as_spread,
+    check_plain,
+    checksum,
+    local_of,
+    parts_of_tensor,
+)
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import plain_extra, take_tensors, tensors_inline
 from ckptkit.live.wrappers.entries import ModelEntry, StateEntry, parameter_names
@@ -61,6 +68,8 @@ class Snapshot:
     """The nested dictionaries of which ranks may have keys of their own, tensors as marks."""
     made: Mapping[str, tuple[LiveTensor, Sequence[str]]]
     """By name the tensors that are made of others, which are among `tensors`, and their names."""
+    outline: Outline | None
+    """What a later snapshot may use again; None where there is something to look at each time."""
     collector: Collector
 
     @property
@@ -78,12 +87,20 @@ def take_snapshot(
     mesh: DeviceMesh | None = None,
     rules: HandCuts | None = None,
     ranks: Ranks | None = None,
+    outlined: bool = False,
+    last: Outline | None = None,
 ) -> Snapshot:
-    """Look at everything; nothing is copied yet."""
+    """Look at everything; nothing is copied yet. With `outlined` for the next time too: where all
+    is as it was for the `last` outline, but for values and where they lie in memory, that is the
+    outline of this one.
+    """
     nested = _trees(training)
     topology = topology_of(world, training, mesh, ranks, nested)
+    if last is not None and last.topology == topology:
+        topology = last.topology  # which knows what it has found out
     staged = training.model is not None and training.model.is_staged
-    collector = Collector(topology, rules_of(training, rules), staged=staged)
+    known = rules_of(training, rules)
+    look = Look([topology, known, staged], is_usual=outlined)
     objects: dict[str, object] = {
         f"extra/{n}": plain_extra(f"extra/{n}", v) for n, v in (extra or {}).items()
     }
@@ -92,16 +109,32 @@ def take_snapshot(
     documents: list[dict[str, Any]] = []
     if training.model is not None:
         entries = training.model.entries()
-        collector.add_model(entries)
+        look.at_model(entries)
         # What `get_extra_state` gave has no tensors of its own.
         if made := {e.name: e.value for e in entries if not torch.is_tensor(e.value)}:
             objects["model"] = made
-        states, documents = _optimizers(training, entries, collector)
+        states, documents = _optimizers(training, entries)
+        for state in states:
+            look.at_optimizer(state)
     trees: dict[str, torch.Tensor] = {}
     for group, (skeleton, tensors) in nested.items():
         objects[group] = skeleton
         trees |= tensors
-        collector.add_tree(tensors, is_replicated=isinstance(training.stateful[group], Replicated))
+        look.at_tree(tensors, is_replicated=isinstance(training.stateful[group], Replicated))
+    collector = Collector(topology, known, staged=staged)
+    if last is not None and look.is_usual and last.seen == look.seen:
+        collector.take(last, look.locals)
+        outline: Outline | None = last
+    else:
+        collector.add_model(entries)
+        for state in states:
+            collector.add_optimizer(state)
+        for group, (_, inside) in nested.items():
+            is_replicated = isinstance(training.stateful[group], Replicated)
+            collector.add_tree(inside, is_replicated=is_replicated)
+        is_asked = collector.compared or collector.made
+        collected = collector.tensors, collector.tied
+        outline = None if is_asked else Outline.of(topology, look, *collected)
     objects |= collector.compared
     says_all = training.model is not None or mesh is not None or world.size == 1
     spread = topology.strategy if says_all else None
@@ -123,6 +156,7 @@ def take_snapshot(
             n: objects[n] for n, v in training.stateful.items() if not isinstance(v, closed)
         },
         made=collector.made,
+        outline=outline,
         collector=collector,
     )
 
@@ -135,16 +169,18 @@ def with_optimizers(before: Snapshot, training: TrainingState) -> Snapshot | Non
     if is_said or before.topology.pipeline is not None:
         return None
     collector = before.collector
-    states, documents = _optimizers(training, before.entries, collector)
+    states, documents = _optimizers(training, before.entries)
+    for state in states:
+        collector.add_optimizer(state)
     objects = before.objects | collector.compared
     return replace(before, objects=objects, optimizers=documents, states=states)
 
 
 def _optimizers(
-    training: TrainingState, entries: Sequence[ModelEntry], collector: Collector
+    training: TrainingState, entries: Sequence[ModelEntry]
 ) -> tuple[list[list[StateEntry]], list[dict[str, Any]]]:
-    """Collect what optimizers keep of the parameters of a model: their entries, and what they say
-    besides tensors.
+    """What optimizers keep of the parameters of a model: their entries, and what they say besides
+    tensors.
     """
     names = parameter_names(entries)
     states: list[list[StateEntry]] = []
@@ -152,7 +188,6 @@ def _optimizers(
     for optimizer in training.optimizers:
         state = optimizer.entries(names)
         states.append(state)
-        collector.add_optimizer(state)
         values: dict[str, dict[str, Any]] = {}
         for entry in state:
             if not torch.is_tensor(entry.value):
@@ -248,6 +283,12 @@ class Collector:
         self.made: dict[str, tuple[LiveTensor, list[str]]] = {}
         """Tensors that are made of others, and the names of these."""
 
+    def take(self, outline: Outline, memory: Iterable[torch.Tensor]) -> None:
+        """All that was collected when nothing but memory was another."""
+        self.tied = outline.tied
+        pairs = zip(outline.tensors, memory, strict=True)
+        self.tensors = [held.in_memory(local) for held, local in pairs]
+
     def add_model(self, entries: Iterable[ModelEntry]) -> None:
         """Parameters and buffers; a tensor of two names is stored once."""
         replicas = self._topology.replicas
@@ -274,11 +315,15 @@ class Collector:
 
     def add_optimizer(self, entries: Iterable[StateEntry]) -> None:
         """What an optimizer keeps in tensors."""
+        parameter = of = ""
+        along: frozenset[str] = frozenset()
         for entry in entries:
-            if torch.is_tensor(entry.value):
-                name = join("optimizer", entry.parameter, entry.key)
-                of = join("model", entry.parameter)
+            if entry.parameter != parameter:
+                parameter = entry.parameter
+                of = join("model", parameter)
                 along = self._alike_along.get(of, self._topology.replicas)
+            if torch.is_tensor(entry.value):
+                name = join("optimizer", parameter, entry.key)
                 said = self._said(name, entry)
                 self._add(name, entry.value, "optimizer", said=said, alike_along=along, of=of)
 
@@ -336,8 +381,8 @@ class Collector:
                 placement, whole = self._rules.placement(name, ruled[axis.kind], shape, size)
                 shape = shape if is_dtensor else whole
                 placements[axis.name] = placement
-        is_plain = role == "optimizer" and local.ndim and not parts and not is_dtensor
-        if is_plain and self._is_cut.get(of or "") and not ruled and said is None:
+        is_whole = role == "optimizer" and local.ndim and not parts and not is_dtensor
+        if is_whole and self._is_cut.get(of or "") and not ruled and said is None:
             # Whether it is a part or the same on all ranks cannot be seen: the commit compares.
             self.compared[f"{ALIKE}/{name}"] = checksum(name, local)
         cutting = [p for p in placements.values() if isinstance(p, (Shard, Strided))]

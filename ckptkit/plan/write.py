@@ -12,6 +12,9 @@ from ckptkit.errors import LayoutError
 from ckptkit.model import Box, Grid, Layout, Replicas
 from ckptkit.model.grid import I64
 
+_NOTHING = np.zeros(0, dtype=np.int64)
+_NOTHING.flags.writeable = False  # it is handed out for many arrays
+
 
 @dataclass(frozen=True, slots=True)
 class Owned:
@@ -33,6 +36,9 @@ class _Stretch:
     total: int
     middles: I64
     replicas: Replicas
+    first: int
+    """The first of the middles, and the last; 0 where there are none."""
+    last: int
 
 
 def chunks_to_write(arrays: Sequence[Owned], rank: int) -> list[I64]:
@@ -43,31 +49,58 @@ def chunks_to_write(arrays: Sequence[Owned], rank: int) -> list[I64]:
     it (other pipeline stages) need not know any.
     """
     streams: dict[Hashable, list[tuple[int, _Stretch]]] = {}
-    mine: list[list[I64]] = [[] for _ in arrays]
+    mine: list[I64 | None] = [None] * len(arrays)
+    more: dict[int, list[I64]] = {}
     # By layout and grid, which layers that are alike share: 100,000 arrays have a few dozen.
     kinds: dict[tuple[int, int], list[_Stretch]] = {}
+
+    def take(index: int, chunks: I64) -> None:
+        known = mine[index]
+        if known is None:
+            mine[index] = chunks
+        else:
+            more.setdefault(index, [known]).append(chunks)
+
     for index, array in enumerate(arrays):
         kind = id(array.layout), id(array.grid)
         if kind not in kinds:
             kinds[kind] = _stretches(array, rank)
         for stretch in kinds[kind]:
             if stretch.replicas.count == 1:  # nobody to share it with
-                mine[index].append(stretch.chunks)
+                take(index, stretch.chunks)
             else:
                 streams.setdefault(stretch.replicas.key, []).append((index, stretch))
     for stream in streams.values():
-        total = sum(stretch.total * arrays[index].itemsize for index, stretch in stream)
+        sizes = [arrays[index].itemsize for index, _ in stream]
+        total = sum(stretch.total * size for (_, stretch), size in zip(stream, sizes, strict=True))
         begin = 0
-        for index, stretch in stream:
-            size, replicas = arrays[index].itemsize, stretch.replicas
-            # Integers, so that all machines decide alike; beyond 64 bits those of Python.
-            wide = object if total * replicas.count >= 1 << 61 else np.int64
-            middles = stretch.middles.astype(wide) * size + 2 * begin
-            chosen = middles * replicas.count // max(1, 2 * total) == replicas.index
-            mine[index].append(stretch.chunks[chosen])
+        for (index, stretch), size in zip(stream, sizes, strict=True):
+            take(index, _share(stretch, size, begin, total))
             begin += stretch.total * size
-    nothing = np.zeros(0, dtype=np.int64)
-    return [parts[0] if len(parts) == 1 else np.concatenate([nothing, *parts]) for parts in mine]
+    for index, parts in more.items():
+        mine[index] = np.concatenate(parts)
+    return [_NOTHING if chunks is None else chunks for chunks in mine]
+
+
+def _share(stretch: _Stretch, size: int, begin: int, total: int) -> I64:
+    """The chunks of a stretch that a rank writes of a stream of so many bytes, in which it begins
+    here.
+    """
+    count, mine = stretch.replicas.count, stretch.replicas.index
+
+    def writer(middle: int) -> int:
+        return (middle * size + 2 * begin) * count // max(1, 2 * total)
+
+    # Mostly all of it is one rank's: the middles rise. Integers, so that all machines decide alike.
+    if not len(stretch.chunks):
+        return stretch.chunks
+    if writer(stretch.first) == writer(stretch.last):
+        return stretch.chunks if writer(stretch.first) == mine else _NOTHING
+    # Beyond 64 bits those of Python.
+    wide = object if total * count >= 1 << 61 else np.int64
+    middles = stretch.middles.astype(wide) * size + 2 * begin
+    chosen: I64 = stretch.chunks[middles * count // max(1, 2 * total) == mine]
+    return chosen
 
 
 def writes_document(array: Owned, chunks: I64, rank: int) -> bool:
@@ -104,7 +137,8 @@ def _stretches(array: Owned, rank: int) -> list[_Stretch]:
         chunks.flags.writeable = False  # it is handed out for many arrays
         elements = array.grid.stored_elements(chunks)
         middles = 2 * np.cumsum(elements) - elements
-        found.append(_Stretch(chunks, int(elements.sum()), middles, share.replicas))
+        ends = (int(middles[0]), int(middles[-1])) if len(middles) else (0, 0)
+        found.append(_Stretch(chunks, int(elements.sum()), middles, share.replicas, *ends))
     return found
 
 

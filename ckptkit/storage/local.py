@@ -55,6 +55,7 @@ from ckptkit.storage.base.store import (
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _BOUNCE = 4 << 20
+_MOST_BUFFERS = 1024  # IOV_MAX: of one request
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
@@ -286,20 +287,27 @@ class LocalSource(Closing):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         self.size = status.st_size
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        view = as_bytes(self._path, buffer)
-        checked_range(self._path, self.size, offset, view.nbytes)
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
+        left = [view for buffer in buffers if len(view := as_bytes(self._path, buffer))]
+        checked_range(self._path, self.size, offset, sum(map(len, left)))
         with refusals(self._path):
-            descriptor, done = self._file.fileno(), 0
-            while done < view.nbytes:
-                count = os.preadv(descriptor, [view[done:]], offset + done)
+            descriptor = self._file.fileno()
+            while left:
+                count = os.preadv(descriptor, left[:_MOST_BUFFERS], offset)
                 if not count:
                     raise CorruptionError(
-                        f"the file ends at byte {offset + done}, it had {self.size}",
+                        f"the file ends at byte {offset}, it had {self.size}",
                         where=self._path,
                         hint="another process cut it while it was read",
                     )
-                done += count
+                offset += count
+                full = 0
+                while full < len(left) and count >= len(left[full]):
+                    count -= len(left[full])
+                    full += 1
+                left = left[full:]
+                if count:
+                    left[0] = left[0][count:]
 
     def fetch(self, offset: int, length: int) -> memoryview:
         return memoryview(self.read(offset, length))

@@ -186,11 +186,12 @@ class MemorySource(Closing):
         self._data = memoryview(data).toreadonly()
         self.size = len(data)
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        view = as_bytes(self._where, buffer)
-        checked_range(self._where, self.size, offset, view.nbytes)
-        if view.nbytes:
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
+        views = [as_bytes(self._where, buffer) for buffer in buffers]
+        checked_range(self._where, self.size, offset, sum(view.nbytes for view in views))
+        for view in filter(len, views):
             view[:] = self._data[offset : offset + view.nbytes]
+            offset += view.nbytes
 
     def fetch(self, offset: int, length: int) -> memoryview:
         checked_range(self._where, self.size, offset, length)

@@ -32,7 +32,7 @@ import ckptkit
 from ckptkit import PerRank, Split, Sum, Writer
 from ckptkit.checkpoint.check.unpack import unpack
 from ckptkit.errors import CkptkitError
-from ckptkit.format.pack import Entry, data_offset, directory
+from ckptkit.format.pack import Entries, Entry, data_offset, directory
 from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import Tensor, add, contents, memory_with, random_values, save_by
 from tests.format.hostile import hostile
@@ -105,7 +105,7 @@ def with_record(pack: bytes, rng: random.Random) -> bytes:
     record = hostile(sealed(doc), rng)
     header = pack[: last.offset]
     entries[-1] = Entry(last.name, last.offset, len(record), zlib.crc32(record))
-    return header + record + directory(entries)
+    return header + record + directory(Entries.of(entries))
 
 
 def look_at(objects: Objects, rng: random.Random, good: bytes) -> None:

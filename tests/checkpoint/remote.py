@@ -102,8 +102,10 @@ class Unasked(Closing):
     key: str
     size: int
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        self.store.fetch(self.key, offset, buffer)
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
+        for buffer in buffers:
+            self.store.fetch(self.key, offset, buffer)
+            offset += buffer.nbytes
 
     def fetch(self, offset: int, length: int) -> memoryview:
         buffer = memoryview(bytearray(length))

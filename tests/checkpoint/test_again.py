@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 import ckptkit
-from ckptkit.checkpoint.write.pack import PackPlan
+from ckptkit.checkpoint.write.plan import PackPlan
 
 Arrays = Mapping[str, tuple[npt.NDArray[Any], dict[str, Any]]]
 

@@ -18,7 +18,7 @@ import ckptkit
 from ckptkit import Run, Writer
 from ckptkit.checkpoint import workers
 from ckptkit.checkpoint.write.commit import gather
-from ckptkit.checkpoint.write.pack import Pack, pack_of
+from ckptkit.checkpoint.write.pack import Pack, pack_of, plan_of
 from ckptkit.errors import CkptkitError, FormatError, PeerError
 from ckptkit.format import array_table
 from ckptkit.format.arrays import arrays_from_docs
@@ -215,7 +215,7 @@ def test_a_world_of_absurd_size_is_refused_by_the_pack_that_is_missing() -> None
     save_id = "20261121T101500Z-0123456789ab"
     info = SaveInfo(save_id, 1, 0.0, "test", strategy.world_size, strategy, {})
     store = MemoryStore()
-    pack = pack_of(0, {})
+    pack = pack_of(0, plan_of(0, {}), [])
     pack.begin(store, "", info, pack.segments_of(1 << 20), refers=False)
     pack.write_segment(0)
     tracemalloc.start()

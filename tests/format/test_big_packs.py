@@ -16,6 +16,7 @@ import pytest
 
 from ckptkit.format.pack import (
     END_BYTES,
+    Entries,
     Entry,
     data_offset,
     directory,
@@ -44,7 +45,7 @@ def test_more_entries_than_16_bits_count_are_all_read_back(count: int) -> None:
     pack = bytearray()
     for entry in entries:
         pack += local_header(entry, len(pack)) + b"x"
-    closing = directory(entries)
+    closing = directory(Entries.of(entries))
     assert (b"PK\6\6" in closing[-END_BYTES:]) == (count >= 65_535)
     pack += closing
     with zipfile.ZipFile(io.BytesIO(pack)) as archive:
@@ -70,7 +71,7 @@ class Sparse:
                 header = entry.offset + entry.length
                 entries.append(entry)
             file.seek(header)
-            file.write(directory(entries))
+            file.write(directory(Entries.of(entries)))
         self.entries = entries
         self.directory = header
         self.size = path.stat().st_size
@@ -136,7 +137,7 @@ def test_zip64_fields_are_there_exactly_where_they_are_needed() -> None:
     assert header[18:26] == b"\xff" * 8
     assert header[35:55] == struct.pack("<HHQQ", 1, 16, 2**32 - 1, 2**32 - 1)
     assert header[55:57] == struct.pack("<H", 0xD935)
-    closing = directory([big, last])
+    closing = directory(Entries.of([big, last]))
     first = 46 + len("a/c/0") + 20
     assert closing[46 + 5 : first] == struct.pack("<HHQQ", 1, 16, 2**32 - 1, 2**32 - 1)
     assert closing[42:46] == struct.pack("<I", 0), "the offset of the first header needs no more"

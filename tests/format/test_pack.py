@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,12 +17,16 @@ from ckptkit.errors import CorruptionError
 from ckptkit.format.pack import (
     ALIGNMENT,
     END_BYTES,
+    Entries,
     Entry,
     data_offset,
+    data_offsets,
     directory,
     directory_extent,
+    directory_length,
     find_record,
     local_header,
+    local_headers,
     record_name,
 )
 
@@ -48,7 +53,7 @@ def pack_of(files: list[tuple[str, bytes]]) -> bytes:
     entries = entries_of(files)
     for entry, (_, data) in zip(entries, files, strict=True):
         pack += local_header(entry, len(pack)) + data
-    return bytes(pack) + directory(entries)
+    return bytes(pack) + directory(Entries.of(entries))
 
 
 names = st.text("abcz09._-%/", min_size=1, max_size=200).filter(lambda n: n[0] != "/")
@@ -97,7 +102,7 @@ def test_headers_are_to_the_byte_what_the_format_says() -> None:
         "0b00 0000 0000 0000 0000 0000a481 00000000"
     )
     end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 1, 1, 46 + 11, 74, 0)
-    assert directory([entry]) == central + b"model/a/c/0" + end
+    assert directory(Entries.of([entry])) == central + b"model/a/c/0" + end
 
 
 @given(st.integers(0, 2**40), st.integers(1, 1024), st.sampled_from([0, 5, 2**32 - 2, 2**32 - 1]))
@@ -122,7 +127,7 @@ def test_the_record_is_found_from_the_last_bytes_alone() -> None:
     assert entry == entries_of(FILES)[-1]
     assert find(pack, END_BYTES + 256) == entry
     start, length = directory_extent(pack[-END_BYTES:], len(pack), "p")
-    assert pack[start:] == directory(entries_of(FILES))
+    assert pack[start:] == directory(Entries.of(entries_of(FILES)))
     assert start + length == len(pack)
 
 
@@ -179,7 +184,7 @@ def test_any_bytes_are_no_pack(tail: bytes) -> None:
 
 def test_a_record_that_lies_outside_of_its_pack_is_refused() -> None:
     entry = Entry(record_name(0), 64, 2**31, 0)
-    closing = directory([entry])
+    closing = directory(Entries.of([entry]))
     with pytest.raises(CorruptionError):
         find_record(closing, len(closing) + 1000, "p")
 
@@ -189,3 +194,28 @@ def test_a_pack_without_a_record_is_refused() -> None:
         find(pack_of(FILES[:-1]))
     with pytest.raises(CorruptionError):
         find(pack_of([FILES[-1], FILES[0]])), "the record is the last entry"
+
+
+_SIZES = st.one_of(st.integers(0, 5000), st.integers((1 << 32) - 2, (1 << 32) + 1))
+
+
+@given(st.lists(st.tuples(names, _SIZES, st.integers(0, (1 << 32) - 1)), max_size=12))
+def test_entries_in_a_row_are_laid_out_as_one_by_one(
+    given_: list[tuple[str, int, int]],
+) -> None:
+    entries, headers, position = list[Entry](), list[int](), 0
+    for name, length, crc in given_:
+        headers.append(position)
+        entries.append(Entry(name, data_offset(name, length, position), length, crc))
+        position = entries[-1].offset + length
+    columns = Entries.of(entries)
+    lengths = np.array([len(name) for name in columns.names], dtype=np.int64)
+    assert data_offsets(lengths, columns.lengths).tolist() == columns.offsets.tolist()
+    for first in (0, len(entries) // 2):
+        begin = headers[first] if headers else 0
+        one_by_one = list(map(local_header, entries[first:], headers[first:]))
+        assert local_headers(columns.part(first, len(entries)), begin) == one_by_one
+    closing = directory_length(
+        int(lengths.sum()), columns.lengths, np.array(headers, dtype=np.int64), position
+    )
+    assert closing == len(directory(columns))

@@ -172,6 +172,17 @@ class StoreContract(SinkContract):
             assert source.size == len(data)
             assert all(threads.map(check, range(100)))
 
+    def test_a_source_fills_several_buffers_one_after_another(self, store: Store) -> None:
+        data = random.Random(5).randbytes(200_000)
+        store.put("a", data)
+        sizes = [0, 3, 70_000, 0, *([1] * 2000), 100_000, 0]  # more than one call of the system
+        buffers = [bytearray(size) for size in sizes]
+        with store.open("a") as source:
+            source.read_into(7, *[memoryview(buffer) for buffer in buffers])
+            assert b"".join(buffers) == data[7 : 7 + sum(sizes)]
+            with pytest.raises(CorruptionError):
+                source.read_into(200_000 - 5, memoryview(bytearray(4)), memoryview(bytearray(2)))
+
     def test_a_source_refuses_ranges_that_are_not_there(self, store: Store) -> None:
         store.put("a", b"0123456789")
         with store.open("a") as source:

@@ -111,10 +111,10 @@ class _Source(Closing):
     def size(self) -> int:
         return self._source.size
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        size = memoryview(buffer).nbytes
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
         self._through.pass_on(
-            "read_into", lambda: self._source.read_into(offset, buffer), read=size
+            "read_into", lambda: self._source.read_into(offset, *buffers), read=size
         )
 
     def fetch(self, offset: int, length: int) -> memoryview:

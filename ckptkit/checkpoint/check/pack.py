@@ -20,7 +20,7 @@ from ckptkit.checkpoint.write.pack import groups_pack
 from ckptkit.errors import CorruptionError
 from ckptkit.format.arrays import DOCUMENT, array_document, chunk_key, group_document
 from ckptkit.format.manifest import Manifest
-from ckptkit.format.pack import Entry, data_offset, directory, local_header
+from ckptkit.format.pack import Entries, Entry, data_offset, directory, local_header
 from ckptkit.format.record import Record
 from ckptkit.storage import Store, default_pool
 
@@ -84,7 +84,7 @@ class PackBytes:
                 end = entry.offset + entry.length
                 yield entry
 
-        closing = directory(placed())
+        closing = directory(Entries.of(placed()))
         return cls(found, end, closing)
 
     @classmethod

@@ -179,9 +179,9 @@ class _UncheckedPack(Closing):
     def size(self) -> int:
         return self._source.size
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
         with self._sources.explaining(self._pack):
-            self._source.read_into(offset, buffer)
+            self._source.read_into(offset, *buffers)
 
     def fetch(self, offset: int, length: int) -> memoryview:
         with self._sources.explaining(self._pack):

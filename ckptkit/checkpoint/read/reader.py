@@ -35,6 +35,7 @@ _SHORT = 32 << 10
 
 # So many bytes between two pieces are read along everywhere: headers are no longer.
 GAP_BYTES = 4 << 10
+_NEEDED_BY_NOBODY = memoryview(bytearray(GAP_BYTES))
 _KEPT_PIECES = 4096
 
 
@@ -102,19 +103,16 @@ class ReadPlan:
         start, waits = int(self.start[first]), self.pace.waits_for_answers
         size = int(self.stop[first:last].max()) - start
         with self.packs.use(int(self.pack[first])) as source:
-            direct = self.direct(first) if last == first + 1 else None
-            # From a file system: into the caller's memory where that has the chunk's shape, since
+            direct = self.direct(first) if waits and last == first + 1 else None
+            # From a file system: into the caller's memory where that has the shape of chunks, since
             # every other way is a copy more.
             if not waits and first in self.bands:
                 self._read_band(run, source)
-            elif not waits and direct is not None:
-                source.read_into(start, direct)
-                if self.verify:
-                    self._compare(first, int(isal_zlib.crc32(direct)))
             elif not waits:
-                with default_pool().take(max(size, BAND_BYTES + PAGE)) as memory:
-                    source.read_into(start, memory[:size])
-                    self._scatter(run, memory[:size])
+                if not self._read_in_place(run, source):
+                    with default_pool().take(max(size, BAND_BYTES + PAGE)) as memory:
+                        source.read_into(start, memory[:size])
+                        self._scatter(run, memory[:size])
             # Over a network: what a request brings is in memory of its own, and is copied from
             # there in any case. Only a chunk that is larger than a request takes several.
             elif size <= self.pace.request_bytes:
@@ -129,6 +127,32 @@ class ReadPlan:
                     self._scatter(run, memory)
         if self.progress:
             self.progress(int(self.stop[last - 1]) - start)
+
+    def _read_in_place(self, run: tuple[int, int], source: Source) -> bool:
+        """Read whole chunks straight into the caller's memory, all by one request; False where one
+        of them does not land there without a gap, or is needed twice.
+        """
+        first, last = run
+        starts, stops = self.start[first:last].tolist(), self.stop[first:last].tolist()
+        targets: list[memoryview] = []
+        buffers: list[memoryview] = []
+        reach = starts[0]
+        for row, start, stop in zip(range(first, last), starts, stops, strict=True):
+            target = self.direct(row)
+            if target is None or start < reach:
+                return False
+            if start > reach:
+                buffers.append(_NEEDED_BY_NOBODY[: start - reach])
+            targets.append(target)
+            buffers.append(target)
+            reach = stop
+        source.read_into(starts[0], *buffers)
+        if self.verify:
+            written = self.crc32[first:last].tolist()
+            for row, target, crc in zip(range(first, last), targets, written, strict=True):
+                if (actual := isal_zlib.crc32(target)) != crc:
+                    self._compare(row, int(actual))
+        return True
 
     def _fetch(self, source: Source, start: int, memory: memoryview, *, verify: bool) -> int:
         """Fill memory by requests that are not too large, since each is in memory besides; its

@@ -27,14 +27,8 @@ from ckptkit.checkpoint.reshard.selection import objects_of
 from ckptkit.checkpoint.reshard.small_chunks import SmallChunks
 from ckptkit.checkpoint.reshard.target import ReshardTarget, TargetArray
 from ckptkit.checkpoint.workers import Pace, Progress, share_out
-from ckptkit.checkpoint.write.pack import (
-    Pack,
-    PackedArray,
-    PackPlan,
-    Slot,
-    chunk_view,
-    documents_of,
-)
+from ckptkit.checkpoint.write.pack import Pack, Slot
+from ckptkit.checkpoint.write.plan import PackedArray, PackPlan, chunk_view, documents_of
 from ckptkit.errors import AlreadyExistsError, CkptkitError, PeerError, UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType
@@ -218,10 +212,11 @@ class ChunkCopier:
     shared: SharedChunks | None
     small: SmallChunks | None
 
-    def fill(self, origins: Sequence[TargetArray], slots: Sequence[Slot]) -> Sequence[Slot]:
+    def fill(self, origins: Sequence[TargetArray], slots: Iterable[Slot]) -> Sequence[Slot]:
         """Fill some chunks of a pack together: each chunk of the source is read, and checked, once
         for all. Slots number the arrays of the pack, which are made of `origins`.
         """
+        slots = list(slots)
         left = slots if self.small is None else self.small.fill(origins, slots)
         whole: list[Wanted] = []
         exact: list[Wanted] = []

@@ -4,60 +4,58 @@ filled and written in segments by any threads, then finished.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
+import msgpack
 import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
 from ckptkit.checkpoint.places import data_prefix
 from ckptkit.checkpoint.workers import Progress, share_out
+from ckptkit.checkpoint.write.plan import (
+    PackedArray,
+    PackPlan,
+    chunk_view,
+    documents_of,
+    place_in,
+)
 from ckptkit.errors import LayoutError
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import (
     Alias,
     ArrayInfo,
-    array_document,
-    chunk_key,
     group_document,
     key_of,
 )
 from ckptkit.format.manifest import pack_name
-from ckptkit.format.names import ancestors
-from ckptkit.format.objects import ObjectInfo
+from ckptkit.format.objects import ObjectInfo, objects_to_docs
 from ckptkit.format.pack import (
+    Entries,
     Entry,
     data_offset,
+    data_offsets,
     directory,
     directory_length,
     local_header,
+    local_headers,
     record_name,
 )
-from ckptkit.format.record import Record, SaveInfo
-from ckptkit.model import Box, Grid, Layout, Part
+from ckptkit.format.record import SaveInfo, record_bytes
+from ckptkit.model import Layout, Part
 from ckptkit.plan.read import batches
-from ckptkit.plan.write import Owned, chunks_to_write, writes_document
+from ckptkit.plan.write import Owned, chunks_to_write
 from ckptkit.storage import AlignedBuffer, BufferPool, Sink, Store
-from ckptkit.storage.base.buffers import copy_elements
+from ckptkit.storage.base.buffers import copy_bytes, copy_elements
 
 I64 = npt.NDArray[np.int64]
 
 _STAGED_SEGMENT = 8 << 20
-# Places of chunks: as many as a few layers have.
-_KEPT = 4096
-
-
-class PackedArray(NamedTuple):
-    """One array, and the chunks of it that a pack has."""
-
-    info: ArrayInfo
-    chunks: I64
+# To copy fewer bytes takes no longer than letting other threads go on meanwhile.
+_SMALL = 32 << 10
 
 
 class Slot(NamedTuple):
@@ -71,7 +69,7 @@ class Slot(NamedTuple):
     memory: memoryview
 
 
-Fill: TypeAlias = Callable[[Sequence[Slot]], Iterable[Slot]]
+Fill: TypeAlias = Callable[[Iterable[Slot]], Iterable[Slot]]
 """Puts chunks into their slots, and gives each slot back as soon as it is full; any thread calls
 it."""
 
@@ -90,57 +88,6 @@ class Segment:
     stop: int
 
 
-class PackPlan:
-    """Where each byte of a pack will be. Documents come first, then the chunks array by array, then
-    the record of them.
-
-    What one save of a job has found out here, the next one uses again where it holds the same.
-    """
-
-    def __init__(
-        self,
-        table: ArrayTable,
-        documents: Sequence[tuple[str, bytes]],
-        arrays: Sequence[PackedArray],
-        made_for: object = None,
-    ) -> None:
-        """`made_for` is all that it follows from, where it may be used again."""
-        self.table = table
-        self.documents = documents
-        self.arrays = arrays
-        self.made_for = made_for
-        counts = [len(array.chunks) for array in arrays]
-        nothing = np.zeros(0, dtype=np.int64)
-        self.array = np.repeat(np.arange(len(arrays), dtype=np.uint32), counts)
-        self.chunk: I64 = np.concatenate([nothing, *(array.chunks for array in arrays)])
-        # Kept, because each name is needed three times: here, in its header and in the directory.
-        self.names = [name for name, _ in documents]
-        lengths = [len(data) for _, data in documents]
-        for info, chunks in arrays:
-            grid, elements = info.grid, info.grid.chunk_elements
-            for chunk in chunks.tolist():
-                index = grid.index(chunk)
-                self.names.append(chunk_key(info.name, index))
-                if not grid.is_regular:
-                    elements = math.prod(grid.stored_shape(index))
-                lengths.append(elements * info.dtype.itemsize)
-        offsets = []
-        self.end = 0
-        for name, length in zip(self.names, lengths, strict=True):
-            offsets.append(data_offset(name, length, self.end))
-            self.end = offsets[-1] + length
-        self.offsets: I64 = np.array(offsets, dtype=np.int64)
-        self.lengths: I64 = np.array(lengths, dtype=np.int64)
-        self.ends = self.offsets + self.lengths
-        # Known before they are written, because the length of the record depends on them.
-        self.crcs: npt.NDArray[np.uint32] = np.zeros(len(lengths), dtype=np.uint32)
-        self.crcs[: len(documents)] = [isal_zlib.crc32(data) for _, data in documents]
-        # Arrays are sorted by name in the record, and in the order they were added in the pack.
-        place = {array.name: index for index, array in enumerate(table.arrays)}
-        in_table = np.array([place[array.info.name] for array in arrays], dtype=np.uint32)
-        self.array_in_table = in_table[self.array]
-
-
 class Pack:
     """What one writer writes of a step: perhaps staged, then begun, and written segment by segment,
     as its plan says.
@@ -152,8 +99,10 @@ class Pack:
         self.plan = plan
         self.segments: Sequence[Segment] = ()
         self.is_finished = False
+        self.size = 0
+        """The bytes of the whole pack, once it is begun."""
         self._rank = rank
-        self._objects = tuple(objects)
+        self._packed_objects = msgpack.packb(objects_to_docs(tuple(objects)))
         self._fill = fill
         self._staged: AlignedBuffer | None = None
         self._crcs = plan.crcs.copy()
@@ -198,11 +147,11 @@ class Pack:
         name, record, plan = record_name(self._rank), len(self._record()), self.plan
         offset = data_offset(name, record, plan.end)
         # The last header is where the data ends, and the directory begins where the record ends.
-        names = sum(map(len, plan.names)) + len(name)
-        lengths = [*plan.lengths.tolist(), record]
-        closing = directory_length(names, lengths, [0, *plan.ends.tolist()], offset + record)
+        lengths, headers = np.append(plan.lengths, record), np.append(0, plan.ends)
+        closing = directory_length(plan.name_bytes + len(name), lengths, headers, offset + record)
         extents = [segment.stop - segment.start for segment in segments]
         extents.append(offset + record + closing - plan.end)
+        self.size = sum(extents)
         self._sink: Sink = store.create(self._key, extents, memory=memory)
         if not segments:
             # Nobody will write a last one, who would finish the pack.
@@ -240,9 +189,14 @@ class Pack:
         name, record = record_name(self._rank), self._record()
         offset = data_offset(name, len(record), self.plan.end)
         entry = Entry(name, offset, len(record), int(isal_zlib.crc32(record)))
-        # An object for each of millions of chunks would fill the memory.
-        entries = self._entries(0, len(self.plan.names))
-        tail = local_header(entry, self.plan.end) + record + directory(chain(entries, [entry]))
+        plan = self.plan
+        all_of_it = Entries(
+            [*plan.names, name],
+            np.append(plan.offsets, offset),
+            np.append(plan.lengths, len(record)),
+            np.append(self._crcs, np.uint32(entry.crc)),
+        )
+        tail = local_header(entry, plan.end) + record + directory(all_of_it)
         self._sink.write(len(self.segments), memoryview(tail))
         self._sink.finish()
         self.is_finished = True
@@ -275,20 +229,30 @@ class Pack:
             first, start = last, ends[last - 1]
         return segments
 
-    def _slots(self, segment: Segment, memory: memoryview) -> list[Slot]:
-        """Put the documents of a segment into its memory; the places of its chunks there."""
-        plan, span = self.plan, slice(segment.first, segment.last)
-        offsets, lengths = plan.offsets[span].tolist(), plan.lengths[span].tolist()
-        slots: list[Slot] = []
-        for entry, (offset, length) in enumerate(zip(offsets, lengths, strict=True), segment.first):
-            begin = offset - segment.start
-            data = memory[begin : begin + length]
-            row = entry - len(plan.documents)
-            if row < 0:
-                data[:] = plan.documents[entry][1]
-            else:
-                slots.append(Slot(entry, int(plan.array[row]), int(plan.chunk[row]), data))
-        return slots
+    def _slots(self, segment: Segment, memory: memoryview) -> Iterator[Slot]:
+        """Put the documents of a segment into its memory; the places of its chunks there, one after
+        another: where thousands are there at once Python looks for garbage among all objects of the
+        job.
+        """
+        plan, rows = self.plan, len(self.plan.documents)
+        first = max(segment.first, rows)
+        span = slice(segment.first, segment.last)
+        begins = (plan.offsets[span] - segment.start).tolist()
+        ends = (plan.ends[span] - segment.start).tolist()
+        for begin, end, (_, data) in zip(begins, ends, plan.documents[span], strict=False):
+            memory[begin:end] = data
+        chunks = slice(first - rows, max(segment.last - rows, 0))
+        places = zip(begins[first - segment.first :], ends[first - segment.first :], strict=True)
+        return (
+            Slot(entry, number, chunk, memory[begin:end])
+            for entry, number, chunk, (begin, end) in zip(
+                range(first, max(first, segment.last)),
+                plan.array[chunks].tolist(),
+                plan.chunk[chunks].tolist(),
+                places,
+                strict=True,
+            )
+        )
 
     def _note_checksums(self, slots: Iterable[Slot]) -> None:
         """Of each slot as soon as it is full, while its bytes are in the processor's cache."""
@@ -296,35 +260,31 @@ class Pack:
             self._crcs[slot.entry] = isal_zlib.crc32(slot.memory)
 
     def _put_headers(self, segment: Segment, memory: memoryview) -> None:
-        header = segment.start
-        for entry in self._entries(segment.first, segment.last):
-            at = header - segment.start
-            memory[at : entry.offset - segment.start] = local_header(entry, header)
-            header = entry.offset + entry.length
-
-    def _entries(self, first: int, last: int) -> Iterator[Entry]:
-        """Some entries; the CRC of each is right once it has been filled."""
-        plan, span = self.plan, slice(first, last)
-        columns = (column[span].tolist() for column in (plan.offsets, plan.lengths, self._crcs))
-        return map(Entry, plan.names[span], *columns)
+        entries = self.plan.entries(segment.first, segment.last, self._crcs)
+        starts = (entries.headers(segment.start) - segment.start).tolist()
+        headers = local_headers(entries, segment.start)
+        for at, header in zip(starts, headers, strict=True):
+            memory[at : at + len(header)] = header
 
     def _record(self) -> bytes:
         """What the pack says of itself; its length is the same before there are checksums."""
         plan = self.plan
         count = len(plan.documents)
-        return Record(
-            save=self._save,
-            rank=self._rank,
-            table=plan.table,
-            documents=tuple(self._entries(0, count)),
-            array=plan.array_in_table,
-            chunk=plan.chunk.astype(np.uint64),
-            offset=plan.offsets[count:].astype(np.uint64),
-            length=plan.lengths[count:].astype(np.uint64),
-            crc32=self._crcs[count:],
-            objects=self._objects,
+        return record_bytes(
+            self._save,
+            self._rank,
+            plan.table,
+            plan.packed_documents,
+            {
+                "array": plan.array_in_table,
+                "chunk": plan.chunk.astype(np.uint64),
+                "offset": plan.offsets[count:].astype(np.uint64),
+                "length": plan.lengths[count:].astype(np.uint64),
+                "crc32": self._crcs[count:],
+            },
+            self._packed_objects,
             refers=self._refers,
-        ).to_bytes()
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -337,99 +297,76 @@ class Holding:
     data: npt.NDArray[Any] | None
 
 
-def pack_of(
+def plan_of(
     rank: int,
     arrays: Mapping[str, Holding],
     aliases: Iterable[Alias] = (),
-    objects: Iterable[ObjectInfo] = (),
     like: PackPlan | None = None,
-) -> Pack:
-    """The pack of a saving rank, which takes its share of the chunks out of what it holds. Where
-    another pack was made for the same, its plan holds here too.
+) -> PackPlan:
+    """The plan of a saving rank's pack, which takes its share of the chunks out of what it holds.
+    Where another pack was made for the same, its plan holds here too.
     """
     order, aliases = list(arrays.values()), tuple(aliases)
     # What a plan is made of: `Holding.layout` follows from the strategy and what the infos say.
     made_for = rank, order[0].layout.strategy if order else None, [h.info for h in order], aliases
-    plan = like
-    if plan is None or plan.made_for != made_for:
-        # Shared out in the order of names, the same on all ranks however they were added.
-        named = [arrays[name] for name in sorted(arrays)]
-        known = [Owned(h.info.name, h.layout, h.info.grid, h.info.dtype.itemsize) for h in named]
-        writes = dict(zip(sorted(arrays), chunks_to_write(known, rank), strict=True))
-        plan = PackPlan(
-            ArrayTable.of([holding.info for holding in named], aliases),
-            documents_of([(each, arrays[each.name].info) for each in known], writes, rank),
-            [PackedArray(holding.info, writes[holding.info.name]) for holding in order],
-            made_for,
-        )
+    if like is not None and like.made_for == made_for:
+        return like
+    # Shared out in the order of names, the same on all ranks however they were added.
+    named = [arrays[name] for name in sorted(arrays)]
+    known = [Owned(h.info.name, h.layout, h.info.grid, h.info.dtype.itemsize) for h in named]
+    writes = dict(zip(sorted(arrays), chunks_to_write(known, rank), strict=True))
+    return PackPlan(
+        ArrayTable.of([holding.info for holding in named], aliases),
+        documents_of([(each, arrays[each.name].info) for each in known], writes, rank),
+        [PackedArray(holding.info, writes[holding.info.name]) for holding in order],
+        [holding.part for holding in order],
+        made_for,
+    )
 
-    def fill(slots: Sequence[Slot]) -> Iterator[Slot]:
+
+def pack_of(
+    rank: int,
+    plan: PackPlan,
+    data: Sequence[npt.NDArray[Any] | None],
+    objects: Iterable[ObjectInfo] = (),
+) -> Pack:
+    """The pack of a saving rank that holds this of each array of the plan."""
+    runs, first = plan.runs, len(plan.documents)
+    flat: list[memoryview | None] = [None] * len(data)
+
+    def fill(slots: Iterable[Slot]) -> Iterator[Slot]:
         # One by one, so that each is still in the processor's cache when it is given back.
         for slot in slots:
-            holding = order[slot.array]
-            box, stored = chunk_view(holding.info, slot.chunk, slot.memory)
-            at = _place_in(holding.part, box)
-            if at is None or holding.data is None:
-                raise LayoutError(
-                    "this rank does not hold the chunk", where=holding.info.name, value=box
-                )
-            copy_elements(holding.data[at], stored)
+            entry, number, chunk, memory = slot
+            held, run = data[number], runs[entry - first]
+            if run >= 0 and held is not None and held.flags.c_contiguous:
+                if (source := flat[number]) is None:
+                    source = flat[number] = held.data.cast("B")
+                source = source[run : run + len(memory)]
+                if len(memory) > _SMALL:
+                    copy_bytes(source, memory)
+                else:
+                    memory[:] = source
+            else:
+                info = plan.arrays[number].info
+                box, stored = chunk_view(info, chunk, memory)
+                at = place_in(plan.parts[number], box)
+                if at is None or held is None:
+                    raise LayoutError(
+                        "this rank does not hold the chunk", where=info.name, value=box
+                    )
+                copy_elements(held[at], stored)
             yield slot
 
     return Pack(rank, plan, objects, fill)
 
 
-def documents_of(
-    known: Sequence[tuple[Owned, ArrayInfo]], writes: Mapping[str, I64], rank: int
-) -> list[tuple[str, bytes]]:
-    """The Zarr documents in the pack of a rank that writes these chunks."""
-    documents: dict[str, bytes] = {}
-    if rank == 0:
-        names = {group for held, _ in known for group in ancestors(held.name)} | {""}
-        documents = {key_of(name): group_document() for name in sorted(names)}
-    for held, info in known:
-        if writes_document(held, writes[held.name], rank):
-            documents[key_of(held.name)] = array_document(info)
-    return list(documents.items())
-
-
 def groups_pack(groups: Iterable[str]) -> bytes:
     """The pack of group documents alone, which has no record."""
-    data, entries, document = bytearray(), list[Entry](), group_document()
-    for name in map(key_of, groups):
-        offset = data_offset(name, len(document), len(data))
-        entry = Entry(name, offset, len(document), int(isal_zlib.crc32(document)))
-        data += local_header(entry, len(data)) + document
-        entries.append(entry)
-    return bytes(data) + directory(entries)
-
-
-def chunk_view(info: ArrayInfo, chunk: int, memory: memoryview) -> tuple[Box, npt.NDArray[Any]]:
-    """The box of a chunk, and its place in the memory that the chunk is stored as; what the box
-    leaves of that is zero.
-    """
-    box, stored_shape = _box_of(info.grid, chunk)
-    stored = np.frombuffer(memory, dtype=info.dtype.bits).reshape(stored_shape)
-    if box.shape != stored_shape:
-        stored.fill(0)
-        stored = stored[tuple(slice(0, extent) for extent in box.shape)]
-    return box, stored
-
-
-# Cached, because layers are alike: what one has found out holds for all.
-@lru_cache(_KEPT)
-def _box_of(grid: Grid, chunk: int) -> tuple[Box, tuple[int, ...]]:
-    index = grid.index(chunk)
-    return grid.box(index), grid.stored_shape(index)
-
-
-@lru_cache(_KEPT)
-def _place_in(part: Part, box: Box) -> tuple[Any, ...] | None:
-    """The index of a box in the memory of a part, a view also where there are no dims; None where
-    the part does not hold it.
-    """
-    for held, place in zip(part.boxes, part.places, strict=True):
-        if held.contains(box):
-            inner = zip(box.within(held), place.offset, strict=True)
-            return (*(slice(s.start + first, s.stop + first) for s, first in inner), ...)
-    return None
+    names, document = list(map(key_of, groups)), group_document()
+    lengths = np.full(len(names), len(document))
+    offsets = data_offsets(np.array(list(map(len, names)), dtype=np.int64), lengths)
+    crcs = np.full(len(names), isal_zlib.crc32(document), dtype=np.uint32)
+    entries = Entries(names, offsets, lengths, crcs)
+    data = b"".join(header + document for header in local_headers(entries, 0))
+    return data + directory(entries)

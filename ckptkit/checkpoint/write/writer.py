@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +24,8 @@ from ckptkit.checkpoint.write.commit import (
     gather,
     refuse_committed,
 )
-from ckptkit.checkpoint.write.pack import Holding, Pack, PackPlan, pack_of
+from ckptkit.checkpoint.write.pack import Holding, Pack, pack_of, plan_of
+from ckptkit.checkpoint.write.plan import PackPlan
 from ckptkit.errors import (
     GivenUpError,
     InvalidNameError,
@@ -109,6 +111,7 @@ class Writer:
         """How the pack is laid out, once it is."""
         self.like: PackPlan | None = None
         """The plan of a committed pack of the same job: it is used again where it holds."""
+        self._again: Sequence[npt.NDArray[Any] | None] | None = None
         self._done = False
 
     def add(
@@ -143,7 +146,7 @@ class Writer:
         if not is_addressable(whole, known):
             raise LayoutError(TOO_LARGE, where=name, value=whole)
         later = None if sliced is None else tuple(sliced)
-        kind = whole, known, tuple((placements or {}).items()), later
+        kind = whole, known.name, tuple((placements or {}).items()), later
         if kind not in self._kinds:
             row = _row(self.strategy, name, placements or {})
             try:
@@ -159,17 +162,40 @@ class Writer:
         local = None if data is None else _as_local(name, data, part.shape, known)
         if local is None and not part.is_empty:
             raise UsageError("this rank holds a part, but no data was passed", where=name)
-        if of is not None:
+        if of is not None and of not in self._arrays:
             checked_path(of, where=name)
         info = ArrayInfo(name, whole, known, grid, role, row, of)
         self._arrays[name] = Holding(info, layout, part, local)
-        self._groups.update(ancestors(name))
+        self._note_groups(name)
 
     def add_alias(self, name: str, alias_of: str) -> None:
         """Add a second name for an array: tied weights are stored once."""
         self._check_new(name)
         self._aliases[name] = Alias(name, checked_path(alias_of))
-        self._groups.update(ancestors(name))
+        self._note_groups(name)
+
+    def add_again(self, data: Sequence[npt.NDArray[Any] | None]) -> None:
+        """Add all arrays and aliases that `like` is the plan of, whose parts now have these raw
+        elements: in the order in which they were added, None for parts that are empty. Who calls
+        this answers for it that nothing else has changed.
+        """
+        self._check_adding()
+        plan = self.like
+        if plan is None or self._arrays or self._aliases or self._again is not None:
+            raise UsageError("what was added before cannot be added again")
+        if plan.made_for[:2] != (self.rank, self.strategy):
+            raise UsageError(
+                "the plan is that of another rank or strategy", value=plan.made_for[:2]
+            )
+        for (info, _), part, held in zip(plan.arrays, plan.parts, data, strict=True):
+            fits = part.is_empty if held is None else held.shape == part.shape
+            if not fits or (held is not None and held.dtype != info.dtype.bits):
+                raise LayoutError(
+                    f"the part of this rank was {part.shape} of {info.dtype.name}",
+                    where=info.name,
+                    value=None if held is None else (held.shape, str(held.dtype)),
+                )
+        self._again = data
 
     def add_object(self, name: str, value: object) -> None:
         """Add a value that is no tensor: plain or Replicated(value) (the same on all ranks),
@@ -224,9 +250,6 @@ class Writer:
             # rank 0's the record need not list them again.
             save_id, seconds, digest = ranks.share(begun)
             refers = ranks.rank > 0 and digest == pack.plan.table.digest
-            if ranks.rank == 0 and not self._overwrite:
-                # Before the data, so that nobody waits for it at the end, when the store is busy.
-                store.learn(prefix)
             save = SaveInfo(
                 save_id=save_id,
                 step=self.step,
@@ -238,18 +261,22 @@ class Writer:
             )
 
             # Write, by a few threads: the pack is complete and durable then, or nothing is left.
+            # One of rank 0's finds out meanwhile what it commits by: at the end all would wait.
             segments = pack.segments_of(store.abilities.part_size)
             pack.begin(store, prefix, save, segments, refers=refers, progress=self._progress)
+            work = [partial(pack.write_segment, number) for number in range(len(segments))]
+            if ranks.rank == 0 and not self._overwrite:
+                work.insert(0, partial(store.learn, prefix))
             try:
-                share_out(range(len(segments)), pack.write_segment, self._threads)
+                share_out(work, lambda do: do(), self._threads)
             except BaseException:
                 pack.abort()
                 raise
             pack.release()
 
-            # Meet: from here on all packs are complete.
+            # Meet: from here on all packs are complete, and rank 0 knows how long each is.
             try:
-                ranks.wait()
+                sizes = ranks.collect(pack.size)
             except BaseException as error:
                 # Where it is certain that rank 0 will never commit, this rank's pack goes. Others
                 # may still be writing theirs, and remove them when they come here. After a time-out
@@ -259,7 +286,7 @@ class Writer:
                 raise
 
             # Commit.
-            commit_together(ranks, store, prefix, save_id, lambda: self._make_exist(save_id))
+            commit_together(ranks, store, prefix, save_id, lambda: self._make_exist(save_id, sizes))
         except BaseException as error:
             self._give_up(in_one_line(error))
             raise
@@ -288,19 +315,21 @@ class Writer:
 
     @uncollected()
     def _laid_out(self) -> Pack:
-        pack = pack_of(
-            self.rank, self._arrays, self._aliases.values(), self._objects.values(), self.like
-        )
-        if pack.plan is self.like:
-            self._tables.add(pack.plan.table, len(self.strategy.mesh.axes))
-        self.plan = pack.plan
-        return pack
+        data = self._again
+        plan = self.like
+        if data is None or plan is None:
+            plan = plan_of(self.rank, self._arrays, self._aliases.values(), self.like)
+            data = [holding.data for holding in self._arrays.values()]
+        if plan is self.like:
+            self._tables.add(plan.table, len(self.strategy.mesh.axes))
+        self.plan = plan
+        return pack_of(self.rank, plan, data, self._objects.values())
 
     @uncollected()
-    def _make_exist(self, save_id: str) -> None:
+    def _make_exist(self, save_id: str, sizes: list[int]) -> None:
         """Compare what all ranks wrote, and commit it."""
         try:
-            manifest = gather(self._store, self._prefix, save_id, self._tables)
+            manifest = gather(self._store, self._prefix, save_id, self._tables, sizes)
             for item in manifest.objects:
                 check_total(item)
         except BaseException:
@@ -332,8 +361,15 @@ class Writer:
                 "the writer has staged what it writes", hint="add everything, then stage once"
             )
 
+    def _note_groups(self, name: str) -> None:
+        # With a group come those above it.
+        if name.rpartition("/")[0] not in self._groups:
+            self._groups.update(ancestors(name))
+
     def _check_new(self, name: str) -> None:
         self._check_adding()
+        if self._again is not None:
+            raise UsageError("all arrays were added again", value=name)
         checked_path(name)
         if name in self._arrays or name in self._aliases:
             raise InvalidNameError("the name was added before", value=name)

@@ -66,6 +66,12 @@ class LiveTensor:
         """Of the whole tensor."""
         return math.prod(self.shape) * self.local.element_size()
 
+    def in_memory(self, local: torch.Tensor) -> LiveTensor:
+        """The same tensor where this rank has other memory for it."""
+        # Not `replace`, which takes several times as long: a job may have 100,000.
+        of_it = self.role, self.of, self.alike_along, self.of_first
+        return LiveTensor(self.name, self.shape, self.placements, local, *of_it)
+
     def part(self, topology: Topology) -> Part:
         """What this rank holds of it."""
         if self.own is not None:

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptkit.errors import UnsupportedTypeError, UsageError
-from ckptkit.model import DType
+from ckptkit.model import DTYPES, DType
 
 # Without a view by torch, which takes longer than all else. Complex ones may be conjugate.
 _KNOWN_TO_NUMPY = frozenset(
@@ -23,10 +23,10 @@ _KNOWN_TO_NUMPY = frozenset(
 )
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
-
 _USUAL = (torch.Tensor, torch.nn.Parameter)
 
 _dtype = cache(DType.of)
+_STORED = {getattr(torch, dtype.torch, None) for dtype in DTYPES.values()}
 
 
 def dtype_of(name: str, tensor: torch.Tensor) -> DType:
@@ -77,6 +77,11 @@ def as_spread(value: torch.Tensor, parameter: object) -> torch.Tensor:
 def as_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
     """The memory of a tensor in host memory, as an array of raw elements."""
     check_plain(name, tensor)
+    return bits_of(name, tensor)
+
+
+def bits_of(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The same of one that is known to be plain."""
     if tensor.dtype in _KNOWN_TO_NUMPY and not (tensor.requires_grad or tensor.is_neg()):
         found: npt.NDArray[Any] = tensor.numpy()
         return found.view(dtype_of(name, tensor).bits)
@@ -99,17 +104,21 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(as_bytes[0].view(torch.uint8), as_bytes[1].view(torch.uint8))
 
 
-def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Refuse tensors without elements of their own, before anybody asks for their shape."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if (
+def is_plain(local: torch.Tensor) -> bool:
+    """Whether there is nothing to say against a tensor, nor to look at it closely."""
+    return (
         type(local) in _USUAL
         and not local.is_nested
         and local.device.type != "meta"
         and local.layout == torch.strided
-        and local.untyped_storage().data_ptr()
-    ):
-        dtype_of(name, local)
+        and local.dtype in _STORED
+        and local.untyped_storage().data_ptr() != 0
+    )
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Refuse tensors without elements of their own, before anybody asks for their shape."""
+    if is_plain(tensor._local_tensor if isinstance(tensor, DTensor) else tensor):
         return
     if is_lazy(tensor):
         raise UsageError(

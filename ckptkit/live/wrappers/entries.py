@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,8 +24,7 @@ class StateMismatchError(LayoutError):
     """The step does not fit the objects it was to be loaded into."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelEntry:
+class ModelEntry(NamedTuple):
     """One item of a model's state under its canonical name; `value` is no tensor for what
     `get_extra_state` gives.
     """
@@ -47,8 +46,7 @@ Names = Mapping[nn.Parameter, str]
 """The canonical name of every parameter of the model."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StateEntry:
+class StateEntry(NamedTuple):
     """One value that an optimizer keeps for a parameter."""
 
     parameter: str

@@ -122,7 +122,7 @@ def entries(submodules: Sequence[nn.Module]) -> list[ModelEntry]:
                 # FSDP keeps alike what it has flattened: with other parameters it does nothing.
                 is_kept = name in parameters
                 entry = ModelEntry(name, value, is_parameter, source=(key, None))
-                found[name] = replace(entry, is_kept_alike=is_kept)
+                found[name] = entry._replace(is_kept_alike=is_kept)
                 continue
             shards, shape = value.local_shards(), tuple(value.size())
             local = torch.empty((0, *shape[1:]), dtype=value.dtype)
@@ -136,7 +136,7 @@ def entries(submodules: Sequence[nn.Module]) -> list[ModelEntry]:
         for name in piece.also:  # the same value, loaded under both names
             if name in found and first is not None:
                 source = (found[name].source[0], first.source[1])
-                found[name] = replace(first, name=name, is_parameter=True, source=source)
+                found[name] = first._replace(name=name, is_parameter=True, source=source)
     return list(found.values())
 
 

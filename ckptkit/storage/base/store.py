@@ -65,8 +65,10 @@ class Source(AbstractContextManager["Source", None], Protocol):
     def size(self) -> int:
         """The number of bytes of the object."""
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the whole buffer from `offset`; CorruptionError where the object is too short."""
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
+        """Fill whole buffers, one after another, with what is there from `offset` on;
+        CorruptionError where the object is too short.
+        """
 
     def fetch(self, offset: int, length: int) -> memoryview:
         """Exactly `length` bytes, in memory of the store's own: what came over a network is not
@@ -159,7 +161,8 @@ class Store(Protocol):
         """Begin a new object: the concatenation of parts of these lengths.
 
         Until `finish` the object is invisible, or (in a local folder) visible but incomplete.
-        What is there already is never touched: AlreadyExistsError. `memory` roughly bounds what the
+        What is there already is never touched: AlreadyExistsError, from `finish` at the latest.
+        `memory` roughly bounds what the
         sink buffers, provided parts come about in order. Parts filled in place count. Parts larger
         than what is sent at a time, and local files, do not.
 

@@ -1,0 +1,195 @@
+"""Where each byte of a pack will be, before there are any: its entries, what each is called, and
+from where in a rank's memory a chunk comes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from isal import isal_zlib
+
+from ckptkit.format.array_table import ArrayTable
+from ckptkit.format.arrays import (
+    ArrayInfo,
+    array_document,
+    chunk_key,
+    group_document,
+    key_of,
+)
+from ckptkit.format.names import ancestors
+from ckptkit.format.pack import Entries, data_offsets
+from ckptkit.format.record import documents_to_doc
+from ckptkit.model import Box, Grid, Part
+from ckptkit.model.grid import I64
+from ckptkit.plan.write import Owned, writes_document
+
+# Places of chunks: as many as a few layers have.
+_KEPT = 4096
+
+
+class PackedArray(NamedTuple):
+    """One array, and the chunks of it that a pack has."""
+
+    info: ArrayInfo
+    chunks: I64
+
+
+class PackPlan:
+    """Where each byte of a pack will be. Documents come first, then the chunks array by array, then
+    the record of them.
+
+    What one save of a job has found out here, the next one uses again where it holds the same.
+    """
+
+    def __init__(
+        self,
+        table: ArrayTable,
+        documents: Sequence[tuple[str, bytes]],
+        arrays: Sequence[PackedArray],
+        parts: Sequence[Part] = (),
+        made_for: tuple[Any, ...] = (),
+    ) -> None:
+        """`parts` are what a saving rank holds of the arrays; `made_for` is all that it follows
+        from, where it may be used again.
+        """
+        self.table = table
+        self.documents = documents
+        self.arrays = arrays
+        self.made_for = made_for
+        self.parts = parts
+        self.runs = _runs(arrays, parts) if parts else []
+        """For each chunk where it begins in what the rank holds of its array, in bytes, if it lies
+        there as it is stored; else -1."""
+        counts = [len(array.chunks) for array in arrays]
+        nothing = np.zeros(0, dtype=np.int64)
+        self.array = np.repeat(np.arange(len(arrays), dtype=np.uint32), counts)
+        self.chunk: I64 = np.concatenate([nothing, *(array.chunks for array in arrays)])
+        # Kept, because each name is needed three times: here, in its header and in the directory.
+        self.names = [name for name, _ in documents]
+        lengths = [len(data) for _, data in documents]
+        # Layers are alike: of 100,000 arrays a few dozen differ in how their chunks end.
+        ends: dict[tuple[int, int], list[tuple[str, int]]] = {}
+        for info, chunks in arrays:
+            kind = id(info.grid), id(chunks)
+            if kind not in ends:
+                ends[kind] = list(_ends(info.grid, chunks))
+            itemsize = info.dtype.itemsize
+            for end, elements in ends[kind]:
+                self.names.append(info.name + end)
+                lengths.append(elements * itemsize)
+        self.lengths: I64 = np.array(lengths, dtype=np.int64)
+        name_lengths = np.fromiter(map(len, self.names), np.int64, len(self.names))
+        self.offsets: I64 = data_offsets(name_lengths, self.lengths)
+        self.ends = self.offsets + self.lengths
+        self.end = int(self.ends[-1]) if len(self.ends) else 0
+        self.name_bytes = int(name_lengths.sum())
+        # Known before they are written, because the length of the record depends on them.
+        self.crcs: npt.NDArray[np.uint32] = np.zeros(len(lengths), dtype=np.uint32)
+        self.crcs[: len(documents)] = [isal_zlib.crc32(data) for _, data in documents]
+        self.packed_documents = documents_to_doc(self.entries(0, len(documents), self.crcs))
+        # Arrays are sorted by name in the record, and in the order they were added in the pack.
+        place = {array.name: index for index, array in enumerate(table.arrays)}
+        in_table = np.array([place[array.info.name] for array in arrays], dtype=np.uint32)
+        self.array_in_table = in_table[self.array]
+
+    def entries(self, first: int, last: int, crcs: npt.NDArray[np.uint32]) -> Entries:
+        """Some entries of a pack whose entries have these checksums."""
+        return Entries(self.names, self.offsets, self.lengths, crcs).part(first, last)
+
+
+def documents_of(
+    known: Sequence[tuple[Owned, ArrayInfo]], writes: Mapping[str, I64], rank: int
+) -> list[tuple[str, bytes]]:
+    """The Zarr documents in the pack of a rank that writes these chunks."""
+    documents: dict[str, bytes] = {}
+    if rank == 0:
+        names = {group for held, _ in known for group in ancestors(held.name)} | {""}
+        documents = {key_of(name): group_document() for name in sorted(names)}
+    # Layers are alike: of 100,000 arrays a few dozen differ in what their documents say.
+    said: dict[tuple[int, ...], bytes | None] = {}
+    for held, info in known:
+        chunks = writes[held.name]
+        # All of them are there until the end, so that a place in memory stands for one of them.
+        kind = id(held.layout), id(held.grid), id(chunks), id(info.dtype), id(info.role)
+        if kind not in said:
+            is_mine = writes_document(held, chunks, rank)
+            said[kind] = array_document(info) if is_mine else None
+        if (document := said[kind]) is not None:
+            documents[key_of(held.name)] = document
+    return list(documents.items())
+
+
+def _ends(grid: Grid, chunks: I64) -> Iterator[tuple[str, int]]:
+    """How the keys of some chunks end, and as how many elements they are stored."""
+    elements = grid.chunk_elements
+    for chunk in chunks.tolist():
+        index = grid.index(chunk)
+        if not grid.is_regular:
+            elements = math.prod(grid.stored_shape(index))
+        yield chunk_key("", index), elements
+
+
+def _runs(arrays: Sequence[PackedArray], parts: Sequence[Part]) -> list[int]:
+    known: dict[tuple[int, int, int, int], list[int]] = {}
+    found: list[int] = []
+    for (info, chunks), part in zip(arrays, parts, strict=True):
+        itemsize = info.dtype.itemsize
+        kind = id(info.grid), id(chunks), id(part), itemsize
+        if kind not in known:
+            known[kind] = [_run(info.grid, chunk, part, itemsize) for chunk in chunks.tolist()]
+        found += known[kind]
+    return found
+
+
+def _run(grid: Grid, chunk: int, part: Part, itemsize: int) -> int:
+    box, stored_shape = _box_of(grid, chunk)
+    at = place_in(part, box)
+    if at is None or box.shape != stored_shape or 0 in box.shape:
+        return -1
+    begin, is_whole = 0, True
+    strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
+    for place, extent, stride in zip(
+        reversed(at[:-1]), reversed(part.shape), reversed(strides), strict=True
+    ):
+        length = place.stop - place.start
+        if not is_whole and length > 1:
+            return -1
+        is_whole = is_whole and length == extent
+        begin += place.start * stride
+    return begin * itemsize
+
+
+def chunk_view(info: ArrayInfo, chunk: int, memory: memoryview) -> tuple[Box, npt.NDArray[Any]]:
+    """The box of a chunk, and its place in the memory that the chunk is stored as; what the box
+    leaves of that is zero.
+    """
+    box, stored_shape = _box_of(info.grid, chunk)
+    stored = np.frombuffer(memory, dtype=info.dtype.bits).reshape(stored_shape)
+    if box.shape != stored_shape:
+        stored.fill(0)
+        stored = stored[tuple(slice(0, extent) for extent in box.shape)]
+    return box, stored
+
+
+# Cached, because layers are alike: what one has found out holds for all.
+@lru_cache(_KEPT)
+def _box_of(grid: Grid, chunk: int) -> tuple[Box, tuple[int, ...]]:
+    index = grid.index(chunk)
+    return grid.box(index), grid.stored_shape(index)
+
+
+@lru_cache(_KEPT)
+def place_in(part: Part, box: Box) -> tuple[Any, ...] | None:
+    """The index of a box in the memory of a part, a view also where there are no dims; None where
+    the part does not hold it.
+    """
+    for held, place in zip(part.boxes, part.places, strict=True):
+        if held.contains(box):
+            inner = zip(box.within(held), place.offset, strict=True)
+            return (*(slice(s.start + first, s.stop + first) for s, first in inner), ...)
+    return None
