@@ -4,6 +4,7 @@ for work that turns out to take longer than a moment.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -38,6 +39,20 @@ def answer(document: Any, lines: Iterable[str], *, as_json: bool) -> None:
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     with printing():
         click.echo(text)
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Python looks for no garbage meanwhile: some objects for each of many arrays are kept to the
+    end.
+    """
+    looks = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if looks:
+            gc.enable()
 
 
 def emit(lines: Iterable[str]) -> None:

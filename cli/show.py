@@ -4,7 +4,6 @@ then its arrays as a tree, one line each.
 
 from __future__ import annotations
 
-import gc
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ from ckptkit.cli.output import (
     counted,
     in_short,
     json_value,
+    keeping,
     moment,
     size_text,
     stored_bytes,
@@ -69,7 +69,7 @@ def show(
     STEP may be what another program wrote: its format is named then, and with --mapping each line
     is the name of an array here and there.
     """
-    with ckptkit.open(step, storage_options=storage_options) as checkpoint:
+    with keeping(), ckptkit.open(step, storage_options=storage_options) as checkpoint:
         if mapping and checkpoint.foreign is None:
             raise UsageError(
                 "ckptkit wrote this step: its arrays have no other names",
@@ -79,8 +79,9 @@ def show(
         doc = describe(checkpoint, pattern, rank)
     lines: list[str] = []
     if not as_json:
-        names = [(array["name"], array["theirs"]) for array in doc["arrays"]]
-        lines = aligned([("NAME", "IN ITS FILES"), *names]) if mapping else lines_of(doc)
+        names = [(array["name"], array["theirs"]) for array in doc["arrays"]] if mapping else []
+        with keeping():
+            lines = aligned([("NAME", "IN ITS FILES"), *names]) if mapping else lines_of(doc)
     answer(doc, lines, as_json=as_json)
 
 
