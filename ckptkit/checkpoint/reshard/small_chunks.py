@@ -103,7 +103,7 @@ class SmallChunks:
                 if starts[i] != at:
                     at = starts[i]
                     data = memory[at - begin : stops[i] - begin]
-                    found = int(isal_zlib.crc32(data)) if manifest.is_checked else written[i]
+                    found = int(isal_zlib.crc32(data))
                     if found != written[i]:
                         key = manifest.chunk_key(rows[places[i]])
                         raise packs.corrupt(key, found, written[i], int(pack[i]), at)
