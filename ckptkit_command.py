@@ -31,9 +31,15 @@ except KeyboardInterrupt:  # it came before
 def main() -> None:
     """Run the program."""
     _open_what_is_closed()
+    import gc  # noqa: PLC0415
+
     from ckptkit.cli import main as program  # noqa: PLC0415 - it takes long
 
-    program()
+    try:
+        program()
+    finally:
+        # Python looks for garbage once more at its end: of many arrays that takes long.
+        gc.disable()
 
 
 def _open_what_is_closed() -> None:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _VARIABLE = "CKPTKIT_BENCH_BUCKET"
@@ -22,6 +22,8 @@ class Bucket:
     access_key: str
     secret_key: str
     region: str = "us-east-1"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What whoever reaches it needs to have there."""
 
     @classmethod
     def told(cls) -> Bucket:
@@ -31,11 +33,22 @@ class Bucket:
     @contextmanager
     def tell(self) -> Iterator[None]:
         """Tell the processes that are started meanwhile."""
-        os.environ[_VARIABLE] = json.dumps(asdict(self))
+        told = {_VARIABLE: json.dumps(asdict(self)), **self.environment}
+        before = {name: os.environ.get(name) for name in told}
+        os.environ.update(told)
         try:
             yield
         finally:
-            del os.environ[_VARIABLE]
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is sent is not encrypted."""
+        return self.endpoint.startswith("http:")
 
     def url(self, prefix: str) -> str:
         """A place in it."""
@@ -53,8 +66,16 @@ class Bucket:
 
     @property
     def for_s3fs(self) -> dict[str, Any]:
-        """As s3fs takes them."""
+        """As s3fs takes them. Over https botocore would send a CRC behind each body, which Ceph's
+        gateway refuses; without one it signs bodies, unless it is told not to.
+        """
+        encrypted = {
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            "s3": {"payload_signing_enabled": False},
+        }
         return {
+            **({} if self.is_plain else {"config_kwargs": encrypted}),
             "key": self.access_key,
             "secret": self.secret_key,
             "endpoint_url": self.endpoint,
@@ -71,6 +92,7 @@ class Bucket:
             access_key_id=self.access_key,
             secret_access_key=self.secret_key,
             region=self.region,
+            unsigned_payload=not self.is_plain,
             client_options={"allow_http": True, "timeout": "300s"},
         )
 

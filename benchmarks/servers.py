@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +25,18 @@ def running() -> dict[str, Started]:
     """How to start each, with an empty bucket."""
     servers: dict[str, Started] = {"moto": partial(_started, Moto)}
     if shutil.which("radosgw"):
-        servers["Ceph RGW"] = partial(_started, partial(Rgw, nbytes=_RGW_BYTES))
+        gateway = partial(Rgw, nbytes=_RGW_BYTES)
+        servers["Ceph RGW"] = partial(_started, gateway)
+        servers["Ceph RGW, https"] = partial(_started, gateway, encrypted=True)
     return servers
 
 
 @contextmanager
-def _started(server: Callable[[Path], S3Server]) -> Iterator[Bucket]:
+def _started(server: Callable[[Path], S3Server], *, encrypted: bool = False) -> Iterator[Bucket]:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, server(Path(folder)) as started:
         started.client.create_bucket(Bucket=_NAME)
-        yield Bucket(_NAME, started.endpoint, started.access_key, started.secret_key)
+        bucket = Bucket(_NAME, started.endpoint, started.access_key, started.secret_key)
+        if encrypted and isinstance(started, Rgw):
+            environment = started.certificate.environment
+            bucket = replace(bucket, endpoint=started.tls_endpoint, environment=environment)
+        yield bucket

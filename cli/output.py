@@ -4,6 +4,7 @@ for work that turns out to take longer than a moment.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -38,6 +39,20 @@ def answer(document: Any, lines: Iterable[str], *, as_json: bool) -> None:
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     with printing():
         click.echo(text)
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Python looks for no garbage meanwhile: some objects for each of many arrays are kept to the
+    end.
+    """
+    looks = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if looks:
+            gc.enable()
 
 
 def emit(lines: Iterable[str]) -> None:
@@ -93,7 +108,16 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [">" if number in set(right) else "<" for number in range(len(widths))]
     form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-    return [form.format(*row).rstrip() for row in rows]
+    # Of many rows most end as others do.
+    first, _, rest = form.partition("  ")
+    ends: dict[tuple[str, ...], str] = {}
+    lines = []
+    for row in rows:
+        end = tuple(row[1:])
+        if end not in ends:
+            ends[end] = ("  " if end else "") + rest.format(*end)
+        lines.append((first.format(row[0]) + ends[end]).rstrip())
+    return lines
 
 
 def moment(seconds: float | None) -> str | None:

@@ -20,6 +20,7 @@ from ckptkit.cli.output import (
     counted,
     in_short,
     json_value,
+    keeping,
     moment,
     size_text,
     stored_bytes,
@@ -68,7 +69,7 @@ def show(
     STEP may be what another program wrote: its format is named then, and with --mapping each line
     is the name of an array here and there.
     """
-    with ckptkit.open(step, storage_options=storage_options) as checkpoint:
+    with keeping(), ckptkit.open(step, storage_options=storage_options) as checkpoint:
         if mapping and checkpoint.foreign is None:
             raise UsageError(
                 "ckptkit wrote this step: its arrays have no other names",
@@ -78,8 +79,9 @@ def show(
         doc = describe(checkpoint, pattern, rank)
     lines: list[str] = []
     if not as_json:
-        names = [(array["name"], array["theirs"]) for array in doc["arrays"]]
-        lines = aligned([("NAME", "IN ITS FILES"), *names]) if mapping else lines_of(doc)
+        names = [(array["name"], array["theirs"]) for array in doc["arrays"]] if mapping else []
+        with keeping():
+            lines = aligned([("NAME", "IN ITS FILES"), *names]) if mapping else lines_of(doc)
     answer(doc, lines, as_json=as_json)
 
 
@@ -138,10 +140,9 @@ def _arrays(checkpoint: ckptkit.Checkpoint, pattern: str | None, rank: int | Non
                 hint=f"`ckpt show {checkpoint.location}` lists them; * stands for any text",
             )
     theirs = {} if checkpoint.foreign is None else checkpoint.foreign.theirs
-    known: dict[Any, Doc] = {}
-    found = []
+    arrays, known, found = checkpoint.arrays, dict[Any, Doc](), list[Doc]()
     for name in names:
-        array = checkpoint.arrays[name]
+        array = arrays[name]
         info = array.info
         # How they lie on the ranks is worked out once for all that are alike.
         key = (info.shape, info.dtype.itemsize, info.placements)
@@ -149,7 +150,7 @@ def _arrays(checkpoint: ckptkit.Checkpoint, pattern: str | None, rank: int | Non
             known[key] = _cuts(array, rank)
         found.append(
             {
-                "name": array.name,
+                "name": name,
                 "theirs": theirs.get(name, name) if checkpoint.foreign else None,
                 "alias_of": array.alias_of,
                 "shape": info.shape,
@@ -230,28 +231,44 @@ def _head(doc: Doc, shown: int) -> list[Row]:
 
 def _tree(arrays: Sequence[Doc], *, by_rank: bool) -> list[Row]:
     # The bytes of every group; tied arrays count once, where they are stored.
-    totals: Counter[str] = Counter()
+    direct: Counter[str] = Counter()
     for array in arrays:
         if array["alias_of"] is None:
             nbytes = array["part"]["bytes"] if by_rank else array["bytes"]
-            group = array["name"].rpartition("/")[0]
-            while group:
-                totals[group] += nbytes
-                group = group.rpartition("/")[0]
+            direct[array["name"].rpartition("/")[0]] += nbytes
+    totals: Counter[str] = Counter()
+    for group, nbytes in direct.items():
+        while group:
+            totals[group] += nbytes
+            group = group.rpartition("/")[0]  # noqa: PLW2901 - upwards
+    cells_of = _part_cells if by_rank else _whole_cells
+    # Layers are alike: what has one shape, dtype and role, and the same cuts, has the same cells.
+    known: dict[tuple[Any, ...], Row] = {}
     rows: list[Row] = []
-    above: list[str] = []
+    before, indent = "", ""
+    groups: list[str] = []
     for array in arrays:
-        *groups, leaf = array["name"].split("/")
-        same = 0
-        while same < min(len(groups), len(above)) and groups[same] == above[same]:
-            same += 1
-        if groups != above:
+        group, _, leaf = array["name"].rpartition("/")
+        if group != before:
+            above, groups = groups, group.split("/") if group else []
+            same = 0
+            while same < min(len(groups), len(above)) and groups[same] == above[same]:
+                same += 1
             for depth in range(same, len(groups)):
                 size = size_text(totals["/".join(groups[: depth + 1])])
                 rows.append(("  " * depth + f"{groups[depth]}/", "", "", "", "", size))
-            above = groups
-        cells = _part_cells(array) if by_rank else _whole_cells(array)
-        rows.append(("  " * len(groups) + leaf, *cells))
+            before, indent = group, "  " * len(groups)
+        kind = (
+            array["alias_of"],
+            array["dtype"],
+            array["role"],
+            array["bytes"],
+            id(array["parts"]),
+        )
+        cells = known.get(kind)
+        if cells is None:
+            cells = known[kind] = cells_of(array)
+        rows.append((indent + leaf, *cells))
     return rows
 
 

@@ -106,12 +106,12 @@ def test_what_is_no_checkpoint_is_told_as_it_is_of_a_folder(objects: dict[str, b
     assert told[0] == told[1]
 
 
-def test_a_commit_reads_each_pack_once_and_asks_for_no_size() -> None:
+def test_a_commit_reads_each_pack_once_and_asks_for_no_size_and_no_listing() -> None:
     store = RemoteStore()
     save(store, STATE, strategy="tp:4")
     assert store.operations["read"] == 4
     assert store.operations["size"] == 0
-    assert store.operations["list"] == 1
+    assert store.operations["list"] == 0
     assert store.operations["put"] == 1
 
 

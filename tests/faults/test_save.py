@@ -66,14 +66,14 @@ PASSING_LARGE = {
 }
 UNSURE = {
     "a bit flipped in a record that is read": Trouble(FlipDownload(10), READ),
-    "a bit flipped in a listing": Trouble(FlipDownload(200), LIST, skip=1),
+    "a bit flipped in a listing": Trouble(FlipDownload(200), LIST),
     "no more answers to a listing": Trouble(Stall(), LIST, times=None),
     "403 for the manifest": Trouble(Answer(403), MANIFEST, times=None),
     "no manifest ever comes through": Trouble(ResetUpload(10), MANIFEST, times=None),
     "no answer to any manifest": Trouble(LoseAnswer(), MANIFEST, times=None),
     "every manifest is damaged": Trouble(FlipUpload(100), MANIFEST, times=None),
     "every pack is damaged": Trouble(FlipUpload(500), PACK, times=None),
-    "an honest short listing": Trouble(Truncate(300, honest=True), LIST, skip=1),
+    "an honest short listing": Trouble(Truncate(300, honest=True), LIST),
 }
 UNSURE_LARGE = {
     "a bit flipped on the way up in a part": Trouble(FlipUpload(MIB), PART),

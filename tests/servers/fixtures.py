@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.servers.certificate import Certificate
 from tests.servers.gcs import Gcs
 from tests.servers.moto import Moto
 from tests.servers.openstack import Swift
@@ -23,6 +24,12 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moto]:
     """S3 as it should be."""
     with Moto(tmp_path_factory.mktemp("moto")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    """Of the loopback."""
+    return Certificate(tmp_path_factory.mktemp("certificate"))
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
 import threading
 from collections import Counter
@@ -51,10 +52,13 @@ class _CutError(Exception):
 
 
 class Proxy:
-    """Stops with the block; `endpoint` is where clients go."""
+    """Stops with the block; `endpoint` is where clients go, over https where it is given how: that
+    ends here, and nothing protects what is passed on.
+    """
 
-    def __init__(self, endpoint: str, port: int = 0) -> None:
+    def __init__(self, endpoint: str, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         self._port = port
+        self._tls = tls
         self.counts: Counter[str] = Counter()
         self.bytes_up = 0
         self.bytes_down = 0
@@ -70,9 +74,10 @@ class Proxy:
     def __enter__(self) -> Self:
         self._thread.start()
         self._listener = self._do(
-            asyncio.start_server(self._accept, "127.0.0.1", self._port, limit=_LIMIT)
+            asyncio.start_server(self._accept, "127.0.0.1", self._port, limit=_LIMIT, ssl=self._tls)
         )
-        self.endpoint = f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
+        scheme = "https" if self._tls else "http"
+        self.endpoint = f"{scheme}://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -298,8 +303,9 @@ async def _closed(writer: asyncio.StreamWriter) -> None:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
+    # Of a connection that is gone already TLS has none.
     connection = writer.get_extra_info("socket")
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CLOSE_HARD)
     writer.transport.abort()
 

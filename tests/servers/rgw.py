@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from tests.servers.certificate import Certificate
 from tests.servers.process import ServerProcess, free_port
 from tests.servers.s3_server import S3Server
 
@@ -23,12 +24,21 @@ def why_not() -> str:
 
 
 class Rgw(S3Server):
-    """Takes some fifteen seconds to start, and stops with the block."""
+    """Takes some fifteen seconds to start, and stops with the block. It serves https, too."""
 
     def __init__(self, folder: Path, nbytes: int = 2 << 30) -> None:
-        port = free_port()
+        port, tls_port = free_port(), free_port()
         self.endpoint = f"http://127.0.0.1:{port}"
-        words = [str(free_port()), str(port), self.access_key, self.secret_key, str(nbytes)]
+        self.tls_endpoint = f"https://127.0.0.1:{tls_port}"
+        self.certificate = Certificate(folder)
+        ports = map(str, (free_port(), port, tls_port))
+        words: list[str | Path] = [
+            *ports,
+            self.certificate.server,
+            self.access_key,
+            self.secret_key,
+            str(nbytes),
+        ]
         bash = shutil.which("bash") or "bash"
         self.process = ServerProcess([bash, _SCRIPT, folder, *words], folder / "rgw.log")
         self.process.wait_until((folder / "state").exists, 240)

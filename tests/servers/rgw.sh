@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # A Ceph RADOS Gateway with all that it needs, in one folder and on the loopback only:
-#   rgw.sh FOLDER MON_PORT RGW_PORT ACCESS_KEY SECRET_KEY [BYTES]
+#   rgw.sh FOLDER MON_PORT RGW_PORT TLS_PORT CERTIFICATE ACCESS_KEY SECRET_KEY [BYTES]
 # Says `ready` in FOLDER/state once it serves, and runs until its standard input is closed, at most
 # half an hour. Needs root, and Debian's ceph-mon, ceph-mgr, ceph-osd, radosgw and ceph-common.
 set -euo pipefail
-folder=$(cd "$1" && pwd) mon_port=$2 rgw_port=$3 access_key=$4 secret_key=$5 bytes=${6:-2147483648}
+folder=$(cd "$1" && pwd) mon_port=$2 rgw_port=$3 tls_port=$4 certificate=$5
+access_key=$6 secret_key=$7 bytes=${8:-2147483648}
 export CEPH_CONF=$folder/ceph.conf
 daemons=()
 # First touch of memory takes these daemons longer than all else: what they free, they keep.
@@ -84,7 +85,7 @@ osd_class_update_on_start = false
 osd_memory_target = 1073741824
 [client.rgw.test]
 # Without tcp_nodelay a small answer waits up to 40 ms for the acknowledgement of the one before.
-rgw_frontends = beast endpoint=127.0.0.1:$rgw_port tcp_nodelay=1
+rgw_frontends = beast endpoint=127.0.0.1:$rgw_port ssl_endpoint=127.0.0.1:$tls_port ssl_certificate=$certificate tcp_nodelay=1
 rgw_thread_pool_size = 32
 rgw_enable_usage_log = false
 # What was deleted is freed within seconds, not hours.

@@ -13,7 +13,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptkit.checkpoint.workers import share_out
-from ckptkit.errors import CkptkitError, CorruptionError, FormatError, StorageError
+from ckptkit.errors import (
+    AlreadyExistsError,
+    CkptkitError,
+    CorruptionError,
+    FormatError,
+    StorageError,
+)
 from ckptkit.storage import open_store
 from ckptkit.storage.objects.fsspec import S3fsClient
 from ckptkit.storage.objects.upload import UploadWindow
@@ -69,6 +75,20 @@ def test_a_sink_keeps_the_memory_that_it_may_have_copies_included(
     assert not writing.is_alive()
     assert 2 <= used <= pieces
     assert store.size("a") == 10 * PIECE
+
+
+def test_one_that_is_sent_in_pieces_never_touches_what_is_there(
+    bucket: Bucket, proxy: Proxy, engine: str
+) -> None:
+    options = {"engine": engine, "part_size": PIECE}
+    store = open_store(bucket.url, bucket.through(proxy.endpoint, **options))
+    store.put("a", b"precious")
+    sink = store.create("a", [PIECE] * 3)
+    with pytest.raises(AlreadyExistsError):
+        written(sink, 3)
+    sink.abort()
+    assert store.read("a") == b"precious"
+    assert not [head for head in proxy.requests if "uploads" in head.query]
 
 
 @pytest.mark.parametrize("memory", [None, 2 * PIECE])

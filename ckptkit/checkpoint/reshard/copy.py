@@ -83,8 +83,9 @@ def copying(
 
     room = budget.shared_bytes
     shared = SharedChunks(source.manifest.arrays, read, room) if room else None
-    waits = budget.source.waits_for_answers
-    copier = ChunkCopier(source, budget, shared, None if waits else SmallChunks(source))
+    # Chunks of a foreign checkpoint have no checksums, and may overlap.
+    is_ours = source.manifest.is_checked and not budget.source.waits_for_answers
+    copier = ChunkCopier(source, budget, shared, SmallChunks(source) if is_ours else None)
 
     def segments_of(rank: int) -> Iterator[Callable[[], None]]:
         pack = _begin_pack(target, rank, destination, copier, progress)

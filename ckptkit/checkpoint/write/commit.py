@@ -3,8 +3,8 @@
 1. Every rank writes its pack under a save id that was never used before, so nothing that exists
    is touched. A crash here leaves packs that no manifest names; readers do not see them and
    `prune` removes them.
-2. All ranks meet. From here on all packs are complete and durable: a store's sink returns from
-   `finish` only then.
+2. All ranks meet, and say how long their packs are. From here on all packs are complete and
+   durable: a store's sink returns from `finish` only then.
 3. Rank 0 reads the records out of the packs, from the store and not from memory, and compares
    them. A crash or a disagreement here is as in 1.
 4. Rank 0 creates the manifest: exclusively, or atomically over the old one when overwriting.
@@ -25,7 +25,7 @@ everywhere of two jobs that overwrite one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ckptkit.checkpoint.places import (
@@ -63,13 +63,23 @@ def refuse_committed(store: Store, prefix: str) -> None:
         raise _exists(store, prefix)
 
 
-def gather(store: Store, prefix: str, save_id: str, tables: ArrayTables | None = None) -> Manifest:
+def gather(
+    store: Store,
+    prefix: str,
+    save_id: str,
+    tables: ArrayTables | None = None,
+    told: Sequence[int] | None = None,
+) -> Manifest:
     """Read all records of a save, add the group documents that are missing, and make the
-    manifest. Of the arrays, `tables` that are known are not read again.
+    manifest. Of the arrays, `tables` that are known are not read again. The sizes of the packs, by
+    rank, are listed where nobody has `told` them: one that is wrong shows no record.
     """
     folder = data_prefix(prefix, save_id)
     tables = tables or ArrayTables()
-    sizes = {entry.key.rpartition("/")[2]: entry.size for entry in store.list(folder)}
+    if told is None:
+        sizes = {entry.key.rpartition("/")[2]: entry.size for entry in store.list(folder)}
+    else:
+        sizes = {pack_name(rank): size for rank, size in enumerate(told)}
 
     def read(rank: int) -> PackRecord:
         size = sizes.get(pack_name(rank))

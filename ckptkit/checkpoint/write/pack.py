@@ -94,28 +94,58 @@ class Pack:
     """
 
     def __init__(
-        self, rank: int, plan: PackPlan, objects: Iterable[ObjectInfo], fill: Fill
+        self,
+        rank: int,
+        plan: PackPlan,
+        objects: Iterable[ObjectInfo],
+        fill: Fill,
+        data: list[npt.NDArray[Any] | None] | None = None,
     ) -> None:
+        """`data` is where `fill` has the arrays from, if it may be staged."""
         self.plan = plan
         self.segments: Sequence[Segment] = ()
         self.is_finished = False
+        self.size = 0
+        """The bytes of the whole pack, once it is begun."""
         self._rank = rank
         self._packed_objects = msgpack.packb(objects_to_docs(tuple(objects)))
         self._fill = fill
+        self._data = [] if data is None else data
         self._staged: AlignedBuffer | None = None
+        self._whole: set[int] = set()
         self._crcs = plan.crcs.copy()
 
     def stage(self, pool: BufferPool, threads: int) -> None:
-        """Copy all data into memory of the pool, so that what it came from may change. Checksums
-        and headers are left to `write_segment`, when nobody waits for them.
+        """Copy all data into memory of the pool, so that what it came from may change: chunks to
+        where they will be, and in the place of their chunks whole arrays that would have to be
+        gathered row by row, which takes twice as long. That, checksums and headers are left to
+        `write_segment`, when nobody waits for them.
         """
         self._staged = staged = pool.take(self.plan.end)
+        copies: list[Segment | tuple[memoryview, memoryview]] = []
+        kept: list[npt.NDArray[Any] | None] = [None] * len(self._data)
+        for number, start in self.plan.scattered.items():
+            held = self._data[number]
+            if held is None or not held.flags.c_contiguous:
+                continue
+            self._whole.add(number)
+            source, memory = held.data.cast("B"), staged.view[start : start + held.nbytes]
+            kept[number] = np.frombuffer(memory, held.dtype).reshape(held.shape)
+            for begin in range(0, held.nbytes, _STAGED_SEGMENT):
+                piece = slice(begin, begin + _STAGED_SEGMENT)
+                copies.append((source[piece], memory[piece]))
 
-        def copy(segment: Segment) -> None:
-            for _ in self._fill(self._slots(segment, staged.view[segment.start : segment.stop])):
+        def copy(what: Segment | tuple[memoryview, memoryview]) -> None:
+            if not isinstance(what, Segment):
+                copy_bytes(*what)
+                return
+            slots = self._slots(what, staged.view[what.start : what.stop])
+            for _ in self._fill(slot for slot in slots if slot.array not in self._whole):
                 pass
 
-        share_out(self.segments_of(_STAGED_SEGMENT), copy, threads)
+        share_out([*self.segments_of(_STAGED_SEGMENT), *copies], copy, threads)
+        # Nothing that may change from now on can be read any more.
+        self._data[:] = kept
 
     def begin(
         self,
@@ -149,6 +179,7 @@ class Pack:
         closing = directory_length(plan.name_bytes + len(name), lengths, headers, offset + record)
         extents = [segment.stop - segment.start for segment in segments]
         extents.append(offset + record + closing - plan.end)
+        self.size = sum(extents)
         self._sink: Sink = store.create(self._key, extents, memory=memory)
         if not segments:
             # Nobody will write a last one, who would finish the pack.
@@ -163,14 +194,15 @@ class Pack:
         on return that is complete and durable.
         """
         segment = self.segments[number]
-        if self._staged is not None:
+        if self._staged is not None and not self._is_gathered(segment):
             memory = self._staged.view[segment.start : segment.stop]
             self._note_checksums(self._slots(segment, memory))
             self._put_headers(segment, memory)
             self._sink.write(number, memory)
         else:
+            fill = self._fill if self._staged is None else self._fill_from_staged
             with self._sink.filling(number) as memory:
-                self._note_checksums(self._fill(self._slots(segment, memory)))
+                self._note_checksums(fill(self._slots(segment, memory)))
                 self._put_headers(segment, memory)
         with self._writing:
             self._left -= 1
@@ -208,6 +240,7 @@ class Pack:
     def release(self) -> None:
         """Free the staged copy."""
         staged, self._staged = self._staged, None
+        self._data[:] = [None] * len(self._data)  # memory still looked at is not used again
         if staged is not None:
             staged.give_back()
 
@@ -250,6 +283,22 @@ class Pack:
                 strict=True,
             )
         )
+
+    def _is_gathered(self, segment: Segment) -> bool:
+        """Whether chunks of a staged pack are not yet where they will be."""
+        rows = len(self.plan.documents)
+        span = slice(max(segment.first - rows, 0), max(segment.last - rows, 0))
+        return not self._whole.isdisjoint(self.plan.array[span].tolist())
+
+    def _fill_from_staged(self, slots: Iterable[Slot]) -> Iterator[Slot]:
+        assert self._staged is not None  # noqa: S101 — see `write_segment`
+        for slot in slots:
+            if slot.array in self._whole:
+                yield from self._fill([slot])
+            else:
+                start = int(self.plan.offsets[slot.entry])
+                copy_bytes(self._staged.view[start : start + len(slot.memory)], slot.memory)
+                yield slot
 
     def _note_checksums(self, slots: Iterable[Slot]) -> None:
         """Of each slot as soon as it is full, while its bytes are in the processor's cache."""
@@ -324,11 +373,11 @@ def plan_of(
 def pack_of(
     rank: int,
     plan: PackPlan,
-    data: Sequence[npt.NDArray[Any] | None],
+    holds: Sequence[npt.NDArray[Any] | None],
     objects: Iterable[ObjectInfo] = (),
 ) -> Pack:
     """The pack of a saving rank that holds this of each array of the plan."""
-    runs, first = plan.runs, len(plan.documents)
+    runs, first, data = plan.runs, len(plan.documents), list(holds)
     flat: list[memoryview | None] = [None] * len(data)
 
     def fill(slots: Iterable[Slot]) -> Iterator[Slot]:
@@ -336,7 +385,8 @@ def pack_of(
         for slot in slots:
             entry, number, chunk, memory = slot
             held, run = data[number], runs[entry - first]
-            if run >= 0 and held is not None and held.flags.c_contiguous:
+            is_run = run >= 0 and number not in plan.scattered
+            if is_run and held is not None and held.flags.c_contiguous:
                 if (source := flat[number]) is None:
                     source = flat[number] = held.data.cast("B")
                 source = source[run : run + len(memory)]
@@ -355,7 +405,7 @@ def pack_of(
                 copy_elements(held[at], stored)
             yield slot
 
-    return Pack(rank, plan, objects, fill)
+    return Pack(rank, plan, objects, fill, data)
 
 
 def groups_pack(groups: Iterable[str]) -> bytes:

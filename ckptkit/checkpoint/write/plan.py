@@ -96,6 +96,22 @@ class PackPlan:
         place = {array.name: index for index, array in enumerate(table.arrays)}
         in_table = np.array([place[array.info.name] for array in arrays], dtype=np.uint32)
         self.array_in_table = in_table[self.array]
+        self.scattered = self._scattered()
+        """Where the first chunk of an array is, by the array's place, if the rank holds most chunks
+        of it row by row, and all of what it holds fits where its chunks are."""
+
+    def _scattered(self) -> dict[int, int]:
+        rows = len(self.documents)
+        runs = np.array(self.runs, dtype=np.int64)
+        found: dict[int, int] = {}
+        numbers, counts = np.unique(self.array[: len(runs)][runs < 0], return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            first, after = np.searchsorted(self.array, [number, number + 1]).tolist()
+            start, end = int(self.offsets[rows + first]), int(self.ends[rows + after - 1])
+            size = math.prod(self.parts[number].shape) * self.arrays[number].info.dtype.itemsize
+            if size <= end - start and 2 * count > after - first:
+                found[number] = start
+        return found
 
     def entries(self, first: int, last: int, crcs: npt.NDArray[np.uint32]) -> Entries:
         """Some entries of a pack whose entries have these checksums."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -249,9 +250,6 @@ class Writer:
             # rank 0's the record need not list them again.
             save_id, seconds, digest = ranks.share(begun)
             refers = ranks.rank > 0 and digest == pack.plan.table.digest
-            if ranks.rank == 0 and not self._overwrite:
-                # Before the data, so that nobody waits for it at the end, when the store is busy.
-                store.learn(prefix)
             save = SaveInfo(
                 save_id=save_id,
                 step=self.step,
@@ -263,18 +261,22 @@ class Writer:
             )
 
             # Write, by a few threads: the pack is complete and durable then, or nothing is left.
+            # One of rank 0's finds out meanwhile what it commits by: at the end all would wait.
             segments = pack.segments_of(store.abilities.part_size)
             pack.begin(store, prefix, save, segments, refers=refers, progress=self._progress)
+            work = [partial(pack.write_segment, number) for number in range(len(segments))]
+            if ranks.rank == 0 and not self._overwrite:
+                work.insert(0, partial(store.learn, prefix))
             try:
-                share_out(range(len(segments)), pack.write_segment, self._threads)
+                share_out(work, lambda do: do(), self._threads)
             except BaseException:
                 pack.abort()
                 raise
             pack.release()
 
-            # Meet: from here on all packs are complete.
+            # Meet: from here on all packs are complete, and rank 0 knows how long each is.
             try:
-                ranks.wait()
+                sizes = ranks.collect(pack.size)
             except BaseException as error:
                 # Where it is certain that rank 0 will never commit, this rank's pack goes. Others
                 # may still be writing theirs, and remove them when they come here. After a time-out
@@ -284,7 +286,7 @@ class Writer:
                 raise
 
             # Commit.
-            commit_together(ranks, store, prefix, save_id, lambda: self._make_exist(save_id))
+            commit_together(ranks, store, prefix, save_id, lambda: self._make_exist(save_id, sizes))
         except BaseException as error:
             self._give_up(in_one_line(error))
             raise
@@ -324,10 +326,10 @@ class Writer:
         return pack_of(self.rank, plan, data, self._objects.values())
 
     @uncollected()
-    def _make_exist(self, save_id: str) -> None:
+    def _make_exist(self, save_id: str, sizes: list[int]) -> None:
         """Compare what all ranks wrote, and commit it."""
         try:
-            manifest = gather(self._store, self._prefix, save_id, self._tables)
+            manifest = gather(self._store, self._prefix, save_id, self._tables, sizes)
             for item in manifest.objects:
                 check_total(item)
         except BaseException:

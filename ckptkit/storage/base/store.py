@@ -161,7 +161,8 @@ class Store(Protocol):
         """Begin a new object: the concatenation of parts of these lengths.
 
         Until `finish` the object is invisible, or (in a local folder) visible but incomplete.
-        What is there already is never touched: AlreadyExistsError. `memory` roughly bounds what the
+        What is there already is never touched: AlreadyExistsError, from `finish` at the latest.
+        `memory` roughly bounds what the
         sink buffers, provided parts come about in order. Parts filled in place count. Parts larger
         than what is sent at a time, and local files, do not.
 

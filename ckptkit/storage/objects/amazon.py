@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.errors import CkptkitError, NotFoundError, StorageError, UsageError
 from ckptkit.storage.base.location import Location
 from ckptkit.storage.base.options import Settings, checked_endpoint
-from ckptkit.storage.objects.errors import Transient, answer_of, below, translated, trouble
+from ckptkit.storage.objects.errors import (
+    Transient,
+    UnsupportedError,
+    answer_of,
+    below,
+    translated,
+    trouble,
+)
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -33,8 +40,12 @@ _FILES = {
     "AWS_CONFIG_FILE": "~/.aws/config",
     "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
 }
-_SIGNED, _SENT = b"signed", b"sent  "
-_MISMATCH = {"XAmzContentSHA256Mismatch", "BadDigest", "InvalidDigest"}
+_ANNOUNCED, _SENT = b"announced", b"sent body"
+_CRC64 = "rfyTcSX5wyU="  # of what is announced, as S3 writes it
+_MISMATCH = {
+    *("XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"),
+    *("BadDigest", "InvalidDigest"),
+}
 
 _log = logging.getLogger("ckptkit.storage")
 
@@ -57,7 +68,7 @@ def new_session(settings: Settings, where: str) -> Any:
     return session
 
 
-def config_options(settings: Settings) -> dict[str, Any]:
+def config_options(settings: Settings, **of_s3: object) -> dict[str, Any]:
     """The arguments of botocore's `Config`: one attempt, for it is repeated elsewhere."""
     from botocore.config import Config  # noqa: PLC0415
 
@@ -69,7 +80,7 @@ def config_options(settings: Settings) -> dict[str, Any]:
         "connect_timeout": settings.connect_timeout,
         "read_timeout": settings.stall_seconds,
         "max_pool_connections": max(10, settings.concurrency),
-        "s3": {"addressing_style": style},
+        "s3": {"addressing_style": style, **of_s3},
     }
     # Servers other than Amazon's do not understand these checksums; ETags and CRCs are checked.
     for name in ("request_checksum_calculation", "response_checksum_validation"):
@@ -78,8 +89,8 @@ def config_options(settings: Settings) -> dict[str, Any]:
     return found
 
 
-def new_client(settings: Settings, where: str) -> Any:
-    """A client of botocore."""
+def new_client(settings: Settings, where: str, **of_s3: object) -> Any:
+    """A client of botocore, with what else it is told of S3."""
     from botocore import UNSIGNED  # noqa: PLC0415
     from botocore.config import Config  # noqa: PLC0415
 
@@ -92,7 +103,7 @@ def new_client(settings: Settings, where: str) -> Any:
         endpoint_url=settings.endpoint,
         region_name=settings.region,
         use_ssl=not settings.is_plain,
-        config=Config(**config_options(settings), **signed),
+        config=Config(**config_options(settings, **of_s3), **signed),
     )
 
 
@@ -185,17 +196,13 @@ class Upload:
 class BucketDetails:
     """What neither engine asks of an S3 bucket: obstore cannot, and s3fs has no public way to."""
 
-    def __init__(self, top: Location, settings: Settings) -> None:
+    def __init__(self, top: Location, settings: Settings, *, sends_crc: bool = False) -> None:
         self._top = top
         self._settings = settings
+        self._sends_crc = sends_crc
         self._making = threading.Lock()
         self._clients: dict[int, Any] = {}
         self._has_warned = False
-        self._asking = threading.Lock()
-        self._asked = False
-        self.compares_bodies: bool | None = None
-        """Whether the server refuses a body other than the one that was signed; None where nobody
-        has asked, or there is no telling."""
 
     def uploads(self, folder: str) -> list[Upload]:
         """The uploads below `folder/` that were begun, with the bytes that were uploaded already.
@@ -229,39 +236,51 @@ class BucketDetails:
                 "abort_multipart_upload", upload.key, Key=upload.key, UploadId=upload.identity
             )
 
-    def learn(self, scratch: str) -> None:
-        """Find out, once, what `compares_bodies` says: only sending another body than was signed
-        tells, to a name that nobody uses.
+    def compares_bodies(self, scratch: str) -> bool | None:
+        """Whether the server refuses a body other than the one that its head announces: by a
+        signature over plain http, otherwise by a CRC-64. None where there is no telling: only
+        sending another one tells, to a name that nobody uses.
         """
-        if self._settings.anonymous or find_spec("botocore") is None:
-            return
-        where, bucket = below(self._top, scratch), self._top.path
+        settings, where = self._settings, below(self._top, scratch)
+        by_crc = not settings.is_plain
+        if settings.anonymous or (by_crc and not self._sends_crc) or find_spec("botocore") is None:
+            return None
+        asked = {"Bucket": self._top.path, "Key": scratch, "Body": _ANNOUNCED}
+
+        def announce(request: Any, **_: object) -> None:
+            request.headers["x-amz-checksum-crc64nvme"] = _CRC64
 
         def exchange_body(request: Any, **_: object) -> None:
             request.body = _SENT
 
-        with self._asking:
-            if self._asked:  # all stores of a bucket share a client
-                return
-            self._asked = True
-            try:
-                with translated(where, self._settings.secrets):
-                    client = new_client(self._settings, where)
-                    client.meta.events.register("before-send.s3.PutObject", exchange_body)
-                    try:
-                        client.put_object(Bucket=bucket, Key=scratch, Body=_SIGNED)
-                    except Exception as error:
-                        answer = answer_of(error)
-                        if answer is None or answer.code not in _MISMATCH:
-                            raise
-                        self.compares_bodies = True
-                    else:
-                        with suppress(Exception):
-                            client.delete_object(Bucket=bucket, Key=scratch)
-                        self.compares_bodies = False
-            except (CkptkitError, Transient) as error:
-                self._asked = False  # the next large upload asks again
-                _log.debug("%s: whether bodies are compared cannot be found out: %s", where, error)
+        try:
+            with translated(where, settings.secrets):
+                client = new_client(settings, where, payload_signing_enabled=not by_crc)
+                events = client.meta.events
+                if by_crc:
+                    events.register("before-sign.s3.PutObject", announce)
+                events.register("before-send.s3.PutObject", exchange_body)
+                try:
+                    client.put_object(**asked)
+                    compares = False
+                except Exception as error:
+                    answer = answer_of(error)
+                    if answer is None or answer.code not in _MISMATCH:
+                        raise
+                    compares = True
+                # Who refuses the right one too does not know what is announced.
+                if compares and by_crc:
+                    events.unregister("before-send.s3.PutObject", exchange_body)
+                    client.put_object(**asked)
+                with suppress(Exception):
+                    client.delete_object(Bucket=self._top.path, Key=scratch)
+                return compares
+        except UnsupportedError:
+            return False
+        except (CkptkitError, Transient) as error:
+            # The next large upload asks again.
+            _log.debug("%s: whether bodies are compared cannot be found out: %s", where, error)
+            return None
 
     def _pages(self, method: str, at: str, field: str, **asked: Any) -> Iterator[dict[str, Any]]:
         if "Key" not in asked:

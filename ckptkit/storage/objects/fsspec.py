@@ -27,7 +27,7 @@ from ckptkit.storage.objects.errors import (
     translated,
     trouble,
 )
-from ckptkit.storage.objects.server import Stat, retried
+from ckptkit.storage.objects.server import Known, Stat, retried
 
 # Google takes chunks of whole multiples of this.
 _CHUNK = 256 << 10
@@ -53,6 +53,7 @@ class FsspecClient:
         # Elsewhere the mode does not reach the server, or is not one step.
         self.exclusive = top.scheme in ("s3", "gs")
         self.details = BucketDetails(top, settings) if top.scheme == "s3" else None
+        self.known = Known()
         self._made: dict[int, tuple[Any, str]] = {}
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
@@ -109,8 +110,6 @@ class FsspecClient:
         blocks: Iterator[memoryview],
         piece_size: int,
         concurrency: int,  # noqa: ARG002 — a file is written from its beginning to its end
-        *,
-        signs: bool,  # noqa: ARG002 — that is the affair of the file system
     ) -> str | None:
         """A file that is written piece by piece."""
         with self._answers(key):
@@ -257,8 +256,6 @@ class S3fsClient(FsspecClient):
         blocks: Iterator[memoryview],
         piece_size: int,
         concurrency: int,
-        *,
-        signs: bool,  # noqa: ARG002 — s3fs signs all or nothing
     ) -> str | None:
         """A multipart upload whose parts are sent again one by one."""
         in_flight = piece_size * concurrency

@@ -28,7 +28,7 @@ from ckptkit.storage.objects.errors import (
     obstore_translation,
     trouble,
 )
-from ckptkit.storage.objects.server import FIRST_PAUSE, LONGEST_PAUSE, Stat
+from ckptkit.storage.objects.server import FIRST_PAUSE, LONGEST_PAUSE, Known, Stat
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
@@ -59,9 +59,10 @@ class ObstoreClient:
             )
         self._top = top
         self._settings = settings
-        self._stores: dict[tuple[int, bool, bool], AnyStore] = {}
+        self._stores: dict[tuple[int, bool, bool | None], AnyStore] = {}
         self._building = threading.Lock()
-        self.details = BucketDetails(top, settings) if top.scheme == "s3" else None
+        self.known = Known()
+        self.details = BucketDetails(top, settings, sends_crc=True) if top.scheme == "s3" else None
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
         with self._answers(key):
@@ -100,12 +101,10 @@ class ObstoreClient:
         blocks: Iterator[memoryview],
         piece_size: int,
         concurrency: int,
-        *,
-        signs: bool,
     ) -> str | None:
         """Stream a multipart upload, whose parts obstore cuts, and sends again, by itself."""
         with self._answers(key):
-            store = self._store(in_flight=piece_size * concurrency, retries=True, signs=signs)
+            store = self._store(in_flight=piece_size * concurrency, retries=True)
             put = obstore.put(
                 store, key, blocks, chunk_size=piece_size, max_concurrency=concurrency
             )
@@ -131,7 +130,7 @@ class ObstoreClient:
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
 
-    def _store(self, *, in_flight: int = 0, retries: bool = False, signs: bool = True) -> AnyStore:
+    def _store(self, *, in_flight: int = 0, retries: bool = False) -> AnyStore:
         """The store for requests that send about so many bytes at a time, or none.
 
         Several, because a time-out is that of a store, and a retry of a single request is ours and
@@ -147,7 +146,7 @@ class ObstoreClient:
                 hint="start processes with spawn or forkserver, or pass the option engine=fsspec",
             )
         in_flight = 1 << in_flight.bit_length() if in_flight > _SMALL else 0
-        kind = (in_flight, retries, signs)
+        kind = (in_flight, retries, self.known.compares_bodies)
         with self._building:
             if kind not in self._stores:
                 self._stores[kind] = _built(self._top, self._settings, *kind)
@@ -176,7 +175,7 @@ def _built(
     settings: Settings,
     in_flight: int,
     retries: bool,  # noqa: FBT001 — as it is kept
-    signs: bool,  # noqa: FBT001
+    compares: bool | None,  # noqa: FBT001
 ) -> AnyStore:
     """The store of one bucket, for requests that send about `in_flight` bytes at a time (0 for
     those that read); with `retries` it repeats what fails, by itself and in silence.
@@ -209,10 +208,13 @@ def _built(
         amazon: S3Config = {
             "region": settings.region or region or "us-east-1",
             "virtual_hosted_style_request": virtual,
-            # Bodies are signed at most over plain http: that costs a hash, and https protects them.
-            "unsigned_payload": not (signs and settings.is_plain),
+            # Signed at most over plain http, where the server may compare it: that costs a hash.
+            "unsigned_payload": compares is False or not settings.is_plain,
             "skip_signature": settings.anonymous,
         }
+        if compares and not settings.is_plain:
+            # https protects a body up to where it ends, which may be before the server.
+            amazon["checksum_algorithm"] = "crc64nvme"
         if settings.endpoint:
             parts = urlsplit(settings.endpoint)
             host = f"{top.path}.{parts.netloc}" if virtual else parts.netloc

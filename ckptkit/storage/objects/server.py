@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -75,6 +75,8 @@ class Client(Protocol):
     """Whether it keeps a copy of each piece of an upload while that is sent."""
     details: BucketDetails | None
     """Who knows what only Amazon's own library can ask; None elsewhere than at S3."""
+    known: Known
+    """What all stores that are reached by it have found out."""
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
         """At most `length` (not 0) bytes from `start`; fewer where the object ends before."""
@@ -97,14 +99,12 @@ class Client(Protocol):
         blocks: Iterator[memoryview],
         piece_size: int,
         concurrency: int,
-        *,
-        signs: bool,
     ) -> str | None:
         """Store the bytes of all blocks, of any lengths, as one object; its ETag.
 
         They are sent in pieces of `piece_size` bytes, several at a time, and each block is let go
         of once the server has it. An error of the iterator, or of a piece, leaves nothing on the
-        server as far as possible. Without `signs` a body needs no signature of its own.
+        server as far as possible.
         """
 
     def list(self, folder: str) -> Entries:
@@ -127,8 +127,13 @@ class Known:
     """Web servers that answer anything with some page say of each folder that it is empty, too."""
     refuses_to_replace: bool | None = None
     """Where it is asked to, in a race too."""
+    compares_bodies: bool | None = None
+    """It refuses a body other than the one that its head announces: by a signature over plain http,
+    otherwise by a CRC-64. Where nobody has asked it may."""
     etags_tell: bool = True
     """Its ETags are MD5s, and tell what it has stored."""
+    asking: threading.Lock = field(default_factory=threading.Lock)
+    """Held while it is asked, so that nobody else asks the same."""
 
 
 class ObjectServer:
@@ -137,10 +142,9 @@ class ObjectServer:
     def __init__(self, client: Client, top: Location, settings: Settings, place: Location) -> None:
         self.client = client
         self.settings = settings
-        self.known = Known()
+        self.known = client.known
         self._top = top
         self._place = place
-        self._probing = threading.Lock()
 
     def where(self, key: str) -> str:
         """A key as users know it."""
@@ -210,6 +214,12 @@ class ObjectServer:
 
         self._ask("writing", key, attempt)
 
+    def refuse_taken(self, key: str) -> None:
+        """AlreadyExistsError where there is such an object."""
+        with suppress(NotFoundError):
+            self.head(key)
+            raise trouble("taken", self.where(key))
+
     def put_exclusive(self, key: str, data: memoryview) -> None:
         """Store an object; AlreadyExistsError where there is one.
 
@@ -220,12 +230,8 @@ class ObjectServer:
         if self.known.refuses_to_replace:
             self._create(key, data)
             return
-        try:
-            self.head(key)
-        except NotFoundError:
-            self._create(key, data, asks=False)
-        else:
-            raise trouble("taken", self.where(key))
+        self.refuse_taken(key)
+        self._create(key, data, asks=False)
         time.sleep(SETTLE_SECONDS)
         if not self._ask("reading back", key, lambda: self._holds(key, data)):
             raise trouble("taken", self.where(key))
@@ -234,7 +240,7 @@ class ObjectServer:
         """Find out whether the server refuses to replace an object, by objects beside `key` that
         nobody else uses.
         """
-        with self._probing:
+        with self.known.asking:
             if self.known.refuses_to_replace is not None:
                 return
             scratch = [temporary_beside(key) for _ in range(1 + RACES)]
@@ -343,18 +349,13 @@ class ObjectServer:
         """What tells whether the server stored what it was sent; None where nobody need ask: over
         https nobody can change a body on its way, and some servers compare by themselves.
         """
-        if not self.settings.is_plain or not self.known.etags_tell:
-            return None
-        if size >= WORTH_ASKING and self.client.details:
-            self.client.details.learn(temporary_beside(key))
-        return None if self.compares_bodies else ExpectedEtag(piece_size)
-
-    @property
-    def compares_bodies(self) -> bool | None:
-        """Whether the server refuses a body other than the one that was signed; None where nobody
-        knows.
-        """
-        return self.client.details.compares_bodies if self.client.details else None
+        known, details = self.known, self.client.details
+        if details and size >= WORTH_ASKING:
+            with known.asking:
+                if known.compares_bodies is None:
+                    known.compares_bodies = details.compares_bodies(temporary_beside(key))
+        needs_none = known.compares_bodies or not (self.settings.is_plain and known.etags_tell)
+        return None if needs_none else ExpectedEtag(piece_size)
 
     def distrust_etags(self, key: str) -> None:
         """An object is as it was sent, but its ETag says otherwise: those of this server mean

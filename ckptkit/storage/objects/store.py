@@ -12,7 +12,7 @@ from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 
-from ckptkit.errors import NotFoundError, UsageError
+from ckptkit.errors import UsageError
 from ckptkit.storage.base.buffers import copy_bytes, default_pool
 from ckptkit.storage.base.location import (
     BUCKETS,
@@ -36,7 +36,6 @@ from ckptkit.storage.base.store import (
     checked_range,
 )
 from ckptkit.storage.objects.amazon import Upload, aws_files, profile_endpoint
-from ckptkit.storage.objects.errors import trouble
 from ckptkit.storage.objects.server import Client, ObjectServer
 from ckptkit.storage.objects.upload import ObjectSink
 
@@ -181,14 +180,9 @@ class ObjectStore(KeyedStore):
         """Begin a new object, invisible until it is finished."""
         path, where = self._path(key), self._where(key)
         parts = Parts(where, extents)
-        if not again:
-            try:
-                self._server.head(path)
-            except NotFoundError:
-                pass
-            else:
-                raise trouble("taken", where)
         if parts.total <= self._abilities.part_size:
+            if not again:
+                self._server.refuse_taken(path)
             buffer = default_pool().take(parts.total)
 
             def store() -> None:
@@ -196,7 +190,7 @@ class ObjectStore(KeyedStore):
                 buffer.give_back()
 
             return BufferSink(parts, buffer.view, store, buffer.give_back)
-        return ObjectSink(self._server, path, parts, memory)
+        return ObjectSink(self._server, path, parts, memory, again=again)
 
     def put(
         self, key: str, data: bytes | bytearray | memoryview, *, exclusive: bool = False

@@ -38,9 +38,12 @@ class ObjectSink:
     which sends several at a time. The first error, of either side, ends the other.
     """
 
-    def __init__(self, server: ObjectServer, key: str, parts: Parts, memory: int | None) -> None:
+    def __init__(
+        self, server: ObjectServer, key: str, parts: Parts, memory: int | None, *, again: bool
+    ) -> None:
         self._server = server
         self._key = key
+        self._may_be_taken = again
         self._where = parts.where
         self._parts = parts
         preferred, many = server.settings.part_size, server.settings.concurrency
@@ -147,14 +150,15 @@ class ObjectSink:
         """Send the blocks as they come: what the thread of the upload does."""
         server = self._server
         try:
+            if not self._may_be_taken:
+                # Here, while the first blocks are filled.
+                server.refuse_taken(self._key)
             threading.Thread(target=self._watch, name="upload watch", daemon=True).start()
             self._etag = server.client.upload(
                 self._key,
                 self._window.blocks(),
                 self._size,
                 self._concurrency,
-                # Where nobody has asked it may compare them.
-                signs=server.compares_bodies is not False,
             )
         except BaseException as error:  # noqa: BLE001 — whoever writes or finishes raises it
             self._stop(error)
@@ -179,8 +183,8 @@ class ObjectSink:
     def _is_there(self) -> bool:
         """Whether the upload was completed, though the answer was lost.
 
-        Then asking again finds no such upload. `create` found no object of this name, or one of
-        the same bytes, and packs are never written twice: one of this size is this one.
+        Then asking again finds no such upload. There was no object of this name, or one of the
+        same bytes, and packs are never written twice: one of this size is this one.
         """
         if not self._window.is_empty:
             return False
