@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from ckptkit.checkpoint.check.unpack import unpack
     from ckptkit.checkpoint.check.verify import Finding, rebuild, verify
+    from ckptkit.checkpoint.export.export import Exported, export
     from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
     from ckptkit.checkpoint.read.checkpoint import Checkpoint
     from ckptkit.checkpoint.read.checkpoint import open_checkpoint as open  # noqa: A004
@@ -53,6 +54,7 @@ _MODULES = {
     ),
     "checkpoint.check.unpack": ("unpack",),
     "checkpoint.check.verify": ("Finding", "rebuild", "verify"),
+    "checkpoint.export.export": ("Exported", "export"),
     "checkpoint.ranks": ("FileBarrier", "Ranks", "ThreadBarrier"),
     "checkpoint.read.checkpoint": ("Checkpoint", "open"),
     "checkpoint.reshard.engines": ("commit_packs",),
@@ -76,6 +78,7 @@ __all__ = [
     "Diff",
     "Digest",
     "Explained",
+    "Exported",
     "FileBarrier",
     "Finding",
     "ObjectDifference",
@@ -96,6 +99,7 @@ __all__ = [
     "diff",
     "digest",
     "explain_rules",
+    "export",
     "open",
     "open_store",
     "plan_reshard",

@@ -15,6 +15,8 @@ from ckptkit.cli.exits import ABSENT, INTERRUPTED, MEANING, OK, STORAGE, USAGE
 from ckptkit.cli.output import printing
 from click.shell_completion import CompletionItem
 
+import ckptkit
+
 Function = TypeVar("Function", bound=Callable[..., int | None])
 Options = dict[str, object]
 """How to reach a store, as the library takes it."""
@@ -36,7 +38,7 @@ def command(
     told = {code: MEANING[code] for code in (*ALWAYS, *codes)} | dict(exits or {})
 
     def make(function: Callable[..., int | None]) -> click.Command:
-        name = function.__name__
+        name = function.__name__.rstrip("_")  # `import` is a word of Python's own
         option = click.option(
             "--json",
             "as_json",
@@ -140,6 +142,22 @@ def sizes_from(config: str | None, given: tuple[str, ...]) -> dict[str, Any]:
             )
         found[match[1]] = int(match[2])
     return found
+
+
+def selected(
+    cast: Sequence[str] = (), rename: Sequence[str] = (), **given: Any
+) -> ckptkit.Selection:
+    """What --cast, --rename and the like select."""
+    renamed = []
+    for text in rename:
+        old, arrow, new = text.partition("=>")
+        if not arrow:
+            raise click.BadParameter(f"{text!r} is no renaming: write 'old=>new'")
+        renamed.append((old, new))
+    # The last = of a cast, as a pattern may have others.
+    casts = [text.rpartition("=") for text in cast]
+    pairs = tuple((pattern, dtype) for pattern, _, dtype in casts)
+    return ckptkit.Selection(cast=pairs, rename=tuple(renamed), **given)
 
 
 def seconds_of(text: str) -> float:

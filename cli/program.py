@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from keyword import iskeyword
 from typing import Any
 
 import click
@@ -26,6 +27,8 @@ COMMANDS = {
     "verify": "steps",
     "diff": "diff",
     "reshard": "reshard",
+    "import": "reshard",
+    "export": "steps",
     "rules": "reshard",
     "commit": "steps",
     "unpack": "steps",
@@ -45,7 +48,8 @@ class Program(Command, click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
-        found: click.Command = getattr(import_module(f"ckptkit.cli.{COMMANDS[cmd_name]}"), cmd_name)
+        module = import_module(f"ckptkit.cli.{COMMANDS[cmd_name]}")
+        found: click.Command = getattr(module, f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name)
         return found
 
     def make_context(self, *args: Any, **options: Any) -> click.Context:

@@ -1,5 +1,5 @@
-"""`ckpt reshard` and `ckpt rules`: a step for another strategy, without the model; and how that
-would cut every tensor.
+"""`ckpt reshard`, `import` and `rules`: a step for another strategy, without the model, of one of
+ours or of what another program saved; and how that would cut every tensor.
 """
 
 from __future__ import annotations
@@ -9,10 +9,20 @@ from typing import Any
 
 import click
 from ckptkit.cli.exits import CORRUPT, NO, OK, PEER
-from ckptkit.cli.options import Function, command, location, sizes_from, source_storage, storage
+from ckptkit.cli.options import (
+    Function,
+    Options,
+    command,
+    location,
+    selected,
+    sizes_from,
+    source_storage,
+    storage,
+)
 from ckptkit.cli.output import Bar, aligned, answer, counted, remark, size_text
 
 import ckptkit
+from ckptkit.errors import UsageError
 
 _SHOWN = 12
 
@@ -113,21 +123,7 @@ def reshard(  # noqa: PLR0913 - what is not passed on as it is
     shows it); a SRC that was trained so has its own. They need the length of an attention head,
     from --config or as --set head_dim=N, where SRC was not cut at the same places before.
     """
-    renamed = []
-    for text in rename:
-        old, arrow, new = text.partition("=>")
-        if not arrow:
-            raise click.BadParameter(f"{text!r} is no renaming: write 'old=>new'")
-        renamed.append((old, new))
-    # The last = of a cast, as a pattern may have others.
-    casts = [text.rpartition("=") for text in cast]
-    selection = ckptkit.Selection(
-        include=include,
-        exclude=exclude,
-        optimizer=not no_optimizer,
-        cast=tuple((pattern, dtype) for pattern, _, dtype in casts),
-        rename=tuple(renamed),
-    )
+    selection = selected(cast, rename, include=include, exclude=exclude, optimizer=not no_optimizer)
     known = sizes_from(config, sizes)
     plan = ckptkit.plan_reshard(src, dst, probe=dry_run, selection=selection, sizes=known, **given)
     if dry_run:
@@ -228,6 +224,85 @@ def _plan_lines(plan: ckptkit.ReshardPlan) -> list[str]:
 def _some(lines: Sequence[str]) -> list[str]:
     shown = [f"  {line}" for line in lines[:_SHOWN]]
     return [*shown, f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else shown
+
+
+@command(
+    "ckpt import llama-hf/ runs/7b",
+    "ckpt import old-run/checkpoint-500 runs/7b --to fsdp:8 --step 500",
+    exits={OK: "the step is there"},
+    codes=[CORRUPT, PEER],
+)
+@location("src")
+@location("run")
+@click.option("--step", metavar="N", type=click.IntRange(min=0), help="Its number in RUN.")
+@click.option("--to", metavar="STRATEGY", help="Such as fsdp:8; as SRC has it, or single.")
+@_rules
+@click.option("--rename", metavar="REGEX=>NEW", multiple=True, help="Rename inside of the groups.")
+@click.option(
+    "--memory", metavar="SIZE", default="1GiB", show_default=True, help="Never use more than this."
+)
+@click.option("--overwrite", is_flag=True, help="Replace the step in RUN.")
+@storage
+@source_storage("SRC")
+def import_(  # noqa: PLR0913 - what is not passed on as it is
+    src: str,
+    run: str,
+    *,
+    to: str | None,
+    config: str | None,
+    sizes: tuple[str, ...],
+    rename: tuple[str, ...],
+    storage_options: Options | None,
+    source_options: Options | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Make a step of RUN of what another program saved.
+
+    SRC is whatever `ckpt show` shows: it is read as it is, no pickle is run, and no other program
+    is needed. The step has checksums of every chunk, and on record the digest of what was read: SRC
+    is read twice for it. Its number is that of SRC, where that has one, or of --step.
+
+    `ckpt diff SRC RUN` compares both at any time. For all else that can be chosen on the way there
+    is `ckpt reshard`, which takes such a SRC too.
+    """
+    own = storage_options if source_options is None else source_options
+    with ckptkit.open(src, storage_options=own) as checkpoint:
+        found = checkpoint.foreign
+        if found is None:
+            raise UsageError(
+                "a step of ckptkit already",
+                where=checkpoint.location,
+                hint="`ckpt reshard` makes one for another strategy of it",
+            )
+        plan = ckptkit.plan_reshard(
+            src,
+            run,
+            to=checkpoint.strategy if to is None else to,
+            digest=True,
+            selection=selected((), rename),
+            sizes=sizes_from(config, sizes),
+            storage_options=storage_options,
+            source_options=source_options,
+            **given,
+        )
+    with Bar("import", plan.bytes_written) as bar:
+        done = plan.run(bar)
+    arrays = len(plan.arrays) + len(plan.aliases)
+    document = {
+        "source": plan.source,
+        "format": found.format,
+        "location": done.location,
+        "step": done.step,
+        "save_id": done.save_id,
+        "from": None if found.strategy is None else str(found.strategy),
+        "to": plan.to_strategy,
+        "arrays": arrays,
+        "bytes": plan.bytes_written,
+    }
+    what = f"{counted(arrays, 'array')}, {size_text(plan.bytes_written)}"
+    line = f"{done.location}: {what} of {found.format}, as {plan.to_strategy}"
+    answer(document, [line], as_json=as_json)
 
 
 @command(

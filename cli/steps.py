@@ -1,4 +1,6 @@
-"""`ckpt verify`, `unpack`, `rebuild` and `commit`: a step checked, taken apart, or made again."""
+"""`ckpt verify`, `unpack`, `export`, `rebuild` and `commit`: a step checked, taken apart, written
+for other programs, or made again.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any
 
 import click
 from ckptkit.cli.exits import CORRUPT, OK, STORAGE
-from ckptkit.cli.options import Options, command, location, storage
-from ckptkit.cli.output import Bar, answer, counted, size_text, stored_bytes
+from ckptkit.cli.options import Options, command, location, selected, source_storage, storage
+from ckptkit.cli.output import Bar, answer, counted, remark, size_text, stored_bytes
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError, UsageError
@@ -130,6 +132,110 @@ def unpack(
     what = f"{counted(len(checkpoint.arrays), 'array')}, {size_text(nbytes)} in"
     line = f"unpacked step {checkpoint.step} into {folder}: {what} {counted(files, 'file')}"
     answer(document, [line], as_json=as_json)
+
+
+@command(
+    "ckpt export runs/7b llama-hf --to-format hf --with llama-2-7b",
+    "ckpt export runs/7b model.safetensors --to-format safetensors --cast bf16",
+    exits={OK: "it is there, whole"},
+    codes=[CORRUPT],
+)
+@location("step")
+@location("out")
+@click.option(
+    "--to-format",
+    type=click.Choice(["hf", "safetensors"]),
+    required=True,
+    help="The folder of a Hugging Face model, or one file.",
+)
+@click.option(
+    "--with",
+    "beside",
+    metavar="FOLDER",
+    help="Copy config.json and the tokenizer from there.",
+)
+@click.option(
+    "--max-file-size",
+    metavar="SIZE",
+    default="5GB",
+    show_default=True,
+    help="Of the tensors in each file of a folder.",
+)
+@click.option("--include", metavar="PATTERN", multiple=True, help="Write only these arrays.")
+@click.option("--exclude", metavar="PATTERN", multiple=True, help="Leave these arrays out.")
+@click.option(
+    "--cast", metavar="[PATTERN=]DTYPE", multiple=True, help="Convert parameters, or these arrays."
+)
+@click.option("--rename", metavar="REGEX=>NEW", multiple=True, help="Rename arrays.")
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    default="256MiB",
+    show_default=True,
+    help="Never use more than this.",
+)
+@storage
+@source_storage("STEP and FOLDER")
+def export(  # noqa: PLR0913 - what is not passed on as it is
+    step: str,
+    out: str,
+    *,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    cast: tuple[str, ...],
+    rename: tuple[str, ...],
+    storage_options: Options | None,
+    source_options: Options | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Write the model of STEP for other programs.
+
+    OUT must not be there, and appears when it is complete and durable, or not at all. The model is
+    never in memory, nor is torch. Tied weights are written once. The optimizer's state and all else
+    that is no part of the model stay behind.
+
+    A folder opens in transformers with from_pretrained, where --with gives it a config.json. The
+    names are those of the step: --rename changes them where transformers has others.
+    """
+    own = storage_options if source_options is None else source_options
+    with ckptkit.open(step, storage_options=own) as checkpoint:
+        place = checkpoint.location  # of a run, whose newest step may be another soon
+        total = sum(
+            array.nbytes
+            for name, array in checkpoint.arrays.items()
+            if name.startswith("model/") and array.alias_of is None
+        )
+    with Bar("export", total) as bar:
+        done = ckptkit.export(
+            place,
+            out,
+            selection=selected(cast, rename, include=include, exclude=exclude),
+            progress=bar,
+            storage_options=storage_options,
+            source_options=source_options,
+            **given,
+        )
+    document = {
+        "source": place,
+        "location": done.location,
+        "files": list(done.files),
+        "arrays": done.arrays,
+        "bytes": done.nbytes,
+        "left_out": list(done.left_out),
+        "tied": [{"name": name, "written_as": other} for name, other in done.tied],
+    }
+    what = f"{counted(done.arrays, 'array')}, {size_text(done.nbytes)}"
+    answer(
+        document,
+        [f"{done.location}: {what} in {counted(len(done.files), 'file')}"],
+        as_json=as_json,
+    )
+    if done.left_out and not as_json:
+        groups = sorted({name.partition("/")[0] for name in done.left_out})
+        remark(f"left out: {counted(len(done.left_out), 'array')} of {', '.join(groups)}")
+    if given["to_format"] == "hf" and given["beside"] is None and not as_json:
+        remark("no config.json is beside the model: --with FOLDER copies one")
 
 
 @command(

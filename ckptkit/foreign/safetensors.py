@@ -23,11 +23,11 @@ METADATA = "__metadata__"
 SHARDING = "DCP_SHARDING_INFO"
 
 _LENGTH_BYTES = 8
-_MOST_HEADER = 100_000_000  # as the format has it
+MOST_HEADER = 100_000_000  # as the format has it
 # Read at once: most headers fit, and need no second request.
 _FIRST_BYTES = 1 << 18
 _MOST_CONFIG = 1 << 24
-_DTYPES = {
+DTYPES = {
     "BOOL": "bool",
     **{
         f"{sign}{bits}": f"{sign_name}int{bits}"
@@ -88,7 +88,7 @@ def read_header(folder: Folder, key: str) -> dict[str, Any]:
     size = folder.size(key)
     first = folder.read(key, 0, min(size, _FIRST_BYTES))
     length = int.from_bytes(first[:_LENGTH_BYTES], "little")
-    if size < _LENGTH_BYTES or not 0 < length <= min(_MOST_HEADER, size - _LENGTH_BYTES):
+    if size < _LENGTH_BYTES or not 0 < length <= min(MOST_HEADER, size - _LENGTH_BYTES):
         raise FormatError(
             "not a safetensors file: its header does not fit into it",
             where=where,
@@ -246,11 +246,11 @@ def _array(
 
 def _dtype(spelled: Any, where: str) -> DType:
     text = document.text(spelled, f"{where}: dtype")
-    if text not in _DTYPES:
+    if text not in DTYPES:
         raise UnsupportedTypeError(
             "no such element type here",
             where=where,
             value=text,
-            hint=f"supported are {', '.join(_DTYPES)}",
+            hint=f"supported are {', '.join(DTYPES)}",
         )
-    return DType.of(_DTYPES[text])
+    return DType.of(DTYPES[text])

@@ -49,8 +49,23 @@ def unpack(
             value=str(folder),
             hint="unpack into a folder, and copy that; `Checkpoint.zarr` reads without unpacking",
         )
-    target = Path(place.path)
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+    with appearing(Path(place.path)) as written:
+        count = _write(checkpoint.zarr_store(), written, _threads(checkpoint, limit), progress)
+        share_out(chain([written], written.rglob("*")), _sync, _SYNCING)
+    return count
+
+
+@contextmanager
+def appearing(target: Path, only: str = "") -> Iterator[Path]:
+    """A folder to write into, which gets the name of the target when the block ends; nothing is
+    left when it fails, and what a process left that was killed the next one removes. What is
+    written has to be durable at the end of the block.
+
+    With `only` the target is that file of it.
+    """
+    if target.is_symlink() or (
+        target.exists() and (only or not target.is_dir() or any(target.iterdir()))
+    ):
         if _unfinished(target):
             with suppress(OSError), _turn(target):
                 pass  # which removes what is nobody's
@@ -65,10 +80,12 @@ def unpack(
                 written = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
                 try:
                     written.mkdir()
-                    threads = _threads(checkpoint, limit)
-                    count = _write(checkpoint.zarr_store(), written, threads, progress)
-                    share_out(chain([written], written.rglob("*")), _sync, _SYNCING)
-                    written = written.replace(target)
+                    yield written
+                    if only:
+                        (written / only).rename(target)
+                        shutil.rmtree(written)
+                    else:
+                        written = written.replace(target)
                     for path in (target, *made):
                         sync_folder(path.parent)
                 except BaseException:
@@ -79,7 +96,6 @@ def unpack(
             with suppress(OSError):
                 parent.rmdir()
         raise
-    return count
 
 
 def _unfinished(target: Path) -> list[Path]:

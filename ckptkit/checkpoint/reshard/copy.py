@@ -23,7 +23,7 @@ from ckptkit.checkpoint.places import step_name
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.reader import BAND_BYTES, Wanted, plan_read
 from ckptkit.checkpoint.read.stream import check_chunk
-from ckptkit.checkpoint.reshard.selection import objects_of
+from ckptkit.checkpoint.reshard.selection import Chosen, objects_of
 from ckptkit.checkpoint.reshard.small_chunks import SmallChunks
 from ckptkit.checkpoint.reshard.target import ReshardTarget, TargetArray
 from ckptkit.checkpoint.workers import Pace, Progress, share_out
@@ -119,12 +119,12 @@ def copying(
         raise
 
 
-def check_huge_chunks(target: ReshardTarget, source: Checkpoint, budget: Budget) -> None:
+def check_huge_chunks(arrays: Iterable[Chosen], source: Checkpoint, budget: Budget) -> None:
     """Compare the chunks that are too large to be read whole with their checksums, a little of each
     at a time: when they are copied they are only read, some bytes here and there.
     """
     starts, rows = source.manifest.starts, list[int]()
-    for array in target.arrays:
+    for array in arrays:
         if budget.is_huge(array.source):
             rows += range(*starts[array.number :][:2].tolist())
     share_out(rows, partial(check_chunk, source), budget.workers)
@@ -219,12 +219,18 @@ class ChunkCopier:
         """
         slots = list(slots)
         left = slots if self.small is None else self.small.fill(origins, slots)
+        self.fill_boxes(
+            (origins[slot.array], *chunk_view(origins[slot.array].info, slot.chunk, slot.memory))
+            for slot in left
+        )
+        return slots
+
+    def fill_boxes(self, boxes: Iterable[tuple[Chosen, Box, npt.NDArray[Any]]]) -> None:
+        """Fill memory with boxes of arrays, as the raw elements that the target has."""
         whole: list[Wanted] = []
         exact: list[Wanted] = []
-        casts: list[tuple[TargetArray, npt.NDArray[Any], npt.NDArray[Any]]] = []
-        for slot in left:
-            array = origins[slot.array]
-            box, stored = chunk_view(array.info, slot.chunk, slot.memory)
+        casts: list[tuple[Chosen, npt.NDArray[Any], npt.NDArray[Any]]] = []
+        for array, box, stored in boxes:
             source, values = array.source, stored
             if array.is_cast:
                 values = np.empty(box.shape, source.dtype.bits)
@@ -247,7 +253,6 @@ class ChunkCopier:
                 share_out(plan.runs, plan.read, plan.pace.requests)
         for array, values, stored in casts:
             cast(array.name, values, stored, (array.source.dtype, array.info.dtype))
-        return slots
 
 
 def _part(wanted: Wanted, inside: tuple[slice, ...]) -> Wanted:

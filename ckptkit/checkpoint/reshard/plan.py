@@ -72,8 +72,7 @@ QUIET_SECONDS = 5.0
 _CHUNK_BYTES, _ARRAY_BYTES = 24, 160
 # How much of a source is read for an estimate, and at most written.
 _PROBE_BYTES, _PROBE_PARTS, _PROBE_CHUNKS = 8 << 20, 16, 64
-# So many elements at a time are converted.
-_BLOCK = 1 << 16
+_BLOCK = 1 << 16  # so many elements at a time are converted
 
 
 class ReshardKeywords(TypedDict, total=False):
@@ -91,6 +90,7 @@ class ReshardKeywords(TypedDict, total=False):
     workers: int | None
     engine: str | Executor
     digest: bool
+    step: int | None
     overwrite: bool
 
 
@@ -116,9 +116,9 @@ def reshard(
     `selection` is what to take, to rename and to convert. `chunk_bytes` is about how large chunks
     are that cannot go over as they are. `engine` is threads, processes, dask://…, ray, ray://…,
     slice:i/n (see `commit_packs`) or any executor, with so many `workers`; `digest` records that of
-    the state, which does not depend on the strategy, for which `src` is read twice. `overwrite`
-    replaces a step that is there.
-    `storage_options` reach both places, unless `source_options` are those of `src`.
+    the state, which does not depend on the strategy, for which `src` is read twice. `step` is its
+    number where it gets another; `overwrite` replaces one that is there. `storage_options` reach
+    both places, unless `source_options` are those of `src`.
     """
     stores: Any = {"storage_options": storage_options, "source_options": source_options}
     return plan_reshard(src, dst, **stores, **keywords).run(progress)
@@ -250,7 +250,7 @@ class ReshardPlan(ReshardCost):
             done = replace(done, finished=tuple(sorted(finished)), committed=not options.is_slice)
             missing = [rank for rank in self.ranks if rank not in finished]
             _check_room(store, self, missing)
-            check_huge_chunks(target, source, budget)
+            check_huge_chunks(target.arrays, source, budget)
             if options.is_here:
                 with copying(target, missing, source, store, budget, progress) as segments:
                     share_out(segments, call, budget.workers)

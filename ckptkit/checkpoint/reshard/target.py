@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.places import Place
+from ckptkit.checkpoint.places import Place, step_name
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.checkpoint.reshard.selection import Choice, Chosen, Selection, choose, parameter_order
 from ckptkit.checkpoint.rules_file import RulesLike, rules_between
@@ -57,6 +57,7 @@ class ReshardOptions:
     workers: int | None = None
     engine: str | Executor = "threads"
     digest: bool = False
+    step: int | None = None
     overwrite: bool = False
 
     @property
@@ -195,8 +196,11 @@ def target_of(manifest: Manifest, options: ReshardOptions, digest: str = "") -> 
             info.name, info.shape, info.dtype, grid, info.role, found.placements, info.of
         )
         arrays.append(TargetArray(chosen.number, source, info, layout, found.why))
-    decided = replace(options, rules=rules)
-    return ReshardTarget(manifest.save, decided, strategy, choice, tuple(arrays), digest)
+    decided, save = replace(options, rules=rules), manifest.save
+    if options.step is not None:
+        step_name(options.step)  # raises where it is no step
+        save = replace(save, step=options.step)
+    return ReshardTarget(save, decided, strategy, choice, tuple(arrays), digest)
 
 
 def _rules(choice: Choice, manifest: Manifest, options: ReshardOptions) -> Rules | None:

@@ -1,0 +1,1 @@
+"""A step written as files of other formats."""

@@ -1,0 +1,298 @@
+"""A step as the files of another format: the files are laid out first, then filled from the step,
+some bytes of each at a time, within a budget of memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from ckptkit.checkpoint.check.unpack import appearing
+from ckptkit.checkpoint.places import Place, store_at, stored_size
+from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.read.stream import STREAM_MEMORY, bands
+from ckptkit.checkpoint.reshard.copy import (
+    Budget,
+    ChunkCopier,
+    check_huge_chunks,
+    resident_bytes,
+)
+from ckptkit.checkpoint.reshard.selection import Chosen, Selection, choose
+from ckptkit.checkpoint.workers import Progress, copy_threads, share_out
+from ckptkit.errors import AlreadyExistsError, NoSpaceError, NotFoundError, UsageError
+from ckptkit.foreign.output import (
+    NewFile,
+    NewTensor,
+    hugging_face,
+    plain_name,
+    safetensors_file,
+)
+from ckptkit.foreign.safetensors import CONFIG
+from ckptkit.format.names import MODEL, inner_name
+from ckptkit.model import Box
+from ckptkit.model.document import parse_size
+from ckptkit.storage import Options, Store, open_store
+
+FORMATS = ("hf", "safetensors")
+
+# As much of a file is filled and written at a time.
+_SEGMENT = 8 << 20
+# What is taken along of the folder of a model: all small files that are no weights.
+_BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "tokenizer*", "LICENSE*")
+_NOT_BESIDE = ("*.index.json", "*.safetensors", "*.bin", "trainer_state.json")
+_MOST_BESIDE = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    location: str
+    files: tuple[str, ...]
+    """In the order in which they were written."""
+    arrays: int
+    nbytes: int
+    """Of their elements."""
+    left_out: tuple[str, ...]
+    """Names in the step that the files do not have."""
+    tied: tuple[tuple[str, str], ...]
+    """Second names of tensors that are written once, and the names that these have in the files."""
+
+
+def export(  # noqa: PLR0913 — one keyword for each decision, all but one with defaults
+    src: Place,
+    out: str | os.PathLike[str],
+    *,
+    to_format: str,
+    max_file_size: int | str = "5GB",
+    beside: Place | None = None,
+    selection: Selection | None = None,
+    memory: int | str = STREAM_MEMORY,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    storage_options: Options | None = None,
+    source_options: Options | None = None,
+) -> Exported:
+    """Write the model of a step (of a run: its newest one) for other programs: as `hf`, the folder
+    of a Hugging Face model, or as `safetensors`, one file.
+
+    `out` must not be there; it appears whole or not at all. Never more than `memory` is in use,
+    whatever the size of the model. Each file of a folder has at most `max_file_size` bytes of
+    tensors. `beside` is a folder with the model's `config.json` and its tokenizer, which are
+    copied. `selection` leaves arrays out, renames and converts them; what is no part of the model,
+    such as the optimizer's state, stays behind in any case. `storage_options` reach all places,
+    unless `source_options` are those of `src` and `beside`.
+    """
+    if to_format not in FORMATS:
+        raise UsageError("no such format to write", value=to_format, hint=f"{', '.join(FORMATS)}")
+    if beside is not None and to_format != "hf":
+        raise UsageError("only a Hugging Face folder has files beside the model", value=to_format)
+    own = storage_options if source_options is None else source_options
+    place, is_file = open_store(out, storage_options or {}), to_format == "safetensors"
+    before = resident_bytes()
+    with open_checkpoint(src, storage_options=own) as checkpoint:
+        arrays, tensors, tied, left_out = _chosen(checkpoint, selection or Selection())
+        if is_file:
+            new = safetensors_file(place.location.name, tensors)
+        else:
+            new = hugging_face(tensors, parse_size(max_file_size))
+        budget = Budget.of(
+            parse_size(memory),
+            max(4, copy_threads()) if workers is None else workers,
+            checkpoint.store,
+            place,
+            largest=0,
+            pack_bytes=sum(tensor.nbytes for tensor in tensors) // len(new.files),
+            fixed=max(0, resident_bytes() - before),
+        )
+        with _appearing(place, is_file=is_file) as store, _removing(store) as written:
+            _check_room(store, tensors)
+            if beside is not None:
+                written.extend(_copied(store_at(beside, own), store))
+            check_huge_chunks(arrays, checkpoint, budget)
+            copier = ChunkCopier(checkpoint, budget, None, None)
+            for file in new.files:
+                _write(file, arrays, copier, store, progress)
+                written.append(file.key)
+            for key, data in new.closing:
+                # Where there are no folders, it makes a model of the files: the first one counts.
+                store.put(key, data, exclusive=True)
+                written.append(key)
+        return Exported(
+            str(place.location),
+            tuple(written),
+            len(tensors),
+            sum(tensor.nbytes for tensor in tensors),
+            tuple(left_out),
+            tuple(tied),
+        )
+
+
+def _chosen(
+    checkpoint: Checkpoint, selection: Selection
+) -> tuple[list[Chosen], list[NewTensor], list[tuple[str, str]], list[str]]:
+    """The arrays of the model that go over, and what each will be; second names of tied ones; and
+    what is left out.
+    """
+    wanted = replace(selection, include=selection.include or (f"{MODEL}/*",), optimizer=False)
+    choice = choose(checkpoint.manifest, wanted)
+    arrays = [chosen for chosen in choice.arrays if chosen.name.startswith(f"{MODEL}/")]
+    if not arrays:
+        raise UsageError("nothing is left of the model", where=checkpoint.location)
+    others: dict[str, list[str]] = {}
+    for alias in choice.aliases:
+        others.setdefault(alias.alias_of, []).append(alias.name)
+    tensors, tied = [], []
+    for chosen in arrays:
+        names = [chosen.name, *others.get(chosen.name, ())]
+        inner = [inner_name(name, "param") for name in names]
+        plain = plain_name(inner)
+        tensors.append(NewTensor(plain, chosen.info.shape, chosen.info.dtype))
+        tied += [(name, plain) for name, each in zip(names, inner, strict=True) if each != plain]
+    into = {name: new for name, new in choice.names.items() if new.startswith(f"{MODEL}/")}
+    return arrays, tensors, tied, [name for name in checkpoint.arrays if name not in into]
+
+
+@contextmanager
+def _appearing(place: Store, *, is_file: bool) -> Iterator[Store]:
+    """Where to write the files; AlreadyExistsError where something is at the place."""
+    location = place.location
+    if location.scheme == "file":
+        with appearing(Path(location.path), location.name if is_file else "") as folder:
+            yield open_store(folder)
+        return
+    store = place
+    if is_file:
+        store = open_store(replace(place.address, location=location.parent))
+    if store.children("") if not is_file else stored_size(store, location.name) is not None:
+        raise AlreadyExistsError(
+            "there is something already",
+            where=str(location),
+            hint="name a place that is empty, or delete what an export left that was killed",
+        )
+    yield store
+
+
+@contextmanager
+def _removing(store: Store) -> Iterator[list[str]]:
+    """Keys of what is written, which goes again where the block fails."""
+    keys: list[str] = []
+    try:
+        yield keys
+    except BaseException:
+        store.delete(keys)
+        raise
+
+
+def _check_room(store: Store, tensors: Sequence[NewTensor]) -> None:
+    room, needed = store.room(), sum(tensor.nbytes for tensor in tensors)
+    if room is not None and needed > room:
+        raise NoSpaceError(
+            f"{needed} bytes are to be written, {room} are free",
+            where=str(store.location),
+            hint="nothing was written; `ckpt prune` frees what runs do not need",
+        )
+
+
+def _copied(source: Store, target: Store) -> Iterator[str]:
+    """Copy what says how a model is built and how its texts are cut; the name of each file, once it
+    is there.
+    """
+    names = source.children("")
+    if CONFIG not in names:
+        raise NotFoundError(
+            f"no {CONFIG} is there",
+            where=str(source.location),
+            hint="pass the folder of the model that the training began with",
+        )
+
+    def fits(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    for name in names:
+        if fits(name, _BESIDE) and not fits(name, _NOT_BESIDE):
+            target.put(name, source.read_whole(name, _MOST_BESIDE))
+            yield name
+
+
+_Piece: TypeAlias = "bytes | tuple[Chosen, Box]"
+
+
+@dataclass(frozen=True, slots=True)
+class FileSegment:
+    """Neighbours in a file that are filled and written together, and where each begins."""
+
+    nbytes: int
+    pieces: tuple[tuple[int, _Piece], ...]
+
+
+def _write(
+    file: NewFile,
+    arrays: Sequence[Chosen],
+    copier: ChunkCopier,
+    store: Store,
+    progress: Progress | None,
+) -> None:
+    segments = list(_segments(file, arrays, copier.budget.batch_bytes))
+    extents = [segment.nbytes for segment in segments]
+    sink = store.create(file.key, extents, memory=copier.budget.sink_bytes)
+
+    def write(number: int) -> None:
+        with sink.filling(number) as memory:
+            _fill(segments[number], memory, copier)
+        if progress:
+            progress(extents[number])
+
+    try:
+        share_out(range(len(segments)), write, copier.budget.workers)
+        sink.finish()
+    except BaseException:
+        sink.abort()
+        raise
+
+
+def _segments(file: NewFile, arrays: Sequence[Chosen], most: int) -> Iterator[FileSegment]:
+    """The bytes of a file in order, small tensors together, large ones a band at a time."""
+    held: list[tuple[int, _Piece]] = []
+    end = 0
+    for piece, nbytes in _pieces(file, arrays, most):
+        if held and end + nbytes > _SEGMENT:
+            yield FileSegment(end, tuple(held))
+            held, end = [], 0
+        held.append((end, piece))
+        end += nbytes
+    yield FileSegment(end, tuple(held))
+
+
+def _pieces(file: NewFile, arrays: Sequence[Chosen], most: int) -> Iterator[tuple[_Piece, int]]:
+    for piece in file.pieces:
+        if isinstance(piece, bytes):
+            for begin in range(0, len(piece), _SEGMENT):
+                data = piece[begin : begin + _SEGMENT]
+                yield data, len(data)
+            continue
+        chosen = arrays[piece]
+        itemsize = chosen.info.dtype.itemsize
+        widest = max(itemsize, chosen.source.dtype.itemsize)
+        for box in bands([chosen.source.grid], _SEGMENT // widest, most // widest):
+            yield (chosen, box), box.size * itemsize
+
+
+def _fill(segment: FileSegment, memory: memoryview, copier: ChunkCopier) -> None:
+    boxes = []
+    for begin, piece in segment.pieces:
+        if isinstance(piece, bytes):
+            memory[begin : begin + len(piece)] = piece
+            continue
+        chosen, box = piece
+        dtype = chosen.info.dtype
+        data = memory[begin : begin + box.size * dtype.itemsize]
+        boxes.append((chosen, box, np.frombuffer(data, dtype.bits).reshape(box.shape)))
+    copier.fill_boxes(boxes)
