@@ -14,7 +14,19 @@ import ckptkit
 from benchmarks.ranks import isolated
 from benchmarks.table import Bar, Section
 from benchmarks.turns import save_in_turns
+from ckptkit.checkpoint.places import step_name
+from ckptkit.checkpoint.workers import uncollected
+from ckptkit.checkpoint.write.commit import commit, gather
+from ckptkit.checkpoint.write.pack import Pack
+from ckptkit.checkpoint.write.plan import PackedArray, PackPlan, documents_of
+from ckptkit.format.array_table import ArrayTable
+from ckptkit.format.arrays import ArrayInfo
+from ckptkit.format.record import SaveInfo
+from ckptkit.model import DType, Grid, Replicate, Strategy, layout_of
+from ckptkit.plan.write import Owned
 from ckptkit.storage import MemoryStore
+
+MANY_ARRAYS = 100_000
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,11 +78,17 @@ def ranks(counts: tuple[int, ...] = (64, 256, 1024)) -> Section:
         )
     growth = per_rank[counts[-1]] / per_rank[counts[0]]
     what = f"commit per rank, {counts[-1]:,} ranks / {counts[0]} ranks"
+    many = isolated(_commit_of_many, MANY_ARRAYS, counts[0])
+    rows.append([f"{counts[0]:,} ranks, {MANY_ARRAYS:,} small arrays", "", f"{many:.2f}", ""])
+    name = f"commit of {MANY_ARRAYS:,} arrays, each of one chunk, by {counts[0]} ranks"
     return Section(
         "Cost by number of ranks, in memory: 100 arrays, one chunk of each per rank",
         ["", "plan and write, ms per rank", "commit s", "commit ms per rank"],
         rows,
-        [Bar(what, growth, 2, at_least=False)],
+        [
+            Bar(what, growth, 2, at_least=False),
+            Bar(name, many, 1, at_least=False, unit="s"),
+        ],
         ["Linear is 1; with ranks squared in it anywhere, the last bar would go towards 16."],
     )
 
@@ -101,6 +119,36 @@ def _save_by(ranks: int) -> tuple[float, float]:
 
     spans, commit = save_in_turns(MemoryStore(), f"fsdp:{ranks}", ranks, add)
     return median(spans), commit
+
+
+def _commit_of_many(count: int, ranks: int) -> float:
+    """What rank 0 of a DDP does when all have written: it knows nothing of the arrays yet."""
+    strategy, shape, float32 = Strategy.of(f"ddp:{ranks}"), (4, 4), DType.of("float32")
+    row = (Replicate(),)
+    layout, grid = layout_of(shape, strategy, row), Grid.regular(shape, shape)
+    names = [f"model/layers.{n // 50:05}.experts.{n % 50:02}.weight" for n in range(count)]
+    infos = [ArrayInfo(name, shape, float32, grid, "param", row) for name in names]
+    table, store = ArrayTable.of(infos, ()), MemoryStore()
+    owned = [Owned(name, layout, grid, float32.itemsize) for name in names]
+    save_id = "20260101T000000Z-000000000000"
+    save = SaveInfo(save_id, 1, 0.0, "benchmark", ranks, strategy, {})
+    none, first = np.zeros(0, np.int64), np.zeros(1, np.int64)
+    for rank in range(ranks):
+        # As chunks of one size are shared out, a stretch of the names to each.
+        stretch = slice(rank * count // ranks, (rank + 1) * count // ranks)
+        writes = dict.fromkeys(names, none) | dict.fromkeys(names[stretch], first)
+        known = list(zip(owned, infos, strict=True))
+        documents = documents_of(known if rank == 0 else known[stretch], writes, rank)
+        mine = [PackedArray(info, first) for info in infos[stretch]]
+        pack = Pack(rank, PackPlan(table, documents, mine), (), lambda slots: slots)
+        segments = pack.segments_of(64 << 20)
+        pack.begin(store, step_name(1), save, segments, refers=rank > 0)
+        for number in range(len(segments)):
+            pack.write_segment(number)
+    start = time.monotonic()
+    with uncollected():  # as a save does
+        commit(store, step_name(1), gather(store, step_name(1), save_id))
+    return time.monotonic() - start
 
 
 def _show() -> tuple[list[str], str]:

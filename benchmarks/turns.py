@@ -16,6 +16,7 @@ from ckptkit.storage import Store
 class _Meeting:
     world_size: int
     value: bytes = b""
+    said: dict[int, bytes] = field(default_factory=dict)
     shared: threading.Event = field(default_factory=threading.Event)
     all_here: threading.Event = field(default_factory=threading.Event)
 
@@ -40,10 +41,13 @@ class _Turn(ckptkit.Ranks):
         self.meeting.shared.wait()
         return self.meeting.value
 
-    def _meet(self, data: bytes | None) -> list[bytes]:  # noqa: ARG002  # nothing is said
-        if self.rank == 0:
-            self.meeting.all_here.wait()
-        return []
+    def _meet(self, data: bytes | None) -> list[bytes]:
+        said = self.meeting.said
+        said[self.rank] = data or b""
+        if self.rank:
+            return []
+        self.meeting.all_here.wait()
+        return [] if data is None else [said[rank] for rank in range(self.world_size)]
 
 
 def save_in_turns(

@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *DOCS.glob("*.md"))}
 SESSIONS = ("sh", "console")
-WITH_A_RUN = ("README.md", "commands.md", "resharding.md", "storage.md")
+WITH_A_RUN = ("README.md", "commands.md", "migration.md", "resharding.md", "storage.md")
 TRAIN = "print('step 100, loss 2.31')"
 
 
@@ -260,6 +260,7 @@ PROGRAMS: dict[str, Callable[[Pool], None]] = {
     "activations.md": run_activations,
     "communication.md": run_communication,
     "from-dcp.md": run_from_dcp,
+    "migration.md": run_in_place("migration.md"),
     "optimizers.md": run_optimizers,
     "python.md": run_python,
     "resharding.md": run_in_place("resharding.md"),

@@ -21,7 +21,7 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, failing_to
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.mirror import Retention
 from ckptkit.checkpoint.run.run import Run
-from ckptkit.checkpoint.workers import Progress
+from ckptkit.checkpoint.workers import Progress, uncollected
 from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
 from ckptkit.live.comparison import LoadOptions
@@ -165,7 +165,9 @@ class Checkpointer:
         """
         self._check_open()
         quiet = nullcontext() if self._preemption is None else self._preemption.held_off()
-        with quiet, ExitStack() as after:
+        # All of it, not only what makes objects by the thousand: between two such parts, or in the
+        # threads that write, Python would look through all objects of the job.
+        with quiet, uncollected(), ExitStack() as after:
             # First of all, so that what goes wrong on one rank from here on reaches the others.
             ranks = self._meeting("save")
             # With `local`: whatever becomes of the save, all ranks go through the same rounds of
