@@ -14,7 +14,7 @@ from ckptkit.foreign.dcp import read_dcp
 from ckptkit.foreign.extents import ForeignStep
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.safetensors import read_safetensors
-from ckptkit.foreign.torch_file import read_torch
+from ckptkit.foreign.torch_save import read_torch
 from ckptkit.storage import Store, Stored, open_store
 
 _NUMBERED = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[_-]?([0-9]{1,18})")
