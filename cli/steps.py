@@ -144,7 +144,7 @@ def unpack(
 @location("out")
 @click.option(
     "--to-format",
-    type=click.Choice(["hf", "safetensors"]),
+    type=click.Choice(["hf", "safetensors", "torch"]),
     required=True,
     help="The folder of a Hugging Face model, or one file.",
 )
