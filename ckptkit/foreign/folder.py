@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ckptkit.errors import FormatError
@@ -11,6 +12,9 @@ from ckptkit.storage import Store, Stored
 
 # Metadata is read whole, so it is bounded: no checkpoint that exists has a tenth of that.
 MOST_BYTES = 1 << 30
+# So much at a time of what lies near each other, and so many requests at a time to a server.
+_RUN_BYTES = 8 << 20
+_AT_ONCE = 16
 
 
 class Folder:
@@ -25,8 +29,8 @@ class Folder:
         """Of all metadata that was read."""
 
     def where(self, key: str) -> str:
-        """A file's place, for messages."""
-        return str(self.store.location / key)
+        """A file's place, for messages: of what metadata calls a file, which may be no name."""
+        return f"{self.store.location}/{key}"
 
     def size(self, key: str) -> int:
         """The bytes of a file; FormatError where it is missing."""
@@ -55,3 +59,36 @@ class Folder:
         data = self.store.read(key, start, length)
         self.seen.update(data)
         return data
+
+    def read_many(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Small ranges of metadata, as (start, length) in the order of their starts: those near
+        each other are read together. What would be behind the end of the file is left out.
+        """
+        size, can = self.size(key), self.store.abilities
+        runs: list[tuple[int, int]] = []
+        for start, length in ranges:
+            begin, end = min(start, size), min(start + length, size)
+            if runs and begin - runs[-1][1] <= can.gap_bytes and end - runs[-1][0] <= _RUN_BYTES:
+                runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
+            else:
+                runs.append((begin, end))
+        with self.store.open(key, size) as source:
+
+            def fetch(run: tuple[int, int]) -> bytes:
+                return bytes(source.fetch(run[0], run[1] - run[0]))
+
+            if can.waits_for_answers:
+                with ThreadPoolExecutor(can.concurrency or _AT_ONCE) as pool:
+                    read = list(pool.map(fetch, runs))
+            else:
+                read = [fetch(run) for run in runs]
+        found: list[bytes] = []
+        place = 0
+        for start, length in ranges:
+            while place + 1 < len(runs) and start >= runs[place + 1][0]:
+                place += 1
+            begin = start - runs[place][0]
+            found.append(read[place][max(0, begin) : max(0, begin + length)])
+        for data in read:
+            self.seen.update(data)
+        return found

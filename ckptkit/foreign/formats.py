@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 
 from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.contents import ForeignManifest, manifest_of
+from ckptkit.foreign.dcp import read_dcp
 from ckptkit.foreign.extents import ForeignStep
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.safetensors import read_safetensors
+from ckptkit.foreign.torch_file import read_torch
 from ckptkit.storage import Store, Stored, open_store
 
 _NUMBERED = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[_-]?([0-9]{1,18})")
@@ -42,7 +44,7 @@ class Format:
 
 # The first that fits counts.
 FORMATS = (
-    Format("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp"),
+    Format("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp", read_dcp),
     Format(
         "a DeepSpeed checkpoint",
         r"global_step\d+|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",
@@ -51,13 +53,14 @@ FORMATS = (
         "a Megatron checkpoint", r"iter_\d+|latest_checkpointed_iteration\.txt|mp_rank_\d+(_\d+)*"
     ),
     Format("a Hugging Face model", r".*\.safetensors(\.index\.json)?", read_safetensors),
-    Format("a Hugging Face model", r"pytorch_model.*\.bin(\.index\.json)?"),
+    Format("a Hugging Face model", r"pytorch_model.*\.bin(\.index\.json)?", read_torch),
     Format("a plain Zarr folder", r"zarr\.json|\.zgroup|\.zarray|\.zmetadata"),
-    Format("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)"),
+    Format("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)", read_torch),
     Format("a safetensors file", rb".{5}\x00{3}\{", read_safetensors),
+    Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\".*\.bin\"", read_torch),
     Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\"", read_safetensors),
     Format("the pack of one rank of a step", rb"PK\x03\x04.{26}.*zarr\.json"),
-    Format("a torch.save file", rb"PK\x03\x04.{26}[^\x00]*data\.pkl"),
+    Format("a torch.save file", rb"PK\x03\x04.{26}[^\x00]*data\.pkl", read_torch),
     Format("a pickle, as torch.save wrote before torch 1.6", rb"\x80[\x02-\x05]"),
     Format("a zip file", rb"PK\x03\x04"),
     Format("a GGUF file", rb"GGUF"),

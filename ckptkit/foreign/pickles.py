@@ -47,8 +47,11 @@ class Placeholder:
         return self.name.rpartition(".")[2]
 
     def fields(self) -> dict[str, Any]:
-        """Its state, where that is a map."""
-        return self.state if isinstance(self.state, dict) else {}
+        """Its attributes, as far as its state tells them."""
+        if type(self.state) is dict:
+            return self.state
+        parts = self.state if isinstance(self.state, tuple) else (self.state,)
+        return {k: v for part in parts if isinstance(part, dict) for k, v in part.items()}
 
 
 def read_pickle(
@@ -153,8 +156,9 @@ class _Interpreter:
         return items, depth
 
     def push(self, made: Any, parts: Sequence[Any] = ()) -> None:
-        """Put a new container on the stack."""
-        self.known[id(made)] = (made, *self.counted(parts))
+        """Put a container on the stack: a new one, or an empty tuple, of which there is one."""
+        if id(made) not in self.known:
+            self.known[id(made)] = (made, *self.counted(parts))
         self.stack.append(made)
 
     def grow(self, target: Any, parts: Iterable[Any]) -> None:

@@ -205,6 +205,9 @@ def compare(
         if group in objects:
             _compare_object(objects[group], target, data, report, positions)
     saved = saved_documents(objects) if training.optimizers else []
+    if len(saved) == len(training.optimizers) == 1 and not saved[0]["kind"]:
+        # Another program wrote it, which did not say the class.
+        saved = [{**saved[0], "kind": training.optimizers[0].kind}]
     kept = saved_arrays(checkpoint)
     unexpected: list[str] = []
     if training.model is not None:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import pickle
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import ckptkit
-from ckptkit.errors import NotFoundError
+from ckptkit.errors import FormatError, NotFoundError
+from ckptkit.foreign.formats import format_of
 from tests.checkpoint.saving import Tensor, random_values, save
-
-
-def torch_save(path: Path) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps({}))
-    return path
 
 
 def pickled(path: Path) -> Path:
@@ -26,15 +20,18 @@ def pickled(path: Path) -> Path:
 
 
 FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "one.pt": (torch_save, "a torch.save file"),
     "old.pt": (pickled, "a pickle, as torch.save wrote before torch 1.6"),
 }
 FOLDERS = {
-    ".metadata __0_0.distcp": "a DCP checkpoint (torch.distributed.checkpoint)",
     "global_step100 latest zero_to_fp32.py": "a DeepSpeed checkpoint",
     "iter_0000100 latest_checkpointed_iteration.txt": "a Megatron checkpoint",
     "zarr.json model": "a plain Zarr folder",
+}
+READ = {
+    ".metadata __0_0.distcp": "a DCP checkpoint (torch.distributed.checkpoint)",
     "last.ckpt": "a folder of torch.save files",
+    "pytorch_model.bin config.json": "a Hugging Face model",
+    "model-00001-of-00002.safetensors": "a Hugging Face model",
 }
 
 
@@ -57,6 +54,17 @@ def test_a_folder_is_told_by_its_names(names: str, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError) as caught:
         ckptkit.plan_reshard(tmp_path, tmp_path / "new", to="fsdp:2")
     assert caught.value.what == f"no checkpoint of ckptkit, but {FOLDERS[names]}"
+
+
+@pytest.mark.parametrize("names", READ)
+def test_what_is_read_is_told_by_its_names_too(names: str, tmp_path: Path) -> None:
+    for name in names.split():
+        (tmp_path / name).touch()
+    known = format_of(ckptkit.open_store(tmp_path))
+    assert known is not None
+    assert known.what == READ[names]
+    with pytest.raises(FormatError):  # the files are empty
+        ckptkit.open(tmp_path)
 
 
 def test_a_file_of_an_unknown_kind_is_not_called_nothing(tmp_path: Path) -> None:

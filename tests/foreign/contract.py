@@ -71,7 +71,7 @@ class ForeignContract:
             for name, wanted in sample.arrays.items():
                 assert same(checkpoint[name][...], wanted), name
 
-    def test_opening_reads_no_tensor(self, sample: Sample) -> None:
+    def test_opening_reads_no_tensor(self, sample: Sample, tmp_path: Path) -> None:
         if sample.place.is_dir():
             store = CountingStore(ckptkit.open_store(sample.place))
             ckptkit.open(store).close()

@@ -56,6 +56,14 @@ def test_a_few_types_become_plain_values() -> None:
         assert read(pickle.dumps(values, protocol=protocol)) == [*plain, frozenset([1]), "/a/b"]
 
 
+def test_what_is_shared_by_many_is_no_deeper_for_that() -> None:
+    """An empty tuple is always the same one; a size of a tuple is that tuple."""
+    size = (2, 3)
+    values = [[torch.Size([]), torch.Size(size), (), size] for _ in range(200)]
+    for protocol in (2, 4):
+        assert read(pickle.dumps(values, protocol=protocol)) == [[(), size, (), size]] * 200
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return print, ("a pickle was run",)

@@ -38,9 +38,13 @@ if TYPE_CHECKING:
 
     from ckptkit.checkpoint.read.zarr_view import ZarrView
 
+UNKNOWN = "an unknown strategy"
+"""What wrote a foreign checkpoint that does not say it."""
+
 
 def open_checkpoint(location: Place, *, storage_options: Options | None = None) -> Checkpoint:
-    """Open a step, or the newest committed step of a run; or a foreign checkpoint: safetensors.
+    """Open a step, or the newest committed step of a run; or a foreign checkpoint:
+    safetensors, files of torch.save, or of torch.distributed.checkpoint.
 
     `storage_options` say how to reach an object store: `endpoint`, `region`, `profile` and others;
     what they leave out comes from the environment, as is usual there.
@@ -143,7 +147,7 @@ class Checkpoint(Closing):
     def written_by(self) -> str:
         """The same for people: `an unknown strategy` where nothing says it."""
         is_known = self.foreign is None or self.foreign.strategy is not None
-        return str(self.strategy) if is_known else "an unknown strategy"
+        return str(self.strategy) if is_known else UNKNOWN
 
     @property
     def foreign(self) -> ForeignStep | None:

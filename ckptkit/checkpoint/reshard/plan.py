@@ -27,7 +27,7 @@ from ckptkit.checkpoint.places import (
     stores_at,
     under,
 )
-from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.read.checkpoint import UNKNOWN, Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.read.stream import LEAST_MEMORY, Limits, Readable, stored_arrays
 from ckptkit.checkpoint.reshard.copy import (
@@ -149,7 +149,7 @@ def plan_reshard(
     before = resident_bytes()
     checkpoint = open_checkpoint(source)
     expected = None if options.expect is None else Strategy.of(options.expect)
-    if expected is not None and str(expected) != checkpoint.written_by:
+    if expected is not None and checkpoint.written_by not in (str(expected), UNKNOWN):
         raise UsageError(
             f"the step was written by {checkpoint.written_by}, not by {expected}",
             where=checkpoint.location,

@@ -1,0 +1,359 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP): a pickle that says which parts of which tensor
+are in which file, and files that are one torch.save zip file after the other, one for each part.
+
+Where the elements of a part begin, and in which order they lie, only the zip file of the part
+says, in its first thousand bytes. They are read of all parts, many at a time, and looked through
+once for parts that are alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.foreign.extents import Extent, ForeignStep
+from ckptkit.foreign.folder import Folder
+from ckptkit.foreign.pickles import Placeholder, read_pickle
+from ckptkit.foreign.spread import by_boxes
+from ckptkit.foreign.states import Path, StateTensor, states_of
+from ckptkit.foreign.torch_file import (
+    Storage,
+    counted,
+    dtype_of,
+    read_file,
+    storage_of,
+    tensor_of,
+    with_tensors,
+)
+from ckptkit.foreign.zips import local_end, local_name
+from ckptkit.model import Box, DType, document
+from ckptkit.storage import MemoryStore, Stored
+
+METADATA = ".metadata"
+_OF_RANK = re.compile(r"__(\d+)\.metadata")
+_FILE_OF_RANK = re.compile(r"__(\d+)_.*")
+# The head of a part, up to its elements; longer ones are read again.
+_HEAD_BYTES, _MOST_HEAD_BYTES = 1280, 1 << 16
+_MOST_OBJECT_BYTES = 1 << 28
+_ENDS = b".PK\x07\x08"
+_BEGINS = b"PK\x03\x04"
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A part of a tensor, or an object, as `.metadata` says where it is."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What the zip file of a part says: where its elements begin, and which they are."""
+
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: DType
+
+
+def read_dcp(folder: Folder) -> ForeignStep:
+    """The checkpoint in a folder."""
+    entries, items, paths = _metadata(folder)
+    parts: dict[str, list[tuple[str, Box, _Item, DType]]] = {}
+    tensors: dict[str, tuple[tuple[int, ...], DType, list[Extent]]] = {}
+    objects: dict[str, _Item] = {}
+    for name, entry in entries.items():
+        where = f"{folder.store.location}: {name}"
+        if entry.kind == "BytesStorageMetadata":
+            item = items.get((name, None))
+            if item is not None:
+                objects[name] = item
+            continue
+        shape, dtype, boxes = _described(entry, where)
+        tensors[name] = (shape, dtype, [])
+        for box in boxes:
+            item = items.get((name, box.offset))
+            if item is not None and not box.is_empty:
+                parts.setdefault(item.file, []).append((name, box, item, dtype))
+    for (name, _), item in items.items():
+        if item.offset + item.length > folder.size(item.file):
+            raise FormatError(
+                f"the file has {folder.size(item.file)} bytes, "
+                f"a part of it ends at {item.offset + item.length}",
+                where=f"{folder.where(item.file)}: {name}",
+                hint="it was cut short; copy it again",
+            )
+    heads = _Heads(folder)
+    for file, there in parts.items():
+        there.sort(key=lambda part: part[2].offset)
+        for (name, box, item, dtype), head in zip(
+            there, heads.read(file, [item for _, _, item, _ in there]), strict=True
+        ):
+            if head.shape != box.shape or head.dtype != dtype:
+                raise FormatError(
+                    f"the part holds {head.dtype} of {head.shape}, "
+                    f"by the metadata {dtype} of {box.shape}",
+                    where=f"{folder.where(file)}: {name}",
+                    hint="the files are of different checkpoints; copy the folder again",
+                )
+            begin = item.offset + head.begin
+            tensors[name][2].append(Extent(box, file, begin, head.strides))
+    tree: dict[Any, Any] = {}
+    for name, (shape, dtype, extents) in tensors.items():
+        _put(tree, paths.get(name, (name,)), StateTensor(shape, dtype, tuple(extents)), name)
+    unread: dict[str, str] = {}
+    for name, value in _objects(folder, objects, unread):
+        _put(tree, paths.get(name, (name,)), value, name)
+    found = states_of(_with_lists(tree), str(folder.store.location))
+    found.left_out |= unread
+    files = sorted({*parts, *(item.file for item in objects.values())})
+    ranks = {int(m[1]) for file in files if (m := _FILE_OF_RANK.fullmatch(file))}
+    strategy, arrays = by_boxes(found.arrays, max(ranks, default=0) + 1)
+    return ForeignStep(
+        format="dcp",
+        files={key: folder.size(key) for key in files},
+        arrays=arrays,
+        aliases=found.aliases,
+        objects=found.objects,
+        strategy=strategy,
+        theirs=found.theirs,
+        details=found.details,
+        step=counted(tree),
+    )
+
+
+def _metadata(
+    folder: Folder,
+) -> tuple[dict[str, Placeholder], dict[tuple[str, Any], _Item], dict[str, Path]]:
+    """What is in the checkpoint by flat name; where each part is, by name and offset; and which
+    path in a nested dictionary each name stands for.
+    """
+    keys = [METADATA]
+    if METADATA not in folder.files:
+        # Without collectives each rank writes its own, of what it has.
+        numbered = {int(m[1]): key for key in folder.files if (m := _OF_RANK.fullmatch(key))}
+        if sorted(numbered) != list(range(len(numbered))) or not numbered:
+            raise FormatError(
+                "the metadata of the checkpoint is missing",
+                where=folder.where(METADATA),
+                hint="a save that was interrupted has none; copy the folder again, or use another",
+            )
+        keys = [numbered[rank] for rank in sorted(numbered)]
+    entries: dict[str, Placeholder] = {}
+    items: dict[tuple[str, Any], _Item] = {}
+    paths: dict[str, Path] = {}
+    for key in keys:
+        where = folder.where(key)
+        found = read_pickle(folder.read(key), where)
+        if not isinstance(found, Placeholder) or found.kind != "Metadata":
+            raise FormatError("not the metadata of DCP", where=where, value=type(found).__name__)
+        said = found.fields()
+        for name, entry in _map(said.get("state_dict_metadata"), where).items():
+            if type(name) is not str or not isinstance(entry, Placeholder):
+                raise FormatError("not what DCP says of a tensor", where=where)
+            if name in entries and entry.kind == "TensorStorageMetadata":
+                entry.fields()["chunks"] += entries[name].fields()["chunks"]
+            entries[name] = entry
+        for index, info in _map(said.get("storage_data"), where).items():
+            items.setdefault(*_stored(index, info, where))
+        paths |= {
+            name: path
+            for name, path in _map(said.get("planner_data") or {}, where).items()
+            if type(path) is tuple and path and all(type(node) in (str, int) for node in path)
+        }
+    return entries, items, paths
+
+
+def _map(value: Any, where: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise FormatError("not the metadata of DCP", where=where, value=type(value).__name__)
+    return value
+
+
+def _stored(index: Any, info: Any, where: str) -> tuple[tuple[str, Any], _Item]:
+    if not isinstance(index, Placeholder) or not isinstance(info, Placeholder):
+        raise FormatError("not what DCP says of where a part is", where=where)
+    key, said = index.fields(), info.fields()
+    name, offset = document.text(key.get("fqn"), where), key.get("offset")
+    if said.get("transform_descriptors"):
+        raise FormatError(
+            "its files are compressed by an extension of DCP, so that no part can be read alone",
+            where=f"{where}: {name}",
+            value=said["transform_descriptors"],
+            hint="load it with torch, and save it again without extensions",
+        )
+    file = document.text(said.get("relative_path"), f"{where}: {name}")
+    start = document.integer(said.get("offset"), f"{where}: {name}")
+    length = document.integer(said.get("length"), f"{where}: {name}")
+    offset = None if offset is None else document.integers(offset, f"{where}: {name}")
+    return (name, offset), _Item(file, start, length)
+
+
+def _described(entry: Placeholder, where: str) -> tuple[tuple[int, ...], DType, list[Box]]:
+    """The shape, the type and the parts of a tensor."""
+    said = entry.fields()
+    properties = said.get("properties")
+    if entry.kind != "TensorStorageMetadata" or not isinstance(properties, Placeholder):
+        raise FormatError("not what DCP says of a tensor", where=where, value=entry.kind)
+    state = properties.state
+    dtype = state[0] if isinstance(state, tuple) and state else properties.fields().get("dtype")
+    boxes = []
+    chunks = said.get("chunks")
+    for chunk in chunks if isinstance(chunks, list) else ():
+        at = chunk.fields() if isinstance(chunk, Placeholder) else {}
+        boxes.append(
+            Box(
+                document.integers(at.get("offsets"), where),
+                document.integers(at.get("sizes"), where),
+            )
+        )
+    return document.integers(said.get("size"), where), dtype_of(dtype, where), boxes
+
+
+class _Heads:
+    """Reads the heads of parts. Those of parts that are alike are alike to the byte."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._known: dict[bytes, _Head] = {}
+        self._lengths: dict[int, None] = {}
+        """Of the heads that are known."""
+
+    def read(self, file: str, items: list[_Item]) -> Iterator[_Head]:
+        where = self._folder.where(file)
+        ranges = [(item.offset, min(item.length, _HEAD_BYTES)) for item in items]
+        for item, data in zip(items, self._folder.read_many(file, ranges), strict=True):
+            known = (self._known.get(data[:length]) for length in self._lengths)
+            head = next((head for head in known if head), None) or self._parsed(
+                file, item, data, where
+            )
+            if head.end > item.length:
+                raise FormatError("a part is longer than the metadata says", where=where)
+            yield head
+
+    def _parsed(self, file: str, item: _Item, data: bytes, where: str) -> _Head:
+        most = min(item.length, _MOST_HEAD_BYTES)
+        found = _head_of(data, where)
+        if found is None and len(data) < most:
+            (data,) = self._folder.read_many(file, [(item.offset, most)])
+            found = _head_of(data, where)
+        if found is None:
+            raise FormatError(
+                "what the metadata says is a tensor is no file of torch.save",
+                where=where,
+                value=item.offset,
+                hint="the file was cut short or changed; copy it again",
+            )
+        length, head = found
+        self._known[data[:length]] = head
+        self._lengths.setdefault(length)
+        return head
+
+
+def _head_of(data: bytes, where: str) -> tuple[int, _Head] | None:
+    """How long the head of a part is, and what it says; None where the data is not all of it."""
+    begin = local_end(data)
+    ends = -1 if begin is None else data.find(_ENDS, begin)
+    if begin is None or ends < 0:
+        return None
+    top, _, name = local_name(data).partition(b"/")
+    if name != b"data.pkl":
+        return None
+    said = read_pickle(data[begin : ends + 1], where, lambda pid: storage_of(pid, where))
+    if not isinstance(said, Placeholder) or not said.kind.startswith("_rebuild_tensor"):
+        raise FormatError("a part that is no plain tensor", where=where)
+    storage, offset, shape, strides, dtype = tensor_of(said, where)
+    at = data.find(_BEGINS, ends)
+    while at >= 0:
+        length = local_end(data[at:])
+        if length is None or at + length > len(data):
+            return None
+        name = local_name(data[at:])
+        if name == top + b"/byteorder" and data[at + length :][:6] != b"little":
+            raise FormatError("its numbers are big-endian", where=where)
+        if name == top + b"/data/" + storage.key.encode():
+            starts = at + length
+            size = storage.count * DType.of(storage.dtype).itemsize
+            first = starts + offset * dtype.itemsize
+            return starts, _Head(first, starts + size, shape, strides, dtype)
+        at = data.find(_BEGINS, at + 4)
+    return None
+
+
+def _objects(
+    folder: Folder, objects: Mapping[str, _Item], unread: dict[str, str]
+) -> Iterator[tuple[str, Any]]:
+    """What is no tensor, by name; what cannot be read is added to `unread` with the reason."""
+    known: dict[bytes, Any] = {}
+    by_file: dict[str, list[tuple[str, _Item]]] = {}
+    for name, item in objects.items():
+        if item.length > _MOST_OBJECT_BYTES:
+            unread[name] = f"an object of {item.length} bytes"
+        else:
+            by_file.setdefault(item.file, []).append((name, item))
+    for file, there in by_file.items():
+        there.sort(key=lambda each: each[1].offset)
+        ranges = [(item.offset, item.length) for _, item in there]
+        for (name, item), data in zip(there, folder.read_many(file, ranges), strict=True):
+            try:
+                yield name, _object(data, file, item, f"{folder.where(file)}: {name}", known)
+            except CkptkitError as error:
+                unread[name] = error.what + (f" (got {error.value})" if error.has_value else "")
+
+
+def _object(data: bytes, file: str, item: _Item, where: str, known: dict[bytes, Any]) -> Any:
+    begin = local_end(data)
+    ends = -1 if begin is None else data.find(_ENDS, begin)
+    if ends >= 0 and data[begin : ends + 1] in known:
+        return known[data[begin : ends + 1]]
+    has_storages = False
+
+    def persistent(said: Any) -> Storage:
+        nonlocal has_storages
+        has_storages = True
+        return storage_of(said, where)
+
+    if ends >= 0:
+        value = read_pickle(data[begin : ends + 1], where, persistent)
+        if not has_storages:
+            return known.setdefault(data[begin : ends + 1], value)
+    # Tensors in objects, such as the state of a generator of random numbers.
+    store = MemoryStore()
+    store.put(file, data)
+    inner = read_file(Folder(store, {file: Stored(file, len(data), 0.0)}), file)
+    return with_tensors(
+        inner.tree,
+        lambda tensor: replace(
+            tensor,
+            extents=tuple(replace(e, offset=e.offset + item.offset) for e in tensor.extents),
+        ),
+    )
+
+
+def _put(tree: dict[Any, Any], path: Path, value: Any, name: str) -> None:
+    """Put a value where its path says in a tree of dictionaries."""
+    node = tree
+    for key in path[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise FormatError("it is a value, and others are inside of it", where=name)
+    if path[-1] in node:
+        raise FormatError("two values are at one place", where=name)
+    node[path[-1]] = value
+
+
+def _with_lists(tree: Any, depth: int = 0) -> Any:
+    """A tree whose maps by numbers from 0 on are lists."""
+    if not isinstance(tree, dict) or depth > 64:
+        return tree
+    made = {key: _with_lists(value, depth + 1) for key, value in tree.items()}
+    numbers = [key for key in made if type(key) is int]
+    if depth and made and len(numbers) == len(made) and sorted(numbers) == [*range(len(made))]:
+        return [made[number] for number in range(len(made))]
+    return made

@@ -1,0 +1,241 @@
+"""Tensors that torch spreads over ranks, as their files tell it: DTensors with their mesh and
+placements, ShardedTensors with the boxes of all ranks; and the strategy that all of them are of.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.foreign.extents import ForeignArray
+from ckptkit.foreign.pickles import Placeholder
+from ckptkit.model import (
+    Axis,
+    Box,
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    Strategy,
+    Strided,
+    document,
+    layout_of,
+)
+
+_KINDS = (
+    ("tp", r"tp|tensor.*|model"),
+    ("ddp", r"ddp|dp_replicate|replicate|replicas?|data_parallel_replicate"),
+    ("fsdp", r"fsdp|dp|dp_shard.*|shard.*|data.*|dp_cp"),
+    ("ep", r"ep|expert.*"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPart:
+    """How a tensor lies over a mesh: its whole shape, and which part this rank has."""
+
+    shape: tuple[int, ...]
+    box: Box | None
+    """None where it has nothing."""
+    mesh: tuple[tuple[str | None, int], ...] = ()
+    """Names and sizes of the axes; nothing where only boxes are told."""
+    placements: tuple[Placement, ...] = ()
+
+
+def dtensor(spec: Any, rank: int, local: Sequence[int], where: str) -> MeshPart:
+    """What a DTensorSpec says, and which box of the tensor the local one of a rank is."""
+    said = _fields(spec, "DTensorSpec", where)
+    meta = said.get("tensor_meta")
+    if not isinstance(meta, Placeholder) or meta.kind != "TensorMeta":
+        raise FormatError("the DTensor does not say its shape", where=where)
+    shape = meta.args[0] if meta.args else meta.fields().get("shape")
+    whole = document.integers(shape, f"{where}: shape")
+    mesh, coords = _mesh(said.get("mesh"), rank, where)
+    placements = tuple(_placement(each, where) for each in said.get("placements") or ())
+    if len(placements) != len(mesh):
+        raise FormatError("the DTensor has not one placement for each axis", where=where)
+    for placement in placements:
+        if isinstance(placement, Shard | Strided) and placement.dim >= len(whole):
+            raise FormatError("a placement cuts a dim that is not there", where=where)
+    axes = tuple(Axis(f"a{n}", "tp", size) for n, (_, size) in enumerate(mesh))
+    strategy = Strategy(Mesh(axes))
+    part = layout_of(whole, strategy, placements).part(strategy.mesh.rank(coords))
+    box = part.boxes[0] if part.boxes else None
+    fits = not math.prod(local) if box is None else box.shape == tuple(local)
+    if len(part.boxes) > 1 or not fits:
+        raise FormatError(
+            f"the part of rank {rank} has the shape {tuple(local)}, "
+            f"by its placements it has {part.shape}",
+            where=where,
+        )
+    return MeshPart(whole, box, mesh, placements)
+
+
+def _mesh(
+    mesh: Any, rank: int, where: str
+) -> tuple[tuple[tuple[str | None, int], ...], tuple[int, ...]]:
+    """The axes of a DeviceMesh, and where on them a rank is."""
+    said = _fields(mesh, "DeviceMesh", where)
+    if isinstance(said.get("_layout"), Placeholder):
+        axes = said["_layout"].fields().get("axes", ())
+        shape = tuple(_size(_fields(axis, "_FlatLayout", where).get("shape")) for axis in axes)
+    else:  # before torch 2.10: the mesh is a tensor, whose shape alone counts
+        tensor = said.get("mesh")
+        shape = tuple(getattr(tensor, "shape", ()))
+    document.integers(shape, f"{where}: mesh", least=1, most=1 << 24)
+    if not shape:
+        raise FormatError("the DTensor does not say its mesh", where=where)
+    names = said.get("_mesh_dim_names", said.get("mesh_dim_names")) or (None,) * len(shape)
+    coords = said.get("_coordinate_on_dim")
+    if coords is None:
+        coords = []
+        for size in reversed(shape):
+            rank, coord = divmod(rank, size)
+            coords.insert(0, coord)
+    coords = document.integers(coords, f"{where}: mesh")
+    if len(names) != len(shape) or len(coords) != len(shape):
+        raise FormatError("the mesh of the DTensor has other names than axes", where=where)
+    if any(coord >= size for coord, size in zip(coords, shape, strict=True)):
+        raise FormatError("the rank is not on the mesh of the DTensor", where=where)
+    return tuple((n if type(n) is str else None, s) for n, s in zip(names, shape, strict=True)), (
+        coords
+    )
+
+
+def _size(shape: Any) -> int:
+    found = shape if isinstance(shape, tuple) else (shape,)
+    return math.prod(each if type(each) is int else 0 for each in found)
+
+
+def _placement(said: Any, where: str) -> Placement:
+    kind = said.kind if isinstance(said, Placeholder) else ""
+    if kind == "Replicate":
+        return Replicate()
+    if kind in ("Shard", "_StridedShard"):
+        values = [*said.args, said.fields().get("dim")]
+        dim = document.integer(values[0], f"{where}: placement")
+        return Shard(dim) if kind == "Shard" else Strided(dim)
+    raise FormatError(
+        "a placement that is not read here",
+        where=where,
+        value=kind,
+        hint="tensors that are partial sums have to be reduced before they are saved",
+    )
+
+
+def sharded_tensor(state: Any, where: str) -> tuple[tuple[int, ...], list[tuple[Box, Any]]]:
+    """The shape of a ShardedTensor, and this rank's boxes of it, each with its tensor."""
+    if not isinstance(state, tuple) or len(state) < 2:
+        raise FormatError("not the state of a ShardedTensor", where=where)
+    shards, metadata = state[0], _fields(state[1], "ShardedTensorMetadata", where)
+    shape = document.integers(metadata.get("size"), f"{where}: size")
+    found = []
+    for shard in shards if isinstance(shards, list) else ():
+        said = _fields(shard, "Shard", where)
+        known = _fields(said.get("metadata"), "ShardMetadata", where)
+        offsets = document.integers(known.get("shard_offsets"), f"{where}: offsets")
+        sizes = document.integers(known.get("shard_sizes"), f"{where}: sizes")
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            raise FormatError("a shard has other dims than the whole", where=where)
+        found.append((Box(offsets, sizes), said.get("tensor")))
+    return shape, found
+
+
+def _fields(said: Any, kind: str, where: str) -> dict[str, Any]:
+    """The attributes of a placeholder of a class."""
+    if not isinstance(said, Placeholder) or said.kind != kind:
+        raise FormatError(f"a {kind} was expected", where=where, value=type(said).__name__)
+    return said.fields()
+
+
+def strategy_of(
+    spreads: Mapping[str, MeshPart], arrays: Sequence[ForeignArray], ranks: int
+) -> tuple[Strategy | None, list[ForeignArray]]:
+    """What wrote these arrays, where all of them have the mesh of all ranks or none; None where
+    they do not. The arrays have a placement for each axis then.
+    """
+    meshes = {spread.mesh for spread in spreads.values() if spread.mesh}
+    if not meshes:
+        return by_boxes(arrays, ranks)
+    mesh = next(iter(meshes))
+    if len(meshes) > 1 or math.prod(size for _, size in mesh) != ranks:
+        return None, list(arrays)
+    axes: list[Axis] = []
+    for place, (name, size) in enumerate(mesh):
+        cuts = {spread.placements[place] for spread in spreads.values() if spread.mesh}
+        axes.append(Axis(*_axis(name, cuts, axes), size))
+    try:
+        strategy = Strategy(Mesh(tuple(axes)))
+    except CkptkitError:  # two axes that each shard the optimizer
+        return None, list(arrays)
+    whole = (Replicate(),) * len(axes)
+    return strategy, [
+        replace(a, placements=spreads[a.name].placements if a.name in spreads else whole)
+        for a in arrays
+    ]
+
+
+def _axis(name: str | None, cuts: set[Placement], before: Sequence[Axis]) -> tuple[str, str]:
+    """The name and the kind of an axis, by its name, or else by what it does."""
+    spelled = (name or "").lower()
+    kind = next((kind for kind, pattern in _KINDS if re.fullmatch(pattern, spelled)), None)
+    is_whole = all(isinstance(cut, Replicate) for cut in cuts)
+    if kind is None or (is_whole and kind == "fsdp"):
+        only_rows = all(cut.dim == 0 for cut in cuts if isinstance(cut, Shard | Strided))
+        kind = "ddp" if is_whole else "fsdp" if only_rows else "tp"
+    taken = {axis.name for axis in before}
+    good = re.fullmatch(r"[a-z_][a-z0-9_]{0,63}", spelled) and spelled not in taken
+    fallback = kind if kind not in taken else f"{kind}{len(before)}"
+    return spelled if good else fallback, kind
+
+
+def by_boxes(
+    arrays: Sequence[ForeignArray], ranks: int
+) -> tuple[Strategy | None, list[ForeignArray]]:
+    """`fsdp:N`, where every array that is cut is cut as N ranks of it do; else None."""
+    low, high = 1, 1 << 24
+    cut: list[bool] = []
+    for array in arrays:
+        rows = _rows(array)
+        if rows is None:
+            return None, list(arrays)
+        cut.append(bool(array.shape) and rows < array.shape[0])
+        if cut[-1]:
+            low = max(low, -(-array.shape[0] // rows))
+            high = min(high, high if rows == 1 else (array.shape[0] - 1) // (rows - 1))
+    if low > high or not any(cut):
+        return None, list(arrays)
+    size = ranks if low <= ranks <= high else low
+    return Strategy(Mesh((Axis("fsdp", "fsdp", size),))), [
+        replace(array, placements=(Shard(0) if is_cut else Replicate(),))
+        for array, is_cut in zip(arrays, cut, strict=True)
+    ]
+
+
+def _rows(array: ForeignArray) -> int | None:
+    """How many rows the pieces of an array have, all but the last; None where these are not pieces
+    along the first dim.
+    """
+    boxes = tuple(extent.box for extent in array.extents)
+    return None if array.is_flat else _rows_of(array.shape, boxes)
+
+
+@cache
+def _rows_of(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> int | None:
+    if not shape or not math.prod(shape):
+        return shape[0] if shape else 1
+    pieces = sorted({box for box in boxes if not box.is_empty}, key=lambda box: box.offset)
+    if not pieces or any(
+        p.offset[1:] != (0,) * (len(shape) - 1) or p.shape[1:] != shape[1:] for p in pieces
+    ):
+        return None
+    rows = pieces[0].shape[0]
+    starts = list(range(0, shape[0], rows))
+    fits = [p.offset[0] for p in pieces] == starts
+    fits = fits and all(p.shape[0] == min(rows, shape[0] - p.offset[0]) for p in pieces)
+    return rows if fits else None

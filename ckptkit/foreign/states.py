@@ -1,0 +1,327 @@
+"""What is what in a state dictionary: which of its tensors are the model's, which the optimizer's,
+by the habits of those who save with torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from ckptkit.errors import FormatError, InvalidNameError, UnsupportedTypeError
+from ckptkit.foreign.extents import Extent, ForeignArray
+from ckptkit.format.leaves import encode
+from ckptkit.format.names import join
+from ckptkit.format.objects import ObjectInfo
+from ckptkit.model import DType, Placement
+
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network")
+OPTIMIZER_KEYS = (
+    *("optimizer", "optimizer_state_dict", "optimizer_states", "optim", "optimizers"),
+    "optimizer_state",
+)
+# Of modules of torch: what they keep besides parameters, by the end of the name.
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "attn.bias")
+_DEPTH = 64
+
+Path: TypeAlias = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateTensor:
+    """A tensor of a state dictionary, and where its elements lie."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    extents: tuple[Extent, ...]
+    placements: tuple[Placement, ...] = ()
+    identity: object = None
+    """Equal for tensors that are one: names for the same elements."""
+
+
+@dataclass(slots=True)
+class States:
+    """The arrays and objects that a state dictionary is."""
+
+    arrays: list[ForeignArray] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    objects: list[ObjectInfo] = field(default_factory=list)
+    theirs: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """What is no plain value, by name."""
+
+    @property
+    def details(self) -> dict[str, Any]:
+        return {"left_out": self.left_out} if self.left_out else {}
+
+    def keep(self, name: str, value: Any) -> None:
+        """An object, if it is a plain value."""
+        try:
+            encode(value, name)
+        except UnsupportedTypeError as error:
+            self.left_out[name] = f"{error.where}: {error.what}"
+        else:
+            self.objects.append(ObjectInfo(name, "replicated", value))
+
+
+def states_of(tree: Mapping[Any, Any], where: str) -> States:
+    """The arrays and objects of a state dictionary, whose leaves are tensors and plain values."""
+    found = States()
+    model_key = next((key for key in MODEL_KEYS if _has_tensors(tree.get(key))), None)
+    optimizer_key = next((key for key in OPTIMIZER_KEYS if _is_optimizer(tree.get(key))), None)
+    model = tree if model_key is None else tree[model_key]
+    rest: dict[Any, Any] = {}
+    by_identity: dict[object, str] = {}
+    names: list[tuple[str, StateTensor]] = []
+    for key, value in model.items():
+        if isinstance(value, StateTensor) and type(key) is str:
+            name = _add(found, join("model", key), value, (model_key, key), where, by_identity)
+            if name == join("model", key):
+                names.append((key, value))
+        elif model_key is None:
+            if key != optimizer_key:
+                rest[key] = value
+        elif type(value) is dict and not value:
+            continue
+        else:
+            rest.setdefault(model_key, {})[key] = value
+    if model_key is not None:
+        rest |= {k: v for k, v in tree.items() if k not in (model_key, optimizer_key)}
+    if optimizer_key is not None:
+        value = tree[optimizer_key]
+        several = list(value) if isinstance(value, list) else [value]
+        documents: list[dict[str, Any]] = []
+        for number, state in enumerate(several):
+            above: Path = (optimizer_key, number) if isinstance(value, list) else (optimizer_key,)
+            document = _optimizer(found, state, names, above, where)
+            if document is None:
+                rest.setdefault(optimizer_key, {})[number] = state
+            else:
+                documents.append(document)
+        if documents:
+            found.objects.append(ObjectInfo("optimizer", "replicated", documents))
+    for key, value in rest.items():
+        for path, tensor in _tensors(value, (key,)):
+            _add(found, join("other", *_nodes(path)), tensor, path, where)
+        plain, has_some = _without_tensors(value)
+        if has_some:
+            found.keep(join("extra", str(key)), plain)
+    return found
+
+
+def _add(
+    found: States,
+    name: str,
+    tensor: StateTensor,
+    path: Sequence[Any],
+    where: str,
+    by_identity: dict[object, str] | None = None,
+    of: str | None = None,
+) -> str:
+    """The name of the array that a tensor is: another one's where it is the same tensor."""
+    group = name.partition("/")[0]
+    if name in found.theirs:
+        raise FormatError("two tensors have this name", where=where, value=name)
+    found.theirs[name] = ".".join(str(each) for each in path if each is not None)
+    if by_identity is not None and tensor.identity is not None:
+        first = by_identity.setdefault(tensor.identity, name)
+        if first != name:
+            found.aliases[name] = first
+            return first
+    role = {"model": "param", "optimizer": "optimizer"}.get(group, "other")
+    if role == "param" and name.endswith(_BUFFERS):
+        role = "buffer"
+    found.arrays.append(
+        ForeignArray(name, tensor.shape, tensor.dtype, tensor.extents, role, of, tensor.placements)
+    )
+    return name
+
+
+def _optimizer(
+    found: States,
+    state: Mapping[str, Any],
+    model: Sequence[tuple[str, StateTensor]],
+    above: Path,
+    where: str,
+) -> dict[str, Any] | None:
+    """Add the tensors of one optimizer; what else it says, as a save of ours writes it. None where
+    nobody knows whose parameters' state it is.
+    """
+    by_parameter, groups = _nested(state)
+    names = _parameter_names(by_parameter, groups, model)
+    if names is None:
+        return None
+    known = {name for name, _ in model}
+    values: dict[str, dict[str, Any]] = {}
+    for index, entries in by_parameter.items():
+        parameter = names[index]
+        of = join("model", parameter) if parameter in known else None
+        for key, value in entries.items():
+            array = join("optimizer", parameter, str(key))
+            if isinstance(value, StateTensor):
+                _add(found, array, value, (*above, "state", index, key), where, of=of)
+            elif _is_plain(value):
+                values.setdefault(parameter, {})[str(key)] = value
+            else:
+                for path, tensor in _tensors(value, (key,)):
+                    spelled = "/".join(map(str, path))
+                    name = join("optimizer", parameter, spelled)
+                    _add(found, name, tensor, (*above, "state", index, *path), where, of=of)
+                found.left_out[array] = "a value that is neither plain nor a tensor"
+    documents: list[dict[str, Any]] = []
+    for group in groups:
+        options: dict[str, Any] = {}
+        for key, value in group.items():
+            if key in ("params", "param_names"):
+                continue
+            if _is_plain(value):
+                options[str(key)] = value
+            else:
+                found.left_out[join("optimizer", "param_groups", str(key))] = "not a plain value"
+        params = [names[index] for index in group.get("params", ()) if index in names]
+        documents.append({"params": params, "options": options})
+    kind = next((_kind(group["options"]) for group in documents), "")
+    return {"kind": kind, "groups": documents, "values": values}
+
+
+def _nested(state: Mapping[str, Any]) -> tuple[dict[Any, dict[Any, Any]], list[dict[Any, Any]]]:
+    """The state by parameter and the groups of parameters, of a dictionary that may be flat:
+    `state.<name>.exp_avg`, `param_groups.<name>.lr`.
+    """
+    if isinstance(state.get("state"), dict) or isinstance(state.get("param_groups"), list):
+        by_parameter = {k: v for k, v in state.get("state", {}).items() if isinstance(v, dict)}
+        groups = [dict(g) for g in state.get("param_groups", ()) if isinstance(g, dict)]
+        for group in groups:
+            # Of a flat dictionary with lists as they are, an empty list is left out.
+            params = group.get("params", [])
+            group["params"] = list(params) if isinstance(params, (list, tuple)) else []
+        if any(type(index) is int for group in groups for index in group["params"]):
+            # DCP makes text of keys that are numbers.
+            is_number = {k: type(k) is str and k.isdecimal() for k in by_parameter}
+            by_parameter = {int(k) if is_number[k] else k: v for k, v in by_parameter.items()}
+        return by_parameter, groups
+    by_name: dict[Any, dict[Any, Any]] = {}
+    options: dict[str, dict[Any, Any]] = {}
+    for path, value in state.items():
+        kind, _, rest = str(path).partition(".")
+        name, _, key = rest.rpartition(".")
+        {"state": by_name, "param_groups": options}.get(kind, {}).setdefault(name, {})[key] = value
+    alike: dict[str, dict[Any, Any]] = {}
+    for name, said in options.items():
+        # Parameters with the same options are a group: which they were in is not told.
+        group = alike.setdefault(repr(sorted(said.items(), key=lambda it: str(it[0]))), dict(said))
+        group.setdefault("params", []).append(name)
+    return by_name, list(alike.values())
+
+
+def _parameter_names(
+    by_parameter: Mapping[Any, Mapping[Any, Any]],
+    groups: Sequence[Mapping[Any, Any]],
+    model: Sequence[tuple[str, StateTensor]],
+) -> dict[Any, str] | None:
+    """The names of the parameters that an optimizer has state of, which are names already or
+    numbers: those of `param_names`, or those of the model in order where all shapes fit.
+    """
+    indices = [index for group in groups for index in group.get("params", ())]
+    indices = indices or list(by_parameter)
+    if not by_parameter.keys() <= set(indices):
+        indices = list(dict.fromkeys([*indices, *by_parameter]))
+    if all(type(index) is str for index in indices) and len(set(indices)) == len(indices):
+        numbers = all(index.isdigit() for index in indices)
+        if not numbers:
+            return {index: index for index in indices}
+    told = [name for group in groups for name in group.get("param_names") or ()]
+    if len(told) == len(indices) and all(type(name) is str for name in told):
+        return dict(zip(indices, told, strict=True))
+    if len(groups) != 1:
+        # Groups are numbered one after the other: nobody knows which parameter is in which.
+        return None
+    for parameters in (
+        model,
+        [(name, tensor) for name, tensor in model if not name.endswith(_BUFFERS)],
+    ):
+        if len(parameters) != len(indices):
+            continue
+        fits = all(
+            value.shape in (tensor.shape, ())
+            for index, (_, tensor) in zip(indices, parameters, strict=True)
+            for value in by_parameter.get(index, {}).values()
+            if isinstance(value, StateTensor)
+        )
+        if fits:
+            return {i: name for i, (name, _) in zip(indices, parameters, strict=True)}
+    return None
+
+
+# By the options that only it has; others stay without a name.
+_KINDS = (
+    ({"momentum_decay", "betas"}, "NAdam"),
+    ({"betas", "amsgrad", "decoupled_weight_decay"}, "Adam"),
+    ({"momentum", "dampening", "nesterov"}, "SGD"),
+    ({"alpha", "centered"}, "RMSprop"),
+    ({"lr_decay", "initial_accumulator_value"}, "Adagrad"),
+)
+
+
+def _kind(options: Mapping[str, Any]) -> str:
+    """The class of an optimizer, where its options tell; empty where they do not."""
+    kind = next((name for keys, name in _KINDS if keys <= options.keys()), "")
+    return "AdamW" if kind == "Adam" and options["decoupled_weight_decay"] else kind
+
+
+def _is_optimizer(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(_is_optimizer(each) for each in value)
+    if not isinstance(value, dict):
+        return False
+    heads = {str(key).partition(".")[0] for key in value}
+    return bool(heads & {"state", "param_groups"})
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(v, StateTensor) for v in value.values())
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        encode(value)
+    except UnsupportedTypeError:
+        return False
+    return True
+
+
+def _nodes(path: Path) -> list[str]:
+    """A path as nodes of a name; too many of them are joined to one."""
+    nodes = [str(node) or "_" for node in path]
+    return nodes if len(nodes) < 16 else [*nodes[:15], ".".join(nodes[15:])]
+
+
+def _tensors(value: Any, path: Path, depth: int = 0) -> Iterator[tuple[Path, StateTensor]]:
+    if depth > _DEPTH:
+        return
+    if isinstance(value, StateTensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if type(key) in (str, int):
+                yield from _tensors(item, (*path, key), depth + 1)
+            elif any(True for _ in _tensors(item, path, depth + 1)):
+                raise InvalidNameError("a key that is neither text nor number", value=key)
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _tensors(item, (*path, number), depth + 1)
+
+
+def _without_tensors(value: Any, depth: int = 0) -> tuple[Any, bool]:
+    """A tree without its tensors, and whether anything is left."""
+    if isinstance(value, StateTensor) or depth > _DEPTH:
+        return None, False
+    if isinstance(value, dict):
+        items = {key: _without_tensors(item, depth + 1) for key, item in value.items()}
+        kept = {key: item for key, (item, has_some) in items.items() if has_some}
+        return kept, bool(kept) or not value
+    if isinstance(value, (list, tuple)):
+        parts = [_without_tensors(item, depth + 1) for item in value]
+        kept_parts = [item for item, has_some in parts if has_some]
+        return type(value)(kept_parts), bool(kept_parts) or not value
+    return value, True

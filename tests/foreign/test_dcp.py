@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import ckptkit
+from ckptkit.errors import FormatError, NotFoundError
+from tests.foreign.contract import ForeignContract, Sample, same
+from tests.foreign.jobs import as_numpy
+from tests.foreign.test_torch_file import model
+from tests.storage.counting import CountingStore
+
+
+def saved(state: dict[str, Any], folder: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process only
+        save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def changed(folder: Path, change: Callable[[Metadata], None]) -> None:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+class TestOneProcess(ForeignContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def sample(cls, tmp_path_factory: pytest.TempPathFactory) -> Sample:
+        """All sorts of tensors: what is no view of another one is written as it lies in memory."""
+        tensors = model()
+        folder = saved({"model": tensors}, tmp_path_factory.mktemp("dcp") / "step_30")
+        arrays = {f"model/{name}": as_numpy(tensor) for name, tensor in tensors.items()}
+        return Sample(folder, arrays, (".metadata", "__0_0.distcp"))
+
+    def test_opening_reads_no_tensor(self, sample: Sample, tmp_path: Path) -> None:
+        """It reads the head of each part, many at a time where they lie near each other."""
+        saved({f"w{n}": torch.ones(n, 1 << 19) for n in (1, 2)}, tmp_path / "large")
+        saved({f"w{n}": torch.ones(3) for n in range(300)}, tmp_path / "small")
+        for name, most_bytes, most_requests in (("large", 50_000, 8), ("small", 1 << 20, 6)):
+            store = CountingStore(ckptkit.open_store(tmp_path / name))
+            ckptkit.open(store).close()
+            assert store.bytes_read < most_bytes
+            assert store.operations["read_into"] + store.operations["read"] <= most_requests
+
+    def test_the_step_is_that_of_the_folder(self, sample: Sample) -> None:
+        with ckptkit.open(sample.place) as checkpoint:
+            assert checkpoint.step == 30
+
+
+class Custom:
+    pass
+
+
+def test_objects_are_read_or_named(tmp_path: Path) -> None:
+    generator = torch.Generator().get_state()
+    state = {
+        "model": {"w": torch.ones(3)},
+        "scheduler": {"last_epoch": 2, "lrs": [0.1, 0.2]},
+        "rng": [{"cpu": generator}],
+        "config": Custom(),
+        "args": (1, {"states": [torch.ones(2), 3]}),
+    }
+    with ckptkit.open(saved(state, tmp_path)) as checkpoint:
+        objects = {item.name: item.value for item in checkpoint.manifest.objects}
+        assert objects["extra/scheduler"] == {"last_epoch": 2, "lrs": [0.1, 0.2]}
+        assert np.array_equal(checkpoint["other/rng/0/cpu"][...], generator.numpy())
+        inside = [name for name in checkpoint.arrays if name.startswith("other/args")]
+        assert [checkpoint[name][...].tolist() for name in inside] == [[1.0, 1.0]]
+        (left_out,) = checkpoint.details["left_out"].items()
+        assert left_out[0] == "config"
+        assert "Custom" in left_out[1]
+
+
+@pytest.mark.parametrize("as_names", [False, True])
+def test_an_optimizer_that_was_saved_as_it_is_gets_names_of_parameters(
+    as_names: bool, tmp_path: Path
+) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    parameters: Any = net.named_parameters() if as_names else net.parameters()
+    optimizer = torch.optim.Adam(parameters)
+    net(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    with ckptkit.open(saved(state, tmp_path)) as checkpoint:
+        for parameter, (name, _) in zip(optimizer.state, net.named_parameters(), strict=True):
+            wanted = optimizer.state[parameter]["exp_avg"]
+            assert same(checkpoint[f"optimizer/{name}/exp_avg"][...], wanted.numpy())
+
+
+def test_a_stream_that_is_compressed_is_refused_by_name(tmp_path: Path) -> None:
+    saved({"w": torch.ones(3)}, tmp_path)
+
+    def compress(metadata: Metadata) -> None:
+        for index, info in metadata.storage_data.items():
+            metadata.storage_data[index] = replace(info, transform_descriptors=["stream.zstd/1"])
+
+    changed(tmp_path, compress)
+    with pytest.raises(FormatError, match=r"stream\.zstd/1"):
+        ckptkit.open(tmp_path)
+
+
+def test_a_part_that_no_file_has_is_a_hole(tmp_path: Path) -> None:
+    saved({"w": torch.ones(3), "v": torch.ones(2)}, tmp_path)
+
+    def forget(metadata: Metadata) -> None:
+        metadata.storage_data = {
+            index: info for index, info in metadata.storage_data.items() if index.fqn != "v"
+        }
+
+    changed(tmp_path, forget)
+    with pytest.raises(FormatError, match="model/v: no file has this part"):
+        ckptkit.open(tmp_path)
+
+
+def swap(metadata: Metadata) -> None:
+    one, other = list(metadata.storage_data)
+    data = metadata.storage_data
+    data[one], data[other] = data[other], data[one]
+
+
+def elsewhere(**said: Any) -> Callable[[Metadata], None]:
+    def change(metadata: Metadata) -> None:
+        for index, info in metadata.storage_data.items():
+            metadata.storage_data[index] = _StorageInfo(**{**vars(info), **said})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (swap, "the part holds float32 of"),
+        (elsewhere(offset=3), "ends at|no file of torch.save"),
+        (elsewhere(length=10), "no file of torch.save|longer than"),
+        (elsewhere(length=2**40), "a part of it ends at"),
+        (elsewhere(offset=-1), "must be from 0"),
+        (elsewhere(relative_path="../other"), "a file of the checkpoint is missing"),
+        (elsewhere(relative_path=None), "must be a string"),
+    ],
+)
+def test_metadata_that_lies_is_refused(
+    change: Callable[[Metadata], None], what: str, tmp_path: Path
+) -> None:
+    saved({"w": torch.ones(3), "v": torch.ones(2)}, tmp_path)
+    changed(tmp_path, change)
+    with pytest.raises(FormatError, match=what):
+        ckptkit.open(tmp_path)
+
+
+def test_a_save_that_was_interrupted_has_no_metadata(tmp_path: Path) -> None:
+    saved({"w": torch.ones(3)}, tmp_path)
+    (tmp_path / ".metadata").unlink()
+    with pytest.raises(FormatError, match="the metadata of the checkpoint is missing"):
+        ckptkit.open(tmp_path)
+    (tmp_path / "__0_0.distcp").unlink()
+    with pytest.raises(NotFoundError):
+        ckptkit.open(tmp_path)
