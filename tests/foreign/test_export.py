@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import ckptkit
 from ckptkit.checkpoint.export import export as engine
 from ckptkit.errors import AlreadyExistsError, CorruptionError, UsageError
-from ckptkit.foreign import torch_output
+from ckptkit.foreign.output import torch_save
 from ckptkit.model.dtype import DTYPES
 from tests.checkpoint.saving import Tensor, add, random_values, save, save_by
 from tests.cli.programs import ckpt, document
@@ -146,7 +146,7 @@ def test_torch_loads_the_weights(
     tied: bool, is_large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_large:  # as members beyond 4 GiB are described
-        monkeypatch.setattr(torch_output, "_LARGE", 3000)
+        monkeypatch.setattr(torch_save, "_LARGE", 3000)
     # Several bands of one tensor, by several threads.
     monkeypatch.setattr(engine, "_SEGMENT", 1500)
     model = llama(tied=tied)
@@ -154,6 +154,7 @@ def test_torch_loads_the_weights(
     ckptkit.export(run, out, to_format="torch", workers=4)
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None
+    assert ckptkit.diff(run, out, include=("model/*",)).same
     for weights in (
         torch.load(out, weights_only=True),
         torch.load(out, weights_only=True, mmap=True),

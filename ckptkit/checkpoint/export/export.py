@@ -29,7 +29,7 @@ from ckptkit.checkpoint.reshard.copy import (
 from ckptkit.checkpoint.reshard.selection import Chosen, Selection, choose
 from ckptkit.checkpoint.workers import Progress, copy_threads, share_out
 from ckptkit.errors import AlreadyExistsError, NoSpaceError, NotFoundError, PeerError, UsageError
-from ckptkit.foreign.output import (
+from ckptkit.foreign.output.files import (
     Checked,
     NewFile,
     NewTensor,
@@ -37,8 +37,8 @@ from ckptkit.foreign.output import (
     plain_name,
     safetensors_file,
 )
+from ckptkit.foreign.output.torch_save import torch_file
 from ckptkit.foreign.safetensors import CONFIG
-from ckptkit.foreign.torch_output import torch_file
 from ckptkit.format.names import MODEL, inner_name
 from ckptkit.model import Box
 from ckptkit.model.document import parse_size

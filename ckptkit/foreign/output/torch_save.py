@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from isal import isal_zlib
 
-from ckptkit.foreign.output import Checked, NewFile, NewFiles, NewTensor
+from ckptkit.foreign.output.files import Checked, NewFile, NewFiles, NewTensor
 from ckptkit.format.pack import end_records
 
 _TOP = "archive"
