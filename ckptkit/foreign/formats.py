@@ -10,11 +10,8 @@ from dataclasses import dataclass, replace
 
 from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.contents import ForeignManifest, manifest_of
-from ckptkit.foreign.dcp import read_dcp
 from ckptkit.foreign.extents import ForeignStep
 from ckptkit.foreign.folder import Folder
-from ckptkit.foreign.safetensors import read_safetensors
-from ckptkit.foreign.torch_file import read_torch
 from ckptkit.storage import Store, Stored, open_store
 
 _NUMBERED = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[_-]?([0-9]{1,18})")
@@ -42,9 +39,30 @@ class Format:
         return isinstance(pattern, str) and any(re.fullmatch(pattern, name) for name in looks)
 
 
+# Each reader is imported when there is something to read: nearly all commands need none of them.
+
+
+def _dcp(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.dcp import read_dcp  # noqa: PLC0415 — costs time
+
+    return read_dcp(folder)
+
+
+def _safetensors(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.safetensors import read_safetensors  # noqa: PLC0415
+
+    return read_safetensors(folder)
+
+
+def _torch(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.torch_file import read_torch  # noqa: PLC0415
+
+    return read_torch(folder)
+
+
 # The first that fits counts.
 FORMATS = (
-    Format("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp", read_dcp),
+    Format("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp", _dcp),
     Format(
         "a DeepSpeed checkpoint",
         r"global_step\d+|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",
@@ -52,15 +70,15 @@ FORMATS = (
     Format(
         "a Megatron checkpoint", r"iter_\d+|latest_checkpointed_iteration\.txt|mp_rank_\d+(_\d+)*"
     ),
-    Format("a Hugging Face model", r".*\.safetensors(\.index\.json)?", read_safetensors),
-    Format("a Hugging Face model", r"pytorch_model.*\.bin(\.index\.json)?", read_torch),
+    Format("a Hugging Face model", r".*\.safetensors(\.index\.json)?", _safetensors),
+    Format("a Hugging Face model", r"pytorch_model.*\.bin(\.index\.json)?", _torch),
     Format("a plain Zarr folder", r"zarr\.json|\.zgroup|\.zarray|\.zmetadata"),
-    Format("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)", read_torch),
-    Format("a safetensors file", rb".{5}\x00{3}\{", read_safetensors),
-    Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\".*\.bin\"", read_torch),
-    Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\"", read_safetensors),
+    Format("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)", _torch),
+    Format("a safetensors file", rb".{5}\x00{3}\{", _safetensors),
+    Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\".*\.bin\"", _torch),
+    Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\"", _safetensors),
     Format("the pack of one rank of a step", rb"PK\x03\x04.{26}.*zarr\.json"),
-    Format("a torch.save file", rb"PK\x03\x04.{26}[^\x00]*data\.pkl", read_torch),
+    Format("a torch.save file", rb"PK\x03\x04.{26}[^\x00]*data\.pkl", _torch),
     Format("a pickle, as torch.save wrote before torch 1.6", rb"\x80[\x02-\x05]"),
     Format("a zip file", rb"PK\x03\x04"),
     Format("a GGUF file", rb"GGUF"),

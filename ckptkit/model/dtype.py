@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -129,6 +128,8 @@ def _unsupported(name: str, value: object) -> UnsupportedTypeError:
     for pattern, reason, hint in _REASONS:
         if re.fullmatch(pattern, short):
             return UnsupportedTypeError(reason, value=value, hint=hint)
+    import difflib  # noqa: PLC0415 — costs time
+
     close = difflib.get_close_matches(short[:40], DTYPES, n=1)
     hint = f"did you mean {close[0]}?" if close else f"supported are {', '.join(DTYPES)}"
     return UnsupportedTypeError("no such element type", value=value, hint=hint)

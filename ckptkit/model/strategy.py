@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from dataclasses import dataclass
@@ -161,6 +160,8 @@ class Axis:
                 hint="lower-case letters, digits and _, at most 64",
             )
         if self.kind not in KINDS:
+            import difflib  # noqa: PLC0415 — costs time
+
             close = difflib.get_close_matches(self.kind[:40], KINDS, n=1, cutoff=0.5)
             guess = f"did you mean {close[0]}? " if close else ""
             raise StrategyError(
