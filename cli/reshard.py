@@ -289,7 +289,7 @@ def import_(  # noqa: PLR0913 - what is not passed on as it is
     with Bar("import", plan.bytes_written) as bar:
         done = plan.run(bar)
     arrays = len(plan.arrays) + len(plan.aliases)
-    document = {
+    document: dict[str, Any] = {
         "source": plan.source,
         "format": found.format,
         "location": done.location,
@@ -299,10 +299,14 @@ def import_(  # noqa: PLR0913 - what is not passed on as it is
         "to": plan.to_strategy,
         "arrays": arrays,
         "bytes": plan.bytes_written,
+        "left_out": dict(found.details.get("left_out", {})),
     }
     what = f"{counted(arrays, 'array')}, {size_text(plan.bytes_written)}"
     line = f"{done.location}: {what} of {found.format}, as {plan.to_strategy}"
     answer(document, [line], as_json=as_json)
+    if not as_json:
+        for name, why in document["left_out"].items():
+            remark(f"left out: {name}: {why}")
 
 
 @command(

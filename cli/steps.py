@@ -137,6 +137,7 @@ def unpack(
 @command(
     "ckpt export runs/7b llama-hf --to-format hf --with llama-2-7b",
     "ckpt export runs/7b model.safetensors --to-format safetensors --cast bf16",
+    "ckpt export runs/7b model.pt --to-format torch",
     exits={OK: "it is there, whole"},
     codes=[CORRUPT],
 )
@@ -144,7 +145,7 @@ def unpack(
 @location("out")
 @click.option(
     "--to-format",
-    type=click.Choice(["hf", "safetensors"]),
+    type=click.Choice(["hf", "safetensors", "torch"]),
     required=True,
     help="The folder of a Hugging Face model, or one file.",
 )
@@ -193,7 +194,8 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
 
     OUT must not be there, and appears when it is complete and durable, or not at all. The model is
     never in memory, nor is torch. Tied weights are written once. The optimizer's state and all else
-    that is no part of the model stay behind.
+    that is no part of the model stay behind. One file is of safetensors, or of torch.save: that
+    one torch.load(weights_only=True) reads.
 
     A folder opens in transformers with from_pretrained, where --with gives it a config.json. The
     names are those of the step: --rename changes them where transformers has others.

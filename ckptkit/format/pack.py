@@ -161,7 +161,7 @@ def directory(entries: Entries) -> bytes:
         some = entries.part(first, first + _AT_ONCE)
         parts += _centrals(some, header)
         header = int(some.offsets[-1] + some.lengths[-1])
-    return bytes(parts) + _end(count, len(parts), header)
+    return bytes(parts) + end_records(count, len(parts), header)
 
 
 def directory_length(name_bytes: int, lengths: I64, headers: I64, offset: int) -> int:
@@ -171,7 +171,7 @@ def directory_length(name_bytes: int, lengths: I64, headers: I64, offset: int) -
     size = name_bytes + len(lengths) * _CENTRAL.size
     large, far = lengths >= _LIMIT32, headers >= _LIMIT32
     size += int(np.sum(4 * (large | far) + 16 * large + 8 * far))
-    return size + len(_end(len(lengths), size, offset))
+    return size + len(end_records(len(lengths), size, offset))
 
 
 def _centrals(entries: Entries, header_offset: int) -> bytes:
@@ -225,7 +225,7 @@ def _central(entry: Entry, header_offset: int) -> bytes:
     )
 
 
-def _end(count: int, size: int, offset: int) -> bytes:
+def end_records(count: int, size: int, offset: int) -> bytes:
     end = b""
     if count >= _LIMIT16 or size >= _LIMIT32 or offset >= _LIMIT32:
         end = _END64.pack(b"PK\6\6", 44, _MADE_BY, 45, 0, 0, count, count, size, offset)

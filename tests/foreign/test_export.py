@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import ckptkit
 from ckptkit.checkpoint.export import export as engine
 from ckptkit.errors import AlreadyExistsError, CorruptionError, UsageError
+from ckptkit.foreign.output import torch_save
+from ckptkit.model.dtype import DTYPES
 from tests.checkpoint.saving import Tensor, add, random_values, save, save_by
 from tests.cli.programs import ckpt, document
 from tests.servers.s3_server import Bucket
@@ -76,7 +79,7 @@ def test_transformers_opens_the_folder_and_computes_the_same(tied: bool, tmp_pat
         "export", run, out, "--to-format", "hf", "--with", tmp_path / "first",
         "--max-file-size", "40KB",
     )  # fmt: skip
-    other = {"name": "model/lm_head.weight", "written_as": "model.embed_tokens.weight"}
+    other = {"name": "lm_head.weight", "written_as": "model.embed_tokens.weight"}
     assert found["tied"] == ([other] if tied else [])
     loaded: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     again, said = loaded
@@ -135,6 +138,63 @@ def test_every_type_and_odd_shape_is_there_to_the_bit(tmp_path: Path) -> None:
     assert {str(t.dtype).removeprefix("torch.") for t in found.values()} == shapes.keys()
     for dtype, shape in shapes.items():
         assert tuple(found[f"{dtype}.w"].shape) == shape
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_torch_loads_the_weights(
+    tied: bool, is_large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_large:  # as members beyond 4 GiB are described
+        monkeypatch.setattr(torch_save, "_LARGE", 3000)
+    # Several bands of one tensor, by several threads.
+    monkeypatch.setattr(engine, "_SEGMENT", 1500)
+    model = llama(tied=tied)
+    run, out = step_of(model, tmp_path / "run"), tmp_path / "model.pt"
+    ckptkit.export(run, out, to_format="torch", workers=4)
+    with zipfile.ZipFile(out) as archive:
+        assert archive.testzip() is None
+    assert ckptkit.diff(run, out, include=("model/*",)).same
+    for weights in (
+        torch.load(out, weights_only=True),
+        torch.load(out, weights_only=True, mmap=True),
+    ):
+        again = llama(tied=tied)
+        for parameter in again.parameters():
+            parameter.data.zero_()
+        again.load_state_dict(weights)
+        assert torch.equal(logits(again), logits(model))
+        first, second = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
+        assert (first.data_ptr() == second.data_ptr()) == tied
+
+
+def test_torch_loads_every_type(tmp_path: Path) -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        dtype: (5, 3) for dtype in DTYPES if dtype != "complex_float16"
+    }
+    shapes |= {"float64": (), "uint16": (0, 4), "int16": (1, 2, 3)}
+    tensors = {f"model/{d}": Tensor(random_values(shape, d)) for d, shape in shapes.items()}
+    save(tmp_path / "run", tensors)
+    ckptkit.export(tmp_path / "run", tmp_path / "x.pt", to_format="torch")
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert sorted(found) == sorted(shapes)
+    for dtype, shape in shapes.items():
+        assert tuple(found[dtype].shape) == shape
+        assert str(found[dtype].dtype) == f"torch.{dtype}"
+        assert found[dtype].is_contiguous()
+        wanted = np.ascontiguousarray(tensors[f"model/{dtype}"].whole).tobytes()
+        assert bytes(found[dtype].untyped_storage()) == wanted
+
+
+def test_a_thread_that_fails_keeps_no_other_waiting(tmp_path: Path) -> None:
+    run = step_of(llama(tied=False), tmp_path / "run")
+    for pack in run.glob("*/data/*/*.zip"):
+        data = bytearray(pack.read_bytes())
+        data[len(data) // 3] ^= 1
+        pack.write_bytes(data)
+    with pytest.raises(CorruptionError):
+        ckptkit.export(run, tmp_path / "x.pt", to_format="torch", workers=4)
+    assert not (tmp_path / "x.pt").exists()
 
 
 def test_arrays_are_converted_renamed_and_left_out(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ some bytes of each at a time, within a budget of memory.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
+from isal import isal_zlib
 
 from ckptkit.checkpoint.check.unpack import appearing
 from ckptkit.checkpoint.places import Place, store_at, stored_size
@@ -26,21 +28,23 @@ from ckptkit.checkpoint.reshard.copy import (
 )
 from ckptkit.checkpoint.reshard.selection import Chosen, Selection, choose
 from ckptkit.checkpoint.workers import Progress, copy_threads, share_out
-from ckptkit.errors import AlreadyExistsError, NoSpaceError, NotFoundError, UsageError
-from ckptkit.foreign.output import (
+from ckptkit.errors import AlreadyExistsError, NoSpaceError, NotFoundError, PeerError, UsageError
+from ckptkit.foreign.output.files import (
+    Checked,
     NewFile,
     NewTensor,
     hugging_face,
     plain_name,
     safetensors_file,
 )
+from ckptkit.foreign.output.torch_save import torch_file
 from ckptkit.foreign.safetensors import CONFIG
 from ckptkit.format.names import MODEL, inner_name
 from ckptkit.model import Box
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Options, Store, open_store
 
-FORMATS = ("hf", "safetensors")
+FORMATS = ("hf", "safetensors", "torch")
 
 # As much of a file is filled and written at a time.
 _SEGMENT = 8 << 20
@@ -63,7 +67,7 @@ class Exported:
     left_out: tuple[str, ...]
     """Names in the step that the files do not have."""
     tied: tuple[tuple[str, str], ...]
-    """Second names of tensors that are written once, and the names that these have in the files."""
+    """Second names of tensors that are written once, and the first ones."""
 
 
 def export(  # noqa: PLR0913 — one keyword for each decision, all but one with defaults
@@ -81,7 +85,7 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     source_options: Options | None = None,
 ) -> Exported:
     """Write the model of a step (of a run: its newest one) for other programs: as `hf`, the folder
-    of a Hugging Face model, or as `safetensors`, one file.
+    of a Hugging Face model, or as one file, `safetensors` or `torch` (of torch.save).
 
     `out` must not be there; it appears whole or not at all. Never more than `memory` is in use,
     whatever the size of the model. Each file of a folder has at most `max_file_size` bytes of
@@ -95,14 +99,15 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     if beside is not None and to_format != "hf":
         raise UsageError("only a Hugging Face folder has files beside the model", value=to_format)
     own = storage_options if source_options is None else source_options
-    place, is_file = open_store(out, storage_options or {}), to_format == "safetensors"
+    place, is_file = open_store(out, storage_options or {}), to_format != "hf"
     before = resident_bytes()
     with open_checkpoint(src, storage_options=own) as checkpoint:
-        arrays, tensors, tied, left_out = _chosen(checkpoint, selection or Selection())
-        if is_file:
-            new = safetensors_file(place.location.name, tensors)
-        else:
+        arrays, tensors, left_out = _chosen(checkpoint, selection or Selection())
+        if to_format == "hf":
             new = hugging_face(tensors, parse_size(max_file_size))
+        else:
+            layout = torch_file if to_format == "torch" else safetensors_file
+            new = layout(place.location.name, tensors)
         budget = Budget.of(
             parse_size(memory),
             max(4, copy_threads()) if workers is None else workers,
@@ -131,16 +136,14 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
             len(tensors),
             sum(tensor.nbytes for tensor in tensors),
             tuple(left_out),
-            tuple(tied),
+            tuple((name, tensor.name) for tensor in tensors for name in tensor.tied),
         )
 
 
 def _chosen(
     checkpoint: Checkpoint, selection: Selection
-) -> tuple[list[Chosen], list[NewTensor], list[tuple[str, str]], list[str]]:
-    """The arrays of the model that go over, and what each will be; second names of tied ones; and
-    what is left out.
-    """
+) -> tuple[list[Chosen], list[NewTensor], list[str]]:
+    """The arrays of the model that go over, what each will be, and what is left out."""
     wanted = replace(selection, include=selection.include or (f"{MODEL}/*",), optimizer=False)
     choice = choose(checkpoint.manifest, wanted)
     arrays = [chosen for chosen in choice.arrays if chosen.name.startswith(f"{MODEL}/")]
@@ -149,15 +152,15 @@ def _chosen(
     others: dict[str, list[str]] = {}
     for alias in choice.aliases:
         others.setdefault(alias.alias_of, []).append(alias.name)
-    tensors, tied = [], []
+    tensors = []
     for chosen in arrays:
         names = [chosen.name, *others.get(chosen.name, ())]
         inner = [inner_name(name, "param") for name in names]
         plain = plain_name(inner)
-        tensors.append(NewTensor(plain, chosen.info.shape, chosen.info.dtype))
-        tied += [(name, plain) for name, each in zip(names, inner, strict=True) if each != plain]
+        tied = tuple(name for name in inner if name != plain)
+        tensors.append(NewTensor(plain, chosen.info.shape, chosen.info.dtype, tied))
     into = {name: new for name, new in choice.names.items() if new.startswith(f"{MODEL}/")}
-    return arrays, tensors, tied, [name for name in checkpoint.arrays if name not in into]
+    return arrays, tensors, [name for name in checkpoint.arrays if name not in into]
 
 
 @contextmanager
@@ -222,7 +225,18 @@ def _copied(source: Store, target: Store) -> Iterator[str]:
             yield name
 
 
-_Piece: TypeAlias = "bytes | tuple[Chosen, Box]"
+_Piece: TypeAlias = "bytes | Checked | FileBand"
+
+
+@dataclass(frozen=True, slots=True)
+class FileBand:
+    """Elements of a tensor that come next in a file."""
+
+    tensor: int
+    start: int
+    """How many bytes of the tensor come before them."""
+    box: Box
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +245,46 @@ class FileSegment:
 
     nbytes: int
     pieces: tuple[tuple[int, _Piece], ...]
+
+
+class _Checksums:
+    """The checksums of tensors of a file, of which threads fill some bytes at a time.
+
+    A thread waits only for what comes before its own segment. That was begun before, by threads
+    that say what they have filled before they wait themselves.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._left = list(sizes)
+        self._parts: list[list[tuple[int, int, int]]] = [[] for _ in sizes]
+        self._changed = threading.Condition()
+        self._stopped = False
+
+    def add(self, band: FileBand, crc: int) -> None:
+        """Some bytes of a tensor are there."""
+        with self._changed:
+            self._parts[band.tensor].append((band.start, band.nbytes, crc))
+            self._left[band.tensor] -= band.nbytes
+            if not self._left[band.tensor]:
+                self._changed.notify_all()
+
+    def of(self, tensor: int) -> int:
+        """The checksum of a tensor, once all of its bytes are there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._left[tensor])
+            if self._left[tensor]:
+                raise PeerError("another thread could not fill its part of the file")
+            parts = sorted(self._parts[tensor])
+        whole = 0
+        for _, nbytes, crc in parts:
+            whole = int(isal_zlib.crc32_combine(whole, crc, nbytes))
+        return whole
+
+    def stop(self) -> None:
+        """Nobody has to wait any more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
 
 def _write(
@@ -242,11 +296,19 @@ def _write(
 ) -> None:
     segments = list(_segments(file, arrays, copier.budget.batch_bytes))
     extents = [segment.nbytes for segment in segments]
+    checksums = None
+    if any(isinstance(piece, Checked) for piece in file.pieces):
+        checksums = _Checksums([array.info.nbytes for array in arrays])
     sink = store.create(file.key, extents, memory=copier.budget.sink_bytes)
 
     def write(number: int) -> None:
-        with sink.filling(number) as memory:
-            _fill(segments[number], memory, copier)
+        try:
+            with sink.filling(number) as memory:
+                _fill(segments[number], memory, arrays, copier, checksums)
+        except BaseException:
+            if checksums is not None:
+                checksums.stop()
+            raise
         if progress:
             progress(extents[number])
 
@@ -273,26 +335,44 @@ def _segments(file: NewFile, arrays: Sequence[Chosen], most: int) -> Iterator[Fi
 
 def _pieces(file: NewFile, arrays: Sequence[Chosen], most: int) -> Iterator[tuple[_Piece, int]]:
     for piece in file.pieces:
-        if isinstance(piece, bytes):
+        if isinstance(piece, Checked):
+            yield piece, piece.nbytes
+        elif isinstance(piece, bytes):
             for begin in range(0, len(piece), _SEGMENT):
                 data = piece[begin : begin + _SEGMENT]
                 yield data, len(data)
-            continue
-        chosen = arrays[piece]
-        itemsize = chosen.info.dtype.itemsize
-        widest = max(itemsize, chosen.source.dtype.itemsize)
-        for box in bands([chosen.source.grid], _SEGMENT // widest, most // widest):
-            yield (chosen, box), box.size * itemsize
+        else:
+            chosen, start = arrays[piece], 0
+            itemsize = chosen.info.dtype.itemsize
+            widest = max(itemsize, chosen.source.dtype.itemsize)
+            for box in bands([chosen.source.grid], _SEGMENT // widest, most // widest):
+                band = FileBand(piece, start, box, box.size * itemsize)
+                yield band, band.nbytes
+                start += band.nbytes
 
 
-def _fill(segment: FileSegment, memory: memoryview, copier: ChunkCopier) -> None:
+def _fill(
+    segment: FileSegment,
+    memory: memoryview,
+    arrays: Sequence[Chosen],
+    copier: ChunkCopier,
+    checksums: _Checksums | None,
+) -> None:
     boxes = []
+    filled: list[tuple[FileBand, memoryview]] = []
     for begin, piece in segment.pieces:
         if isinstance(piece, bytes):
             memory[begin : begin + len(piece)] = piece
-            continue
-        chosen, box = piece
-        dtype = chosen.info.dtype
-        data = memory[begin : begin + box.size * dtype.itemsize]
-        boxes.append((chosen, box, np.frombuffer(data, dtype.bits).reshape(box.shape)))
+        elif isinstance(piece, FileBand):
+            chosen, data = arrays[piece.tensor], memory[begin : begin + piece.nbytes]
+            values = np.frombuffer(data, chosen.info.dtype.bits).reshape(piece.box.shape)
+            boxes.append((chosen, piece.box, values))
+            filled.append((piece, data))
     copier.fill_boxes(boxes)
+    if checksums is None:
+        return
+    for band, data in filled:
+        checksums.add(band, int(isal_zlib.crc32(data)))
+    for begin, piece in segment.pieces:
+        if isinstance(piece, Checked):
+            memory[begin : begin + piece.nbytes] = piece.make([*map(checksums.of, piece.tensors)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -26,6 +26,8 @@ class NewTensor:
     name: str
     shape: tuple[int, ...]
     dtype: DType
+    tied: tuple[str, ...] = ()
+    """Its other names."""
 
     @property
     def nbytes(self) -> int:
@@ -33,12 +35,22 @@ class NewTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Checked:
+    """Bytes of a file with the CRC-32 of tensors that come before them."""
+
+    nbytes: int
+    tensors: tuple[int, ...]
+    make: Callable[[Sequence[int]], bytes]
+    """Of the checksums of these tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class NewFile:
     """A file: bytes, and numbers of tensors whose elements come next."""
 
     key: str
-    pieces: tuple[bytes | int, ...]
+    pieces: tuple[bytes | int | Checked, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""What checkpoints of other programs are made of, file by file; `checkpoint.export` writes them."""
