@@ -271,16 +271,18 @@ def _head_of(data: bytes, where: str) -> tuple[int, _Head] | None:
     """How long the head of a part is, and what it says; None where the data is not all of it."""
     begin = local_end(data)
     ends = -1 if begin is None else data.find(_ENDS, begin)
-    if begin is None or ends < 0:
+    if begin is None:
         return None
     top, _, name = local_name(data).partition(b"/")
     if name != b"data.pkl":
         return None
-    said = read_pickle(data[begin : ends + 1], where, lambda pid: storage_of(pid, where))
+    # Behind the pickle torch writes its size, which other writers have in front of it.
+    told = data[begin : ends + 1] if ends >= 0 else data[begin:]
+    said = read_pickle(told, where, lambda pid: storage_of(pid, where))
     if not isinstance(said, Placeholder) or not said.kind.startswith("_rebuild_tensor"):
         raise FormatError("a part that is no plain tensor", where=where)
     storage, offset, shape, strides, dtype = tensor_of(said, where)
-    at = data.find(_BEGINS, ends)
+    at = data.find(_BEGINS, max(begin, ends))
     while at >= 0:
         length = local_end(data[at:])
         if length is None or at + length > len(data):
