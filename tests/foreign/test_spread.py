@@ -5,7 +5,9 @@ tensors that are spread over a mesh.
 from __future__ import annotations
 
 import pickle
+import random
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +168,27 @@ def test_the_parts_of_a_rank_that_is_missing_are_a_hole(samples: Path, tmp_path:
     (place / "__3.metadata").unlink()
     with pytest.raises(FormatError, match=r"no file has this part|is missing"):
         ckptkit.open(place)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "end"),
+    [
+        ("fsdp2", ".metadata", None),
+        ("2d-ranks", "model_world_size_4_rank_1.pt", 3200),
+        ("fsdp1-ranks", "pytorch_model_fsdp_0_rank_1.bin", 4200),
+    ],
+)
+def test_a_byte_that_changed_gives_a_checkpoint_or_an_error_of_ours(
+    name: str, key: str, end: int | None, samples: Path
+) -> None:
+    store = ckptkit.open_store("memory://changed-" + name)
+    for path in (samples / name).iterdir():
+        store.put(path.name, path.read_bytes())
+    whole = (samples / name / key).read_bytes()
+    dice = random.Random(name)
+    for _ in range(100):
+        data = bytearray(whole)
+        data[dice.randrange(end or len(data))] = dice.choice([0, 1, 3, 75, dice.randrange(256)])
+        store.put(key, bytes(data))
+        with suppress(ckptkit.CkptkitError):
+            ckptkit.open(store).close()
