@@ -21,14 +21,16 @@ from ckptkit.foreign.spread import by_boxes
 from ckptkit.foreign.states import Path, StateTensor, states_of
 from ckptkit.foreign.torch_file import (
     Storage,
-    counted,
     dtype_of,
+    local_end,
+    local_name,
+    plain,
     read_file,
     storage_of,
     tensor_of,
     with_tensors,
 )
-from ckptkit.foreign.zips import local_end, local_name
+from ckptkit.foreign.torch_save import counted
 from ckptkit.model import Box, DType, document
 from ckptkit.storage import MemoryStore, Stored
 
@@ -167,6 +169,10 @@ def _metadata(
             for name, path in _map(said.get("planner_data") or {}, where).items()
             if type(path) is tuple and path and all(type(node) in (str, int) for node in path)
         }
+    for name in entries.keys() - paths.keys():
+        # As Megatron names it, whose parameters are not in the middle of the name.
+        if name.startswith("optimizer."):
+            paths[name] = ("optim_state", name.removeprefix("optimizer."))
     return entries, items, paths
 
 
@@ -322,6 +328,7 @@ def _object(data: bytes, file: str, item: _Item, where: str, known: dict[bytes, 
     if ends >= 0:
         value = read_pickle(data[begin : ends + 1], where, persistent)
         if not has_storages:
+            value = plain(value, where)
             return known.setdefault(data[begin : ends + 1], value)
     # Tensors in objects, such as the state of a generator of random numbers.
     store = MemoryStore()

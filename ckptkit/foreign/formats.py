@@ -55,7 +55,7 @@ def _safetensors(folder: Folder) -> ForeignStep:
 
 
 def _torch(folder: Folder) -> ForeignStep:
-    from ckptkit.foreign.torch_file import read_torch  # noqa: PLC0415
+    from ckptkit.foreign.torch_save import read_torch  # noqa: PLC0415
 
     return read_torch(folder)
 

@@ -50,6 +50,13 @@ CALLS = frozenset(
         "torch._utils._rebuild_wrapper_subclass",
         "torch.nn.parameter.Parameter",
         "torch.Tensor",
+        "numpy.dtype",
+        "numpy.ndarray",
+        *(
+            f"numpy.{module}.multiarray.{name}"
+            for module in ("core", "_core")
+            for name in ("scalar", "_reconstruct")
+        ),
         # Of DCP.
         *(
             f"{_CHECKPOINT}.metadata.{name}"

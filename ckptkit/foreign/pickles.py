@@ -10,10 +10,13 @@ value.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from ckptkit.errors import FormatError
 from ckptkit.foreign.globals import ALIASES, CALLS, DTYPES, STORAGES, VALUES, Global
@@ -27,7 +30,7 @@ _CALLED_PER_BYTE = 4
 _MOST_NUMBER_BYTES = 255
 # A longer text counts as an item for so many of its bytes.
 _LONG, _ITEM_BYTES = 64, 8
-_INT32, _FLOAT64 = struct.Struct("<i"), struct.Struct(">d")
+_INT32, _UINT32, _FLOAT64 = struct.Struct("<i"), struct.Struct("<I"), struct.Struct(">d")
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +77,31 @@ def read_pickle(
         ) from error
 
 
+def numpy_value(said: Placeholder, where: str) -> Any:
+    """The scalar or the array of numpy that a placeholder is; only numbers have one."""
+    is_scalar = said.kind == "scalar" and len(said.args) == 2
+    parts = (1, (), said.args[0], False, said.args[1]) if is_scalar else said.state
+    if not isinstance(parts, tuple) or len(parts) != 5:
+        raise FormatError("not an array of numpy", where=where)
+    _, shape, kind, by_columns, data = parts
+    code = kind.args[0] if isinstance(kind, Placeholder) and kind.args else None
+    order = kind.state[1] if isinstance(kind, Placeholder) and type(kind.state) is tuple else "|"
+    if (
+        type(code) is not str
+        or not re.fullmatch(r"[biufc]\d{1,2}", code)
+        or order not in ("<", "|")
+    ):
+        raise FormatError("an array of numpy that is not of numbers", where=where, value=code)
+    if type(data) is not bytes or type(shape) is not tuple:
+        raise FormatError("not an array of numpy", where=where)
+    try:
+        flat = np.frombuffer(data, np.dtype(code))
+        found = flat.reshape(shape, order="F" if by_columns else "C").copy()
+    except (ValueError, TypeError) as error:
+        raise FormatError("not an array of numpy", where=where) from error
+    return found[()] if is_scalar else found
+
+
 class _Interpreter:
     def __init__(self, data: bytes, where: str, persistent: Callable[[Any], Any] | None) -> None:
         self.data = data
@@ -97,19 +125,20 @@ class _Interpreter:
         """
 
     def run(self) -> Any:
-        data, actions, size = self.data, _ACTIONS, len(self.data)
-        while self.at < size:
-            code = data[self.at]
-            self.at += 1
-            if code == _STOP:
-                if self.below or len(self.stack) != 1:
-                    raise ValueError("it ends with other than one value")
-                return self.stack[0]
-            action = actions.get(code)
-            if action is None:
+        data, actions = self.data, _BY_CODE
+        while True:
+            at = self.at
+            code = data[at]  # an IndexError is that it has no end
+            self.at = at + 1
+            action = actions[code]
+            if action is not None:
+                action(self)
+            elif code != _STOP:
                 raise ValueError(f"the opcode {code:#04x} is not one that is read here")
-            action(self)
-        raise ValueError("it has no end")
+            elif self.below or len(self.stack) != 1:
+                raise ValueError("it ends with other than one value")
+            else:
+                return self.stack[0]
 
     def refuse(self, what: str, value: object = None, hint: str = "") -> FormatError:
         shown = {} if value is None else {"value": value}
@@ -158,7 +187,7 @@ class _Interpreter:
     def push(self, made: Any, parts: Sequence[Any] = ()) -> None:
         """Put a container on the stack: a new one, or an empty tuple, of which there is one."""
         if id(made) not in self.known:
-            self.known[id(made)] = (made, *self.counted(parts))
+            self.known[id(made)] = (made, *self.counted(parts)) if parts else (made, 1, 1)
         self.stack.append(made)
 
     def grow(self, target: Any, parts: Iterable[Any]) -> None:
@@ -202,7 +231,7 @@ class _Interpreter:
     def put(self, target: Any, pairs: list[Any]) -> None:
         if len(pairs) % 2:
             raise ValueError("a key without a value")
-        keys = [self.key(key) for key in pairs[::2]]
+        keys = [key if type(key) is str else self.key(key) for key in pairs[::2]]
         self.grow(target, pairs)
         if type(target) is dict:
             target.update(zip(keys, pairs[1::2], strict=True))
@@ -351,6 +380,39 @@ class _Interpreter:
         self.push(made, made)
 
 
+# What most of a pickle is made of; with no call in between, for there are millions of them.
+def _short_text(it: _Interpreter) -> None:
+    at, data = it.at, it.data
+    length = data[at]
+    it.at = end = at + 1 + length
+    if end > len(data):
+        raise ValueError("a text reaches past the end")
+    text = data[at + 1 : end].decode("utf-8", "surrogatepass")
+    if length > _LONG:
+        it.long(text, length)
+    else:
+        it.stack.append(text)
+
+
+def _small_number(it: _Interpreter) -> None:
+    it.stack.append(it.data[it.at])
+    it.at += 1
+
+
+def _memoize(it: _Interpreter) -> None:
+    it.memo[len(it.memo)] = it.stack[-1]
+
+
+def _get(it: _Interpreter) -> None:
+    it.stack.append(it.memo[it.data[it.at]])
+    it.at += 1
+
+
+def _get_long(it: _Interpreter) -> None:
+    it.stack.append(it.memo[_UINT32.unpack_from(it.data, it.at)[0]])
+    it.at += 4
+
+
 def _constant(value: Any) -> Callable[[_Interpreter], None]:
     return lambda it: it.stack.append(value)
 
@@ -379,14 +441,14 @@ _ACTIONS: dict[int, Callable[[_Interpreter], None]] = {
     ord("N"): _constant(value=None),
     0x88: _constant(value=True),
     0x89: _constant(value=False),
-    ord("K"): lambda it: it.stack.append(it.number(1)),
+    ord("K"): _small_number,
     ord("M"): lambda it: it.stack.append(it.number(2)),
     ord("J"): _Interpreter.integer4,
     0x8A: lambda it: it.integer(it.number(1)),
     0x8B: lambda it: it.integer(it.number(4)),
     ord("G"): lambda it: it.stack.append(_FLOAT64.unpack(it.take(8))[0]),
     ord("X"): lambda it: it.text(it.number(4)),
-    0x8C: lambda it: it.text(it.number(1)),
+    0x8C: _short_text,
     0x8D: lambda it: it.text(it.number(8)),
     ord("U"): _old_string(1),
     ord("T"): _old_string(4),
@@ -412,9 +474,9 @@ _ACTIONS: dict[int, Callable[[_Interpreter], None]] = {
     0x91: _Interpreter.frozen_set,
     ord("q"): lambda it: it.memoize(it.number(1)),
     ord("r"): lambda it: it.memoize(it.number(4)),
-    0x94: lambda it: it.memoize(len(it.memo)),
-    ord("h"): lambda it: it.stack.append(it.memo[it.number(1)]),
-    ord("j"): lambda it: it.stack.append(it.memo[it.number(4)]),
+    0x94: _memoize,
+    ord("h"): _get,
+    ord("j"): _get_long,
     ord("c"): _Interpreter.named,
     0x93: _Interpreter.named_on_stack,
     ord("R"): _Interpreter.reduce,
@@ -423,3 +485,4 @@ _ACTIONS: dict[int, Callable[[_Interpreter], None]] = {
     ord("b"): _Interpreter.build,
     ord("Q"): _Interpreter.persist,
 }
+_BY_CODE = [_ACTIONS.get(code) for code in range(256)]

@@ -62,6 +62,7 @@ def dtensor(spec: Any, rank: int, local: Sequence[int], where: str) -> MeshPart:
     for placement in placements:
         if isinstance(placement, Shard | Strided) and placement.dim >= len(whole):
             raise FormatError("a placement cuts a dim that is not there", where=where)
+    _check_order(said, [size for _, size in mesh], placements, where)
     axes = tuple(Axis(f"a{n}", "tp", size) for n, (_, size) in enumerate(mesh))
     strategy = Strategy(Mesh(axes))
     part = layout_of(whole, strategy, placements).part(strategy.mesh.rank(coords))
@@ -105,6 +106,30 @@ def _mesh(
     return tuple((n if type(n) is str else None, s) for n, s in zip(names, shape, strict=True)), (
         coords
     )
+
+
+def _check_order(
+    said: Mapping[str, Any], sizes: Sequence[int], placements: Sequence[Placement], where: str
+) -> None:
+    """Refuse what cuts a dim in another order than the placements here do: the axes from left to
+    right, but those that are strided after all others.
+    """
+    order = said.get("shard_order")
+    for entry in order if isinstance(order, tuple) else ():
+        axes = entry.args[1] if isinstance(entry, Placeholder) and len(entry.args) > 1 else ()
+        strided = any(isinstance(placement, Strided) for placement in placements)
+        if list(axes) != sorted(axes) and not strided:
+            raise FormatError("axes cut a dim in an order that is not read here", where=where)
+    for place, (placement, told) in enumerate(zip(placements, said["placements"], strict=True)):
+        if isinstance(placement, Strided):
+            factor = told.fields().get("split_factor", *told.args[1:2] or (None,))
+            after = [
+                size
+                for size, other in zip(sizes[place + 1 :], placements[place + 1 :], strict=True)
+                if isinstance(other, Shard | Strided) and other.dim == placement.dim
+            ]
+            if factor != math.prod(after):
+                raise FormatError("a strided cut that is not read here", where=where, value=factor)
 
 
 def _size(shape: Any) -> int:

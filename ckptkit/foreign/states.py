@@ -37,6 +37,8 @@ class StateTensor:
     placements: tuple[Placement, ...] = ()
     identity: object = None
     """Equal for tensors that are one: names for the same elements."""
+    content: object = None
+    """Equal where the elements are, as checksums tell: of tensors that are whole in a file."""
 
 
 @dataclass(slots=True)

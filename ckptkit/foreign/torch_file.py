@@ -1,33 +1,36 @@
-"""Files of torch.save: a zip file with a pickle, and in it one member for each storage; one such
-file, those of a model with their index, or those of all ranks of a job.
-"""
+"""A file of torch.save: a zip file with a pickle, and one member for each storage."""
 
 from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.extents import Extent, ForeignStep, span_of
+from ckptkit.foreign.extents import Extent, span_of
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.globals import DTYPES, STORAGES, Global
-from ckptkit.foreign.pickles import Placeholder, read_pickle
-from ckptkit.foreign.safetensors import config_of, parsed
-from ckptkit.foreign.spread import MeshPart, dtensor, sharded_tensor, strategy_of
-from ckptkit.foreign.states import Path, States, StateTensor, states_of
-from ckptkit.foreign.zips import directory_of, offsets_of
+from ckptkit.foreign.pickles import Placeholder, numpy_value, read_pickle
+from ckptkit.foreign.spread import MeshPart, dtensor, sharded_tensor
+from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box, DType, document
 
-INDEX = ".bin.index.json"
-_RANK = re.compile(
-    r"(?P<what>.*?)_?(?:world_size_(?P<size>\d+)_)?rank_?(?P<rank>\d+)\.(?:pt|bin|pth)"
-)
-_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
-_MODELS = ("pytorch_model", "model", "consolidated", "consolidated.00", "adapter_model")
-_OPTIMIZERS = ("optimizer", "optim")
+# Of zip files: what torch writes is read here, and not by `zipfile`, whose own objects take as long
+# to make as all else.
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+_LIMIT16, _LIMIT32 = 0xFFFF, 0xFFFFFFFF
+_ZIP64 = 1
+# Read at once: the directory of most files is in it. A comment of 64 KiB fits, too.
+_TAIL_BYTES = 1 << 17
+_HINT = "it was cut short or changed; copy it again"
+_SMALL_BYTES = 1 << 16
 # A tensor whose elements are the same many times over may have so many bytes.
 _MOST_REPEATED = 64 << 20
 
@@ -48,206 +51,6 @@ class TorchFile:
     tree: Any
     spreads: dict[int, MeshPart] = field(default_factory=dict)
     """How its DTensors lie over a mesh, by the identity of the tensor in the tree."""
-
-
-def read_torch(folder: Folder) -> ForeignStep:
-    """The checkpoint in a folder, or in its one file."""
-    if folder.only is not None and not folder.only.endswith(INDEX):
-        return _one(folder, {folder.only: None})
-    names = [key for key in folder.files if "/" not in key]
-    indexes = [key for key in names if key.endswith(INDEX)]
-    if folder.only is not None:
-        indexes = [folder.only]
-    if len(indexes) == 1:
-        return _one(folder, _indexed(folder, indexes[0]))
-    ranks = {key: match for key in names if (match := _RANK.fullmatch(key))}
-    if ranks:
-        return _of_ranks(folder, ranks)
-    files = [key for key in names if key.endswith(_ENDINGS)]
-    if len(files) > 1:
-        by_stem = {key.rpartition(".")[0]: key for key in files}
-        models = [by_stem[stem] for stem in _MODELS if stem in by_stem][:1]
-        more = [by_stem[stem] for stem in _OPTIMIZERS if stem in by_stem][:1]
-        if not models:
-            raise FormatError(
-                "several files of torch.save are in the folder",
-                where=str(folder.store.location),
-                value=sorted(files)[:20],
-                hint=f"name the one that counts, such as {folder.where(min(files))}",
-            )
-        return _one(folder, dict.fromkeys([*models, *more]))
-    return _one(folder, dict.fromkeys(files))
-
-
-def _indexed(folder: Folder, index: str) -> dict[str, set[str] | None]:
-    """The files of an index, each with the names that count in it."""
-    where = folder.where(index)
-    found = parsed(folder.read(index), where)
-    names = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(names, dict) or not names:
-        raise FormatError("the index has no weight_map", where=where)
-    files: dict[str, set[str] | None] = {}
-    for name, key in names.items():
-        document.text(key, f"{where}: {name}")
-        if key not in folder.files or "/" in key:
-            raise FormatError(
-                "a file of the index is missing",
-                where=where,
-                value=key,
-                hint="it was not copied along; copy the folder again",
-            )
-        counted = files.setdefault(key, set())
-        if counted is not None:
-            counted.add(name)
-    return files
-
-
-def _one(folder: Folder, files: Mapping[str, set[str] | None]) -> ForeignStep:
-    """The step of files that are one state dictionary together."""
-    tree: dict[Any, Any] = {}
-    for key, names in files.items():
-        value = read_file(folder, key).tree
-        if not isinstance(value, dict):
-            value = {"value": value}
-        if names is not None:
-            missing = sorted(names - value.keys())
-            if missing:
-                raise FormatError(
-                    "a tensor of the index is not in the file that it names",
-                    where=folder.where(key),
-                    value=missing[0],
-                )
-            value = {name: value[name] for name in value if name in names}
-        stem = key.rpartition(".")[0]
-        if len(files) > 1 and names is None:
-            value = {"optimizer" if stem in _OPTIMIZERS else "model": value}
-        if tree.keys() & value.keys():
-            raise FormatError("a tensor is in several files", where=folder.where(key))
-        tree |= value
-    found = states_of(tree, str(folder.store.location))
-    return _step(folder, files, found, counted(tree))
-
-
-def _step(
-    folder: Folder, files: Iterable[str], found: States, number: int, **more: Any
-) -> ForeignStep:
-    return ForeignStep(
-        format="torch.save",
-        files={key: folder.size(key) for key in files},
-        arrays=more.pop("arrays", found.arrays),
-        aliases=found.aliases,
-        objects=found.objects,
-        theirs=found.theirs,
-        details=found.details,
-        sizes=config_of(folder),
-        step=number,
-        **more,
-    )
-
-
-def counted(tree: Mapping[Any, Any]) -> int:
-    """The number of the step, where the file says it."""
-    for key in ("global_step", "step", "iteration"):
-        value = tree.get(key)
-        if type(value) is int and 0 <= value < 1 << 53:
-            return value
-    return 0
-
-
-def _of_ranks(folder: Folder, ranks: Mapping[str, re.Match[str]]) -> ForeignStep:
-    """The step of files of which each rank of a job wrote one, or one of each kind."""
-    kinds: dict[str, dict[int, str]] = {}
-    for key, match in ranks.items():
-        kinds.setdefault(match["what"], {})[int(match["rank"])] = key
-    world = max(len(files) for files in kinds.values())
-    said = {int(match["size"]) for match in ranks.values() if match["size"]}
-    if said and said != {world}:
-        _incomplete(folder, max(said), kinds)
-    trees: list[dict[Any, Any]] = [{} for _ in range(world)]
-    spreads: dict[int, MeshPart] = {}
-    for what, files in kinds.items():
-        if sorted(files) != list(range(world)):
-            _incomplete(folder, world, kinds)
-        for rank, key in files.items():
-            part = read_file(folder, key, rank)
-            spreads |= part.spreads
-            tree = part.tree if isinstance(part.tree, dict) else {"value": part.tree}
-            is_optimizer = what.startswith(_OPTIMIZERS) and "state" in tree
-            is_extra = what.startswith(("extra", "rng", "random"))
-            name = "optimizer" if is_optimizer else what if is_extra else "model"
-            nested = name if not is_extra and not (tree.keys() & {"model", "optimizer"}) else None
-            trees[rank] |= {nested: tree} if nested else tree if not is_extra else {what: tree}
-    merged = _Merge(spreads, str(folder.store.location))
-    tree = merged.merge(trees, ())
-    found = states_of(tree, str(folder.store.location))
-    by_name: dict[str, MeshPart] = {}
-    for array in found.arrays:
-        if array.extents and (spread := merged.spreads.get(array.extents)):
-            by_name[array.name] = spread
-    strategy, arrays = strategy_of(by_name, found.arrays, world)
-    step = _step(folder, ranks, found, counted(tree), arrays=arrays, strategy=strategy)
-    differing = {"of_rank_0": sorted(merged.differing)} if merged.differing else {}
-    return replace(step, details={**step.details, **differing})
-
-
-def _incomplete(folder: Folder, world: int, kinds: Mapping[str, Mapping[int, str]]) -> None:
-    short = {what: files for what, files in kinds.items() if sorted(files) != list(range(world))}
-    what, files = next(iter(short.items()), ("", {}))
-    missing = sorted(set(range(world)) - files.keys())
-    raise FormatError(
-        f"the files of {world} ranks belong together, "
-        f"of {what or 'them'} {len(missing)} are missing",
-        where=str(folder.store.location),
-        value=[f"rank {rank}" for rank in missing[:8]],
-        hint="copy the files of all ranks into one folder",
-    )
-
-
-class _Merge:
-    """Trees of all ranks made one: of a tensor the parts of all, of a value that of rank 0."""
-
-    def __init__(self, of_tensors: Mapping[int, MeshPart], where: str) -> None:
-        self._of_tensors = of_tensors
-        self._where = where
-        self.spreads: dict[tuple[Extent, ...], MeshPart] = {}
-        self.differing: set[str] = set()
-        """Paths of values that are not the same on all ranks."""
-
-    def merge(self, trees: Sequence[Any], path: Path) -> Any:
-        first = trees[0]
-        if isinstance(first, dict) and all(isinstance(tree, dict) for tree in trees):
-            keys = list(dict.fromkeys(key for tree in trees for key in tree))
-            return {
-                key: self.merge([tree[key] for tree in trees if key in tree], (*path, key))
-                for key in keys
-            }
-        if isinstance(first, list) and all(type(t) is list and len(t) == len(first) for t in trees):
-            return [self.merge([tree[n] for tree in trees], (*path, n)) for n in range(len(first))]
-        tensors = [tree for tree in trees if isinstance(tree, StateTensor)]
-        if tensors:
-            return self._tensor(tensors, path)
-        if any(repr(tree) != repr(first) for tree in trees[1:]):
-            self.differing.add(".".join(map(str, path)))
-        return first
-
-    def _tensor(self, parts: Sequence[StateTensor], path: Path) -> StateTensor:
-        first = parts[0]
-        if any(part.shape != first.shape or part.dtype != first.dtype for part in parts):
-            raise FormatError(
-                "the ranks' tensors are of different shapes or types, and do not say how they "
-                "belong together",
-                where=f"{self._where}: {'.'.join(map(str, path))}",
-                value=sorted({str(part.shape) for part in parts}),
-            )
-        extents = tuple(extent for part in parts for extent in part.extents)
-        whole = Box.whole(first.shape)
-        if extents and all(extent.box == whole for extent in extents):
-            extents = extents[:1]  # a replica on each rank
-        merged = replace(first, extents=extents)
-        spread = self._of_tensors.get(id(first))
-        if spread is not None:
-            self.spreads[extents] = spread
-        return merged
 
 
 def read_file(folder: Folder, key: str, rank: int = 0) -> TorchFile:
@@ -298,8 +101,16 @@ def read_file(folder: Folder, key: str, rank: int = 0) -> TorchFile:
 
     value = read_pickle(data, where, persistent)
     offsets = offsets_of(folder, key, (members[f"{top}/data/{k}"] for k in storages))
-    begins = {k: offsets[f"{top}/data/{k}"] for k in storages}
-    reader = _Tensors(key, where, begins, rank)
+    found: dict[str, tuple[int, object]] = {}
+    for name in storages:
+        member = members[f"{top}/data/{name}"]
+        begin = offsets[member.name]
+        content: object = member.crc or key
+        if not member.crc and member.size <= _SMALL_BYTES:
+            # Torch may be told to compute no checksums. Then there is a zero in place of each.
+            content = folder.read(key, begin, member.size)
+        found[name] = (begin, content)
+    reader = _Tensors(key, where, found, rank)
     return TorchFile(reader.tree(value, ""), reader.spreads)
 
 
@@ -316,10 +127,13 @@ def storage_of(said: Any, where: str) -> Storage:
 class _Tensors:
     """Puts tensors in the place of the placeholders of a value."""
 
-    def __init__(self, key: str, where: str, begins: Mapping[str, int], rank: int) -> None:
+    def __init__(
+        self, key: str, where: str, storages: Mapping[str, tuple[int, object]], rank: int
+    ) -> None:
+        """`storages` are where each begins, and what is equal for those of equal bytes."""
         self._key = key
         self._where = where
-        self._begins = begins
+        self._storages = storages
         self._rank = rank
         self.spreads: dict[int, MeshPart] = {}
 
@@ -342,15 +156,22 @@ class _Tensors:
                 return self.stored(said, where)
             case "_rebuild_from_type_v2" if len(said.args) == 4:
                 return self.subclass(said, where)
+            case "scalar" | "_reconstruct":
+                return numpy_value(said, where)
         return said
 
     def stored(self, said: Placeholder, where: str) -> StateTensor:
         storage, offset, shape, strides, dtype = tensor_of(said, where)
-        size = dtype.itemsize
-        begin = self._begins[storage.key] + offset * size
+        begin, equal = self._storages[storage.key]
+        begin += offset * dtype.itemsize
         extent = Extent(Box.whole(shape), self._key, begin, strides)
+        looks = (shape, strides, dtype.name)
         return StateTensor(
-            shape, dtype, (extent,), identity=(self._key, begin, shape, strides, dtype.name)
+            shape,
+            dtype,
+            (extent,),
+            identity=(self._key, begin, *looks),
+            content=(equal, storage.count, offset, *looks),
         )
 
     def subclass(self, said: Placeholder, where: str) -> StateTensor:
@@ -458,6 +279,11 @@ def dtype_of(said: Any, where: str) -> DType:
     return DType.of(DTYPES[said])
 
 
+def plain(value: Any, where: str) -> Any:
+    """A value of a pickle without storages: what numpy has made in it are arrays and numbers."""
+    return _Tensors("", where, {}, 0).tree(value, "")
+
+
 def with_tensors(tree: Any, change: Callable[[StateTensor], StateTensor]) -> Any:
     """A tree with other tensors in the place of its own."""
     if isinstance(tree, StateTensor):
@@ -476,3 +302,132 @@ def _is_c_order(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return 0 in shape
         step *= size
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One file in a zip file, as its directory has it."""
+
+    name: str
+    header: int
+    """Where its local header begins."""
+    size: int
+    is_plain: bool
+    """Neither compressed nor encrypted."""
+    crc: int
+
+
+def directory_of(folder: Folder, key: str) -> dict[str, Member]:
+    """The members of a zip file by name."""
+    where, size = folder.where(key), folder.size(key)
+    tail = folder.read(key, max(0, size - _TAIL_BYTES))
+    begins = size - len(tail)
+    at = tail.rfind(b"PK\5\6")
+    if at < 0 or at + _END.size > len(tail):
+        raise FormatError("not a whole zip file: its directory is missing", where=where, hint=_HINT)
+    *_, count, length, start, _ = _END.unpack_from(tail, at)
+    end = begins + at
+    if count == _LIMIT16 or _LIMIT32 in (length, start):
+        locator = tail[max(0, at - _LOCATOR.size) : at]
+        if len(locator) < _LOCATOR.size or locator[:4] != b"PK\6\7":
+            raise FormatError("the zip file has no zip64 directory", where=where, hint=_HINT)
+        _, _, end, _ = _LOCATOR.unpack(locator)
+        # A file that was put before it moves no offset here: torch writes none like that.
+        raw = folder.read(key, end, _END64.size)
+        mark, *_, count, length, start = _END64.unpack(raw)
+        if mark != b"PK\6\6":
+            raise FormatError("the zip file has no zip64 directory", where=where, hint=_HINT)
+    if start + length > end or count * _CENTRAL.size > length:
+        raise FormatError("the directory of the zip file is not in it", where=where, hint=_HINT)
+    inside = start >= begins
+    data = tail[start - begins : start - begins + length] if inside else None
+    return _members(folder.read(key, start, length) if data is None else data, count, where)
+
+
+def _members(data: bytes, count: int, where: str) -> dict[str, Member]:
+    found: dict[str, Member] = {}
+    at = 0
+    for _ in range(count):
+        if at + _CENTRAL.size > len(data):
+            raise FormatError("the directory of the zip file ends early", where=where, hint=_HINT)
+        mark, _, _, flags, method, _, _, crc, packed, size, names, extras, comment, *_, header = (
+            _CENTRAL.unpack_from(data, at)
+        )
+        after = at + _CENTRAL.size + names + extras + comment
+        raw = data[at + _CENTRAL.size : at + _CENTRAL.size + names]
+        if mark != b"PK\1\2" or after > len(data):
+            raise FormatError("not a directory of a zip file", where=where, hint=_HINT)
+        name = raw.decode("utf-8", "replace")
+        if _LIMIT32 in (packed, size, header):
+            begin = at + _CENTRAL.size + names
+            wide = _wide(data[begin : begin + extras], where)
+            size = wide.pop(0) if size == _LIMIT32 and wide else size
+            packed = wide.pop(0) if packed == _LIMIT32 and wide else packed
+            header = wide.pop(0) if header == _LIMIT32 and wide else header
+        if name in found:
+            raise FormatError("a member is twice in the zip file", where=where, value=name)
+        is_plain = method == 0 and not flags & 1 and packed == size
+        found[name] = Member(name, header, size, is_plain, crc)
+        at = after
+    return found
+
+
+def _wide(extras: bytes, where: str) -> list[int]:
+    """The numbers of 64 bits among the extra fields of a member."""
+    at = 0
+    while at + 4 <= len(extras):
+        kind, length = struct.unpack_from("<HH", extras, at)
+        if kind == _ZIP64 and length % 8 == 0 and at + 4 + length <= len(extras):
+            return list(struct.unpack_from(f"<{length // 8}Q", extras, at + 4))
+        if kind == _ZIP64:  # with the number of a disk behind
+            length -= length % 8
+            return list(struct.unpack_from(f"<{length // 8}Q", extras[: at + 4 + length], at + 4))
+        at += 4 + length
+    raise FormatError("a large member of the zip file does not say its size", where=where)
+
+
+def offsets_of(folder: Folder, key: str, members: Iterable[Member]) -> dict[str, int]:
+    """Where the bytes of each member begin, which only the header in front of them says."""
+    wanted = sorted(members, key=lambda member: member.header)
+    where, size = folder.where(key), folder.size(key)
+    for member in wanted:
+        if not member.is_plain:
+            raise FormatError(
+                "the member is compressed or encrypted, which torch.save never does",
+                where=f"{where}: {member.name}",
+                hint="unpack the file, and zip it again without compression (zip -0)",
+            )
+    heads = folder.read_many(
+        key, [(each.header, _LOCAL.size + len(each.name.encode())) for each in wanted]
+    )
+    found: dict[str, int] = {}
+    for member, head in zip(wanted, heads, strict=True):
+        begin = local_end(head, member.name)
+        if begin is None or member.header + begin + member.size > size:
+            raise FormatError(
+                "the zip file has no such member where its directory says",
+                where=f"{where}: {member.name}",
+                hint=_HINT,
+            )
+        found[member.name] = member.header + begin
+    return found
+
+
+def local_end(head: bytes, name: str | None = None) -> int | None:
+    """How long the local header is that some bytes begin with; None where it is none, or not that
+    of a member of this name that is stored as it is.
+    """
+    if len(head) < _LOCAL.size:
+        return None
+    mark, _, flags, method, *_, names, extras = _LOCAL.unpack_from(head)
+    if mark != b"PK\3\4" or method or flags & 1:
+        return None
+    if name is not None and head[_LOCAL.size : _LOCAL.size + names] != name.encode():
+        return None
+    return int(_LOCAL.size + names + extras)
+
+
+def local_name(head: bytes) -> bytes:
+    """The name in a local header that `local_end` knows."""
+    length = int(_LOCAL.unpack_from(head)[-2])
+    return head[_LOCAL.size : _LOCAL.size + length]

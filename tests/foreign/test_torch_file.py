@@ -275,3 +275,58 @@ def test_of_several_files_the_model_and_the_optimizer_count(tmp_path: Path) -> N
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "mine.bin")
     with pytest.raises(FormatError, match="several files"):
         ckptkit.open(tmp_path)
+
+
+def of_ranks(folder: Path, states: list[Any], what: str = "model") -> Path:
+    for rank, state in enumerate(states):
+        name = f"{what}_world_size_{len(states)}_rank_{rank}.pt"
+        torch.save(state, folder / name)
+    return folder
+
+
+def test_plain_tensors_of_ranks_are_one_only_where_they_are_equal(tmp_path: Path) -> None:
+    """Halves of a tensor that was cut by hand look like two copies of it."""
+    with ckptkit.open(of_ranks(tmp_path, [{"w": torch.ones(3)} for _ in range(2)])) as found:
+        assert found["model/w"].shape == (3,)
+    of_ranks(tmp_path, [{"w": torch.ones(3) * rank} for rank in range(2)])
+    with pytest.raises(FormatError, match="do not say how they belong together"):
+        ckptkit.open(tmp_path)
+
+
+def test_where_torch_computed_no_checksums_tensors_of_ranks_are_not_taken_for_equal(
+    tmp_path: Path,
+) -> None:
+    torch.serialization.set_crc32_options(compute_crc32=False)
+    try:
+        of_ranks(tmp_path, [{"w": torch.ones(1 << 15), "step": torch.ones(1)} for _ in range(2)])
+    finally:
+        torch.serialization.set_crc32_options(compute_crc32=True)
+    with pytest.raises(FormatError, match="w: the ranks' tensors differ"):
+        ckptkit.open(tmp_path)
+
+
+def test_what_each_rank_has_of_its_own_stays_so(tmp_path: Path) -> None:
+    of_ranks(tmp_path, [{"w": torch.ones(3)} for _ in range(2)])
+    states = [{"rng": {"cpu": torch.ones(3) * rank}, "seed": 1} for rank in range(2)]
+    of_ranks(tmp_path, states, "extra_state")
+    with ckptkit.open(tmp_path) as checkpoint:
+        name = "other/extra_state/rng/cpu/rank.1"
+        assert np.array_equal(checkpoint[name][...], np.ones(3))
+        assert objects(checkpoint)["extra/extra_state"] == {"seed": 1}
+    of_ranks(tmp_path, [{"scheduler": Custom()} for _ in range(2)], "extra_state")
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert set(checkpoint.arrays) == {"model/w"}
+        assert "Custom" in str(checkpoint.details["left_out"])
+
+
+def test_numbers_and_arrays_of_numpy_are_plain_values(tmp_path: Path) -> None:
+    rng: Any = np.random.RandomState(1).get_state()
+    columns = np.asfortranarray(np.arange(6).reshape(2, 3))
+    state = {"w": torch.ones(1), "rng": rng, "best": np.float64(0.5), "columns": columns}
+    with opened(state, tmp_path) as checkpoint:
+        found = objects(checkpoint)
+        assert found["extra/best"] == 0.5
+        assert np.array_equal(found["extra/columns"], columns)
+        assert np.array_equal(found["extra/rng"][1], rng[1])
+    with pytest.raises(FormatError, match="not of numbers"):
+        opened({"w": torch.ones(1), "texts": np.array(["a"])}, tmp_path)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ckptkit.checkpoint.places import Place, described, manifest_at, read_manifest, store_at
 from ckptkit.checkpoint.read.packs import packs_of
 from ckptkit.checkpoint.read.reader import Wanted, plan_read
-from ckptkit.checkpoint.workers import Pace, Progress, share_out
+from ckptkit.checkpoint.workers import Pace, Progress, share_out, uncollected
 from ckptkit.errors import (
     FormatError,
     LayoutError,
@@ -57,6 +57,7 @@ def open_checkpoint(location: Place, *, storage_options: Options | None = None) 
     return Checkpoint(store, prefix, manifest)
 
 
+@uncollected()
 def open_foreign(store: Store, error: NotFoundError) -> Checkpoint:
     """Open the foreign checkpoint of a place that has no step of ours, as an error says; it is
     raised where there is nothing foreign either, or a step that was begun.

@@ -1,0 +1,241 @@
+"""Checkpoints of torch.save: one file, the files of a model with their index, or those of all
+ranks of a job.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.errors import FormatError
+from ckptkit.foreign.extents import Extent, ForeignStep
+from ckptkit.foreign.folder import Folder
+from ckptkit.foreign.safetensors import config_of, parsed
+from ckptkit.foreign.spread import MeshPart, strategy_of
+from ckptkit.foreign.states import Path, States, StateTensor, states_of
+from ckptkit.foreign.torch_file import read_file
+from ckptkit.model import Box, document
+
+INDEX = ".bin.index.json"
+_RANK = re.compile(
+    r"(?P<what>.*?)_?(?:world_size_(?P<size>\d+)_)?rank_?(?P<rank>\d+)\.(?:pt|bin|pth)"
+)
+_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
+_MODELS = ("pytorch_model", "model", "consolidated", "consolidated.00", "adapter_model")
+_OPTIMIZERS = ("optimizer", "optim")
+
+
+def read_torch(folder: Folder) -> ForeignStep:
+    """The checkpoint in a folder, or in its one file."""
+    if folder.only is not None and not folder.only.endswith(INDEX):
+        return _one(folder, {folder.only: None})
+    names = [key for key in folder.files if "/" not in key]
+    indexes = [key for key in names if key.endswith(INDEX)]
+    if folder.only is not None:
+        indexes = [folder.only]
+    if len(indexes) == 1:
+        return _one(folder, _indexed(folder, indexes[0]))
+    ranks = {key: match for key in names if (match := _RANK.fullmatch(key))}
+    if ranks:
+        return _of_ranks(folder, ranks)
+    files = [key for key in names if key.endswith(_ENDINGS)]
+    if len(files) > 1:
+        by_stem = {key.rpartition(".")[0]: key for key in files}
+        models = [by_stem[stem] for stem in _MODELS if stem in by_stem][:1]
+        more = [by_stem[stem] for stem in _OPTIMIZERS if stem in by_stem][:1]
+        if not models:
+            raise FormatError(
+                "several files of torch.save are in the folder",
+                where=str(folder.store.location),
+                value=sorted(files)[:20],
+                hint=f"name the one that counts, such as {folder.where(min(files))}",
+            )
+        return _one(folder, dict.fromkeys([*models, *more]))
+    return _one(folder, dict.fromkeys(files))
+
+
+def _indexed(folder: Folder, index: str) -> dict[str, set[str] | None]:
+    """The files of an index, each with the names that count in it."""
+    where = folder.where(index)
+    found = parsed(folder.read(index), where)
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise FormatError("the index has no weight_map", where=where)
+    files: dict[str, set[str] | None] = {}
+    for name, key in names.items():
+        document.text(key, f"{where}: {name}")
+        if key not in folder.files or "/" in key:
+            raise FormatError(
+                "a file of the index is missing",
+                where=where,
+                value=key,
+                hint="it was not copied along; copy the folder again",
+            )
+        counted = files.setdefault(key, set())
+        if counted is not None:
+            counted.add(name)
+    return files
+
+
+def _one(folder: Folder, files: Mapping[str, set[str] | None]) -> ForeignStep:
+    """The step of files that are one state dictionary together."""
+    tree: dict[Any, Any] = {}
+    for key, names in files.items():
+        value = read_file(folder, key).tree
+        if not isinstance(value, dict):
+            value = {"value": value}
+        if names is not None:
+            missing = sorted(names - value.keys())
+            if missing:
+                raise FormatError(
+                    "a tensor of the index is not in the file that it names",
+                    where=folder.where(key),
+                    value=missing[0],
+                )
+            value = {name: value[name] for name in value if name in names}
+        stem = key.rpartition(".")[0]
+        if len(files) > 1 and names is None:
+            value = {"optimizer" if stem in _OPTIMIZERS else "model": value}
+        if tree.keys() & value.keys():
+            raise FormatError("a tensor is in several files", where=folder.where(key))
+        tree |= value
+    found = states_of(tree, str(folder.store.location))
+    return _step(folder, files, found, counted(tree))
+
+
+def _step(
+    folder: Folder, files: Iterable[str], found: States, number: int, **more: Any
+) -> ForeignStep:
+    return ForeignStep(
+        format="torch.save",
+        files={key: folder.size(key) for key in files},
+        arrays=more.pop("arrays", found.arrays),
+        aliases=found.aliases,
+        objects=found.objects,
+        theirs=found.theirs,
+        details=found.details,
+        sizes=config_of(folder),
+        step=number,
+        **more,
+    )
+
+
+def counted(tree: Mapping[Any, Any]) -> int:
+    """The number of the step, where the file says it."""
+    for key in ("global_step", "step", "iteration"):
+        value = tree.get(key)
+        if type(value) is int and 0 <= value < 1 << 53:
+            return value
+    return 0
+
+
+def _of_ranks(folder: Folder, ranks: Mapping[str, re.Match[str]]) -> ForeignStep:
+    """The step of files of which each rank of a job wrote one, or one of each kind."""
+    kinds: dict[str, dict[int, str]] = {}
+    for key, match in ranks.items():
+        kinds.setdefault(match["what"], {})[int(match["rank"])] = key
+    world = max(len(files) for files in kinds.values())
+    said = {int(match["size"]) for match in ranks.values() if match["size"]}
+    if said and said != {world}:
+        _incomplete(folder, max(said), kinds)
+    trees: list[dict[Any, Any]] = [{} for _ in range(world)]
+    spreads: dict[int, MeshPart] = {}
+    left_out: dict[str, str] = {}
+    for what, files in kinds.items():
+        if sorted(files) != list(range(world)):
+            _incomplete(folder, world, kinds)
+        is_extra = what.startswith(("extra", "rng", "random"))
+        for rank, key in files.items():
+            try:
+                part = read_file(folder, key, rank)
+            except FormatError as error:
+                if not is_extra:
+                    raise
+                # Schedulers and random numbers: a model without them is one, too.
+                left_out[key] = error.what + (f" (got {error.value})" if error.has_value else "")
+                continue
+            spreads |= part.spreads
+            tree = part.tree if isinstance(part.tree, dict) else {"value": part.tree}
+            is_optimizer = what.startswith(_OPTIMIZERS) and "state" in tree
+            name = "optimizer" if is_optimizer else what if is_extra else "model"
+            nested = name if not is_extra and not (tree.keys() & {"model", "optimizer"}) else None
+            trees[rank] |= {nested: tree} if nested else tree if not is_extra else {what: tree}
+    merged = _Merge(spreads, str(folder.store.location))
+    tree = merged.merge(trees, ())
+    found = states_of(tree, str(folder.store.location))
+    found.left_out |= left_out
+    by_name: dict[str, MeshPart] = {}
+    for array in found.arrays:
+        if array.extents and (spread := merged.spreads.get(array.extents)):
+            by_name[array.name] = spread
+    strategy, arrays = strategy_of(by_name, found.arrays, world)
+    step = _step(folder, ranks, found, counted(tree), arrays=arrays, strategy=strategy)
+    differing = {"of_rank_0": sorted(merged.differing)} if merged.differing else {}
+    return replace(step, details={**step.details, **differing})
+
+
+def _incomplete(folder: Folder, world: int, kinds: Mapping[str, Mapping[int, str]]) -> None:
+    short = {what: files for what, files in kinds.items() if sorted(files) != list(range(world))}
+    what, files = next(iter(short.items()), ("", {}))
+    missing = sorted(set(range(world)) - files.keys())
+    raise FormatError(
+        f"the files of {world} ranks belong together, "
+        f"of {what or 'them'} {len(missing)} are missing",
+        where=str(folder.store.location),
+        value=[f"rank {rank}" for rank in missing[:8]],
+        hint="copy the files of all ranks into one folder",
+    )
+
+
+class _Merge:
+    """Trees of all ranks made one: of a tensor the parts of all, of a value that of rank 0."""
+
+    def __init__(self, of_tensors: Mapping[int, MeshPart], where: str) -> None:
+        self._of_tensors = of_tensors
+        self._where = where
+        self.spreads: dict[tuple[Extent, ...], MeshPart] = {}
+        self.differing: set[str] = set()
+        """Paths of values that are not the same on all ranks."""
+
+    def merge(self, trees: Sequence[Any], path: Path) -> Any:
+        first = trees[0]
+        if isinstance(first, dict) and all(isinstance(tree, dict) for tree in trees):
+            keys = list(dict.fromkeys(key for tree in trees for key in tree))
+            return {
+                key: self.merge([tree[key] for tree in trees if key in tree], (*path, key))
+                for key in keys
+            }
+        if isinstance(first, list) and all(type(t) is list and len(t) == len(first) for t in trees):
+            return [self.merge([tree[n] for tree in trees], (*path, n)) for n in range(len(first))]
+        tensors = [tree for tree in trees if isinstance(tree, StateTensor)]
+        if tensors:
+            return self._tensor(tensors, path)
+        if any(repr(tree) != repr(first) for tree in trees[1:]):
+            self.differing.add(".".join(map(str, path)))
+        return first
+
+    def _tensor(self, parts: Sequence[StateTensor], path: Path) -> Any:
+        first = parts[0]
+        is_spread = id(first) in self._of_tensors or first.content is None
+        looks = {(part.shape, part.dtype, None if is_spread else part.content) for part in parts}
+        if len(looks) > 1:
+            if path[0] not in ("model", "optimizer"):
+                return {f"rank.{rank}": part for rank, part in enumerate(parts)}
+            raise FormatError(
+                "the ranks' tensors differ, and do not say how they belong together",
+                where=f"{self._where}: {'.'.join(map(str, path))}",
+                value=sorted({str(part.shape) for part in parts}),
+                hint="plain tensors of ranks that each hold a part cannot be put together: "
+                "save DTensors, or with torch.distributed.checkpoint",
+            )
+        extents = tuple(extent for part in parts for extent in part.extents)
+        whole = Box.whole(first.shape)
+        if extents and all(extent.box == whole for extent in extents):
+            extents = extents[:1]  # a replica on each rank
+        merged = replace(first, extents=extents)
+        spread = self._of_tensors.get(id(first))
+        if spread is not None:
+            self.spreads[extents] = spread
+        return merged
