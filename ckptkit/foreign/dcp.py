@@ -36,7 +36,10 @@ from ckptkit.storage import MemoryStore, Stored
 
 METADATA = ".metadata"
 _OF_RANK = re.compile(r"__(\d+)\.metadata")
-_FILE_OF_RANK = re.compile(r"__(\d+)_.*")
+_FILE_OF_RANK = re.compile(r"(?:.*/)?__(\d+)_.*")
+# What accelerate, and with it the Trainer of transformers, writes: a folder of DCP for the model,
+# one for the optimizer.
+_APART = re.compile(r"((?:pytorch_model_fsdp|optimizer)_\d+/)\.metadata")
 # The head of a part, up to its elements; longer ones are read again.
 _HEAD_BYTES, _MOST_HEAD_BYTES = 1280, 1 << 16
 _MOST_OBJECT_BYTES = 1 << 28
@@ -136,21 +139,23 @@ def _metadata(
     """What is in the checkpoint by flat name; where each part is, by name and offset; and which
     path in a nested dictionary each name stands for.
     """
-    keys = [METADATA]
+    keys = {METADATA: ""}
     if METADATA not in folder.files:
         # Without collectives each rank writes its own, of what it has.
-        numbered = {int(m[1]): key for key in folder.files if (m := _OF_RANK.fullmatch(key))}
-        if sorted(numbered) != list(range(len(numbered))) or not numbered:
+        of_ranks = {int(m[1]): key for key in folder.files if (m := _OF_RANK.fullmatch(key))}
+        is_whole = sorted(of_ranks) == list(range(len(of_ranks)))
+        keys = {of_ranks[rank]: "" for rank in sorted(of_ranks) if is_whole}
+        keys = keys or {k: m[1] for k in sorted(folder.files) if (m := _APART.fullmatch(k))}
+        if not keys:
             raise FormatError(
                 "the metadata of the checkpoint is missing",
                 where=folder.where(METADATA),
                 hint="a save that was interrupted has none; copy the folder again, or use another",
             )
-        keys = [numbered[rank] for rank in sorted(numbered)]
     entries: dict[str, Placeholder] = {}
     items: dict[tuple[str, Any], _Item] = {}
     paths: dict[str, Path] = {}
-    for key in keys:
+    for key, inside in keys.items():
         where = folder.where(key)
         found = read_pickle(folder.read(key), where)
         if not isinstance(found, Placeholder) or found.kind != "Metadata":
@@ -163,7 +168,7 @@ def _metadata(
                 entry.fields()["chunks"] += entries[name].fields()["chunks"]
             entries[name] = entry
         for index, info in _map(said.get("storage_data"), where).items():
-            items.setdefault(*_stored(index, info, where))
+            items.setdefault(*_stored(index, info, inside, where))
         paths |= {
             name: path
             for name, path in _map(said.get("planner_data") or {}, where).items()
@@ -182,7 +187,7 @@ def _map(value: Any, where: str) -> dict[Any, Any]:
     return value
 
 
-def _stored(index: Any, info: Any, where: str) -> tuple[tuple[str, Any], _Item]:
+def _stored(index: Any, info: Any, inside: str, where: str) -> tuple[tuple[str, Any], _Item]:
     if not isinstance(index, Placeholder) or not isinstance(info, Placeholder):
         raise FormatError("not what DCP says of where a part is", where=where)
     key, said = index.fields(), info.fields()
@@ -194,7 +199,7 @@ def _stored(index: Any, info: Any, where: str) -> tuple[tuple[str, Any], _Item]:
             value=said["transform_descriptors"],
             hint="load it with torch, and save it again without extensions",
         )
-    file = document.text(said.get("relative_path"), f"{where}: {name}")
+    file = inside + document.text(said.get("relative_path"), f"{where}: {name}")
     start = document.integer(said.get("offset"), f"{where}: {name}")
     length = document.integer(said.get("length"), f"{where}: {name}")
     offset = None if offset is None else document.integers(offset, f"{where}: {name}")
@@ -266,16 +271,18 @@ def _head_of(data: bytes, where: str) -> tuple[int, _Head] | None:
     """How long the head of a part is, and what it says; None where the data is not all of it."""
     begin = local_end(data)
     ends = -1 if begin is None else data.find(_ENDS, begin)
-    if begin is None or ends < 0:
+    if begin is None:
         return None
     top, _, name = local_name(data).partition(b"/")
     if name != b"data.pkl":
         return None
-    said = read_pickle(data[begin : ends + 1], where, lambda pid: storage_of(pid, where))
+    # Behind the pickle torch writes its size, which other writers have in front of it.
+    told = data[begin : ends + 1] if ends >= 0 else data[begin:]
+    said = read_pickle(told, where, lambda pid: storage_of(pid, where))
     if not isinstance(said, Placeholder) or not said.kind.startswith("_rebuild_tensor"):
         raise FormatError("a part that is no plain tensor", where=where)
     storage, offset, shape, strides, dtype = tensor_of(said, where)
-    at = data.find(_BEGINS, ends)
+    at = data.find(_BEGINS, max(begin, ends))
     while at >= 0:
         length = local_end(data[at:])
         if length is None or at + length > len(data):

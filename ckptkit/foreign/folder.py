@@ -14,6 +14,8 @@ from ckptkit.storage import Store, Stored
 MOST_BYTES = 1 << 30
 # So much at a time of what lies near each other, and so many requests at a time to a server.
 _RUN_BYTES = 8 << 20
+# Between two of thousands more than that is not read along: it would be all of the tensors.
+_MOST_GAP = 16 << 10
 _AT_ONCE = 16
 
 
@@ -65,10 +67,11 @@ class Folder:
         each other are read together. What would be behind the end of the file is left out.
         """
         size, can = self.size(key), self.store.abilities
+        gap = min(can.gap_bytes, _MOST_GAP)
         runs: list[tuple[int, int]] = []
         for start, length in ranges:
             begin, end = min(start, size), min(start + length, size)
-            if runs and begin - runs[-1][1] <= can.gap_bytes and end - runs[-1][0] <= _RUN_BYTES:
+            if runs and begin - runs[-1][1] <= gap and end - runs[-1][0] <= _RUN_BYTES:
                 runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
             else:
                 runs.append((begin, end))

@@ -63,6 +63,7 @@ def _torch(folder: Folder) -> ForeignStep:
 # The first that fits counts.
 FORMATS = (
     Format("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp", _dcp),
+    Format("a DCP checkpoint of accelerate", r"pytorch_model_fsdp_\d+", _dcp),
     Format(
         "a DeepSpeed checkpoint",
         r"global_step\d+|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",

@@ -108,6 +108,13 @@ def _one(folder: Folder, files: Mapping[str, set[str] | None]) -> ForeignStep:
 def _step(
     folder: Folder, files: Iterable[str], found: States, number: int, **more: Any
 ) -> ForeignStep:
+    if not found.arrays:
+        raise FormatError(
+            "no tensor is in what torch.save wrote here",
+            where=str(folder.store.location),
+            value=sorted(files)[:8],
+            hint="name the file that the tensors are in",
+        )
     return ForeignStep(
         format="torch.save",
         files={key: folder.size(key) for key in files},

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +13,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
 from tests.foreign.contract import ForeignContract, Sample, same
-from tests.foreign.jobs import as_numpy
+from tests.foreign.jobs import as_numpy, network, trained, wanted_of
 from tests.foreign.test_torch_file import model
 from tests.storage.counting import CountingStore
 
@@ -59,6 +61,26 @@ class TestOneProcess(ForeignContract):
     def test_the_step_is_that_of_the_folder(self, sample: Sample) -> None:
         with ckptkit.open(sample.place) as checkpoint:
             assert checkpoint.step == 30
+
+
+def test_what_accelerate_writes_is_a_folder_for_the_model_and_one_for_the_optimizer(
+    tmp_path: Path,
+) -> None:
+    net, optimizer = trained(network())
+    state = get_optimizer_state_dict(net, optimizer)
+    place = tmp_path / "checkpoint-500"
+    saved({"model": net.state_dict()}, place / "pytorch_model_fsdp_0")
+    saved({"optimizer": state}, place / "optimizer_0")
+    torch.save({"last_epoch": 3}, place / "scheduler.pt")
+    with ckptkit.open(place) as checkpoint:
+        assert checkpoint.step == 500
+        wanted = wanted_of(net, optimizer)
+        assert set(checkpoint.arrays) == set(wanted)
+        assert all(same(checkpoint[name][...], value) for name, value in wanted.items())
+        assert all(info.of for info in checkpoint.manifest.arrays if info.role == "optimizer")
+    shutil.rmtree(place / "pytorch_model_fsdp_0")
+    with pytest.raises(FormatError, match="no tensor is in"):
+        ckptkit.open(place)
 
 
 class Custom:
