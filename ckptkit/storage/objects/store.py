@@ -269,7 +269,13 @@ class ObjectSource(Closing):
 
     def read_into(self, offset: int, *buffers: memoryview) -> None:
         views = [as_bytes(self._where, buffer) for buffer in buffers]
-        checked_range(self._where, self.size, offset, sum(view.nbytes for view in views))
+        total = checked_range(self._where, self.size, offset, sum(view.nbytes for view in views))
+        if 0 < total <= _MOST_AT_ONCE:
+            data = self._server.read(self._path, offset, total)
+            for view in filter(len, views):
+                copy_bytes(data[: view.nbytes], view)
+                data = data[view.nbytes :]
+            return
         for view in views:
             for done in range(0, view.nbytes, _MOST_AT_ONCE):
                 stretch = view[done : done + _MOST_AT_ONCE]
