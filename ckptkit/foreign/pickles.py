@@ -39,8 +39,8 @@ class Placeholder:
 
     name: str
     args: tuple[Any, ...]
-    state: Any = None
-    """What would become its attributes."""
+    state: Any = field(default=None, repr=False)
+    """What would become its attributes; it may refer back to the placeholder."""
     items: list[Any] = field(default_factory=list)
     """What would be put into it; of maps pairs."""
 
@@ -120,8 +120,8 @@ class _Interpreter:
         memory, so the value itself is kept as well.
         """
         self.inside: set[int] = set()
-        """Those that are inside of others. They do not change any more: so nothing is ever inside
-        of itself, and what was counted stays right.
+        """Those that are inside of others. They do not change any more, but for the states of
+        placeholders: so no value is ever inside of itself, and what was counted stays right.
         """
 
     def run(self) -> Any:
@@ -292,7 +292,11 @@ class _Interpreter:
             return  # what an OrderedDict has for attributes, such as `_metadata`
         if type(target) is not Placeholder or target.state is not None:
             raise ValueError("a state is given to what has none")
-        self.grow(target, (state,))
+        if id(target) in self.inside:
+            # Meshes refer to each other. Nothing here follows states that it does not know.
+            self.counted((state,))
+        else:
+            self.grow(target, (state,))
         target.state = state
 
     def memoize(self, place: int) -> None:

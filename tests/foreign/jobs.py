@@ -81,6 +81,7 @@ def write_samples(folder: str) -> None:
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "fsdp"))
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    both._flatten("all")  # from now on the two meshes refer to each other
     columns = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
     def sharded(mesh: DeviceMesh) -> nn.Module:

@@ -56,6 +56,14 @@ def test_a_few_types_become_plain_values() -> None:
         assert read(pickle.dumps(values, protocol=protocol)) == [*plain, frozenset([1]), "/a/b"]
 
 
+def test_placeholders_may_refer_to_each_other() -> None:
+    mesh = b"ctorch.distributed.device_mesh\nDeviceMesh\n)\x81"
+    data = mesh + b"q\x00}K\x01" + mesh + b"}K\x02h\x00sbsb."
+    root = read(data)
+    assert root.state[1].state[2] is root
+    assert len(repr(root)) < 200
+
+
 def test_what_is_shared_by_many_is_no_deeper_for_that() -> None:
     """An empty tuple is always the same one; a size of a tuple is that tuple."""
     size = (2, 3)
