@@ -145,9 +145,9 @@ def unpack(
 @location("out")
 @click.option(
     "--to-format",
-    type=click.Choice(["hf", "safetensors", "torch"]),
+    type=click.Choice(["hf", "safetensors", "torch", "dcp"]),
     required=True,
-    help="The folder of a Hugging Face model, or one file.",
+    help="The folder of a Hugging Face model or of DCP, or one file.",
 )
 @click.option(
     "--with",

@@ -14,6 +14,15 @@ import pytest
 import torch
 from safetensors.numpy import load_file as load_numpy
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ckptkit
@@ -23,6 +32,7 @@ from ckptkit.foreign.output import torch_save
 from ckptkit.model.dtype import DTYPES
 from tests.checkpoint.saving import Tensor, add, random_values, save, save_by
 from tests.cli.programs import ckpt, document
+from tests.live.pool import Pool
 from tests.servers.s3_server import Bucket
 
 
@@ -168,15 +178,28 @@ def test_torch_loads_the_weights(
         assert (first.data_ptr() == second.data_ptr()) == tied
 
 
-def test_torch_loads_every_type(tmp_path: Path) -> None:
+def test_torch_and_dcp_load_every_type(tmp_path: Path) -> None:
     shapes: dict[str, tuple[int, ...]] = {
         dtype: (5, 3) for dtype in DTYPES if dtype != "complex_float16"
     }
     shapes |= {"float64": (), "uint16": (0, 4), "int16": (1, 2, 3)}
     tensors = {f"model/{d}": Tensor(random_values(shape, d)) for d, shape in shapes.items()}
-    save(tmp_path / "run", tensors)
+
+    def fill(writer: ckptkit.Writer) -> None:
+        for name, tensor in tensors.items():
+            add(writer, name, tensor)
+        writer.add_alias("model/tied", "model/bool")
+
+    save_by(tmp_path / "run", fill)
     ckptkit.export(tmp_path / "run", tmp_path / "x.pt", to_format="torch")
+    ckptkit.export(tmp_path / "run", tmp_path / "dcp", to_format="dcp")
     found = torch.load(tmp_path / "x.pt", weights_only=True)
+    again = {name: torch.empty_like(value) for name, value in found.items()}
+    with pytest.warns(UserWarning, match="in a single process"):
+        load_dcp({"model": again}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for name, value in found.items():
+        assert bytes(again[name].untyped_storage()) == bytes(value.untyped_storage()), name
+    assert torch.equal(found.pop("tied"), found["bool"])
     assert sorted(found) == sorted(shapes)
     for dtype, shape in shapes.items():
         assert tuple(found[dtype].shape) == shape
@@ -184,6 +207,43 @@ def test_torch_loads_every_type(tmp_path: Path) -> None:
         assert found[dtype].is_contiguous()
         wanted = np.ascontiguousarray(tensors[f"model/{dtype}"].whole).tobytes()
         assert bytes(found[dtype].untyped_storage()) == wanted
+
+
+def load_with_dcp(folder: str, how: str) -> None:
+    """A rank whose model lies over all of them."""
+    model = llama(tied=False)
+    wanted = {name: value.detach().clone() for name, value in model.named_parameters()}
+    mesh = init_device_mesh("cpu", (2,))
+    if how == "fsdp":
+        fully_shard(model, mesh=mesh)
+    else:
+        columns = {"model.layers.*.mlp.up_proj": ColwiseParallel()}
+        parallelize_module(
+            model, mesh, {**columns, "model.layers.*.mlp.down_proj": RowwiseParallel()}
+        )
+    for parameter in model.parameters():
+        parameter.detach().zero_()
+    weights = model.state_dict()
+    load_dcp({"model": weights}, checkpoint_id=folder)
+    model.load_state_dict(weights)
+    spread = 0
+    for name, value in model.named_parameters():
+        whole: torch.Tensor = value
+        if isinstance(value, DTensor):
+            whole, spread = value.full_tensor(), spread + 1
+        assert torch.equal(whole, wanted[name]), name
+    assert spread >= 22
+
+
+def test_dcp_loads_the_folder_under_any_layout(gloo: Pool, tmp_path: Path) -> None:
+    run = step_of(llama(tied=False), tmp_path / "run")
+    out = tmp_path / "out"
+    found = document("export", run, out, "--to-format", "dcp", "--max-file-size", "100KB")
+    assert found["files"][-1] == ".metadata"
+    assert len(found["files"]) > 3
+    assert ckptkit.diff(run, out, include=("model/*",)).same
+    for how in ("fsdp", "tp"):
+        gloo.run(2, load_with_dcp, str(out), how)
 
 
 def test_a_thread_that_fails_keeps_no_other_waiting(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from ckptkit.checkpoint.reshard.copy import (
 from ckptkit.checkpoint.reshard.selection import Chosen, Selection, choose
 from ckptkit.checkpoint.workers import Progress, copy_threads, share_out
 from ckptkit.errors import AlreadyExistsError, NoSpaceError, NotFoundError, PeerError, UsageError
+from ckptkit.foreign.output.dcp import dcp_folder
 from ckptkit.foreign.output.files import (
     Checked,
     NewFile,
@@ -44,7 +45,8 @@ from ckptkit.model import Box
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Options, Store, open_store
 
-FORMATS = ("hf", "safetensors", "torch")
+FORMATS = ("hf", "safetensors", "torch", "dcp")
+_FOLDERS = {"hf": hugging_face, "dcp": dcp_folder}
 
 # As much of a file is filled and written at a time.
 _SEGMENT = 8 << 20
@@ -85,7 +87,8 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     source_options: Options | None = None,
 ) -> Exported:
     """Write the model of a step (of a run: its newest one) for other programs: as `hf`, the folder
-    of a Hugging Face model, or as one file, `safetensors` or `torch` (of torch.save).
+    of a Hugging Face model, as `dcp`, that of a torch.distributed.checkpoint, or as one file,
+    `safetensors` or `torch` (of torch.save).
 
     `out` must not be there; it appears whole or not at all. Never more than `memory` is in use,
     whatever the size of the model. Each file of a folder has at most `max_file_size` bytes of
@@ -99,12 +102,12 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     if beside is not None and to_format != "hf":
         raise UsageError("only a Hugging Face folder has files beside the model", value=to_format)
     own = storage_options if source_options is None else source_options
-    place, is_file = open_store(out, storage_options or {}), to_format != "hf"
+    place, is_file = open_store(out, storage_options or {}), to_format not in _FOLDERS
     before = resident_bytes()
     with open_checkpoint(src, storage_options=own) as checkpoint:
         arrays, tensors, left_out = _chosen(checkpoint, selection or Selection())
-        if to_format == "hf":
-            new = hugging_face(tensors, parse_size(max_file_size))
+        if not is_file:
+            new = _FOLDERS[to_format](tensors, parse_size(max_file_size))
         else:
             layout = torch_file if to_format == "torch" else safetensors_file
             new = layout(place.location.name, tensors)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import TypeAlias
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
 from ckptkit.foreign.safetensors import DTYPES, INDEX, METADATA, MOST_HEADER
@@ -45,12 +46,15 @@ class Checked:
     """Of the checksums of these tensors."""
 
 
+Piece: TypeAlias = bytes | int | Checked
+
+
 @dataclass(frozen=True, slots=True)
 class NewFile:
     """A file: bytes, and numbers of tensors whose elements come next."""
 
     key: str
-    pieces: tuple[bytes | int | Checked, ...]
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +75,7 @@ def hugging_face(tensors: Sequence[NewTensor], most: int) -> NewFiles:
     """The files of a folder that transformers opens, each with at most `most` bytes of tensors, or
     one tensor that is larger; and the index of several.
     """
-    shards: list[list[int]] = [[]]
-    room = most
-    for number in sorted(range(len(tensors)), key=lambda n: _natural(tensors[n].name)):
-        nbytes = tensors[number].nbytes
-        if shards[-1] and nbytes > room:
-            shards.append([])
-            room = most
-        shards[-1].append(number)
-        room -= nbytes
+    shards = shards_of(tensors, most)
     if len(shards) == 1:
         return NewFiles((_file("model.safetensors", tensors, shards[0]),))
     files = [
@@ -96,6 +92,20 @@ def hugging_face(tensors: Sequence[NewTensor], most: int) -> NewFiles:
     }
     text = json.dumps(index, indent=2) + "\n"
     return NewFiles(tuple(files), ((f"model{INDEX}", text.encode()),))
+
+
+def shards_of(tensors: Sequence[NewTensor], most: int) -> list[list[int]]:
+    """The numbers of the tensors of each file: neighbours with at most so many bytes, or one."""
+    shards: list[list[int]] = [[]]
+    room = most
+    for number in sorted(range(len(tensors)), key=lambda n: _natural(tensors[n].name)):
+        nbytes = tensors[number].nbytes
+        if shards[-1] and nbytes > room:
+            shards.append([])
+            room = most
+        shards[-1].append(number)
+        room -= nbytes
+    return shards
 
 
 def plain_name(names: Iterable[str]) -> str:

@@ -6,13 +6,24 @@ torch is needed for it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 from isal import isal_zlib
 
-from ckptkit.foreign.output.files import Checked, NewFile, NewFiles, NewTensor
+from ckptkit.foreign.output.files import Checked, NewFile, NewFiles, NewTensor, Piece
+from ckptkit.foreign.output.opcodes import (
+    BEGIN,
+    END,
+    FALSE,
+    called,
+    integer,
+    mapped,
+    named,
+    text,
+    tupled,
+)
 from ckptkit.format.pack import end_records
 
 _TOP = "archive"
@@ -22,7 +33,8 @@ _LARGE = _ELSEWHERE = 0xFFFFFFFF
 _DATE = 0x21  # the first day that a zip file knows
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
-# The checksum of a tensor is known when it has been written: it comes behind it.
+# The checksum of a tensor is known when it has been written: it comes behind it. So do all others,
+# as torch has it.
 _BEHIND = 0x8
 _STORAGES = {
     "float32": "Float",
@@ -41,7 +53,7 @@ _STORAGES = {
 
 
 class _Member(NamedTuple):
-    """A member of the zip file: `content` is its bytes, or the number of a tensor."""
+    """A member of the zip file: `content` is its bytes, or the place of its tensor among all."""
 
     name: bytes
     header_offset: int
@@ -53,51 +65,61 @@ def torch_file(key: str, tensors: Sequence[NewTensor]) -> NewFiles:
     """One file that `torch.load(weights_only=True)` reads as a dictionary of all tensors; tied ones
     share their memory.
     """
+    values = [(tensor, tensor_value(number, tensor)) for number, tensor in enumerate(tensors)]
+    every = mapped(
+        (text(n), value) for tensor, value in values for n in (tensor.name, *tensor.tied)
+    )
+    pieces, _ = archive(BEGIN + every + END, tensors, range(len(tensors)))
+    return NewFiles((NewFile(key, tuple(pieces)),))
+
+
+def archive(
+    pickle: bytes, tensors: Sequence[NewTensor], numbers: Sequence[int]
+) -> tuple[list[Piece], int]:
+    """The zip file of a pickle and its tensors, which have these numbers, and its size."""
     contents: list[tuple[str, bytes | int]] = [
-        ("data.pkl", _pickle(tensors)),
+        ("data.pkl", pickle),
         ("byteorder", b"little"),
-        *((f"data/{number}", number) for number in range(len(tensors))),
+        *((f"data/{place}", place) for place in range(len(tensors))),
         ("version", b"3\n"),
     ]
     members: list[_Member] = []
-    pieces: list[bytes | int | Checked] = []
+    pieces: list[Piece] = []
     end = 0
     for inner, content in contents:
         nbytes = len(content) if isinstance(content, bytes) else tensors[content].nbytes
         member = _Member(f"{_TOP}/{inner}".encode(), end, nbytes, content)
         header = _local(member)
         members.append(member)
-        pieces += [header, content]
+        pieces += [header, content if isinstance(content, bytes) else numbers[content]]
         end += len(header) + nbytes
-        if isinstance(content, int):
-            checksum = Checked(len(_behind(nbytes, [0])), (content,), partial(_behind, nbytes))
-            pieces.append(checksum)
-            end += checksum.nbytes
-    numbers = tuple(range(len(tensors)))
+        make = partial(_behind, nbytes)
+        if isinstance(content, bytes):
+            pieces.append(make([isal_zlib.crc32(content)]))
+        else:
+            pieces.append(Checked(len(make([0])), (numbers[content],), make))
+        end += len(make([0]))
     closing = partial(_directory, members, end)
-    pieces.append(Checked(len(closing([0] * len(numbers))), numbers, closing))
-    return NewFiles((NewFile(key, tuple(pieces)),))
+    size = len(closing([0] * len(numbers)))
+    pieces.append(Checked(size, tuple(numbers), closing))
+    return pieces, end + size
 
 
 def _local(member: _Member) -> bytes:
     """All bytes from a member's header up to its data, which begins where torch wants it."""
-    name, at, nbytes, content = member
-    is_large = nbytes >= _LARGE
-    known = nbytes if isinstance(content, bytes) else 0
-    extra = struct.pack("<HHQQ", 1, 16, known, known) if is_large else b""
-    padding = -(at + _LOCAL.size + len(name) + len(extra) + 4) % _ALIGNED
+    is_large = member.nbytes >= _LARGE
+    extra = struct.pack("<HHQQ", 1, 16, 0, 0) if is_large else b""
+    begin = member.header_offset + _LOCAL.size + len(member.name) + len(extra) + 4
+    padding = -begin % _ALIGNED
     extra += struct.pack("<2sH", b"FB", padding) + bytes(padding)
-    crc, size, flags = 0, _ELSEWHERE if is_large else 0, _BEHIND
-    if isinstance(content, bytes):
-        crc, flags = isal_zlib.crc32(content), 0
-        size = _ELSEWHERE if is_large else nbytes
-    version = 45 if is_large else 20
-    fixed = (b"PK\3\4", version, flags, 0, 0, _DATE, crc, size, size, len(name), len(extra))
-    return _LOCAL.pack(*fixed) + name + extra
+    version, size = (45, _ELSEWHERE) if is_large else (20, 0)
+    lengths = len(member.name), len(extra)
+    fixed = (b"PK\3\4", version, _BEHIND, 0, 0, _DATE, 0, size, size, *lengths)
+    return _LOCAL.pack(*fixed) + member.name + extra
 
 
 def _behind(nbytes: int, crcs: Sequence[int]) -> bytes:
-    """What comes behind a tensor."""
+    """What comes behind a member: its checksum."""
     form = "<4sIQQ" if nbytes >= _LARGE else "<4sIII"
     return struct.pack(form, b"PK\7\10", crcs[0], nbytes, nbytes)
 
@@ -109,69 +131,37 @@ def _directory(members: Sequence[_Member], offset: int, crcs: Sequence[int]) -> 
         large = [number for number in (nbytes, nbytes) if nbytes >= _LARGE]
         large += [at] if at >= _LARGE else []
         extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
-        crc, flags = (
-            (isal_zlib.crc32(content), 0)
-            if isinstance(content, bytes)
-            else (crcs[content], _BEHIND)
-        )
+        crc = isal_zlib.crc32(content) if isinstance(content, bytes) else crcs[content]
         size, version = _ELSEWHERE if nbytes >= _LARGE else nbytes, 45 if large else 20
         offset32 = _ELSEWHERE if at >= _LARGE else at
         found += _CENTRAL.pack(
-            *(b"PK\1\2", version, version, flags, 0, 0, _DATE, crc, size, size),
+            *(b"PK\1\2", version, version, _BEHIND, 0, 0, _DATE, crc, size, size),
             *(len(name), len(extra), 0, 0, 0, 0, offset32),
         )
         found += name + extra
     return bytes(found) + end_records(len(members), len(found), offset)
 
 
-def _pickle(tensors: Sequence[NewTensor]) -> bytes:
-    """A dictionary of tensors, each on the storage of its number."""
-    found = bytearray(b"\x80\x02}(")
-    for number, tensor in enumerate(tensors):
-        value = _tensor(number, tensor)
-        for name in (tensor.name, *tensor.tied):
-            found += _text(name) + value
-    return bytes(found) + b"u."
-
-
-def _tensor(number: int, tensor: NewTensor) -> bytes:
+def tensor_value(place: int, tensor: NewTensor) -> bytes:
+    """A tensor in a pickle, on the storage of a place."""
     dtype, elements = tensor.dtype, tensor.nbytes // tensor.dtype.itemsize
-    storage, count, more, version = "torch.storage\nUntypedStorage", tensor.nbytes, b"", 3
+    storage, count, version = named("torch.storage", "UntypedStorage"), tensor.nbytes, 3
+    more = [named("torch", dtype.torch)]
     if dtype.name in _STORAGES:
-        storage, count, version = f"torch\n{_STORAGES[dtype.name]}Storage", elements, 2
-    else:
-        more = _global(f"torch\n{dtype.torch}")
+        storage, count, version = named("torch", f"{_STORAGES[dtype.name]}Storage"), elements, 2
+        more = []
     strides = [1]
     for extent in reversed(tensor.shape[1:]):
         strides.append(strides[-1] * max(1, extent))
-    steps = tuple(reversed(strides)) if tensor.shape else ()
-    place = (_text("storage"), _global(storage), _text(str(number)), _text("cpu"), _integer(count))
-    arguments = (
-        _tuple(place) + b"Q",
-        _integer(0),
-        _tuple(map(_integer, tensor.shape)),
-        _tuple(map(_integer, steps)),
-        b"\x89",  # asks for no gradient
-        _global("collections\nOrderedDict") + b")R",
-        more,
-    )
-    return _global(f"torch._utils\n_rebuild_tensor_v{version}") + _tuple(arguments) + b"R"
-
-
-def _global(module_and_name: str) -> bytes:
-    return f"c{module_and_name}\n".encode()
-
-
-def _tuple(items: Iterable[bytes]) -> bytes:
-    return b"(" + b"".join(items) + b"t"
-
-
-def _text(text: str) -> bytes:
-    data = text.encode()
-    return b"X" + len(data).to_bytes(4, "little") + data
-
-
-def _integer(number: int) -> bytes:
-    if number < 1 << 31:
-        return b"J" + number.to_bytes(4, "little")
-    return b"\x8a\x09" + number.to_bytes(9, "little")
+    steps = reversed(strides) if tensor.shape else ()
+    known = (text("storage"), storage, text(str(place)), text("cpu"), integer(count))
+    arguments = [
+        tupled(known) + b"Q",
+        integer(0),
+        tupled(map(integer, tensor.shape)),
+        tupled(map(integer, steps)),
+        FALSE,  # asks for no gradient
+        called(named("collections", "OrderedDict"), []),
+        *more,
+    ]
+    return called(named("torch._utils", f"_rebuild_tensor_v{version}"), arguments)
