@@ -84,6 +84,8 @@ def verify(
         lines.append(f"ok: every tensor of {location} is in its files, whole")
     if foreign is not None:
         lines.append(f"{foreign.format} has no checksums: the bytes were compared with nothing")
+        left_out = foreign.details.get("left_out", {})
+        lines += [f"left out: {name}: {why}" for name, why in left_out.items()]
     if digest:
         document["digest"] = None
     if found is not None:
@@ -193,9 +195,9 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
     """Write the model of STEP for other programs.
 
     OUT must not be there, and appears when it is complete and durable, or not at all. The model is
-    never in memory, nor is torch. Tied weights are written once. The optimizer's state and all else
-    that is no part of the model stay behind. One file is of safetensors, or of torch.save: that
-    one torch.load(weights_only=True) reads.
+    never in memory, nor is torch. The optimizer's state and all else that is no part of the model
+    stay behind. One file is of safetensors, or of torch.save: torch.load(weights_only=True) reads
+    that.
 
     A folder opens in transformers with from_pretrained, where --with gives it a config.json. The
     names are those of the step: --rename changes them where transformers has others.

@@ -117,6 +117,7 @@ def read_dcp(folder: Folder) -> ForeignStep:
         _put(tree, paths.get(name, (name,)), value, name)
     found = states_of(_with_lists(tree), str(folder.store.location))
     found.left_out |= unread
+    found.left_out |= folder.unread(())
     files = sorted({*parts, *(item.file for item in objects.values())})
     ranks = {int(m[1]) for file in files if (m := _FILE_OF_RANK.fullmatch(file))}
     strategy, arrays = by_boxes(found.arrays, max(ranks, default=0) + 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +18,10 @@ _RUN_BYTES = 8 << 20
 # Between two of thousands more than that is not read along: it would be all of the tensors.
 _MOST_GAP = 16 << 10
 _AT_ONCE = 16
+
+_PART = re.compile(
+    r"[^/]*\.(pt|pth|bin|ckpt|safetensors)|(optimizer|scheduler|rng_state)[^/]*|trainer_state\.json"
+)
 
 
 class Folder:
@@ -43,6 +48,13 @@ class Folder:
                 hint="it was not copied along; copy the folder again",
             )
         return self.files[key].size
+
+    def unread(self, used: Iterable[str]) -> dict[str, str]:
+        """What looks like parts of the checkpoint beside the files that are used, and why it is
+        left out; nothing of one file, which is itself whatever lies beside it.
+        """
+        names = set() if self.only is not None else self.files.keys() - set(used)
+        return {key: "a file that is not read" for key in sorted(names) if _PART.fullmatch(key)}
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         """Some metadata of a file, which is neither cut short nor larger than metadata is."""

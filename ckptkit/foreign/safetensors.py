@@ -70,6 +70,8 @@ def read_safetensors(folder: Folder) -> ForeignStep:
             value=missing[0],
             hint="the index is of other files; copy the folder again",
         )
+    if unread := folder.unread(files):
+        details["left_out"] = unread
     arrays = [_array(folder, name, found) for name, found in parts.items()]
     theirs = {array.name: name for array, name in zip(arrays, parts, strict=True)}
     return ForeignStep(

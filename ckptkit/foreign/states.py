@@ -61,7 +61,8 @@ class States:
         try:
             encode(value, name)
         except UnsupportedTypeError as error:
-            self.left_out[name] = f"{error.where}: {error.what}"
+            # Its text names the class of our placeholder.
+            self.left_out[name] = f"{error.where}: a value that is neither plain nor a tensor"
         else:
             self.objects.append(ObjectInfo(name, "replicated", value))
 
@@ -96,7 +97,9 @@ def states_of(tree: Mapping[Any, Any], where: str) -> States:
         for number, state in enumerate(several):
             above: Path = (optimizer_key, number) if isinstance(value, list) else (optimizer_key,)
             document = _optimizer(found, state, names, above, where)
-            if document is None:
+            if document is None and not isinstance(value, list):
+                rest[optimizer_key] = state
+            elif document is None:
                 rest.setdefault(optimizer_key, {})[number] = state
             else:
                 documents.append(document)

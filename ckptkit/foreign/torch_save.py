@@ -115,6 +115,7 @@ def _step(
             value=sorted(files)[:8],
             hint="name the file that the tensors are in",
         )
+    found.left_out |= folder.unread(files)
     return ForeignStep(
         format="torch.save",
         files={key: folder.size(key) for key in files},

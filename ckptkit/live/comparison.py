@@ -347,6 +347,11 @@ def _refuse(report: Report, checkpoint: Checkpoint, options: LoadOptions) -> Non
     if bad.is_exact:
         return
     hints = []
+    if OPTIMIZER in bad.missing and any(name.startswith("other/opt") for name in checkpoint.arrays):
+        hints.append(
+            "the optimizer's parameters are only numbered there, in several groups or not as the "
+            "model's, so nobody knows whose state is which: save it with names (param_names)"
+        )
     if not replace(bad, cast=[]).is_exact:
         hints.append("partial=True loads what fits and reports the rest")
     if bad.cast:

@@ -154,3 +154,21 @@ def test_of_a_strategy_that_nobody_knows_the_caller_is_believed(
 ) -> None:
     result = ckpt("reshard", "--from", "fsdp:8", "--to", "fsdp:2", model, tmp_path / "ours")
     assert result.exit_code == 0, result.stderr
+
+
+def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoint-500"
+    write(place / "model.safetensors", ARRAYS)
+    beside = ("optimizer.pt", "pytorch_model.bin", "rng_state.pth", "scheduler.pt")
+    for name in (*beside, "trainer_state.json", "config.json", "tokenizer.model"):
+        (place / name).write_text("{}")
+    unread = {*beside, "trainer_state.json"}
+    assert document("show", place)["details"]["left_out"].keys() == unread
+    assert "left out: optimizer.pt: a file that is not read\n" in ckpt("verify", place).stdout
+    result = ckpt("import", place, tmp_path / "run")
+    assert [line.split(": ")[1] for line in result.stderr.splitlines()] == sorted(unread)
+    with ckptkit.open(tmp_path / "run") as checkpoint:
+        assert checkpoint.details["left_out"].keys() == unread
+        assert checkpoint.details["resharded"]["from"] == "unknown"
+    # One file is itself, whatever lies beside it.
+    assert document("show", place / "model.safetensors")["details"] == {}

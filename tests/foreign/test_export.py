@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -110,6 +111,28 @@ def test_transformers_opens_the_folder_and_computes_the_same(tied: bool, tmp_pat
     assert (out / "tokenizer.json").read_text() == "{}"
     assert not (out / "training_args.bin").exists()
     assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("says", [{"tie_word_embeddings": False}, {}, None])
+def test_what_transformers_will_not_tie_is_written_under_both_names(
+    says: dict[str, bool] | None, tmp_path: Path
+) -> None:
+    model = llama(tied=True)
+    run = step_of(model, tmp_path / "run")
+    config = model.config.to_dict()
+    del config["tie_word_embeddings"]
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "config.json").write_text(json.dumps(config | (says or {})))
+    beside = () if says is None else ("--with", tmp_path / "first")
+    found = document("export", run, tmp_path / "out", "--to-format", "hf", *beside)
+    assert found["tied"] == []
+    if says is None:
+        shutil.copy(tmp_path / "first" / "config.json", tmp_path / "out")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    again, said = loaded
+    assert not said["missing_keys"]
+    assert not again.config.tie_word_embeddings
+    assert torch.equal(logits(again), logits(model))
 
 
 def test_what_was_exported_is_the_model_of_the_step(tmp_path: Path) -> None:

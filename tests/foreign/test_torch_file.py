@@ -14,6 +14,7 @@ from torch import nn
 
 import ckptkit
 from ckptkit.errors import FormatError
+from ckptkit.live import StateMismatchError, load
 from tests.foreign.contract import ForeignContract, Sample
 from tests.foreign.jobs import as_numpy, network, trained
 from tests.storage.counting import CountingStore
@@ -158,7 +159,7 @@ def test_where_nobody_knows_whose_state_it_is_it_has_no_name_of_a_parameter(
     optimizer.step()
     with opened({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path) as it:
         assert not [name for name in it.arrays if name.startswith("optimizer/")]
-        assert "other/optimizer/0/state/0/exp_avg" in it.arrays
+        assert "other/optimizer/state/0/exp_avg" in it.arrays
         assert "extra/optimizer" in objects(it)
 
 
@@ -330,3 +331,30 @@ def test_numbers_and_arrays_of_numpy_are_plain_values(tmp_path: Path) -> None:
         assert np.array_equal(found["extra/rng"][1], rng[1])
     with pytest.raises(FormatError, match="not of numbers"):
         opened({"w": torch.ones(1), "texts": np.array(["a"])}, tmp_path)
+
+
+def test_files_beside_the_model_are_named(tmp_path: Path) -> None:
+    for name in ("model.pt", "ema.pt", "optimizer.pt", "scheduler.pt"):
+        torch.save({"w": torch.ones(3)}, tmp_path / name)
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert checkpoint.details["left_out"].keys() == {"ema.pt", "scheduler.pt"}
+
+
+def test_an_optimizer_of_groups_without_names_is_elsewhere_and_a_load_says_so(
+    tmp_path: Path,
+) -> None:
+    net, _ = trained(network())
+    first, *others = net.parameters()
+    optimizer = torch.optim.Adam([{"params": [first]}, {"params": others}])
+    optimizer.step()
+    states = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "objects": {1, 2}}
+    torch.save(states, tmp_path / "x.pt")
+    with ckptkit.open(tmp_path / "x.pt") as checkpoint:
+        assert checkpoint.foreign is not None
+        name = "other/optimizer/state/0/exp_avg"
+        assert checkpoint.foreign.theirs[name] == "optimizer.state.0.exp_avg"
+        (why,) = checkpoint.details["left_out"].values()
+        assert "ckptkit" not in why
+    with pytest.raises(StateMismatchError) as caught:
+        load(tmp_path / "x.pt", model=net, optimizer=optimizer)
+    assert "only numbered" in caught.value.hint

@@ -31,6 +31,7 @@ from ckptkit.checkpoint.workers import Progress, copy_threads, share_out
 from ckptkit.errors import AlreadyExistsError, NoSpaceError, NotFoundError, PeerError, UsageError
 from ckptkit.foreign.output.dcp import dcp_folder
 from ckptkit.foreign.output.files import (
+    EMBEDDINGS,
     Checked,
     NewFile,
     NewTensor,
@@ -39,7 +40,7 @@ from ckptkit.foreign.output.files import (
     safetensors_file,
 )
 from ckptkit.foreign.output.torch_save import torch_file
-from ckptkit.foreign.safetensors import CONFIG
+from ckptkit.foreign.safetensors import CONFIG, parsed
 from ckptkit.format.names import MODEL, inner_name
 from ckptkit.model import Box
 from ckptkit.model.document import parse_size
@@ -103,9 +104,13 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
         raise UsageError("only a Hugging Face folder has files beside the model", value=to_format)
     own = storage_options if source_options is None else source_options
     place, is_file = open_store(out, storage_options or {}), to_format not in _FOLDERS
+    config = None if beside is None else store_at(beside, own)
     before = resident_bytes()
     with open_checkpoint(src, storage_options=own) as checkpoint:
         arrays, tensors, left_out = _chosen(checkpoint, selection or Selection())
+        if to_format == "hf":
+            ties = config is not None and _ties_embeddings(config)
+            arrays, tensors = _untied(arrays, tensors, EMBEDDINGS if ties else ())
         if not is_file:
             new = _FOLDERS[to_format](tensors, parse_size(max_file_size))
         else:
@@ -121,9 +126,9 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
             fixed=max(0, resident_bytes() - before),
         )
         with _appearing(place, is_file=is_file) as store, _removing(store) as written:
-            _check_room(store, tensors)
-            if beside is not None:
-                written.extend(_copied(store_at(beside, own), store))
+            _check_room(store, tensors, place)
+            if config is not None:
+                written.extend(_copied(config, store))
             check_huge_chunks(arrays, checkpoint, budget)
             copier = ChunkCopier(checkpoint, budget, None, None)
             for file in new.files:
@@ -166,6 +171,32 @@ def _chosen(
     return arrays, tensors, [name for name in checkpoint.arrays if name not in into]
 
 
+def _ties_embeddings(beside: Store) -> bool:
+    """Whether the model's config says that transformers will tie what it opens. Without a word of
+    it that is another thing for each kind of model, and so is what the config of a part says.
+    """
+    if CONFIG not in beside.children(""):
+        return False
+    said = parsed(beside.read_whole(CONFIG, _MOST_BESIDE), f"{beside.location}/{CONFIG}")
+    return isinstance(said, dict) and said.get("tie_word_embeddings") is True
+
+
+def _untied(
+    arrays: Sequence[Chosen], tensors: Sequence[NewTensor], kept: Sequence[str]
+) -> tuple[list[Chosen], list[NewTensor]]:
+    """All under each of their names but those with one of `kept` in the first: what is not there
+    under its own name transformers would make up, and ties those that are alike itself.
+    """
+    pairs: list[tuple[Chosen, NewTensor]] = []
+    for chosen, tensor in zip(arrays, tensors, strict=True):
+        if any(part in tensor.name for part in kept):
+            pairs.append((chosen, tensor))
+        else:
+            names = (tensor.name, *tensor.tied)
+            pairs += [(chosen, replace(tensor, name=name, tied=())) for name in names]
+    return [chosen for chosen, _ in pairs], [tensor for _, tensor in pairs]
+
+
 @contextmanager
 def _appearing(place: Store, *, is_file: bool) -> Iterator[Store]:
     """Where to write the files; AlreadyExistsError where something is at the place."""
@@ -197,12 +228,12 @@ def _removing(store: Store) -> Iterator[list[str]]:
         raise
 
 
-def _check_room(store: Store, tensors: Sequence[NewTensor]) -> None:
+def _check_room(store: Store, tensors: Sequence[NewTensor], place: Store) -> None:
     room, needed = store.room(), sum(tensor.nbytes for tensor in tensors)
     if room is not None and needed > room:
         raise NoSpaceError(
             f"{needed} bytes are to be written, {room} are free",
-            where=str(store.location),
+            where=str(place.location),
             hint="nothing was written; `ckpt prune` frees what runs do not need",
         )
 

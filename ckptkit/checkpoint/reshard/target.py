@@ -17,6 +17,7 @@ from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.checkpoint.reshard.selection import Choice, Chosen, Selection, choose, parameter_order
 from ckptkit.checkpoint.rules_file import RulesLike, rules_between
 from ckptkit.errors import LayoutError
+from ckptkit.foreign.contents import ForeignManifest
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.leaves import dumps
@@ -104,6 +105,8 @@ class ReshardTarget:
     strategy: Strategy
     choice: Choice
     arrays: tuple[TargetArray, ...]
+    written_by: str
+    """The strategy of the source, as far as anything says it."""
     digest: str = ""
     """That of the state, to be recorded; empty where none is."""
 
@@ -128,7 +131,7 @@ class ReshardTarget:
         source = self.source
         details: dict[str, Any] = {
             **{key: value for key, value in source.details.items() if key not in _OWN},
-            "resharded": {"from": str(source.strategy), "save_id": source.save_id},
+            "resharded": {"from": self.written_by, "save_id": source.save_id},
         }
         if self.digest:
             details["digest"] = {"algorithm": DIGEST_ALGORITHM, "step": self.digest}
@@ -200,7 +203,9 @@ def target_of(manifest: Manifest, options: ReshardOptions, digest: str = "") -> 
     if options.step is not None:
         step_name(options.step)  # raises where it is no step
         save = replace(save, step=options.step)
-    return ReshardTarget(save, decided, strategy, choice, tuple(arrays), digest)
+    is_known = not isinstance(manifest, ForeignManifest) or manifest.foreign.strategy is not None
+    written_by = str(save.strategy) if is_known else "unknown"
+    return ReshardTarget(save, decided, strategy, choice, tuple(arrays), written_by, digest)
 
 
 def _rules(choice: Choice, manifest: Manifest, options: ReshardOptions) -> Rules | None:

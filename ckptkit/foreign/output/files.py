@@ -18,6 +18,8 @@ from ckptkit.model import DType
 
 _SPELLED = {dtype: spelled for spelled, dtype in DTYPES.items()}
 _ALIGNED = 8
+EMBEDDINGS = ("shared", "embed", "wte")
+"""What the names of embeddings have in them, the first ones first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +114,9 @@ def plain_name(names: Iterable[str]) -> str:
     """Of the names of one tied tensor the one that it is stored under: that of the embedding, for
     that is where transformers look for it.
     """
-    ranked = ("shared", "embed", "wte")
 
     def rank(name: str) -> int:
-        return next((n for n, part in enumerate(ranked) if part in name), len(ranked))
+        return next((n for n, part in enumerate(EMBEDDINGS) if part in name), len(EMBEDDINGS))
 
     return min(names, key=rank)
 
