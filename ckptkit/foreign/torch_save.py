@@ -50,6 +50,7 @@ def read_torch(folder: Folder) -> ForeignStep:
     beside = dict.fromkeys(sorted(ranks), "of one rank, beside a model that is not")
     if shards := [key for key in files if _SHARD.fullmatch(key)]:
         _check_shards(folder, shards)
+        beside |= {key: "beside the files of a model" for key in files if key not in shards}
         return _one(folder, dict.fromkeys(sorted(shards)), beside)
     parts = sorted(key for key in files if _PART.fullmatch(key))
     if parts and parts != ["consolidated.00.pth"]:
@@ -105,13 +106,15 @@ def _check_shards(folder: Folder, shards: Sequence[str]) -> None:
     first = matches[0]
     count = int(first["count"])
     there = {int(match["number"]) for match in matches}
+    missing: list[int] = []
     if len({(match["what"], int(match["count"])) for match in matches}) > 1:
-        what, missing = "files of several models are in the folder, without an index", []
+        what = "files of several models are in the folder, without an index"
     elif len(there) < len(shards) or len(there) > count:
-        what, missing = "more files than their names say", []
+        what = "more files than their names say"
     else:
+        within = sum(1 <= number <= count for number in there)
         missing = list(islice((n for n in range(1, count + 1) if n not in there), 8))
-        what = f"of {count} files that belong together {count - len(there)} are missing"
+        what = f"of {count} files that belong together {count - within} are missing"
         if not missing:
             return
     raise FormatError(

@@ -401,8 +401,10 @@ def test_files_that_say_how_many_they_are_have_to_be_all_there(tmp_path: Path) -
     for missing in names:
         for number, name in enumerate(names):
             torch.save({f"w{number}": torch.ones(2)}, tmp_path / name)
+        torch.save({"state": {}}, tmp_path / "optimizer.pt")
         with ckptkit.open(tmp_path) as checkpoint:
             assert set(checkpoint.arrays) == {"model/w0", "model/w1", "model/w2"}
+            assert checkpoint.details["left_out"].keys() == {"optimizer.pt"}
         (tmp_path / missing).unlink()
         with pytest.raises(FormatError, match=missing):
             ckptkit.open(tmp_path)
