@@ -7,7 +7,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sized
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ DEFAULT_THREADS = 6
 _FEW = 8
 # Seconds that the main thread waits at a time: see `look_until`.
 LOOK = 0.2
+_MOMENT = 0.005
 # A request is in memory twice for a moment: as it came, and where it was asked for.
 _COPIES = 2
 _LEAST_REQUEST = 1 << 20
@@ -40,8 +42,8 @@ def uncollected() -> Iterator[None]:
     objects are made for each of 100,000 arrays, looking at all of them again and again takes longer
     than making them; a job with a large model has millions more.
 
-    In the main thread only: whether Python looks is said for the whole process, and there nobody
-    else can say it, or fork, at the same time.
+    In the main thread only, so that no two of these blocks end in each other's middle. Whether
+    Python looks is said for the whole process: what another thread says of it meanwhile is undone.
     """
     if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
         yield
@@ -88,8 +90,10 @@ def share_out(items: Iterable[T], do: Callable[[T], object], count: int) -> None
     pending, lock, stopped = iter(items), threading.Lock(), threading.Event()
     errors: list[BaseException] = []
     futures: list[Future[None]] = []
+    busy: list[None] = []  # one for each thread that works
 
     def work() -> None:
+        busy.append(None)
         try:
             while not stopped.is_set():
                 with lock:
@@ -101,18 +105,20 @@ def share_out(items: Iterable[T], do: Callable[[T], object], count: int) -> None
         except BaseException as error:
             errors.append(error)
             raise
+        finally:
+            busy.pop()
 
+    executor = ThreadPoolExecutor(count, thread_name_prefix="ckptkit")
     try:
-        with ThreadPoolExecutor(count, thread_name_prefix="ckptkit") as executor:
-            try:
-                futures += [executor.submit(work) for _ in range(count)]
-                look_until(
-                    lambda seconds: (
-                        bool(errors) or not wait(futures, seconds, FIRST_EXCEPTION).not_done
-                    )
-                )
-            finally:
-                stopped.set()
+        try:
+            futures += [executor.submit(work) for _ in range(count)]
+            look_until(
+                lambda seconds: bool(errors) or not wait(futures, seconds, FIRST_EXCEPTION).not_done
+            )
+        finally:
+            stopped.set()
+            _settle(busy)
+            executor.shutdown()
         if errors:
             # Threads that fail because another one did may be faster: then that one's counts.
             raise next((e for e in errors if e is errors[0].__cause__), errors[0])
@@ -120,6 +126,24 @@ def share_out(items: Iterable[T], do: Callable[[T], object], count: int) -> None
         # Errors, whose tracebacks know this frame, would be kept alive by it.
         errors.clear()
         futures.clear()
+
+
+def _settle(busy: Sequence[object]) -> None:
+    """Wait until no thread is busy, through any number of Ctrl-C: as long as one works it writes
+    into memory of the caller's, who would take that for free.
+    """
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            # Not `join`, which takes a thread for ended when Ctrl-C comes (Python 3.11).
+            while busy:
+                time.sleep(_MOMENT)
+        except KeyboardInterrupt as error:
+            interrupt = error
+        else:
+            break
+    if interrupt is not None:
+        raise interrupt
 
 
 def at_once(can: Abilities) -> int:

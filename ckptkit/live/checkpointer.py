@@ -166,7 +166,7 @@ class Checkpointer:
         self._check_open()
         quiet = nullcontext() if self._preemption is None else self._preemption.held_off()
         # All of it, not only what makes objects by the thousand: between two such parts, or in the
-        # threads that write, Python would look through all objects of the job.
+        # threads that write a synchronous save, Python would look through all objects of the job.
         with quiet, uncollected(), ExitStack() as after:
             # First of all, so that what goes wrong on one rank from here on reaches the others.
             ranks = self._meeting("save")
@@ -353,7 +353,7 @@ class Checkpointer:
                     log.info("saved step %d to %s: %s", step, self._tiers.target.location, done)
                 self._tiers.saved(step)
             finally:
-                self._writing = None  # it knows the memory that it wrote
+                self._writing = None  # it keeps what it wrote alive
 
     def _leave(self) -> None:
         """End what has to be whole when the process ends, and nothing else."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit import Sum, ThreadBarrier, Writer
+from ckptkit import Run, Sum, ThreadBarrier, Writer
+from ckptkit.checkpoint.write.pack import Pack
 from ckptkit.errors import UsageError
 from ckptkit.storage import BufferPool, MemoryStore
 
@@ -107,6 +109,34 @@ def test_nothing_can_be_added_or_staged_after_staging() -> None:
         writer.add_object("n", 1)
     with pytest.raises(UsageError):
         writer.stage()
+
+
+def test_what_was_staged_may_be_freed() -> None:
+    array = np.arange(1 << 20, dtype=np.float32)
+    kept = weakref.ref(array)
+    writer = Writer(MemoryStore(), step=1)
+    writer.add("model/w", array)
+    writer.stage()
+    del array
+    assert kept() is None
+    writer.commit()
+
+
+def test_a_writer_whose_staging_was_interrupted_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    store = MemoryStore()
+    writer = Writer(store, step=1)
+    writer.add("model/w", np.zeros(3))
+    monkeypatch.setattr(Pack, "stage", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writer.stage()
+    with pytest.raises(UsageError, match="this writer is done"):
+        writer.commit()
+    assert not Run(store).steps()
 
 
 def test_sums_do_not_wrap() -> None:

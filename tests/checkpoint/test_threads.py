@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
+import time
 import weakref
 
 import pytest
@@ -53,3 +56,26 @@ def test_what_failed_threads_held_is_let_go_of_with_their_error() -> None:
         assert [each() for each in known] == [None] * len(known)
     finally:
         gc.enable()
+
+
+def test_any_number_of_interrupts_waits_for_what_is_under_way() -> None:
+    begun, go, done = threading.Barrier(3), threading.Event(), list[int]()
+
+    def work(number: int) -> None:
+        begun.wait(60)
+        go.wait(60)
+        done.append(number)
+
+    def interrupt() -> None:
+        begun.wait(60)
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+        go.set()
+
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        share_out(range(2), work, 2)
+    assert sorted(done) == [0, 1], "the caller's memory is free when the error comes"
+    other.join()

@@ -236,9 +236,9 @@ class Checkpoint(Closing):
         dtype).
 
         With `verify`, the default, chunks are read whole, and every byte that reaches the caller
-        was compared with its checksum; without, only the bytes needed are read, unchecked. What
-        is in the memory after an error is undefined. `pace` says how much is asked of the store at
-        a time: without, what it likes best.
+        was compared with its checksum (foreign checkpoints have none); without, only the bytes
+        needed are read, unchecked. What is in the memory after an error is undefined. `pace` says
+        how much is asked of the store at a time: without, what it likes best.
         """
         checked: list[Wanted] = []
         arrays, fitting = self.manifest.arrays, set[tuple[Any, ...]]()

@@ -106,8 +106,8 @@ def reshard(
     """Make the step at `src` (of a run: its newest) one of strategy `to`, in the run `dst`.
 
     Never more than `memory` is in use beyond what the process has already, whatever the size of
-    the step. Every chunk that is read is checked, `src` is only ever read, and the step exists at
-    `dst` whole or not at all; after an interruption the same call goes on where it was.
+    the step. Every chunk that has a checksum is compared with it, `src` is only read, and the step
+    exists at `dst` whole or not at all; after an interruption the same call goes on where it was.
 
     `expect` is the strategy that the step has to have; `rules` a file, a preset, `auto`, a document
     or `Rules` that say which dims tensor parallelism cuts, `sizes` the numbers that they refer to:

@@ -144,7 +144,7 @@ class Pack:
                 pass
 
         share_out([*self.segments_of(_STAGED_SEGMENT), *copies], copy, threads)
-        # Nothing that may change from now on can be read any more.
+        # `fill` reads only the copy from here on.
         self._data[:] = kept
 
     def begin(
@@ -378,7 +378,6 @@ def pack_of(
 ) -> Pack:
     """The pack of a saving rank that holds this of each array of the plan."""
     runs, first, data = plan.runs, len(plan.documents), list(holds)
-    flat: list[memoryview | None] = [None] * len(data)
 
     def fill(slots: Iterable[Slot]) -> Iterator[Slot]:
         # One by one, so that each is still in the processor's cache when it is given back.
@@ -387,9 +386,7 @@ def pack_of(
             held, run = data[number], runs[entry - first]
             is_run = run >= 0 and number not in plan.scattered
             if is_run and held is not None and held.flags.c_contiguous:
-                if (source := flat[number]) is None:
-                    source = flat[number] = held.data.cast("B")
-                source = source[run : run + len(memory)]
+                source = held.data.cast("B")[run : run + len(memory)]
                 if len(memory) > _SMALL:
                     copy_bytes(source, memory)
                 else:

@@ -224,7 +224,15 @@ class Writer:
         """
         self._check_adding()
         self._pack = self._laid_out()
-        self._pack.stage(pool or default_pool(), threads or self._threads)
+        try:
+            self._pack.stage(pool or default_pool(), threads or self._threads)
+        except BaseException as error:
+            # Memory that is half filled would be written, with checksums of what is in it.
+            self.abort(in_one_line(error))
+            raise
+        # The copy is what counts now: the caller may free what it is of.
+        self._arrays.clear()
+        self._again = None
 
     def commit(self) -> None:
         """Write this rank's pack, wait for the others, and make the step exist.
