@@ -30,7 +30,7 @@ from ckptkit.foreign.extents import (
     span_of,
 )
 from ckptkit.format.array_table import ArrayTable
-from ckptkit.format.arrays import TOO_LARGE, Alias, ArrayInfo, is_addressable
+from ckptkit.format.arrays import MAX_DIMS, TOO_LARGE, Alias, ArrayInfo, is_addressable
 from ckptkit.format.columns import chunk_starts
 from ckptkit.format.manifest import Manifest, PackInfo
 from ckptkit.format.record import SaveInfo
@@ -104,6 +104,10 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
     columns: list[tuple[Any, Any, Any]] = []
     end = 0
     for array in arrays:
+        if len(array.shape) > MAX_DIMS:
+            raise FormatError(
+                f"more than {MAX_DIMS} dims", where=array.name, value=len(array.shape)
+            )
         if not is_addressable(array.shape, array.dtype):
             raise FormatError(TOO_LARGE, where=array.name, value=array.shape)
         cells = cells_of(array)

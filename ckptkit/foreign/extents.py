@@ -125,6 +125,13 @@ def _cells(
     for box in boxes:
         if len(box.shape) != len(shape) or not whole.contains(box):
             raise FormatError(f"a part that is not inside of {shape}", value=box)
+    # Before any list is made: the shape may be what only the metadata says.
+    covered = sum(box.size for box in boxes)
+    if covered < math.prod(shape):
+        raise FormatError(
+            "no file has this part of the array",
+            value=f"{covered} of {math.prod(shape)} elements",
+        )
     # Where any part begins or ends there is a border, across the whole array: every chunk lies in
     # one part then. What sharding cuts is a grid already, and gets no more chunks by this.
     borders = [
@@ -134,8 +141,6 @@ def _cells(
     steps = [s or _c_order(b.shape) for b, s in zip(boxes, strides, strict=True)]
     _split(borders, itemsize, steps[0] if steps else _c_order(shape))
     counts = [max(0, len(along) - 1) for along in borders]
-    if math.prod(counts) > _MOST_CHUNKS:
-        raise FormatError("the parts are cut into too many chunks", value=math.prod(counts))
     grid = Grid.rectilinear(shape, tuple(tuple(along[1:-1]) for along in borders))
     owner = np.full(counts, -1, dtype=np.int64)
     offset = np.zeros(counts, dtype=np.int64)
@@ -221,13 +226,19 @@ def _split(borders: list[list[int]], itemsize: int, steps: Sequence[int]) -> Non
     good: first along the dim whose neighbours lie farthest apart, so that each chunk lies together.
     """
     longest = [max((b - a for a, b in pairwise(along)), default=0) for along in borders]
+    counts = [len(along) - 1 for along in borders]
+    sizes: dict[int, int] = {}
     for dim in sorted(range(len(borders)), key=lambda dim: -steps[dim]):
         nbytes = math.prod(longest) * itemsize
         if nbytes <= _CHUNK_BYTES:
-            return
-        size = max(1, longest[dim] * _CHUNK_BYTES // nbytes)
+            break
+        sizes[dim] = longest[dim] = max(1, longest[dim] * _CHUNK_BYTES // nbytes)
+        counts[dim] = sum(-((a - b) // sizes[dim]) for a, b in pairwise(borders[dim]))
+    # Counted before the borders are made: there may be more than fit into memory.
+    if math.prod(counts) > _MOST_CHUNKS:
+        raise FormatError("the parts are cut into too many chunks", value=math.prod(counts))
+    for dim, size in sizes.items():
         borders[dim] = [*_finer(borders[dim], size)]
-        longest[dim] = size
 
 
 def _finer(along: Sequence[int], size: int) -> Iterator[int]:

@@ -147,6 +147,12 @@ def _files(store: Store) -> dict[str, Stored]:
 
 def _read(read: Callable[[Folder], ForeignStep], folder: Folder) -> ForeignManifest:
     found = read(folder)
+    if not found.arrays and not found.objects:
+        raise FormatError(
+            "no tensor is in the checkpoint",
+            where=str(folder.store.location),
+            hint="its files were not copied along, or only their names are those of a checkpoint",
+        )
     number = _NUMBERED.fullmatch(folder.store.location.name)
     used = [folder.files[key] for key in sorted(found.files)]
     if not found.step and number:

@@ -10,13 +10,10 @@ value.
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from ckptkit.errors import FormatError
 from ckptkit.foreign.globals import ALIASES, CALLS, DTYPES, STORAGES, VALUES, Global
@@ -28,6 +25,10 @@ _ITEMS, _ITEMS_PER_BYTE = 1 << 16, 32
 # And how many may be passed to functions, which copy them.
 _CALLED_PER_BYTE = 4
 _MOST_NUMBER_BYTES = 255
+# Smaller ints are their own hashes. Larger ones and tuples can be made to have all the same, and
+# each is compared with all before it then: so many may.
+_OWN_HASH = 2**61 - 1
+_MOST_ALIKE = 1 << 10
 # A longer text counts as an item for so many of its bytes.
 _LONG, _ITEM_BYTES = 64, 8
 _INT32, _UINT32, _FLOAT64 = struct.Struct("<i"), struct.Struct("<I"), struct.Struct(">d")
@@ -77,31 +78,6 @@ def read_pickle(
         ) from error
 
 
-def numpy_value(said: Placeholder, where: str) -> Any:
-    """The scalar or the array of numpy that a placeholder is; only numbers have one."""
-    is_scalar = said.kind == "scalar" and len(said.args) == 2
-    parts = (1, (), said.args[0], False, said.args[1]) if is_scalar else said.state
-    if not isinstance(parts, tuple) or len(parts) != 5:
-        raise FormatError("not an array of numpy", where=where)
-    _, shape, kind, by_columns, data = parts
-    code = kind.args[0] if isinstance(kind, Placeholder) and kind.args else None
-    order = kind.state[1] if isinstance(kind, Placeholder) and type(kind.state) is tuple else "|"
-    if (
-        type(code) is not str
-        or not re.fullmatch(r"[biufc]\d{1,2}", code)
-        or order not in ("<", "|")
-    ):
-        raise FormatError("an array of numpy that is not of numbers", where=where, value=code)
-    if type(data) is not bytes or type(shape) is not tuple:
-        raise FormatError("not an array of numpy", where=where)
-    try:
-        flat = np.frombuffer(data, np.dtype(code))
-        found = flat.reshape(shape, order="F" if by_columns else "C").copy()
-    except (ValueError, TypeError) as error:
-        raise FormatError("not an array of numpy", where=where) from error
-    return found[()] if is_scalar else found
-
-
 class _Interpreter:
     def __init__(self, data: bytes, where: str, persistent: Callable[[Any], Any] | None) -> None:
         self.data = data
@@ -119,6 +95,9 @@ class _Interpreter:
         """Of values that are more than one item: how many, and how deep they are. By place in
         memory, so the value itself is kept as well.
         """
+        self.hashes: set[tuple[int, int]] = set()
+        """Of keys that could all have one, by the map that they are in; `alike` do."""
+        self.alike = 0
         self.inside: set[int] = set()
         """Those that are inside of others. They do not change any more, but for the states of
         placeholders: so no value is ever inside of itself, and what was counted stays right.
@@ -220,18 +199,24 @@ class _Interpreter:
         del self.stack[len(self.stack) - count :]
         self.push(tuple(parts), parts)
 
-    def key(self, key: Any) -> Any:
+    def key(self, key: Any, target: Any) -> Any:
         """A key of a map: the hash of a tuple of tuples would take for ever."""
-        if type(key) in (str, int, bytes, float, bool, type(None), Placeholder, Global):
+        is_tuple = type(key) is tuple and self.known.get(id(key), (key, 0, 1))[2] <= 1
+        if is_tuple or (type(key) is int and abs(key) >= _OWN_HASH):
+            seen = len(self.hashes)
+            self.hashes.add((id(target), hash(key)))
+            self.alike += len(self.hashes) == seen
+            if self.alike > _MOST_ALIKE:
+                raise self.refuse("too many keys of the pickle have the same hash")
             return key
-        if type(key) is tuple and self.known.get(id(key), (key, 0, 1))[2] <= 1:
+        if type(key) in (str, int, bytes, float, bool, type(None), Placeholder, Global):
             return key
         raise self.refuse("a key of a map that cannot be one", type(key).__name__)
 
     def put(self, target: Any, pairs: list[Any]) -> None:
         if len(pairs) % 2:
             raise ValueError("a key without a value")
-        keys = [key if type(key) is str else self.key(key) for key in pairs[::2]]
+        keys = [key if type(key) is str else self.key(key, target) for key in pairs[::2]]
         self.grow(target, pairs)
         if type(target) is dict:
             target.update(zip(keys, pairs[1::2], strict=True))
@@ -247,7 +232,7 @@ class _Interpreter:
         elif type(target) is Placeholder:
             target.items += values
         elif type(target) is set:
-            target.update(self.key(value) for value in values)
+            target.update(self.key(value, target) for value in values)
         else:
             raise ValueError("values are added to what is no list")
 
@@ -314,7 +299,7 @@ class _Interpreter:
 
     def frozen_set(self) -> None:
         values = self.marked()
-        self.push(frozenset(self.key(value) for value in values), values)
+        self.push(frozenset(self.key(value, values) for value in values), values)
 
     def new(self, *, with_keywords: bool) -> None:
         if with_keywords and self.stack.pop():

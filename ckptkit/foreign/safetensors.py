@@ -7,6 +7,7 @@ order. A folder has an index that says which tensor is in which file; without on
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
@@ -22,6 +23,8 @@ CONFIG = "config.json"
 METADATA = "__metadata__"
 SHARDING = "DCP_SHARDING_INFO"
 
+# The shards that DCP writes are named alike, but a rank has not all of the files.
+_OF_COUNT = re.compile(r"(?!shard-\d+-)(.*)-(\d{1,18})-of-(\d{1,18})\.safetensors")
 _LENGTH_BYTES = 8
 MOST_HEADER = 100_000_000  # as the format has it
 # Read at once: most headers fit, and need no second request.
@@ -119,8 +122,16 @@ def read_header(folder: Folder, key: str) -> dict[str, Any]:
         entry["data_offsets"] = [data_begins + offset for offset in offsets]
         if offsets[1] > offsets[0]:
             spans.append((offsets[0], offsets[1], name))
-    spans.sort()
+    # The format has no holes: bytes that no tensor claims are those of one that was lost.
+    spans = [(0, 0, "the header"), *sorted(spans), (size - data_begins, size, "the end")]
     for (_, end, name), (begin, _, other) in pairwise(spans):
+        if begin > end:
+            raise FormatError(
+                f"bytes that are of no tensor, between {name} and {other}",
+                where=where,
+                value=(end, begin),
+                hint="the file is damaged, or was not written whole; copy it again",
+            )
         if begin < end:
             raise FormatError(
                 f"two tensors have the same bytes: {name} and {other}",
@@ -162,7 +173,9 @@ def _files(folder: Folder) -> tuple[list[str], dict[str, str] | None]:
     if folder.only is not None:
         indexes = [folder.only]
     if not indexes:
-        return sorted(k for k in folder.files if k.endswith(".safetensors") and "/" not in k), None
+        files = sorted(k for k in folder.files if k.endswith(".safetensors") and "/" not in k)
+        _check_count(folder, files)
+        return files, None
     if len(indexes) > 1:
         # Of precisions or variants of one model: the plain name counts.
         indexes = [key for key in indexes if key == f"model{INDEX}"] or indexes
@@ -173,6 +186,10 @@ def _files(folder: Folder) -> tuple[list[str], dict[str, str] | None]:
             value=sorted(indexes),
             hint=f"name the index of one, such as {folder.where(min(indexes))}",
         )
+    plain = indexes[0].removesuffix(".index.json")
+    if folder.only is None and plain in folder.files:
+        # As transformers has it: `from_pretrained` looks for the plain name before the index.
+        return [plain], None
     where = folder.where(indexes[0])
     found = parsed(folder.read(indexes[0]), where)
     indexed = found.get("weight_map") if isinstance(found, dict) else None
@@ -188,6 +205,23 @@ def _files(folder: Folder) -> tuple[list[str], dict[str, str] | None]:
                 hint="it was not copied along; copy the folder again",
             )
     return sorted(set(indexed.values())), dict(indexed)
+
+
+def _check_count(folder: Folder, files: Iterable[str]) -> None:
+    """Without an index the names say how many files there are: refuse where one is missing."""
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for key in files:
+        if m := _OF_COUNT.fullmatch(key):
+            numbers.setdefault((m[1], m[3]), set()).add(int(m[2]))
+    for (name, count), there in numbers.items():
+        gone = next((n for n in range(1, int(count) + 1) if n not in there), None)
+        if gone is not None:
+            raise FormatError(
+                f"{len(there)} of {int(count)} files of the model are there",
+                where=str(folder.store.location),
+                value=f"no {name}-{gone:0{len(count)}}-of-{count}.safetensors",
+                hint="copy the folder again, with its index",
+            )
 
 
 def _sharding(text: Any, where: str) -> Callable[[str, Any], Box | None]:

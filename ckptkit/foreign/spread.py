@@ -260,7 +260,8 @@ def _rows_of(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> int | None:
     ):
         return None
     rows = pieces[0].shape[0]
-    starts = list(range(0, shape[0], rows))
-    fits = [p.offset[0] for p in pieces] == starts
+    if len(pieces) != -(-shape[0] // rows):
+        return None
+    fits = all(p.offset[0] == rows * number for number, p in enumerate(pieces))
     fits = fits and all(p.shape[0] == min(rows, shape[0] - p.offset[0]) for p in pieces)
     return rows if fits else None

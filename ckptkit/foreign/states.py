@@ -352,7 +352,9 @@ def _nodes(path: Path) -> list[str]:
 
 def _tensors(value: Any, path: Path, depth: int = 0) -> Iterator[tuple[Path, StateTensor]]:
     if depth > _DEPTH:
-        return
+        raise FormatError(
+            f"values in more than {_DEPTH} levels", where="/".join(map(str, path[:4]))
+        )
     if isinstance(value, StateTensor):
         yield path, value
     elif isinstance(value, dict):

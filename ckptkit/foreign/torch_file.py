@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import Extent, span_of
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.globals import DTYPES, STORAGES, Global
-from ckptkit.foreign.pickles import Placeholder, numpy_value, read_pickle
+from ckptkit.foreign.pickles import Placeholder, read_pickle
 from ckptkit.foreign.spread import MeshPart, dtensor, sharded_tensor
 from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box, DType, document
@@ -157,7 +159,7 @@ class _Tensors:
             case "_rebuild_from_type_v2" if len(said.args) == 4:
                 return self.subclass(said, where)
             case "scalar" | "_reconstruct":
-                return numpy_value(said, where)
+                return _numpy_value(said, where)
         return said
 
     def stored(self, said: Placeholder, where: str) -> StateTensor:
@@ -274,9 +276,34 @@ def tensor_of(
 
 def dtype_of(said: Any, where: str) -> DType:
     """Our type of elements for one of torch."""
-    if said not in DTYPES:
+    if type(said) is not str or said not in DTYPES:
         raise FormatError("elements of a type that is not read here", where=where, value=said)
     return DType.of(DTYPES[said])
+
+
+def _numpy_value(said: Placeholder, where: str) -> Any:
+    """The scalar or the array of numpy that a placeholder is; only numbers have one."""
+    is_scalar = said.kind == "scalar" and len(said.args) == 2
+    parts = (1, (), said.args[0], False, said.args[1]) if is_scalar else said.state
+    if not isinstance(parts, tuple) or len(parts) != 5:
+        raise FormatError("not an array of numpy", where=where)
+    _, shape, kind, by_columns, data = parts
+    code = kind.args[0] if isinstance(kind, Placeholder) and kind.args else None
+    order = kind.state[1] if isinstance(kind, Placeholder) and type(kind.state) is tuple else "|"
+    if (
+        type(code) is not str
+        or not re.fullmatch(r"[biufc]\d{1,2}", code)
+        or order not in ("<", "|")
+    ):
+        raise FormatError("an array of numpy that is not of numbers", where=where, value=code)
+    if type(data) is not bytes or type(shape) is not tuple:
+        raise FormatError("not an array of numpy", where=where)
+    try:
+        flat = np.frombuffer(data, np.dtype(code))
+        found = flat.reshape(shape, order="F" if by_columns else "C").copy()
+    except (ValueError, TypeError) as error:
+        raise FormatError("not an array of numpy", where=where) from error
+    return found[()] if is_scalar else found
 
 
 def plain(value: Any, where: str) -> Any:

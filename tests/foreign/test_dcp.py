@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -162,6 +162,19 @@ def elsewhere(**said: Any) -> Callable[[Metadata], None]:
     return change
 
 
+def of_tensor(**said: Any) -> Callable[[Metadata], None]:
+    def change(metadata: Metadata) -> None:
+        for entry in metadata.state_dict_metadata.values():
+            vars(entry).update(said)
+
+    return change
+
+
+def deep(metadata: Metadata) -> None:
+    assert metadata.planner_data
+    metadata.planner_data["w"] = (*"x" * 70, "w")
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -172,6 +185,11 @@ def elsewhere(**said: Any) -> Callable[[Metadata], None]:
         (elsewhere(offset=-1), "must be from 0"),
         (elsewhere(relative_path="../other"), "a file of the checkpoint is missing"),
         (elsewhere(relative_path=None), "must be a string"),
+        (of_tensor(size=torch.Size([1 << 34])), "no file has this part"),
+        (of_tensor(size=[1] * 70, chunks=[]), "more than 32 dims|no file has this part"),
+        (of_tensor(properties=TensorProperties(cast(Any, []))), "elements of a type"),
+        (of_tensor(properties=TensorProperties(cast(Any, {}))), "elements of a type"),
+        (deep, "more than 64 levels"),
     ],
 )
 def test_metadata_that_lies_is_refused(
@@ -191,3 +209,21 @@ def test_a_save_that_was_interrupted_has_no_metadata(tmp_path: Path) -> None:
     (tmp_path / "__0_0.distcp").unlink()
     with pytest.raises(NotFoundError):
         ckptkit.open(tmp_path)
+
+
+def test_objects_whose_bytes_are_gone_are_not_left_out(tmp_path: Path) -> None:
+    """What is damaged is no object of a class that is not known."""
+    for what, state in (("known", {"a": 3}), ("unknown", {"a": Custom()})):
+        folder = saved(state, tmp_path / what)
+        file = folder / "__0_0.distcp"
+        good = file.read_bytes()
+        for bad in (bytes(len(good)), good.replace(b"Custom", b"custom")):
+            if bad == good:
+                continue
+            file.write_bytes(bad)
+            with pytest.raises(FormatError, match="an object is damaged"):
+                ckptkit.open(folder)
+        file.write_bytes(good)
+        changed(folder, lambda metadata: metadata.storage_data.clear())
+        with pytest.raises(FormatError, match="no file has this object"):
+            ckptkit.open(folder)

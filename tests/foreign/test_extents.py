@@ -140,3 +140,11 @@ def test_a_large_transposed_tensor_is_read_along_its_file() -> None:
     checkpoint = opened(array, {"f": np.ascontiguousarray(values.T).tobytes()})
     assert checkpoint["model/w"].grid.counts == (1, 2)
     assert np.array_equal(checkpoint["model/w"][5:900, 1000:3000], values[5:900, 1000:3000])
+
+
+def test_chunks_are_counted_before_any_is_made() -> None:
+    """A tensor whose elements are all one has any size, and needs four bytes of a file."""
+    box = Box.whole((1 << 60,))
+    array = ForeignArray("model/w", box.shape, INT16, (Extent(box, "f", 0, (0,)),))
+    with pytest.raises(FormatError, match="too many chunks"):
+        opened(array, {"f": bytes(4)})

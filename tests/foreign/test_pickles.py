@@ -146,6 +146,9 @@ BOMBS = {
     "a long text many times": LONG_TEXT + b"](" + b"h\x00" * 100_000 + b"e.",
     "copies of a long text": LONG_TEXT + b"](" + ENCODED * 1000 + b"e.",
     "bytes by their number": b"cbuiltins\nbytearray\nJ\x00\x00\x00\x7f\x85R.",
+    "numbers of one hash": pickle.dumps({n * (2**61 - 1): None for n in range(3000)}),
+    "tuples of one hash": pickle.dumps({(n * (2**61 - 1),): None for n in range(3000)}),
+    "a set of one hash": pickle.dumps({n * (2**61 - 1) for n in range(3000)}),
     "a set of nested tuples": b"\x8f(K\x01\x85" + b"2\x86" * 40 + b"\x90.",
 }
 
@@ -216,3 +219,8 @@ def test_whatever_is_changed_gives_a_value_or_a_format_error(metadata: bytes) ->
 @pytest.mark.long
 def test_a_hundred_thousand_changes_give_a_value_or_a_format_error(metadata: bytes) -> None:
     assert fuzz(metadata, 100_000, seed=2) > 10_000
+
+
+def test_large_and_many_keys_are_no_bomb() -> None:
+    value = {"ids": {2**62 + n: n for n in range(3000)}, "pairs": {(n, 1): n for n in range(3000)}}
+    assert read(pickle.dumps(value)) == value

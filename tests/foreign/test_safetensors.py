@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -241,3 +242,60 @@ def test_of_numbered_folders_it_is_the_newest(tmp_path: Path) -> None:
     with ckptkit.open(tmp_path) as checkpoint:
         assert checkpoint.step == 10
         assert np.array_equal(checkpoint["model/w"][...], random(10, (3,)))
+
+
+@pytest.mark.parametrize("at", [1 << 50, 1 << 60])
+def test_a_shard_far_behind_the_others_costs_no_memory(at: int, tmp_path: Path) -> None:
+    said = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [at]}})}
+    write(tmp_path / "model.safetensors", {"w": random(1, (4,))}, said)
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match=r"no file has this part|too large|must be from"):
+            ckptkit.open(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_more_dims_than_a_step_may_have_are_refused(tmp_path: Path) -> None:
+    for dims in (33, 2000):
+        header = entry(shape=[1] * (dims - 1) + [2])
+        with pytest.raises(FormatError, match="more than 32 dims"):
+            ckptkit.open(write_raw(tmp_path / "model.safetensors", header, bytes(8)))
+
+
+def test_bytes_that_no_tensor_claims_are_refused(tmp_path: Path) -> None:
+    for offsets, size in (([4, 12], 12), ([0, 8], 9), ([1, 9], 9)):
+        path = write_raw(tmp_path / "model.safetensors", entry(data_offsets=offsets), bytes(size))
+        with pytest.raises(FormatError, match="bytes that are of no tensor"):
+            ckptkit.open(path)
+
+
+def test_a_plain_model_counts_before_its_index_as_in_transformers(tmp_path: Path) -> None:
+    new, old = random(1, (3,)), random(2, (3,))
+    write(tmp_path / "model.safetensors", {"w": new})
+    write(tmp_path / "model-00001-of-00001.safetensors", {"w": old})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "model-00001-of-00001.safetensors"}}))
+    for place, wanted in ((tmp_path, new), (index, old)):
+        with ckptkit.open(place) as checkpoint:
+            assert np.array_equal(checkpoint["model/w"][...], wanted)
+
+
+def test_without_an_index_the_names_say_how_many_files_there_are(tmp_path: Path) -> None:
+    for number in (1, 3):
+        write(
+            tmp_path / f"model-0000{number}-of-00003.safetensors", {f"w{number}": random(1, (3,))}
+        )
+    with pytest.raises(FormatError, match=r"2 of 3 files.*no model-00002-of-00003\.safetensors"):
+        ckptkit.open(tmp_path)
+    write(tmp_path / "model-00002-of-00003.safetensors", {"w2": random(1, (3,))})
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert set(checkpoint.arrays) == {"model/w1", "model/w2", "model/w3"}
+
+
+def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "folder.safetensors" / "x").write_bytes(b"x")
+    with pytest.raises(FormatError, match="no tensor is in"):
+        ckptkit.open(tmp_path)
