@@ -81,8 +81,9 @@ FORMATS = (
     Format("a safetensors file", rb".{5}\x00{3}\{", _safetensors),
     Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\".*\.bin\"", _torch),
     Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\"", _safetensors),
+    # Before packs: a file, or a tensor in it, may be called zarr.json.
+    Format("a torch.save file", rb"PK\x03\x04.{26}[^\x00/]*/data\.pkl(?!/)", _torch),
     Format("the pack of one rank of a step", rb"PK\x03\x04.{26}.*zarr\.json"),
-    Format("a torch.save file", rb"PK\x03\x04.{26}[^\x00]*data\.pkl", _torch),
     Format("a pickle, as torch.save wrote before torch 1.6", rb"\x80[\x02-\x05]"),
     Format("a zip file", rb"PK\x03\x04"),
     Format("a GGUF file", rb"GGUF"),
