@@ -7,12 +7,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckptkit.errors import CkptkitError, FormatError
-from ckptkit.foreign.contents import ForeignManifest, manifest_of
-from ckptkit.foreign.extents import ForeignStep
 from ckptkit.foreign.folder import Folder
 from ckptkit.storage import Store, Stored, open_store
+
+if TYPE_CHECKING:
+    from ckptkit.foreign.contents import ForeignManifest
+    from ckptkit.foreign.extents import ForeignStep
 
 _NUMBERED = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[_-]?([0-9]{1,18})")
 _MOST_FILES = 1 << 20
@@ -78,8 +81,9 @@ FORMATS = (
     Format("a safetensors file", rb".{5}\x00{3}\{", _safetensors),
     Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\".*\.bin\"", _torch),
     Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\"", _safetensors),
+    # Before packs: a file, or a tensor in it, may be called zarr.json.
+    Format("a torch.save file", rb"PK\x03\x04.{26}[^\x00/]*/data\.pkl(?!/)", _torch),
     Format("the pack of one rank of a step", rb"PK\x03\x04.{26}.*zarr\.json"),
-    Format("a torch.save file", rb"PK\x03\x04.{26}[^\x00]*data\.pkl", _torch),
     Format("a pickle, as torch.save wrote before torch 1.6", rb"\x80[\x02-\x05]"),
     Format("a zip file", rb"PK\x03\x04"),
     Format("a GGUF file", rb"GGUF"),
@@ -145,6 +149,8 @@ def _files(store: Store) -> dict[str, Stored]:
 
 
 def _read(read: Callable[[Folder], ForeignStep], folder: Folder) -> ForeignManifest:
+    from ckptkit.foreign.contents import manifest_of  # noqa: PLC0415 — as the readers
+
     found = read(folder)
     if not found.arrays and not found.objects:
         raise FormatError(

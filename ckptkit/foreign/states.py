@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from ckptkit.errors import FormatError, InvalidNameError, UnsupportedTypeError
 from ckptkit.foreign.extents import Extent, ForeignArray
 from ckptkit.format.leaves import encode
-from ckptkit.format.names import join
+from ckptkit.format.names import BY_ORDER, join
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.model import DType, Placement
 
@@ -22,6 +22,7 @@ OPTIMIZER_KEYS = (
 )
 # Of modules of torch: what they keep besides parameters, by the end of the name.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "attn.bias")
+_NUMBERS = ("bfloat", "complex", "float")
 _DEPTH = 64
 
 Path: TypeAlias = tuple[str | int, ...]
@@ -51,10 +52,13 @@ class States:
     theirs: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     """What is no plain value, by name."""
+    is_by_order: bool = False
+    """Whether an optimizer counts its parameters, and got their names by the order of the model."""
 
     @property
     def details(self) -> dict[str, Any]:
-        return {"left_out": self.left_out} if self.left_out else {}
+        order = {"optimizer": BY_ORDER} if self.is_by_order else {}
+        return order | ({"left_out": self.left_out} if self.left_out else {})
 
     def keep(self, name: str, value: Any) -> None:
         """An object, if it is a plain value."""
@@ -82,31 +86,31 @@ def states_of(tree: Mapping[Any, Any], where: str) -> States:
             if name == join("model", key):
                 names.append((key, value))
         elif model_key is None:
-            if key != optimizer_key:
+            if optimizer_key is None or key != optimizer_key:
                 rest[key] = value
         elif type(value) is dict and not value:
             continue
         else:
             rest.setdefault(model_key, {})[key] = value
     if model_key is not None:
-        rest |= {k: v for k, v in tree.items() if k not in (model_key, optimizer_key)}
+        taken = {key for key in (model_key, optimizer_key) if key is not None}
+        rest |= {k: v for k, v in tree.items() if k not in taken}
     if optimizer_key is not None:
         value = tree[optimizer_key]
         several = list(value) if isinstance(value, list) else [value]
         documents: list[dict[str, Any]] = []
         for number, state in enumerate(several):
             above: Path = (optimizer_key, number) if isinstance(value, list) else (optimizer_key,)
-            document = _optimizer(found, state, names, above, where)
-            if document is None and not isinstance(value, list):
-                rest[optimizer_key] = state
-            elif document is None:
-                rest.setdefault(optimizer_key, {})[number] = state
-            else:
+            document, more = _optimizer(found, state, names, above, where)
+            if more:
+                nested = {number: more} if isinstance(value, list) else more
+                rest.setdefault(optimizer_key, {}).update(nested)
+            if document is not None:
                 documents.append(document)
         if documents:
             found.objects.append(ObjectInfo("optimizer", "replicated", documents))
     for key, value in rest.items():
-        for path, tensor in _tensors(value, (key,)):
+        for path, tensor in _tensors({key: value}, ()):
             _add(found, join("other", *_nodes(path)), tensor, path, where)
         plain, has_some = _without_tensors(value)
         if has_some:
@@ -148,14 +152,17 @@ def _optimizer(
     model: Sequence[tuple[str, StateTensor]],
     above: Path,
     where: str,
-) -> dict[str, Any] | None:
-    """Add the tensors of one optimizer; what else it says, as a save of ours writes it. None where
-    nobody knows whose parameters' state it is.
+) -> tuple[dict[str, Any] | None, Mapping[Any, Any]]:
+    """Add the tensors of one optimizer; what else it says, as a save of ours writes it, and what is
+    of no parameter. None and all of it where nobody knows whose parameters' state it is.
     """
-    by_parameter, groups = _nested(state)
-    names = _parameter_names(by_parameter, groups, model)
+    by_parameter, groups, more = _nested(state)
+    names = _told_names(by_parameter, groups)
     if names is None:
-        return None
+        names = _names_by_order(by_parameter, groups, model)
+        found.is_by_order |= names is not None
+    if names is None or not (by_parameter or groups):
+        return None, state
     known = {name for name, _ in model}
     values: dict[str, dict[str, Any]] = {}
     for index, entries in by_parameter.items():
@@ -186,16 +193,30 @@ def _optimizer(
         params = [names[index] for index in group.get("params", ()) if index in names]
         documents.append({"params": params, "options": options})
     kind = next((_kind(group["options"]) for group in documents), "")
-    return {"kind": kind, "groups": documents, "values": values}
+    return {"kind": kind, "groups": documents, "values": values}, more
 
 
-def _nested(state: Mapping[str, Any]) -> tuple[dict[Any, dict[Any, Any]], list[dict[Any, Any]]]:
+def _nested(
+    state: Mapping[Any, Any],
+) -> tuple[dict[Any, dict[Any, Any]], list[dict[Any, Any]], dict[Any, Any]]:
     """The state by parameter and the groups of parameters, of a dictionary that may be flat:
-    `state.<name>.exp_avg`, `param_groups.<name>.lr`.
+    `state.<name>.exp_avg`, `param_groups.<name>.lr`; and what is neither.
     """
+    more: dict[Any, Any]
     if isinstance(state.get("state"), dict) or isinstance(state.get("param_groups"), list):
-        by_parameter = {k: v for k, v in state.get("state", {}).items() if isinstance(v, dict)}
-        groups = [dict(g) for g in state.get("param_groups", ()) if isinstance(g, dict)]
+        said, listed = state.get("state", {}), state.get("param_groups", [])
+        by_parameter = {}
+        if isinstance(said, dict):
+            by_parameter = {k: v for k, v in said.items() if isinstance(v, dict)}
+            said = {k: v for k, v in said.items() if not isinstance(v, dict)}
+        groups = []
+        if isinstance(listed, list):
+            groups = [dict(group) for group in listed if isinstance(group, dict)]
+            listed = [group for group in listed if not isinstance(group, dict)]
+        more = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+        for key, rest in (("state", said), ("param_groups", listed)):
+            if rest not in ({}, []):
+                more[key] = rest
         for group in groups:
             # Of a flat dictionary with lists as they are, an empty list is left out.
             params = group.get("params", [])
@@ -204,58 +225,88 @@ def _nested(state: Mapping[str, Any]) -> tuple[dict[Any, dict[Any, Any]], list[d
             # DCP makes text of keys that are numbers.
             is_number = {k: type(k) is str and k.isdecimal() for k in by_parameter}
             by_parameter = {int(k) if is_number[k] else k: v for k, v in by_parameter.items()}
-        return by_parameter, groups
+        return by_parameter, groups, more
+    more = {}
     by_name: dict[Any, dict[Any, Any]] = {}
     options: dict[str, dict[Any, Any]] = {}
     for path, value in state.items():
         kind, _, rest = str(path).partition(".")
         name, _, key = rest.rpartition(".")
-        {"state": by_name, "param_groups": options}.get(kind, {}).setdefault(name, {})[key] = value
+        into = {"state": by_name, "param_groups": options}.get(kind)
+        if into is None or not name or not key:
+            more[path] = value
+        else:
+            into.setdefault(name, {})[key] = value
     alike: dict[str, dict[Any, Any]] = {}
     for name, said in options.items():
         # Parameters with the same options are a group: which they were in is not told.
         group = alike.setdefault(repr(sorted(said.items(), key=lambda it: str(it[0]))), dict(said))
         group.setdefault("params", []).append(name)
-    return by_name, list(alike.values())
+    return by_name, list(alike.values()), more
 
 
-def _parameter_names(
+def _indices(
+    by_parameter: Mapping[Any, Mapping[Any, Any]], groups: Sequence[Mapping[Any, Any]]
+) -> list[Any] | None:
+    """What an optimizer calls its parameters, in order; None where that is no name or number."""
+    indices = [index for group in groups for index in group.get("params", ())]
+    indices = indices or list(by_parameter)
+    if any(type(index) not in (int, str) for index in (*indices, *by_parameter)):
+        return None
+    if not by_parameter.keys() <= set(indices):
+        indices = list(dict.fromkeys([*indices, *by_parameter]))
+    return indices if len(set(indices)) == len(indices) else None
+
+
+def _told_names(
+    by_parameter: Mapping[Any, Mapping[Any, Any]], groups: Sequence[Mapping[Any, Any]]
+) -> dict[Any, str] | None:
+    """The names of the parameters that an optimizer has state of, where it tells them: they are
+    names already, or it has `param_names`.
+    """
+    indices = _indices(by_parameter, groups)
+    if indices is None:
+        return None
+    if all(type(index) is str for index in indices):
+        numbers = all(index.isdigit() for index in indices)
+        if not numbers:
+            return {index: index for index in indices}
+    told: list[str] = []
+    for group in groups:
+        names = group.get("param_names")
+        if not isinstance(names, (list, tuple)) or len(names) != len(group["params"]):
+            return None
+        told += names
+    is_text = all(type(name) is str for name in told)
+    if not is_text or len(set(told)) != len(told) or len(told) != len(indices):
+        return None
+    return dict(zip(indices, told, strict=True))
+
+
+def _names_by_order(
     by_parameter: Mapping[Any, Mapping[Any, Any]],
     groups: Sequence[Mapping[Any, Any]],
     model: Sequence[tuple[str, StateTensor]],
 ) -> dict[Any, str] | None:
-    """The names of the parameters that an optimizer has state of, which are names already or
-    numbers: those of `param_names`, or those of the model in order where all shapes fit.
+    """The names of the model in order, where all that may be parameters have state of their shape.
+    That the optimizer was given them in this order nothing tells.
     """
-    indices = [index for group in groups for index in group.get("params", ())]
-    indices = indices or list(by_parameter)
-    if not by_parameter.keys() <= set(indices):
-        indices = list(dict.fromkeys([*indices, *by_parameter]))
-    if all(type(index) is str for index in indices) and len(set(indices)) == len(indices):
-        numbers = all(index.isdigit() for index in indices)
-        if not numbers:
-            return {index: index for index in indices}
-    told = [name for group in groups for name in group.get("param_names") or ()]
-    if len(told) == len(indices) and all(type(name) is str for name in told):
-        return dict(zip(indices, told, strict=True))
-    if len(groups) != 1:
-        # Groups are numbered one after the other: nobody knows which parameter is in which.
+    indices = _indices(by_parameter, groups)
+    # Groups are numbered one after the other: nobody knows which parameter is in which.
+    if indices is None or len(groups) != 1:
         return None
-    for parameters in (
-        model,
-        [(name, tensor) for name, tensor in model if not name.endswith(_BUFFERS)],
-    ):
-        if len(parameters) != len(indices):
-            continue
-        fits = all(
-            value.shape in (tensor.shape, ())
-            for index, (_, tensor) in zip(indices, parameters, strict=True)
-            for value in by_parameter.get(index, {}).values()
-            if isinstance(value, StateTensor)
-        )
-        if fits:
-            return {i: name for i, (name, _) in zip(indices, parameters, strict=True)}
-    return None
+    parameters = [
+        (name, tensor)
+        for name, tensor in model
+        if not name.endswith(_BUFFERS) and tensor.dtype.name.startswith(_NUMBERS)
+    ]
+    fits = len(parameters) == len(indices) and all(
+        value.shape in (tensor.shape, ())
+        for index, (_, tensor) in zip(indices, parameters, strict=True)
+        for value in by_parameter.get(index, {}).values()
+        if isinstance(value, StateTensor)
+    )
+    return {i: name for i, (name, _) in zip(indices, parameters, strict=True)} if fits else None
 
 
 # By the options that only it has; others stay without a name.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from ckptkit.errors import FormatError
@@ -22,9 +23,12 @@ INDEX = ".bin.index.json"
 _RANK = re.compile(
     r"(?P<what>.*?)_?(?:world_size_(?P<size>\d+)_)?rank_?(?P<rank>\d+)\.(?:pt|bin|pth)"
 )
+_SHARD = re.compile(r"(?P<what>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.(?:pt|bin|pth)")
+_PART = re.compile(r"consolidated\.\d+\.pth")
 _ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 _MODELS = ("pytorch_model", "model", "consolidated", "consolidated.00", "adapter_model")
 _OPTIMIZERS = ("optimizer", "optim")
+_EXTRAS = ("extra", "rng", "random")
 
 
 def read_torch(folder: Folder) -> ForeignStep:
@@ -37,10 +41,26 @@ def read_torch(folder: Folder) -> ForeignStep:
         indexes = [folder.only]
     if len(indexes) == 1:
         return _one(folder, _indexed(folder, indexes[0]))
-    ranks = {key: match for key in names if (match := _RANK.fullmatch(key))}
-    if ranks:
-        return _of_ranks(folder, ranks)
     files = [key for key in names if key.endswith(_ENDINGS)]
+    ranks = _ranks(folder, files)
+    only_ranks = ranks.keys() == set(files)
+    if ranks and (only_ranks or any(_holds_model(match) for match in ranks.values())):
+        return _of_ranks(folder, ranks)
+    files = [key for key in files if key not in ranks]
+    beside = dict.fromkeys(sorted(ranks), "of one rank, beside a model that is not")
+    if shards := [key for key in files if _SHARD.fullmatch(key)]:
+        _check_shards(folder, shards)
+        beside |= {key: "beside the files of a model" for key in files if key not in shards}
+        return _one(folder, dict.fromkeys(sorted(shards)), beside)
+    parts = sorted(key for key in files if _PART.fullmatch(key))
+    if parts and parts != ["consolidated.00.pth"]:
+        raise FormatError(
+            "each of these files has a part of every tensor, and does not say which",
+            where=str(folder.store.location),
+            value=parts[:8],
+            hint="convert them with the script of transformers for these weights; where one file "
+            f"is all of a model, name it: {folder.where(parts[0])}",
+        )
     if len(files) > 1:
         by_stem = {key.rpartition(".")[0]: key for key in files}
         models = [by_stem[stem] for stem in _MODELS if stem in by_stem][:1]
@@ -52,8 +72,61 @@ def read_torch(folder: Folder) -> ForeignStep:
                 value=sorted(files)[:20],
                 hint=f"name the one that counts, such as {folder.where(min(files))}",
             )
-        return _one(folder, dict.fromkeys([*models, *more]))
-    return _one(folder, dict.fromkeys(files))
+        return _one(folder, dict.fromkeys([*models, *more]), beside)
+    return _one(folder, dict.fromkeys(files), beside)
+
+
+def _ranks(folder: Folder, files: Sequence[str]) -> dict[str, re.Match[str]]:
+    """The files of a folder that ranks of a job wrote, by their names."""
+    ranks = {key: match for key in files if (match := _RANK.fullmatch(key))}
+    if len(ranks) == 1:
+        match = next(iter(ranks.values()))
+        if int(match["rank"]) and not match["size"]:
+            return {}  # `lora_rank8.pt` is of a model whose adapters have that rank
+    models = [key for key in files if key not in ranks and key.rpartition(".")[0] in _MODELS]
+    if models and any(_holds_model(match) for match in ranks.values()):
+        raise FormatError(
+            "a model is in the folder, and files of ranks that may be another one",
+            where=str(folder.store.location),
+            value=[models[0], *sorted(ranks)[:8]],
+            hint=f"name the file that counts, such as {folder.where(models[0])}, or move the files "
+            "of ranks into a folder of their own",
+        )
+    return ranks
+
+
+def _holds_model(match: re.Match[str]) -> bool:
+    """Whether a file of a rank is of the model, and not beside it."""
+    return not match["what"].startswith((*_EXTRAS, *_OPTIMIZERS, "scheduler"))
+
+
+def _check_shards(folder: Folder, shards: Sequence[str]) -> None:
+    """Refuse files that each say how many they are, where there are others."""
+    matches = [match for key in shards if (match := _SHARD.fullmatch(key))]
+    first = matches[0]
+    count = int(first["count"])
+    there = {int(match["number"]) for match in matches}
+    missing: list[int] = []
+    if len({(match["what"], int(match["count"])) for match in matches}) > 1:
+        what = "files of several models are in the folder, without an index"
+    elif len(there) < len(shards) or len(there) > count:
+        what = "more files than their names say"
+    else:
+        within = sum(1 <= number <= count for number in there)
+        missing = list(islice((n for n in range(1, count + 1) if n not in there), 8))
+        what = f"of {count} files that belong together {count - within} are missing"
+        if not missing:
+            return
+    raise FormatError(
+        what,
+        where=str(folder.store.location),
+        value=[
+            shards[0].replace(f"-{first['number']}-of-", f"-{n:0{len(first['number'])}}-of-")
+            for n in missing
+        ]
+        or sorted(shards)[:8],
+        hint="copy all files of the model into one folder, with their index",
+    )
 
 
 def _indexed(folder: Folder, index: str) -> dict[str, set[str] | None]:
@@ -79,8 +152,12 @@ def _indexed(folder: Folder, index: str) -> dict[str, set[str] | None]:
     return files
 
 
-def _one(folder: Folder, files: Mapping[str, set[str] | None]) -> ForeignStep:
-    """The step of files that are one state dictionary together."""
+def _one(
+    folder: Folder,
+    files: Mapping[str, set[str] | None],
+    beside: Mapping[str, str] | None = None,
+) -> ForeignStep:
+    """The step of files that are one state dictionary together; `beside` are those left out."""
     tree: dict[Any, Any] = {}
     for key, names in files.items():
         value = read_file(folder, key).tree
@@ -96,12 +173,13 @@ def _one(folder: Folder, files: Mapping[str, set[str] | None]) -> ForeignStep:
                 )
             value = {name: value[name] for name in value if name in names}
         stem = key.rpartition(".")[0]
-        if len(files) > 1 and names is None:
+        if len(files) > 1 and names is None and not _SHARD.fullmatch(key):
             value = {"optimizer" if stem in _OPTIMIZERS else "model": value}
         if tree.keys() & value.keys():
             raise FormatError("a tensor is in several files", where=folder.where(key))
         tree |= value
     found = states_of(tree, str(folder.store.location))
+    found.left_out |= beside or {}
     return _step(folder, files, found, counted(tree))
 
 
@@ -152,9 +230,9 @@ def _of_ranks(folder: Folder, ranks: Mapping[str, re.Match[str]]) -> ForeignStep
     spreads: dict[int, MeshPart] = {}
     left_out: dict[str, str] = {}
     for what, files in kinds.items():
-        if sorted(files) != list(range(world)):
+        if not _is_whole(files, world):
             _incomplete(folder, world, kinds)
-        is_extra = what.startswith(("extra", "rng", "random"))
+        is_extra = what.startswith(_EXTRAS)
         for rank, key in files.items():
             try:
                 part = read_file(folder, key, rank)
@@ -169,7 +247,15 @@ def _of_ranks(folder: Folder, ranks: Mapping[str, re.Match[str]]) -> ForeignStep
             is_optimizer = what.startswith(_OPTIMIZERS) and "state" in tree
             name = "optimizer" if is_optimizer else what if is_extra else "model"
             nested = name if not is_extra and not (tree.keys() & {"model", "optimizer"}) else None
-            trees[rank] |= {nested: tree} if nested else tree if not is_extra else {what: tree}
+            tree = {nested: tree} if nested else tree if not is_extra else {what: tree}
+            if clashes := trees[rank].keys() & tree.keys():
+                raise FormatError(
+                    f"several files of rank {rank} have the same: a model that is not the other's",
+                    where=folder.where(key),
+                    value=sorted(map(str, clashes))[:8],
+                    hint="move the files of each model into a folder of their own",
+                )
+            trees[rank] |= tree
     merged = _Merge(spreads, str(folder.store.location))
     tree = merged.merge(trees, ())
     found = states_of(tree, str(folder.store.location))
@@ -185,16 +271,21 @@ def _of_ranks(folder: Folder, ranks: Mapping[str, re.Match[str]]) -> ForeignStep
 
 
 def _incomplete(folder: Folder, world: int, kinds: Mapping[str, Mapping[int, str]]) -> None:
-    short = {what: files for what, files in kinds.items() if sorted(files) != list(range(world))}
+    short = {what: files for what, files in kinds.items() if not _is_whole(files, world)}
     what, files = next(iter(short.items()), ("", {}))
-    missing = sorted(set(range(world)) - files.keys())
+    # A name may say any number of ranks.
+    missing = islice((rank for rank in range(world) if rank not in files), 8)
     raise FormatError(
         f"the files of {world} ranks belong together, "
-        f"of {what or 'them'} {len(missing)} are missing",
+        f"of {what or 'them'} {world - sum(rank < world for rank in files)} are missing",
         where=str(folder.store.location),
-        value=[f"rank {rank}" for rank in missing[:8]],
+        value=[f"rank {rank}" for rank in missing],
         hint="copy the files of all ranks into one folder",
     )
+
+
+def _is_whole(files: Mapping[int, str], world: int) -> bool:
+    return len(files) == world and max(files) < world
 
 
 class _Merge:
@@ -226,8 +317,8 @@ class _Merge:
 
     def _tensor(self, parts: Sequence[StateTensor], path: Path) -> Any:
         first = parts[0]
-        is_spread = id(first) in self._of_tensors or first.content is None
-        looks = {(part.shape, part.dtype, None if is_spread else part.content) for part in parts}
+        # Only of tensors that are spread nothing is told of the content.
+        looks = {(part.shape, part.dtype, part.content) for part in parts}
         if len(looks) > 1:
             if path[0] not in ("model", "optimizer"):
                 return {f"rank.{rank}": part for rank, part in enumerate(parts)}

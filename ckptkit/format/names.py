@@ -182,6 +182,8 @@ def _is_canonical(node: str) -> bool:
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
+BY_ORDER = "parameters by the order of the model"
+"""What `details["optimizer"]` says where an optimizer only counted its parameters."""
 # What a training job says of arrays again, under some strategies only: `alike/<name>`.
 ALIKE = "alike"
 # How the arrays `<name>%2F<part>` make the tensor that a training job had at `<name>`:

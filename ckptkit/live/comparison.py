@@ -4,7 +4,7 @@ answer before anything changes. And then, what is to be filled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import FormatError
-from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join
+from ckptkit.format.names import BY_ORDER, MODEL, OPTIMIZER, WRAPPED, join
 from ckptkit.format.objects import ObjectInfo, PerDataRank, PerRank, Replicated
 from ckptkit.live.resume import (
     Resumed,
@@ -255,8 +255,34 @@ def compare(
         training = replace(
             training, optimizers=[o for o in training.optimizers if o.kind in theirs]
         )
+    if training.optimizers and checkpoint.details.get(OPTIMIZER) == BY_ORDER:
+        _check_order(checkpoint, saved, documents, ranks)
     optimizers = resume(checkpoint, saved, fitting, twins, kept)
     return Match(report, training, under, objects, values, optimizers, positions, data)
+
+
+def _check_order(
+    checkpoint: Checkpoint,
+    saved: Iterable[Mapping[str, Any]],
+    documents: Iterable[Mapping[str, Any]],
+    ranks: Ranks,
+) -> None:
+    """Refuse state that was given to parameters by their order where the optimizer here, which is
+    likely made as that one was, has them in another.
+    """
+    names = (name for doc in saved for group in doc["groups"] for name in group["params"])
+    place = {name: number for number, name in enumerate(names)}
+    groups = [group["params"] for document in documents for group in document["groups"]]
+    places = [[place[name] for name in group if name in place] for group in groups]
+    fits = ranks.agree(all(each == sorted(each) for each in places), all)
+    if not fits:
+        raise StateMismatchError(
+            "the saved optimizer only counts its parameters, and the one here has them in another "
+            "order than the model: whose state is whose is not known",
+            where=checkpoint.location,
+            hint="save it again, by an optimizer of model.named_parameters() or by "
+            "ckptkit.live.save; or load without the optimizer",
+        )
 
 
 def array_for(held: LiveTensor, checkpoint: Checkpoint, snapshot: Snapshot, report: Report) -> str:

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import ckptkit
 from ckptkit.checkpoint.read.stream import stored_arrays
+from ckptkit.live import StateMismatchError, load
 from ckptkit.model import Box
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import same
+from tests.foreign.jobs import network
 from tests.foreign.test_safetensors import random, write
 
 ARRAYS = {"layers.0.weight": random(1, (6, 4)), "layers.0/odd": random(2, (3,)), "n": random(3, ())}
@@ -172,3 +175,31 @@ def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
         assert checkpoint.details["resharded"]["from"] == "unknown"
     # One file is itself, whatever lies beside it.
     assert document("show", place / "model.safetensors")["details"] == {}
+
+
+def test_files_beside_the_model_are_named(tmp_path: Path) -> None:
+    for name in ("model.pt", "ema.pt", "optimizer.pt", "scheduler.pt"):
+        torch.save({"w": torch.ones(3)}, tmp_path / name)
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert checkpoint.details["left_out"].keys() == {"ema.pt", "scheduler.pt"}
+
+
+def test_an_optimizer_of_groups_without_names_is_elsewhere_and_a_load_says_so(
+    tmp_path: Path,
+) -> None:
+    net = network()
+    first, *others = net.parameters()
+    optimizer = torch.optim.Adam([{"params": [first]}, {"params": others}])
+    net(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    states = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**states, "memory": torch.ones(3).untyped_storage()}, tmp_path / "x.pt")
+    with ckptkit.open(tmp_path / "x.pt") as checkpoint:
+        assert checkpoint.foreign is not None
+        name = "other/optimizer/state/0/exp_avg"
+        assert checkpoint.foreign.theirs[name] == "optimizer.state.0.exp_avg"
+        (why,) = checkpoint.details["left_out"].values()
+        assert "ckptkit" not in why
+    with pytest.raises(StateMismatchError) as caught:
+        load(tmp_path / "x.pt", model=net, optimizer=optimizer)
+    assert "only numbered" in caught.value.hint

@@ -14,7 +14,7 @@ from torch import nn
 
 import ckptkit
 from ckptkit.errors import FormatError
-from ckptkit.live import StateMismatchError, load
+from ckptkit.live import load
 from tests.foreign.contract import ForeignContract, Sample
 from tests.foreign.jobs import as_numpy, network, trained
 from tests.storage.counting import CountingStore
@@ -333,29 +333,139 @@ def test_numbers_and_arrays_of_numpy_are_plain_values(tmp_path: Path) -> None:
         opened({"w": torch.ones(1), "texts": np.array(["a"])}, tmp_path)
 
 
-def test_files_beside_the_model_are_named(tmp_path: Path) -> None:
-    for name in ("model.pt", "ema.pt", "optimizer.pt", "scheduler.pt"):
-        torch.save({"w": torch.ones(3)}, tmp_path / name)
-    with ckptkit.open(tmp_path) as checkpoint:
-        assert checkpoint.details["left_out"].keys() == {"ema.pt", "scheduler.pt"}
-
-
-def test_an_optimizer_of_groups_without_names_is_elsewhere_and_a_load_says_so(
-    tmp_path: Path,
-) -> None:
-    net = network()
-    first, *others = net.parameters()
-    optimizer = torch.optim.Adam([{"params": [first]}, {"params": others}])
-    net(torch.ones(1, 6)).sum().backward()
+def test_an_optimizer_of_another_order_is_not_loaded_into(tmp_path: Path) -> None:
+    """It only counts its parameters, whose shapes are alike: the model's order was assumed."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(list(net.parameters())[::2], lr=0.1, momentum=0.9)
+    net(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    states = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save({**states, "memory": torch.ones(3).untyped_storage()}, tmp_path / "x.pt")
-    with ckptkit.open(tmp_path / "x.pt") as checkpoint:
-        assert checkpoint.foreign is not None
-        name = "other/optimizer/state/0/exp_avg"
-        assert checkpoint.foreign.theirs[name] == "optimizer.state.0.exp_avg"
-        (why,) = checkpoint.details["left_out"].values()
-        assert "ckptkit" not in why
-    with pytest.raises(StateMismatchError) as caught:
-        load(tmp_path / "x.pt", model=net, optimizer=optimizer)
-    assert "only numbered" in caught.value.hint
+    state = {f"{n}.weight": net[n].weight for n in range(2)}
+    opened({"model": state, "optimizer": optimizer.state_dict()}, tmp_path).close()
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    load(tmp_path, model=module, optimizer=torch.optim.SGD(module.parameters(), lr=1, momentum=0.9))
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert checkpoint.details["optimizer"] == "parameters by the order of the model"
+    turned = torch.optim.SGD(list(module.parameters())[::-1], lr=1, momentum=0.9)
+    with pytest.raises(ckptkit.CkptkitError, match="only counts its parameters"):
+        load(tmp_path, model=module, optimizer=turned)
+
+
+def test_a_count_that_only_fits_with_buffers_gives_no_names(tmp_path: Path) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    other = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight, other], lr=0.1, momentum=0.9)
+    (weight.sum() + other.sum()).backward()
+    optimizer.step()
+    for buffer in ({"norm.running_mean": torch.ones(2)}, {"counts": torch.ones(2).long()}):
+        state = {"model": {"w": torch.ones(2), **buffer}, "optimizer": optimizer.state_dict()}
+        with opened(state, tmp_path) as checkpoint:
+            assert not [name for name in checkpoint.arrays if name.startswith("optimizer/")]
+
+
+def test_parts_of_tensors_in_files_with_numbers_are_refused(tmp_path: Path) -> None:
+    for number in range(2):
+        torch.save({"w": torch.ones(2) * number}, tmp_path / f"consolidated.{number:02}.pth")
+    with pytest.raises(FormatError, match=r"consolidated\.01\.pth"):
+        ckptkit.open(tmp_path)
+    (tmp_path / "consolidated.01.pth").unlink()
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert set(checkpoint.arrays) == {"model/w"}
+
+
+def test_two_models_of_the_same_ranks_are_refused(tmp_path: Path) -> None:
+    for what in ("model", "teacher"):
+        of_ranks(tmp_path, [{"w": torch.ones(3)} for _ in range(2)], what)
+    with pytest.raises(FormatError, match="several files of rank 0"):
+        ckptkit.open(tmp_path)
+
+
+def test_a_model_counts_before_what_ranks_have_beside_it(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    torch.save({"cpu": torch.ones(2)}, tmp_path / "rng_state_rank_0.pt")
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert set(checkpoint.arrays) == {"model/w"}
+        assert checkpoint.details["left_out"].keys() == {"rng_state_rank_0.pt"}
+    torch.save({"w": torch.zeros(2)}, tmp_path / "shard_rank_0.pt")
+    with pytest.raises(FormatError, match="may be another one"):
+        ckptkit.open(tmp_path)
+
+
+def test_one_file_with_a_rank_in_its_name_is_one_file(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "lora_rank8.pt")
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert set(checkpoint.arrays) == {"model/w"}
+
+
+def test_files_that_say_how_many_they_are_have_to_be_all_there(tmp_path: Path) -> None:
+    names = [f"pytorch_model-0000{n}-of-00003.bin" for n in (1, 2, 3)]
+    for missing in names:
+        for number, name in enumerate(names):
+            torch.save({f"w{number}": torch.ones(2)}, tmp_path / name)
+        torch.save({"state": {}}, tmp_path / "optimizer.pt")
+        with ckptkit.open(tmp_path) as checkpoint:
+            assert set(checkpoint.arrays) == {"model/w0", "model/w1", "model/w2"}
+            assert checkpoint.details["left_out"].keys() == {"optimizer.pt"}
+        (tmp_path / missing).unlink()
+        with pytest.raises(FormatError, match=missing):
+            ckptkit.open(tmp_path)
+
+
+def test_what_an_optimizer_has_besides_is_kept(tmp_path: Path) -> None:
+    optimizer = {
+        "state": {0: {"exp_avg": torch.ones(2)}, "shared": torch.ones(3)},
+        "param_groups": [{"params": [0], "lr": 0.1}],
+        "scale": torch.ones(1),
+        "loss": 3,
+    }
+    with opened({"model": {"w": torch.ones(2)}, "optimizer": optimizer}, tmp_path) as checkpoint:
+        assert set(checkpoint.arrays) == {
+            "model/w",
+            "optimizer/w/exp_avg",
+            "other/optimizer/scale",
+            "other/optimizer/state/shared",
+        }
+        assert objects(checkpoint)["extra/optimizer"] == {"loss": 3}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"state": None, "param_groups": [{"params": [0]}]},
+        {"state": None},
+        {"state": {}, "param_groups": [{"params": [[0]]}]},
+        {"state": {}, "param_groups": [{"params": [{}]}]},
+        {"state": {}, "param_groups": [{"params": [0], "param_names": 5}]},
+        {"state": {}, "param_groups": [{"params": [0], "param_names": [[]]}]},
+        {"state": {}, "param_groups": 5},
+        {"state": [1], "param_groups": [{}]},
+        {"state": {(1, 2): {"a": 1}}, "param_groups": [{"params": [0]}]},
+        {"state": {"w": torch.ones(2)}, "param_groups": []},
+        [{"state": {}}, {"param_groups": [{}, 3]}],
+    ],
+)
+def test_an_optimizer_of_any_shape_leaves_the_model_readable(
+    optimizer: Any, tmp_path: Path
+) -> None:
+    state = {"model": {"w": torch.ones(2), "v": torch.ones(2)}, "optimizer": optimizer}
+    with opened(state, tmp_path) as checkpoint:
+        assert {"model/w", "model/v"} <= set(checkpoint.arrays)
+        said = {*objects(checkpoint), *checkpoint.details.get("left_out", {})}
+        more = "other/optimizer/state/w" in checkpoint.arrays
+        assert more or any("optimizer" in name for name in said)
+
+
+def test_a_tensor_under_a_key_that_is_no_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ckptkit.CkptkitError, match="neither text nor number"):
+        opened({"w": torch.ones(2), None: torch.ones(1)}, tmp_path)
+
+
+def test_a_file_that_is_called_as_what_is_in_our_packs_is_still_of_torch(tmp_path: Path) -> None:
+    for key, name in (("w", "a-zarr.json.pt"), ("zarr.json", "b.pt")):
+        with opened({key: torch.ones(2)}, tmp_path, name) as checkpoint:
+            assert len(checkpoint.arrays) == 1
+
+
+def test_a_name_that_says_many_ranks_costs_nothing(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / f"model_world_size_{10**15}_rank_0.pt")
+    with pytest.raises(FormatError, match="rank 1"):
+        ckptkit.open(tmp_path)

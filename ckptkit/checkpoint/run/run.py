@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.places import (
     DATA,
@@ -25,12 +25,14 @@ from ckptkit.checkpoint.places import (
     store_at,
     under,
 )
-from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.workers import ask_all
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.formats import numbered
 from ckptkit.format.manifest import Manifest
 from ckptkit.storage import Options, Store, Stored
+
+if TYPE_CHECKING:
+    from ckptkit.checkpoint.read.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class Run:
                 hint=f"`ckpt ls {self.location}` shows what was begun",
             )
         prefix = step_name(step)
+        from ckptkit.checkpoint.read.checkpoint import Checkpoint  # noqa: PLC0415 — costs time
+
         return Checkpoint(self._store, prefix, read_manifest(self._store, prefix))
 
     def listing(self) -> list[StepInfo]:
