@@ -30,6 +30,7 @@ _ASYNCHRONOUS_NOTE = (
     "together, of all ranks and their processes. Memory is that of a first save. Median (least to "
     "most); who takes more than 10 s until a save is durable has two turns only."
 )
+_BESIDE_GIB = 0.8
 _DCP_NOTE = "DCP is given the DTensors themselves; making a state dict of a job is not counted."
 
 
@@ -38,17 +39,23 @@ def benches(folder: Path, gib: float, repeat: int) -> Iterator[Callable[[], Sect
     tensors = llama(gib)
     size = total_bytes(tensors)
     with Job(folder / "fsdp-2", ["fsdp"], 2, tensors) as fsdp:
-        yield from _in_one_layout(fsdp, size, repeat)
+        yield from (partial(bench, fsdp, size, repeat) for bench in (_save, _load))
+    yield from _beside_training(folder, gib, 2, repeat)
     with Job(folder / "fsdp-4", ["fsdp"], 4, tensors) as fsdp:
-        yield from _in_one_layout(fsdp, size, repeat)
+        yield from (partial(bench, fsdp, size, repeat) for bench in (_save, _load))
         with Job(folder / "tp-2", ["tp"], 2, tensors) as tp:
             yield partial(_reshard, fsdp, tp, "fsdp:4 → tp:2", size, repeat)
             yield partial(_reshard, tp, fsdp, "tp:2 → fsdp:4", size, repeat)
+    yield from _beside_training(folder, gib, 4, repeat)
 
 
-def _in_one_layout(job: Job, size: int, repeat: int) -> Iterator[Callable[[], Section]]:
-    for bench in (_save, _load, _asynchronous):
-        yield partial(bench, job, size, repeat)
+def _beside_training(
+    folder: Path, gib: float, ranks: int, repeat: int
+) -> Iterator[Callable[[], Section]]:
+    # Of a smaller state: each way of DCP keeps copies of it, and all ways are there at a time.
+    tensors = llama(min(gib, _BESIDE_GIB), narrower=4)
+    with Job(folder / f"beside-{ranks}", ["fsdp"], ranks, tensors) as job:
+        yield partial(_asynchronous, job, total_bytes(tensors), repeat)
 
 
 def _save(job: Job, size: int, repeat: int) -> Section:
