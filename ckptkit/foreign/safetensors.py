@@ -192,8 +192,14 @@ def _files(folder: Folder) -> tuple[list[str], dict[str, str] | None]:
     if folder.only is None and plain in folder.files:
         # As transformers has it: `from_pretrained` looks for the plain name before the index.
         return [plain], None
-    where = folder.where(indexes[0])
-    found = parsed(folder.read(indexes[0]), where)
+    indexed = weight_map(folder, indexes[0])
+    return sorted(set(indexed.values())), indexed
+
+
+def weight_map(folder: Folder, index: str) -> dict[str, str]:
+    """In which file each tensor of an index is; all these files are there."""
+    where = folder.where(index)
+    found = parsed(folder.read(index), where)
     indexed = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(indexed, dict) or not indexed:
         raise FormatError("the index has no weight_map", where=where)
@@ -206,7 +212,7 @@ def _files(folder: Folder) -> tuple[list[str], dict[str, str] | None]:
                 value=key,
                 hint="it was not copied along; copy the folder again",
             )
-    return sorted(set(indexed.values())), dict(indexed)
+    return indexed
 
 
 def _check_count(folder: Folder, files: Iterable[str]) -> None:

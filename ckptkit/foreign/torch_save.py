@@ -13,11 +13,11 @@ from typing import Any
 from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import Extent, ForeignStep
 from ckptkit.foreign.folder import Folder
-from ckptkit.foreign.safetensors import config_of, parsed
+from ckptkit.foreign.safetensors import config_of, weight_map
 from ckptkit.foreign.spread import MeshPart, strategy_of
 from ckptkit.foreign.states import Path, States, StateTensor, states_of
 from ckptkit.foreign.torch_file import read_file
-from ckptkit.model import Box, document
+from ckptkit.model import Box
 
 INDEX = ".bin.index.json"
 _RANK = re.compile(
@@ -131,25 +131,10 @@ def _check_shards(folder: Folder, shards: Sequence[str]) -> None:
 
 def _indexed(folder: Folder, index: str) -> dict[str, set[str] | None]:
     """The files of an index, each with the names that count in it."""
-    where = folder.where(index)
-    found = parsed(folder.read(index), where)
-    names = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(names, dict) or not names:
-        raise FormatError("the index has no weight_map", where=where)
-    files: dict[str, set[str] | None] = {}
-    for name, key in names.items():
-        document.text(key, f"{where}: {name}")
-        if key not in folder.files or "/" in key:
-            raise FormatError(
-                "a file of the index is missing",
-                where=where,
-                value=key,
-                hint="it was not copied along; copy the folder again",
-            )
-        counted = files.setdefault(key, set())
-        if counted is not None:
-            counted.add(name)
-    return files
+    files: dict[str, set[str]] = {}
+    for name, key in weight_map(folder, index).items():
+        files.setdefault(key, set()).add(name)
+    return {**files}
 
 
 def _one(
