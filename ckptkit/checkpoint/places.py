@@ -22,7 +22,7 @@ from ckptkit.errors import (
     NotFoundError,
     UsageError,
 )
-from ckptkit.foreign.formats import format_of
+from ckptkit.foreign.readers.formats import format_of
 from ckptkit.format.envelope import (
     CRC_BYTES,
     CRC_MARK,

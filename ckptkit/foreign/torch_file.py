@@ -14,8 +14,8 @@ import numpy as np
 from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import Extent, span_of
 from ckptkit.foreign.folder import Folder
-from ckptkit.foreign.globals import DTYPES, STORAGES, Global
-from ckptkit.foreign.pickles import Placeholder, read_pickle
+from ckptkit.foreign.pickles.globals import DTYPES, STORAGES, Global
+from ckptkit.foreign.pickles.interpreter import Placeholder, read_pickle
 from ckptkit.foreign.spread import MeshPart, dtensor, sharded_tensor
 from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box, DType, document

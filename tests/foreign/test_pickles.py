@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.globals import Global
-from ckptkit.foreign.pickles import Placeholder, read_pickle
+from ckptkit.foreign.pickles.globals import Global
+from ckptkit.foreign.pickles.interpreter import Placeholder, read_pickle
 
 
 def read(data: bytes) -> Any:

@@ -46,7 +46,7 @@ from ckptkit.errors import (
     UsageError,
     VersionError,
 )
-from ckptkit.foreign.formats import format_of
+from ckptkit.foreign.readers.formats import format_of
 from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import whole

@@ -40,7 +40,7 @@ from ckptkit.foreign.output.files import (
     safetensors_file,
 )
 from ckptkit.foreign.output.torch_save import torch_file
-from ckptkit.foreign.safetensors import CONFIG, parsed
+from ckptkit.foreign.readers.safetensors import CONFIG, parsed
 from ckptkit.format.names import MODEL, inner_name
 from ckptkit.model import Box
 from ckptkit.model.document import parse_size

@@ -13,7 +13,7 @@ from itertools import count
 from typing import TypeAlias
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
-from ckptkit.foreign.safetensors import DTYPES, INDEX, METADATA, MOST_HEADER
+from ckptkit.foreign.readers.safetensors import DTYPES, INDEX, METADATA, MOST_HEADER
 from ckptkit.model import DType
 
 _SPELLED = {dtype: spelled for spelled, dtype in DTYPES.items()}

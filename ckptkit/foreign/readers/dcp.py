@@ -19,7 +19,8 @@ from typing import Any
 from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.extents import Extent, ForeignStep
 from ckptkit.foreign.folder import Folder
-from ckptkit.foreign.pickles import Placeholder, read_pickle
+from ckptkit.foreign.pickles.interpreter import Placeholder, read_pickle
+from ckptkit.foreign.readers.torch_save import counted
 from ckptkit.foreign.spread import by_boxes
 from ckptkit.foreign.states import Path, StateTensor, states_of
 from ckptkit.foreign.torch_file import (
@@ -33,7 +34,6 @@ from ckptkit.foreign.torch_file import (
     tensor_of,
     with_tensors,
 )
-from ckptkit.foreign.torch_save import counted
 from ckptkit.model import Box, DType, document
 from ckptkit.storage import MemoryStore, Stored
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.globals import ALIASES, CALLS, DTYPES, STORAGES, VALUES, Global
+from ckptkit.foreign.pickles.globals import ALIASES, CALLS, DTYPES, STORAGES, VALUES, Global
 
 MOST_DEPTH = 64
 MOST_BYTES = 1 << 30

@@ -46,19 +46,19 @@ class Format:
 
 
 def _dcp(folder: Folder) -> ForeignStep:
-    from ckptkit.foreign.dcp import read_dcp  # noqa: PLC0415 — costs time
+    from ckptkit.foreign.readers.dcp import read_dcp  # noqa: PLC0415 — costs time
 
     return read_dcp(folder)
 
 
 def _safetensors(folder: Folder) -> ForeignStep:
-    from ckptkit.foreign.safetensors import read_safetensors  # noqa: PLC0415
+    from ckptkit.foreign.readers.safetensors import read_safetensors  # noqa: PLC0415
 
     return read_safetensors(folder)
 
 
 def _torch(folder: Folder) -> ForeignStep:
-    from ckptkit.foreign.torch_save import read_torch  # noqa: PLC0415
+    from ckptkit.foreign.readers.torch_save import read_torch  # noqa: PLC0415
 
     return read_torch(folder)
 

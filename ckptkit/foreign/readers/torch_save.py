@@ -13,7 +13,7 @@ from typing import Any
 from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import Extent, ForeignStep
 from ckptkit.foreign.folder import Folder
-from ckptkit.foreign.safetensors import config_of, weight_map
+from ckptkit.foreign.readers.safetensors import config_of, weight_map
 from ckptkit.foreign.spread import MeshPart, strategy_of
 from ckptkit.foreign.states import Path, States, StateTensor, states_of
 from ckptkit.foreign.torch_file import read_file

@@ -1,0 +1,1 @@
+"""Pickles, read without running them: an `interpreter`, and the `globals` that they may name."""
