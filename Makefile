@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+FRAMEWORKS := $(VENV)/frameworks
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPED := ckptkit ckptkit_command.py $(VENV)/typing/ckptkit/cli $(VENV)/typing/ckptkit/schemas tests $(wildcard examples/*.py benchmarks/*.py docs/*.py)
 TORCH := $(shell sed -n 's/^ *"\(torch==.*\)",$$/\1/p' pyproject.toml)
@@ -14,7 +15,7 @@ TURNS := $(shell flock -n -E 0 Makefile true 2>/dev/null && echo flock Makefile)
 SET_UP = $(TURNS) $(MAKE) --no-print-directory FOR=$@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long bench clean base torch dev
+.PHONY: help demo test test-long test-frameworks bench clean base torch dev frameworks
 
 help: ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile
@@ -36,6 +37,11 @@ test-long: ## set up with torch, then the tests that take minutes each, and prop
 	+@$(SET_UP) dev
 	$(PYTEST) -n 2 -m "long or hypothesis" --hypothesis-profile=many
 
+test-frameworks: ## install DeepSpeed, Megatron and others beside, and read what they write
+	+@$(SET_UP) dev
+	+@$(SET_UP) frameworks
+	CKPTKIT_FRAMEWORKS=$(FRAMEWORKS)/bin/python $(PYTEST) tests/foreign/frameworks
+
 bench: ## set up with torch, then measure side by side with peers
 	+@$(SET_UP) dev
 	$(BIN)/python -m benchmarks
@@ -44,7 +50,7 @@ clean: ## remove the environment, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-base torch dev: %: $(VENV)/%.stamp
+base torch dev frameworks: %: $(VENV)/%.stamp
 	@:
 
 # The stamps are older than pyproject.toml exactly when something has to be installed.
@@ -63,6 +69,13 @@ $(VENV)/dev.stamp: pyproject.toml $(VENV)/venv.stamp
 	@ln -sfn ../../../cli $(VENV)/typing/ckptkit/cli
 	@ln -sfn ../../../schemas $(VENV)/typing/ckptkit/schemas
 	@touch $(VENV)/base.stamp $(VENV)/torch.stamp $@
+
+# DeepSpeed looks for torch when it is built.
+$(VENV)/frameworks.stamp: tests/foreign/frameworks/requirements.txt $(VENV)/dev.stamp
+	rm -rf $(FRAMEWORKS) && $(BIN)/python -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/pip install '$(TORCH)' setuptools wheel ninja py-cpuinfo
+	DS_BUILD_OPS=0 $(FRAMEWORKS)/bin/pip install --no-build-isolation -r tests/foreign/frameworks/requirements.txt
+	@touch $@
 
 # Some Debians ship venv without ensurepip: there the pip outside puts a pip inside.
 $(VENV)/venv.stamp:
