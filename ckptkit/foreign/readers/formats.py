@@ -51,6 +51,12 @@ def _dcp(folder: Folder) -> ForeignStep:
     return read_dcp(folder)
 
 
+def _deepspeed(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.deepspeed import read_deepspeed  # noqa: PLC0415
+
+    return read_deepspeed(folder)
+
+
 def _safetensors(folder: Folder) -> ForeignStep:
     from ckptkit.foreign.readers.safetensors import read_safetensors  # noqa: PLC0415
 
@@ -70,6 +76,7 @@ FORMATS = (
     Format(
         "a DeepSpeed checkpoint",
         r"global_step\d+|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",
+        _deepspeed,
     ),
     Format(
         "a Megatron checkpoint", r"iter_\d+|latest_checkpointed_iteration\.txt|mp_rank_\d+(_\d+)*"
