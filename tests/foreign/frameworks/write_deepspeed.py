@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import sys
@@ -15,7 +16,6 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
@@ -54,13 +54,15 @@ class Model(nn.Module):
         self.register_buffer("seen", torch.tensor(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.frozen(self.embed(x)) * self.scale[0]
-        return self.head(self.norm(x + self.down(torch.relu(self.up(x)))))
+        x = self.frozen(self.embed(x)) * self.get_buffer("scale")[0]
+        found: torch.Tensor = self.head(self.norm(x + self.down(torch.relu(self.up(x)))))
+        return found
 
 
 def as_numpy(tensor: Any) -> np.ndarray[Any, Any]:
     tensor = torch.as_tensor(tensor).detach().cpu().contiguous()
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    found = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    return np.asarray(found)
 
 
 def config(precision: str, zero: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +199,14 @@ def main(out: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        mp.spawn(worker, (world, port, out), nprocs=world)
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=worker, args=(n, world, port, out)) for n in range(world)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        if any(rank.exitcode for rank in ranks):
+            raise SystemExit(f"a job on {world} ranks failed")
 
 
 if __name__ == "__main__":
