@@ -4,7 +4,7 @@ by the habits of those who save with torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -179,7 +179,8 @@ def _optimizer(
                     spelled = "/".join(map(str, path))
                     name = join("optimizer", parameter, spelled)
                     _add(found, name, tensor, (*above, "state", index, *path), where, of=of)
-                found.left_out[array] = "a value that is neither plain nor a tensor"
+                if _without_tensors(value)[1]:
+                    found.left_out[array] = "a value that is neither plain nor a tensor"
     documents: list[dict[str, Any]] = []
     for group in groups:
         options: dict[str, Any] = {}
@@ -229,20 +230,45 @@ def _nested(
     more = {}
     by_name: dict[Any, dict[Any, Any]] = {}
     options: dict[str, dict[Any, Any]] = {}
+    told = [str(path).partition(".")[2] for path in state if str(path).startswith("param_groups.")]
+    known = {rest.rpartition(".")[0] for rest in told}
     for path, value in state.items():
         kind, _, rest = str(path).partition(".")
-        name, _, key = rest.rpartition(".")
+        name, keys = _of_parameter(rest, known)
         into = {"state": by_name, "param_groups": options}.get(kind)
-        if into is None or not name or not key:
+        if into is None or not name or not keys[-1]:
             more[path] = value
         else:
-            into.setdefault(name, {})[key] = value
+            put(into.setdefault(name, {}), keys, value, str(path))
     alike: dict[str, dict[Any, Any]] = {}
     for name, said in options.items():
         # Parameters with the same options are a group: which they were in is not told.
         group = alike.setdefault(repr(sorted(said.items(), key=lambda it: str(it[0]))), dict(said))
         group.setdefault("params", []).append(name)
     return by_name, list(alike.values()), more
+
+
+def _of_parameter(path: str, known: Container[str]) -> tuple[str, list[str]]:
+    """The name of the parameter that a path begins with, and the keys in its state that follow:
+    since torch 2.10 they may be several, so a name is what is known as one.
+    """
+    nodes = path.split(".")
+    for end in range(len(nodes) - 1, 0, -1):
+        if (name := ".".join(nodes[:end])) in known:
+            return name, nodes[end:]
+    return ".".join(nodes[:-1]), nodes[-1:]
+
+
+def put(tree: dict[Any, Any], path: Sequence[str | int], value: Any, name: str) -> None:
+    """Put a value where its path says in a tree of dictionaries."""
+    node = tree
+    for key in path[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise FormatError("it is a value, and others are inside of it", where=name)
+    if path[-1] in node:
+        raise FormatError("two values are at one place", where=name)
+    node[path[-1]] = value
 
 
 def _indices(

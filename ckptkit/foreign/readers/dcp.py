@@ -9,6 +9,7 @@ once for parts that are alike.
 from __future__ import annotations
 
 import io
+import math
 import re
 import struct
 import zipfile
@@ -22,7 +23,7 @@ from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.interpreter import Placeholder, read_pickle
 from ckptkit.foreign.readers.torch_save import counted
 from ckptkit.foreign.spread import by_boxes
-from ckptkit.foreign.states import Path, StateTensor, states_of
+from ckptkit.foreign.states import Path, StateTensor, put, states_of
 from ckptkit.foreign.torch_file import (
     Storage,
     dtype_of,
@@ -119,10 +120,10 @@ def read_dcp(folder: Folder) -> ForeignStep:
             tensors[name][2].append(Extent(box, file, begin, head.strides))
     tree: dict[Any, Any] = {}
     for name, (shape, dtype, extents) in tensors.items():
-        _put(tree, paths.get(name, (name,)), StateTensor(shape, dtype, tuple(extents)), name)
+        put(tree, paths.get(name, (name,)), StateTensor(shape, dtype, tuple(extents)), name)
     unread: dict[str, str] = {}
     for name, value in _objects(folder, objects, unread):
-        _put(tree, paths.get(name, (name,)), value, name)
+        put(tree, paths.get(name, (name,)), value, name)
     found = states_of(_with_lists(tree), str(folder.store.location))
     found.left_out |= unread
     found.left_out |= folder.unread(())
@@ -149,9 +150,17 @@ def _metadata(
     path in a nested dictionary each name stands for.
     """
     keys = {METADATA: ""}
+    # Without collectives each rank writes its own, of what it has.
+    of_ranks = {int(m[1]): key for key in folder.files if (m := _OF_RANK.fullmatch(key))}
+    if METADATA in folder.files and of_ranks:
+        # Neither kind of save deletes what the other wrote, but both write the same data files.
+        raise FormatError(
+            "two saves are in the folder, one with metadata of its own for each rank",
+            where=str(folder.store.location),
+            value=[METADATA, of_ranks[min(of_ranks)]],
+            hint="remove the metadata of the older one",
+        )
     if METADATA not in folder.files:
-        # Without collectives each rank writes its own, of what it has.
-        of_ranks = {int(m[1]): key for key in folder.files if (m := _OF_RANK.fullmatch(key))}
         is_whole = sorted(of_ranks) == list(range(len(of_ranks)))
         keys = {of_ranks[rank]: "" for rank in sorted(of_ranks) if is_whole}
         keys = keys or {k: m[1] for k in sorted(folder.files) if (m := _APART.fullmatch(k))}
@@ -164,6 +173,7 @@ def _metadata(
     entries: dict[str, Placeholder] = {}
     items: dict[tuple[str, Any], _Item] = {}
     paths: dict[str, Path] = {}
+    of_several: set[str] = set()
     for key, inside in keys.items():
         where = folder.where(key)
         found = read_pickle(folder.read(key), where)
@@ -175,6 +185,7 @@ def _metadata(
                 raise FormatError("not what DCP says of a tensor", where=where)
             if name in entries and entry.kind == "TensorStorageMetadata":
                 entry.fields()["chunks"] += entries[name].fields()["chunks"]
+                of_several.add(name)
             entries[name] = entry
         for index, info in _map(said.get("storage_data"), where).items():
             items.setdefault(*_stored(index, info, inside, where))
@@ -183,11 +194,25 @@ def _metadata(
             for name, path in _map(said.get("planner_data") or {}, where).items()
             if type(path) is tuple and path and all(type(node) in (str, int) for node in path)
         }
+    for name in of_several:
+        _check_ranks(entries[name], f"{folder.store.location}: {name}")
     for name in entries.keys() - paths.keys():
         # As Megatron names it, whose parameters are not in the middle of the name.
         if name.startswith("optimizer."):
             paths[name] = ("optim_state", name.removeprefix("optimizer."))
     return entries, items, paths
+
+
+def _check_ranks(entry: Placeholder, where: str) -> None:
+    """Refuse a tensor of which ranks have parts that overlap, and are not the same."""
+    shape, _, boxes = _described(entry, where)
+    if sum(box.size for box in {*boxes}) > math.prod(shape):
+        # Where a job of fewer ranks saved into the folder, the files of the former one remain.
+        raise FormatError(
+            "parts of the tensor that ranks have overlap",
+            where=where,
+            hint="saves of two jobs are in the folder; remove the files of the older one",
+        )
 
 
 def _map(value: Any, where: str) -> dict[Any, Any]:
@@ -378,18 +403,6 @@ def _object(data: bytes, file: str, item: _Item, where: str, known: dict[bytes, 
             extents=tuple(replace(e, offset=e.offset + item.offset) for e in tensor.extents),
         ),
     )
-
-
-def _put(tree: dict[Any, Any], path: Path, value: Any, name: str) -> None:
-    """Put a value where its path says in a tree of dictionaries."""
-    node = tree
-    for key in path[:-1]:
-        node = node.setdefault(key, {})
-        if not isinstance(node, dict):
-            raise FormatError("it is a value, and others are inside of it", where=name)
-    if path[-1] in node:
-        raise FormatError("two values are at one place", where=name)
-    node[path[-1]] = value
 
 
 def _with_lists(tree: Any, depth: int = 0) -> Any:
