@@ -10,7 +10,16 @@ from typing import Any
 
 import click
 from ckptkit.cli.exits import CORRUPT, OK, STORAGE
-from ckptkit.cli.options import Options, command, location, selected, source_storage, storage
+from ckptkit.cli.options import (
+    Options,
+    command,
+    location,
+    names,
+    selected,
+    sizes_from,
+    source_storage,
+    storage,
+)
 from ckptkit.cli.output import Bar, answer, counted, remark, size_text, stored_bytes
 
 import ckptkit
@@ -169,7 +178,8 @@ def unpack(
 @click.option(
     "--cast", metavar="[PATTERN=]DTYPE", multiple=True, help="Convert parameters, or these arrays."
 )
-@click.option("--rename", metavar="REGEX=>NEW", multiple=True, help="Rename arrays.")
+@names
+@click.option("--set", "sizes", metavar="NAME=N", multiple=True, help="A size that names refer to.")
 @click.option(
     "--memory",
     metavar="SIZE",
@@ -187,6 +197,8 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
     exclude: tuple[str, ...],
     cast: tuple[str, ...],
     rename: tuple[str, ...],
+    table: str | None,
+    sizes: tuple[str, ...],
     storage_options: Options | None,
     source_options: Options | None,
     as_json: bool,
@@ -200,7 +212,7 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
     that.
 
     A folder opens in transformers with from_pretrained, where --with gives it a config.json. The
-    names are those of the step: --rename changes them where transformers has others.
+    names are those of the step: --rename and --names change them where transformers has others.
     """
     own = storage_options if source_options is None else source_options
     with ckptkit.open(step, storage_options=own) as checkpoint:
@@ -214,7 +226,8 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
         done = ckptkit.export(
             place,
             out,
-            selection=selected(cast, rename, include=include, exclude=exclude),
+            selection=selected(rename, table, cast, include=include, exclude=exclude),
+            sizes=sizes_from(None, sizes),
             progress=bar,
             storage_options=storage_options,
             source_options=source_options,

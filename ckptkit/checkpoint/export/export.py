@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from isal import isal_zlib
@@ -26,7 +26,8 @@ from ckptkit.checkpoint.reshard.copy import (
     check_huge_chunks,
     resident_bytes,
 )
-from ckptkit.checkpoint.reshard.selection import Chosen, Selection, choose
+from ckptkit.checkpoint.reshard.selection import Selection, choose
+from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.workers import Progress, copy_threads, share_out
 from ckptkit.errors import AlreadyExistsError, NoSpaceError, NotFoundError, PeerError, UsageError
 from ckptkit.foreign.output.dcp import dcp_folder
@@ -81,6 +82,7 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     max_file_size: int | str = "5GB",
     beside: Place | None = None,
     selection: Selection | None = None,
+    sizes: Mapping[str, Any] | None = None,
     memory: int | str = STREAM_MEMORY,
     workers: int | None = None,
     progress: Progress | None = None,
@@ -105,11 +107,16 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     own = storage_options if source_options is None else source_options
     place, is_file = open_store(out, storage_options or {}), to_format not in _FOLDERS
     config = None if beside is None else store_at(beside, own)
+    said = _config_in(config)
     before = resident_bytes()
     with open_checkpoint(src, storage_options=own) as checkpoint:
-        arrays, tensors, left_out = _chosen(checkpoint, selection or Selection())
+        arrays, tensors, left_out = _chosen(
+            checkpoint, selection or Selection(), {**said, **(sizes or {})}
+        )
         if to_format == "hf":
-            ties = config is not None and _ties_embeddings(config)
+            # Without a word of it that is another thing for each kind of model, and so is what the
+            # config of a part says.
+            ties = said.get("tie_word_embeddings") is True
             arrays, tensors = _untied(arrays, tensors, EMBEDDINGS if ties else ())
         if not is_file:
             new = _FOLDERS[to_format](tensors, parse_size(max_file_size))
@@ -149,11 +156,11 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
 
 
 def _chosen(
-    checkpoint: Checkpoint, selection: Selection
+    checkpoint: Checkpoint, selection: Selection, sizes: Mapping[str, Any]
 ) -> tuple[list[Chosen], list[NewTensor], list[str]]:
     """The arrays of the model that go over, what each will be, and what is left out."""
     wanted = replace(selection, include=selection.include or (f"{MODEL}/*",), optimizer=False)
-    choice = choose(checkpoint.manifest, wanted)
+    choice = choose(checkpoint.manifest, wanted, sizes)
     arrays = [chosen for chosen in choice.arrays if chosen.name.startswith(f"{MODEL}/")]
     if not arrays:
         raise UsageError("nothing is left of the model", where=checkpoint.location)
@@ -171,14 +178,12 @@ def _chosen(
     return arrays, tensors, [name for name in checkpoint.arrays if name not in into]
 
 
-def _ties_embeddings(beside: Store) -> bool:
-    """Whether the model's config says that transformers will tie what it opens. Without a word of
-    it that is another thing for each kind of model, and so is what the config of a part says.
-    """
-    if CONFIG not in beside.children(""):
-        return False
+def _config_in(beside: Store | None) -> Mapping[str, Any]:
+    """What the model's config says, if it is there."""
+    if beside is None or CONFIG not in beside.children(""):
+        return {}
     said = parsed(beside.read_whole(CONFIG, _MOST_BESIDE), f"{beside.location}/{CONFIG}")
-    return isinstance(said, dict) and said.get("tie_word_embeddings") is True
+    return said if isinstance(said, dict) else {}
 
 
 def _untied(

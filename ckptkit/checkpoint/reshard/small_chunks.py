@@ -69,7 +69,7 @@ class SmallChunks:
             source, info = array.source, array.info
             # By their places in memory: arrays that are alike share them.
             grids, dtypes = (id(source.grid), id(info.grid)), (id(source.dtype), id(info.dtype))
-            key = (*grids, *dtypes, chunk)
+            key = (*grids, *dtypes, bool(array.rows), chunk)
             if key not in self._known:
                 self._known[key] = _filling(array, chunk)
             filling = self._known[key]
@@ -125,10 +125,12 @@ class SmallChunks:
 
 
 def _filling(array: TargetArray, chunk: int) -> _Filling | None:
-    """What fills a chunk of an array; None where values are converted, or chunks are not small."""
+    """What fills a chunk of an array; None where values are converted, or
+    made of rows of several arrays, or chunks are not small.
+    """
     source, info = array.source, array.info
     grids, size = (source.grid, info.grid), info.dtype.itemsize
-    if array.is_cast or any(grid.chunk_elements * size > _SMALL for grid in grids):
+    if array.is_cast or array.rows or any(grid.chunk_elements * size > _SMALL for grid in grids):
         return None
     index = info.grid.index(chunk)
     box, stored = info.grid.box(index), info.grid.stored_shape(index)
