@@ -69,8 +69,50 @@ class _Head:
     dtype: DType
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What DCP files have, by flat names."""
+
+    tensors: dict[str, StateTensor]
+    objects: dict[str, Any]
+    unread: dict[str, str]
+    """Objects that cannot be read, with the reason."""
+    paths: dict[str, Path]
+    """Which path in a nested dictionary a name stands for."""
+    files: list[str]
+
+
 def read_dcp(folder: Folder) -> ForeignStep:
     """The checkpoint in a folder."""
+    has = contents_of(folder)
+    tree: dict[Any, Any] = {}
+    paths = dict(has.paths)
+    for name in (*has.tensors, *has.objects):
+        # As Megatron names it, whose parameters are not in the middle of the name.
+        if name not in paths and name.startswith("optimizer."):
+            paths[name] = ("optim_state", name.removeprefix("optimizer."))
+    for name, value in (*has.tensors.items(), *has.objects.items()):
+        put(tree, paths.get(name, (name,)), value, name)
+    found = states_of(_with_lists(tree), str(folder.store.location))
+    found.left_out |= has.unread
+    found.left_out |= folder.unread(())
+    ranks = {int(m[1]) for file in has.files if (m := _FILE_OF_RANK.fullmatch(file))}
+    strategy, arrays = by_boxes(found.arrays, max(ranks, default=0) + 1)
+    return ForeignStep(
+        format="dcp",
+        files={key: folder.size(key) for key in has.files},
+        arrays=arrays,
+        aliases=found.aliases,
+        objects=found.objects,
+        strategy=strategy,
+        theirs=found.theirs,
+        details=found.details,
+        step=counted(tree),
+    )
+
+
+def contents_of(folder: Folder) -> Contents:
+    """What the metadata of a folder and the heads of the parts say."""
     entries, items, paths = _metadata(folder)
     parts: dict[str, list[tuple[str, Box, _Item, DType]]] = {}
     tensors: dict[str, tuple[tuple[int, ...], DType, list[Extent]]] = {}
@@ -116,28 +158,13 @@ def read_dcp(folder: Folder) -> ForeignStep:
                 )
             begin = item.offset + head.begin
             tensors[name][2].append(Extent(box, file, begin, head.strides))
-    tree: dict[Any, Any] = {}
-    for name, (shape, dtype, extents) in tensors.items():
-        put(tree, paths.get(name, (name,)), StateTensor(shape, dtype, tuple(extents)), name)
     unread: dict[str, str] = {}
-    for name, value in _objects(folder, objects, unread):
-        put(tree, paths.get(name, (name,)), value, name)
-    found = states_of(_with_lists(tree), str(folder.store.location))
-    found.left_out |= unread
-    found.left_out |= folder.unread(())
-    files = sorted({*parts, *(item.file for item in objects.values())})
-    ranks = {int(m[1]) for file in files if (m := _FILE_OF_RANK.fullmatch(file))}
-    strategy, arrays = by_boxes(found.arrays, max(ranks, default=0) + 1)
-    return ForeignStep(
-        format="dcp",
-        files={key: folder.size(key) for key in files},
-        arrays=arrays,
-        aliases=found.aliases,
-        objects=found.objects,
-        strategy=strategy,
-        theirs=found.theirs,
-        details=found.details,
-        step=counted(tree),
+    return Contents(
+        {name: StateTensor(*has[:2], tuple(has[2])) for name, has in tensors.items()},
+        dict(_objects(folder, objects, unread)),
+        unread,
+        paths,
+        sorted({*parts, *(item.file for item in objects.values())}),
     )
 
 
@@ -194,10 +221,6 @@ def _metadata(
         }
     for name in of_several:
         _check_ranks(entries[name], f"{folder.store.location}: {name}")
-    for name in entries.keys() - paths.keys():
-        # As Megatron names it, whose parameters are not in the middle of the name.
-        if name.startswith("optimizer."):
-            paths[name] = ("optim_state", name.removeprefix("optimizer."))
     return entries, items, paths
 
 
