@@ -80,6 +80,12 @@ def _torch(folder: Folder) -> ForeignStep:
     return read_torch(folder)
 
 
+def _torchsnapshot(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.torchsnapshot import read_torchsnapshot  # noqa: PLC0415
+
+    return read_torchsnapshot(folder)
+
+
 # The first that fits counts.
 FORMATS = (
     Format(
@@ -89,6 +95,7 @@ FORMATS = (
         and_=r"metadata\.json|common\.pt",
     ),
     Format("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp", _dcp),
+    Format("a snapshot of torchsnapshot", r"\.snapshot_metadata", _torchsnapshot),
     Format("a DCP checkpoint of accelerate", r"pytorch_model_fsdp_\d+", _dcp),
     Format(
         "a DeepSpeed checkpoint",
