@@ -100,8 +100,22 @@ CALLS = frozenset(
             )
         ),
         "torch.distributed.remote_device._remote_device",
+        # Of Megatron: what it saves beside tensors.
+        "argparse.Namespace",
+        "types.SimpleNamespace",
+        "signal.Signals",
+        "_io.BytesIO",
+        "numpy.dtypes.UInt32DType",
+        *(
+            f"{_CHECKPOINT}.planner.{name}"
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+        ),
     ]
 )
+CALLS_BELOW = "megatron."
+"""Classes of this package are calls that are told, too: which ones a training script has among its
+arguments differs by version.
+"""
 ALIASES = {
     "__builtin__": "builtins",
     "copy_reg": "copyreg",

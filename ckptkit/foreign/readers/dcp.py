@@ -8,11 +8,8 @@ once for parts that are alike.
 
 from __future__ import annotations
 
-import io
 import math
 import re
-import struct
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +24,7 @@ from ckptkit.foreign.states import Path, StateTensor, put, states_of
 from ckptkit.foreign.torch_file import (
     Storage,
     dtype_of,
+    is_whole,
     local_end,
     local_name,
     plain,
@@ -71,8 +69,50 @@ class _Head:
     dtype: DType
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What DCP files have, by flat names."""
+
+    tensors: dict[str, StateTensor]
+    objects: dict[str, Any]
+    unread: dict[str, str]
+    """Objects that cannot be read, with the reason."""
+    paths: dict[str, Path]
+    """Which path in a nested dictionary a name stands for."""
+    files: list[str]
+
+
 def read_dcp(folder: Folder) -> ForeignStep:
     """The checkpoint in a folder."""
+    has = contents_of(folder)
+    tree: dict[Any, Any] = {}
+    paths = dict(has.paths)
+    for name in (*has.tensors, *has.objects):
+        # As Megatron names it, whose parameters are not in the middle of the name.
+        if name not in paths and name.startswith("optimizer."):
+            paths[name] = ("optim_state", name.removeprefix("optimizer."))
+    for name, value in (*has.tensors.items(), *has.objects.items()):
+        put(tree, paths.get(name, (name,)), value, name)
+    found = states_of(_with_lists(tree), str(folder.store.location))
+    found.left_out |= has.unread
+    found.left_out |= folder.unread(())
+    ranks = {int(m[1]) for file in has.files if (m := _FILE_OF_RANK.fullmatch(file))}
+    strategy, arrays = by_boxes(found.arrays, max(ranks, default=0) + 1)
+    return ForeignStep(
+        format="dcp",
+        files={key: folder.size(key) for key in has.files},
+        arrays=arrays,
+        aliases=found.aliases,
+        objects=found.objects,
+        strategy=strategy,
+        theirs=found.theirs,
+        details=found.details,
+        step=counted(tree),
+    )
+
+
+def contents_of(folder: Folder) -> Contents:
+    """What the metadata of a folder and the heads of the parts say."""
     entries, items, paths = _metadata(folder)
     parts: dict[str, list[tuple[str, Box, _Item, DType]]] = {}
     tensors: dict[str, tuple[tuple[int, ...], DType, list[Extent]]] = {}
@@ -118,28 +158,13 @@ def read_dcp(folder: Folder) -> ForeignStep:
                 )
             begin = item.offset + head.begin
             tensors[name][2].append(Extent(box, file, begin, head.strides))
-    tree: dict[Any, Any] = {}
-    for name, (shape, dtype, extents) in tensors.items():
-        put(tree, paths.get(name, (name,)), StateTensor(shape, dtype, tuple(extents)), name)
     unread: dict[str, str] = {}
-    for name, value in _objects(folder, objects, unread):
-        put(tree, paths.get(name, (name,)), value, name)
-    found = states_of(_with_lists(tree), str(folder.store.location))
-    found.left_out |= unread
-    found.left_out |= folder.unread(())
-    files = sorted({*parts, *(item.file for item in objects.values())})
-    ranks = {int(m[1]) for file in files if (m := _FILE_OF_RANK.fullmatch(file))}
-    strategy, arrays = by_boxes(found.arrays, max(ranks, default=0) + 1)
-    return ForeignStep(
-        format="dcp",
-        files={key: folder.size(key) for key in files},
-        arrays=arrays,
-        aliases=found.aliases,
-        objects=found.objects,
-        strategy=strategy,
-        theirs=found.theirs,
-        details=found.details,
-        step=counted(tree),
+    return Contents(
+        {name: StateTensor(*has[:2], tuple(has[2])) for name, has in tensors.items()},
+        dict(_objects(folder, objects, unread)),
+        unread,
+        paths,
+        sorted({*parts, *(item.file for item in objects.values())}),
     )
 
 
@@ -196,10 +221,6 @@ def _metadata(
         }
     for name in of_several:
         _check_ranks(entries[name], f"{folder.store.location}: {name}")
-    for name in entries.keys() - paths.keys():
-        # As Megatron names it, whose parameters are not in the middle of the name.
-        if name.startswith("optimizer."):
-            paths[name] = ("optim_state", name.removeprefix("optimizer."))
     return entries, items, paths
 
 
@@ -351,28 +372,13 @@ def _objects(
             try:
                 yield name, _object(data, file, item, f"{folder.where(file)}: {name}", known)
             except CkptkitError as error:
-                if not _is_whole(data):
+                if not is_whole(data):
                     raise FormatError(
                         "an object is damaged, or not there",
                         where=f"{folder.where(file)}: {name}",
                         hint="the file was cut short or changed; copy it again",
                     ) from error
                 unread[name] = error.what + (f" (got {error.value})" if error.has_value else "")
-
-
-def _is_whole(data: bytes) -> bool:
-    """Whether it is what torch.save wrote, by its checksums."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            members = archive.infolist()
-            # None is compressed, nor in another: so this reads no more than there is.
-            return (
-                all(member.compress_type == zipfile.ZIP_STORED for member in members)
-                and sum(member.file_size for member in members) <= len(data)
-                and archive.testzip() is None
-            )
-    except (zipfile.BadZipFile, EOFError, LookupError, RuntimeError, ValueError, struct.error):
-        return False
 
 
 def _object(data: bytes, file: str, item: _Item, where: str, known: dict[bytes, Any]) -> Any:
