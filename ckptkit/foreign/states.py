@@ -40,6 +40,8 @@ class StateTensor:
     """Equal for tensors that are one: names for the same elements."""
     content: object = None
     """Equal where the elements are, as checksums tell: of tensors that are whole in a file."""
+    is_flat: bool = False
+    """Whether its extents are boxes of it as one row of elements."""
 
 
 @dataclass(slots=True)
@@ -141,7 +143,11 @@ def _add(
     if role == "param" and name.endswith(_BUFFERS):
         role = "buffer"
     found.arrays.append(
-        ForeignArray(name, tensor.shape, tensor.dtype, tensor.extents, role, of, tensor.placements)
+        ForeignArray(
+            name,
+            *(tensor.shape, tensor.dtype, tensor.extents, role, of),
+            *(tensor.placements, tensor.is_flat),
+        )
     )
     return name
 
