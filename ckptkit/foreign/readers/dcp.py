@@ -8,11 +8,8 @@ once for parts that are alike.
 
 from __future__ import annotations
 
-import io
 import math
 import re
-import struct
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +24,7 @@ from ckptkit.foreign.states import Path, StateTensor, put, states_of
 from ckptkit.foreign.torch_file import (
     Storage,
     dtype_of,
+    is_whole,
     local_end,
     local_name,
     plain,
@@ -374,28 +372,13 @@ def _objects(
             try:
                 yield name, _object(data, file, item, f"{folder.where(file)}: {name}", known)
             except CkptkitError as error:
-                if not _is_whole(data):
+                if not is_whole(data):
                     raise FormatError(
                         "an object is damaged, or not there",
                         where=f"{folder.where(file)}: {name}",
                         hint="the file was cut short or changed; copy it again",
                     ) from error
                 unread[name] = error.what + (f" (got {error.value})" if error.has_value else "")
-
-
-def _is_whole(data: bytes) -> bool:
-    """Whether it is what torch.save wrote, by its checksums."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            members = archive.infolist()
-            # None is compressed, nor in another: so this reads no more than there is.
-            return (
-                all(member.compress_type == zipfile.ZIP_STORED for member in members)
-                and sum(member.file_size for member in members) <= len(data)
-                and archive.testzip() is None
-            )
-    except (zipfile.BadZipFile, EOFError, LookupError, RuntimeError, ValueError, struct.error):
-        return False
 
 
 def _object(data: bytes, file: str, item: _Item, where: str, known: dict[bytes, Any]) -> Any:

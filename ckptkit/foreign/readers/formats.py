@@ -56,6 +56,12 @@ def _dcp(folder: Folder) -> ForeignStep:
     return read_dcp(folder)
 
 
+def _deepspeed(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.deepspeed import read_deepspeed  # noqa: PLC0415
+
+    return read_deepspeed(folder)
+
+
 def _megatron(folder: Folder) -> ForeignStep:
     from ckptkit.foreign.readers.megatron import read_megatron  # noqa: PLC0415
 
@@ -74,6 +80,12 @@ def _torch(folder: Folder) -> ForeignStep:
     return read_torch(folder)
 
 
+def _torchsnapshot(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.torchsnapshot import read_torchsnapshot  # noqa: PLC0415
+
+    return read_torchsnapshot(folder)
+
+
 # The first that fits counts.
 FORMATS = (
     Format(
@@ -83,10 +95,12 @@ FORMATS = (
         and_=r"metadata\.json|common\.pt",
     ),
     Format("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp", _dcp),
+    Format("a snapshot of torchsnapshot", r"\.snapshot_metadata", _torchsnapshot),
     Format("a DCP checkpoint of accelerate", r"pytorch_model_fsdp_\d+", _dcp),
     Format(
         "a DeepSpeed checkpoint",
         r"global_step\d+|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",
+        _deepspeed,
     ),
     Format("a Megatron checkpoint of a file for each rank", r"mp_rank_\d+(_\d+)*"),
     Format("checkpoints of Megatron", r"iter_\d+|latest_checkpointed_iteration\.txt"),

@@ -30,8 +30,8 @@ BUCKETS = re.compile(
     r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_(?P<dtype>.+)\.bucket_idx_(?P<number>\d+)\.(?P<state>\w+)"
 )
 _ALIGNED = 64
-# Of larger parameters so many pieces of so many elements are compared.
-_PIECES, _PIECE = 4, 64
+# Of larger parameters so many runs of so many elements are compared.
+_SAMPLES, _SAMPLE = 4, 64
 # So many different numbers are no accident; norms and biases may all be ones or zeros.
 _TELLING = 16
 
@@ -57,7 +57,7 @@ _KINDS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Row:
+class _Stretches:
     """Elements in the order of a parameter, or of a bucket, in stretches that are each one run of
     bytes in a file.
     """
@@ -68,7 +68,7 @@ class _Row:
     """The first element of each, and behind the last the number of all."""
 
     @classmethod
-    def of(cls, dtype: DType, stretches: Sequence[Extent]) -> _Row:
+    def of(cls, dtype: DType, stretches: Sequence[Extent]) -> _Stretches:
         starts = accumulate((extent.box.size for extent in stretches), initial=0)
         return cls(dtype, tuple(stretches), tuple(starts))
 
@@ -87,12 +87,12 @@ class _Row:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _Piece:
     """What one rank of tensor parallelism has of a parameter."""
 
     name: str
     place: int
-    row: _Row
+    row: _Stretches
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +102,7 @@ class _Slot:
     bucket: _Bucket
     begin: int
     size: int
-    fitting: list[_Part] = field(default_factory=list)
+    fitting: list[_Piece] = field(default_factory=list)
     is_told: bool = True
     """Whether its elements are so many different ones that nothing else has the same."""
 
@@ -116,11 +116,11 @@ class _Bucket:
     """The optimizer, and the group of ranks."""
     buffer: tuple[int, str]
     number: int
-    states: dict[str, _Row] = field(default_factory=dict)
+    states: dict[str, _Stretches] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Placed:
+class FoundStates:
     """The states of the parameters that were found, by their names."""
 
     states: dict[str, dict[str, StateTensor]] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Placed:
 
 def placed_in(
     folder: Folder, tensors: Mapping[str, StateTensor], model: Mapping[str, StateTensor]
-) -> Placed:
+) -> FoundStates:
     """The states of the parameters of a model in the buckets that are among some tensors."""
     parts = {name: _parts_of(name, tensor, model) for name, tensor in model.items()}
     groups: dict[tuple[str, int], list[_Bucket]] = {}
@@ -147,7 +147,7 @@ def placed_in(
             for part in slot.fitting:
                 # Where several groups have the same part, each would do.
                 places.setdefault((part.name, part.place), slot)
-    found = Placed()
+    found = FoundStates()
     for name, of in parts.items():
         there = [(part, at) for part in of if (at := places.get((name, part.place)))]
         if there and len(there) == len(of):
@@ -171,14 +171,14 @@ def _buckets(tensors: Mapping[str, StateTensor]) -> list[_Bucket]:
         )
         bucket = found.setdefault(key, _Bucket(key, ranks, buffer, int(match["number"])))
         parts = sorted(tensor.extents, key=lambda extent: extent.box.offset)
-        row = _Row.of(tensor.dtype, parts)
+        row = _Stretches.of(tensor.dtype, parts)
         is_row = len(tensor.shape) == 1 and row.size == tensor.shape[0]
         if is_row and all(p.box.offset[0] == at for p, at in zip(parts, row.starts, strict=False)):
             bucket.states[match["state"]] = row
     return sorted(found.values(), key=lambda bucket: (*bucket.ranks, *bucket.buffer, bucket.number))
 
 
-def _parts_of(name: str, tensor: StateTensor, model: Mapping[str, StateTensor]) -> list[_Part]:
+def _parts_of(name: str, tensor: StateTensor, model: Mapping[str, StateTensor]) -> list[_Piece]:
     """What each rank of tensor parallelism has of a parameter, in order; nothing where the parts in
     the files do not tell.
     """
@@ -198,16 +198,16 @@ def _parts_of(name: str, tensor: StateTensor, model: Mapping[str, StateTensor]) 
         ranks = len({extent.box for extent in model[below].extents})
         step = ranks if len(boxes) == 2 * ranks else step
     return [
-        _Part(name, at, _Row.of(tensor.dtype, [by_box[box] for box in boxes[at::step]]))
+        _Piece(name, at, _Stretches.of(tensor.dtype, [by_box[box] for box in boxes[at::step]]))
         for at in range(step)
     ]
 
 
-def _slots(folder: Folder, buckets: Sequence[_Bucket], parts: Sequence[_Part]) -> list[_Slot]:
+def _slots(folder: Folder, buckets: Sequence[_Bucket], parts: Sequence[_Piece]) -> list[_Slot]:
     """The places in the buckets of a group of ranks, in order, with the parts that fit by their
     size and their elements; none where a bucket is not made of such.
     """
-    of_sizes: dict[int, list[_Part]] = {}
+    of_sizes: dict[int, list[_Piece]] = {}
     for part in parts:
         of_sizes.setdefault(part.row.size, []).append(part)
     spans: list[tuple[_Bucket, int, int]] = []
@@ -219,7 +219,7 @@ def _slots(folder: Folder, buckets: Sequence[_Bucket], parts: Sequence[_Part]) -
         for begin in row.starts[:-1]:
             if begin % _ALIGNED == 0:
                 spans += [(bucket, begin, n) for n in of_sizes if begin + n in ends]
-    known: dict[tuple[int, str, bytes], list[_Part]] = {}
+    known: dict[tuple[int, str, bytes], list[_Piece]] = {}
     wanted = [(part.row, 0, part.row.size) for part in parts]
     for part, sample in zip(parts, _samples(folder, wanted), strict=True):
         known.setdefault((part.row.size, part.row.dtype.name, sample.tobytes()), []).append(part)
@@ -245,7 +245,7 @@ def _slots(folder: Folder, buckets: Sequence[_Bucket], parts: Sequence[_Part]) -
 
 
 def _samples(
-    folder: Folder, rows: Sequence[tuple[_Row, int, int]]
+    folder: Folder, rows: Sequence[tuple[_Stretches, int, int]]
 ) -> list[np.ndarray[tuple[int], np.dtype[np.generic]]]:
     """Some elements of stretches of rows, which are told by where they begin and how many they are;
     of stretches of one length those at the same places.
@@ -273,10 +273,10 @@ def _samples(
 
 
 def _sampled(size: int) -> list[tuple[int, int]]:
-    if size <= _PIECES * _PIECE:
+    if size <= _SAMPLES * _SAMPLE:
         return [(0, size)]
-    first = [(size - _PIECE) * number // (_PIECES - 1) for number in range(_PIECES)]
-    return [(at, at + _PIECE) for at in first]
+    first = [(size - _SAMPLE) * number // (_SAMPLES - 1) for number in range(_SAMPLES)]
+    return [(at, at + _SAMPLE) for at in first]
 
 
 def _way(edges: Mapping[int, Mapping[int, object]], total: int) -> list[tuple[int, int]] | None:
@@ -337,9 +337,9 @@ def _take_out(slots: Sequence[_Slot]) -> None:
 
 def _by_order(slots: Sequence[_Slot], *, is_tied: bool) -> None:
     """Keep the parts that are in the order of Megatron's modules, where there is one such way."""
-    ways: list[dict[int, _Part]] = []
+    ways: list[dict[int, _Piece]] = []
     for is_apart, is_grouped in product((False, True), repeat=2):
-        ranked: list[tuple[int, dict[tuple[int, ...], _Part]]] = []
+        ranked: list[tuple[int, dict[tuple[int, ...], _Piece]]] = []
         for number, slot in enumerate(slots):
             of = {
                 _rank(part.name, is_apart=is_apart, is_grouped=is_grouped, is_tied=is_tied): part
@@ -414,7 +414,7 @@ def _rank(name: str, *, is_apart: bool, is_grouped: bool, is_tied: bool) -> tupl
 
 
 def _put(
-    found: Placed, name: str, tensor: StateTensor, there: Sequence[tuple[_Part, _Slot]]
+    found: FoundStates, name: str, tensor: StateTensor, there: Sequence[tuple[_Piece, _Slot]]
 ) -> None:
     """Add the states of one parameter, whose parts are at some places."""
     # Where ranks cut rows only, a part is one run of elements, and any cut in it is one in a row.
