@@ -40,6 +40,8 @@ class StateTensor:
     """Equal for tensors that are one: names for the same elements."""
     content: object = None
     """Equal where the elements are, as checksums tell: of tensors that are whole in a file."""
+    is_flat: bool = False
+    """Whether its extents are boxes of it as one row of elements."""
 
 
 @dataclass(slots=True)
@@ -71,8 +73,11 @@ class States:
             self.objects.append(ObjectInfo(name, "replicated", value))
 
 
-def states_of(tree: Mapping[Any, Any], where: str) -> States:
-    """The arrays and objects of a state dictionary, whose leaves are tensors and plain values."""
+def states_of(tree: Mapping[Any, Any], where: str, buffers: Container[str] = ()) -> States:
+    """The arrays and objects of a state dictionary, whose leaves are tensors and plain values.
+
+    `buffers` are those of the model, as far as they are known; more are told by their names.
+    """
     found = States()
     model_key = next((key for key in MODEL_KEYS if _has_tensors(tree.get(key))), None)
     optimizer_key = next((key for key in OPTIMIZER_KEYS if _is_optimizer(tree.get(key))), None)
@@ -82,8 +87,10 @@ def states_of(tree: Mapping[Any, Any], where: str) -> States:
     names: list[tuple[str, StateTensor]] = []
     for key, value in model.items():
         if isinstance(value, StateTensor) and type(key) is str:
-            name = _add(found, join("model", key), value, (model_key, key), where, by_identity)
-            if name == join("model", key):
+            role = "buffer" if key in buffers else ""
+            spelled = (model_key, key)
+            name = _add(found, join("model", key), value, spelled, where, by_identity, role=role)
+            if name == join("model", key) and key not in buffers:
                 names.append((key, value))
         elif model_key is None:
             if optimizer_key is None or key != optimizer_key:
@@ -126,6 +133,7 @@ def _add(
     where: str,
     by_identity: dict[object, str] | None = None,
     of: str | None = None,
+    role: str = "",
 ) -> str:
     """The name of the array that a tensor is: another one's where it is the same tensor."""
     group = name.partition("/")[0]
@@ -137,11 +145,15 @@ def _add(
         if first != name:
             found.aliases[name] = first
             return first
-    role = {"model": "param", "optimizer": "optimizer"}.get(group, "other")
+    role = role or {"model": "param", "optimizer": "optimizer"}.get(group, "other")
     if role == "param" and name.endswith(_BUFFERS):
         role = "buffer"
     found.arrays.append(
-        ForeignArray(name, tensor.shape, tensor.dtype, tensor.extents, role, of, tensor.placements)
+        ForeignArray(
+            name,
+            *(tensor.shape, tensor.dtype, tensor.extents, role, of),
+            *(tensor.placements, tensor.is_flat),
+        )
     )
     return name
 

@@ -100,6 +100,12 @@ CALLS = frozenset(
             )
         ),
         "torch.distributed.remote_device._remote_device",
+        # Of DeepSpeed.
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
         # Of Megatron: what it saves beside tensors.
         "argparse.Namespace",
         "types.SimpleNamespace",

@@ -56,6 +56,12 @@ def _dcp(folder: Folder) -> ForeignStep:
     return read_dcp(folder)
 
 
+def _deepspeed(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.deepspeed import read_deepspeed  # noqa: PLC0415
+
+    return read_deepspeed(folder)
+
+
 def _megatron(folder: Folder) -> ForeignStep:
     from ckptkit.foreign.readers.megatron import read_megatron  # noqa: PLC0415
 
@@ -94,6 +100,7 @@ FORMATS = (
     Format(
         "a DeepSpeed checkpoint",
         r"global_step\d+|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",
+        _deepspeed,
     ),
     Format("a Megatron checkpoint of a file for each rank", r"mp_rank_\d+(_\d+)*"),
     Format("checkpoints of Megatron", r"iter_\d+|latest_checkpointed_iteration\.txt"),

@@ -193,8 +193,10 @@ class Upload:
     size: int
 
 
-class BucketDetails:
-    """What neither engine asks of an S3 bucket: obstore cannot, and s3fs has no public way to."""
+class BotocoreBucket:
+    """An S3 bucket as botocore reaches it, for what neither engine asks: obstore cannot, and s3fs
+    has no public way to.
+    """
 
     def __init__(self, top: Location, settings: Settings, *, sends_crc: bool = False) -> None:
         self._top = top
@@ -247,6 +249,8 @@ class BucketDetails:
             return None
         asked = {"Bucket": self._top.path, "Key": scratch, "Body": _ANNOUNCED}
 
+        # The head is made of the one body, and then the other is sent: a server that takes it looks
+        # at nothing.
         def announce(request: Any, **_: object) -> None:
             request.headers["x-amz-checksum-crc64nvme"] = _CRC64
 
