@@ -26,6 +26,11 @@ FOLDERS = {
     "global_step100 latest zero_to_fp32.py": "a DeepSpeed checkpoint",
     "iter_0000100 latest_checkpointed_iteration.txt": "a Megatron checkpoint",
     "zarr.json model": "a plain Zarr folder",
+    # A step, an item in it with arrays of Zarr in a database or as files, and a step of version 1.
+    "_CHECKPOINT_METADATA commit_success.txt default": "a checkpoint of Orbax",
+    "_METADATA _sharding array_metadatas d manifest.ocdbt ocdbt.process_0": "a checkpoint of Orbax",
+    "_METADATA _sharding params.dense.bias params.dense.kernel": "a checkpoint of Orbax",
+    "orbax.checkpoint commit_success.txt state": "a checkpoint of Orbax",
 }
 READ = {
     ".metadata __0_0.distcp": "a DCP checkpoint (torch.distributed.checkpoint)",
