@@ -32,7 +32,7 @@ _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
 
 @dataclass(frozen=True, slots=True)
-class _Listed:
+class _Written:
     """A tensor or an object in the files: what `.metadata` says of it."""
 
     paths: Sequence[Path]
@@ -51,7 +51,7 @@ def dcp_folder(
     or one tensor that is larger.
     """
     files: list[NewFile] = []
-    stored: list[_Listed] = []
+    stored: list[_Written] = []
     for place, numbers in enumerate(shards_of(tensors, most)):
         key = f"__0_{place}.distcp"
         pieces: list[Piece] = []
@@ -62,7 +62,7 @@ def dcp_folder(
             item, nbytes = archive(value, [tensor], [number])
             zeros = _size((0,) * len(tensor.shape))
             where = _where(key, end, nbytes)
-            stored.append(_Listed(tensor.paths, zeros, integer(0), _tensor(tensor), where))
+            stored.append(_Written(tensor.paths, zeros, integer(0), _tensor(tensor), where))
             pieces += item
             end += nbytes
         files.append(NewFile(key, tuple(pieces)))
@@ -71,7 +71,7 @@ def dcp_folder(
         for path, value in objects.items():
             item, nbytes = archive(BEGIN + plain(value, flat(path)) + END, [], [])
             said = instance(named(_METADATA, "BytesStorageMetadata"), {})
-            stored.append(_Listed([path], NONE, NONE, said, _where(key, end, nbytes)))
+            stored.append(_Written([path], NONE, NONE, said, _where(key, end, nbytes)))
             pieces += item
             end += nbytes
         files.append(NewFile(key, tuple(pieces)))
@@ -84,7 +84,7 @@ def _where(key: str, offset: int, nbytes: int) -> bytes:
     return instance(named(_FILESYSTEM, "_StorageInfo"), where)
 
 
-def _metadata(stored: Sequence[_Listed]) -> bytes:
+def _metadata(stored: Sequence[_Written]) -> bytes:
     whole, where, paths = [], [], []
     for item in stored:
         for path in item.paths:

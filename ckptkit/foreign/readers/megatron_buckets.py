@@ -87,7 +87,7 @@ class _Stretches:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
+class _LocalParameter:
     """What one rank of tensor parallelism has of a parameter."""
 
     name: str
@@ -102,7 +102,7 @@ class _Slot:
     bucket: _Bucket
     begin: int
     size: int
-    fitting: list[_Piece] = field(default_factory=list)
+    fitting: list[_LocalParameter] = field(default_factory=list)
     is_told: bool = True
     """Whether its elements are so many different ones that nothing else has the same."""
 
@@ -178,7 +178,9 @@ def _buckets(tensors: Mapping[str, StateTensor]) -> list[_Bucket]:
     return sorted(found.values(), key=lambda bucket: (*bucket.ranks, *bucket.buffer, bucket.number))
 
 
-def _parts_of(name: str, tensor: StateTensor, model: Mapping[str, StateTensor]) -> list[_Piece]:
+def _parts_of(
+    name: str, tensor: StateTensor, model: Mapping[str, StateTensor]
+) -> list[_LocalParameter]:
     """What each rank of tensor parallelism has of a parameter, in order; nothing where the parts in
     the files do not tell.
     """
@@ -198,16 +200,20 @@ def _parts_of(name: str, tensor: StateTensor, model: Mapping[str, StateTensor]) 
         ranks = len({extent.box for extent in model[below].extents})
         step = ranks if len(boxes) == 2 * ranks else step
     return [
-        _Piece(name, at, _Stretches.of(tensor.dtype, [by_box[box] for box in boxes[at::step]]))
+        _LocalParameter(
+            name, at, _Stretches.of(tensor.dtype, [by_box[box] for box in boxes[at::step]])
+        )
         for at in range(step)
     ]
 
 
-def _slots(folder: Folder, buckets: Sequence[_Bucket], parts: Sequence[_Piece]) -> list[_Slot]:
+def _slots(
+    folder: Folder, buckets: Sequence[_Bucket], parts: Sequence[_LocalParameter]
+) -> list[_Slot]:
     """The places in the buckets of a group of ranks, in order, with the parts that fit by their
     size and their elements; none where a bucket is not made of such.
     """
-    of_sizes: dict[int, list[_Piece]] = {}
+    of_sizes: dict[int, list[_LocalParameter]] = {}
     for part in parts:
         of_sizes.setdefault(part.row.size, []).append(part)
     spans: list[tuple[_Bucket, int, int]] = []
@@ -219,7 +225,7 @@ def _slots(folder: Folder, buckets: Sequence[_Bucket], parts: Sequence[_Piece]) 
         for begin in row.starts[:-1]:
             if begin % _ALIGNED == 0:
                 spans += [(bucket, begin, n) for n in of_sizes if begin + n in ends]
-    known: dict[tuple[int, str, bytes], list[_Piece]] = {}
+    known: dict[tuple[int, str, bytes], list[_LocalParameter]] = {}
     wanted = [(part.row, 0, part.row.size) for part in parts]
     for part, sample in zip(parts, _samples(folder, wanted), strict=True):
         known.setdefault((part.row.size, part.row.dtype.name, sample.tobytes()), []).append(part)
@@ -337,9 +343,9 @@ def _take_out(slots: Sequence[_Slot]) -> None:
 
 def _by_order(slots: Sequence[_Slot], *, is_tied: bool) -> None:
     """Keep the parts that are in the order of Megatron's modules, where there is one such way."""
-    ways: list[dict[int, _Piece]] = []
+    ways: list[dict[int, _LocalParameter]] = []
     for is_apart, is_grouped in product((False, True), repeat=2):
-        ranked: list[tuple[int, dict[tuple[int, ...], _Piece]]] = []
+        ranked: list[tuple[int, dict[tuple[int, ...], _LocalParameter]]] = []
         for number, slot in enumerate(slots):
             of = {
                 _rank(part.name, is_apart=is_apart, is_grouped=is_grouped, is_tied=is_tied): part
@@ -414,7 +420,10 @@ def _rank(name: str, *, is_apart: bool, is_grouped: bool, is_tied: bool) -> tupl
 
 
 def _put(
-    found: FoundStates, name: str, tensor: StateTensor, there: Sequence[tuple[_Piece, _Slot]]
+    found: FoundStates,
+    name: str,
+    tensor: StateTensor,
+    there: Sequence[tuple[_LocalParameter, _Slot]],
 ) -> None:
     """Add the states of one parameter, whose parts are at some places."""
     # Where ranks cut rows only, a part is one run of elements, and any cut in it is one in a row.
