@@ -128,8 +128,8 @@ class Known:
     refuses_to_replace: bool | None = None
     """Where it is asked to, in a race too."""
     compares_bodies: bool | None = None
-    """It refuses a body other than the one that its head announces: by a signature over plain http,
-    otherwise by a CRC-64. Where nobody has asked it may."""
+    """It refuses a body other than the one that its head announces: over plain http by the
+    signature, over https by a CRC-64. None: perhaps it does."""
     etags_tell: bool = True
     """Its ETags are MD5s, and tell what it has stored."""
     asking: threading.Lock = field(default_factory=threading.Lock)
@@ -352,8 +352,8 @@ class ObjectServer:
     # Whether what arrived is what was sent
 
     def expected_etag(self, key: str, size: int, piece_size: int) -> ExpectedEtag | None:
-        """What tells whether the server stored what it was sent; None where nobody need ask: over
-        https nobody can change a body on its way, and some servers compare by themselves.
+        """What tells whether the server stored what it was sent. None where nobody need ask: over
+        https a body cannot be changed on its way, and some servers compare by themselves.
         """
         known, botocore = self.known, self.client.botocore
         if botocore and size >= WORTH_ASKING:
