@@ -26,6 +26,7 @@ import ckptkit
 from ckptkit.errors import UsageError
 
 _SHOWN = 12
+_NAMED = 3
 
 
 def _rules(function: Function) -> Function:
@@ -313,9 +314,12 @@ def import_(  # noqa: PLR0913 - what is not passed on as it is
     what = f"{counted(arrays, 'array')}, {size_text(plan.bytes_written)}"
     line = f"{done.location}: {what} of {found.format}, as {plan.to_strategy}"
     answer(document, [line], as_json=as_json)
-    if not as_json:
-        for name, why in document["left_out"].items():
-            remark(f"left out: {name}: {why}")
+    left = list(document["left_out"])
+    if left and not as_json:
+        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        remark(
+            f"left out: {', '.join(left[:_NAMED])}{more}; `ckpt show {plan.source} --json` says why"
+        )
 
 
 @command(

@@ -4,6 +4,7 @@ by the habits of those who save with torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -20,8 +21,11 @@ OPTIMIZER_KEYS = (
     *("optimizer", "optimizer_state_dict", "optimizer_states", "optim", "optimizers"),
     "optimizer_state",
 )
+_OPTIMIZER = re.compile(r"optimizer_([0-9]{1,4})", re.ASCII)
 # Of modules of torch: what they keep besides parameters, by the end of the name.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "attn.bias")
+# In the order in which they are around each other, DDP around what was compiled or inside of it.
+_WRAPPERS = ("_orig_mod.", "module.", "_orig_mod.")
 _NUMBERS = ("bfloat", "complex", "float")
 _DEPTH = 64
 
@@ -80,8 +84,10 @@ def states_of(tree: Mapping[Any, Any], where: str, buffers: Container[str] = ())
     """
     found = States()
     model_key = next((key for key in MODEL_KEYS if _has_tensors(tree.get(key))), None)
-    optimizer_key = next((key for key in OPTIMIZER_KEYS if _is_optimizer(tree.get(key))), None)
+    optimizers = dict(_optimizers(tree))
+    optimizer_keys = {path[0] for path in optimizers}
     model = tree if model_key is None else tree[model_key]
+    inside = _wrapped([k for k, value in model.items() if isinstance(value, StateTensor)])
     rest: dict[Any, Any] = {}
     by_identity: dict[object, str] = {}
     names: list[tuple[str, StateTensor]] = []
@@ -89,33 +95,29 @@ def states_of(tree: Mapping[Any, Any], where: str, buffers: Container[str] = ())
         if isinstance(value, StateTensor) and type(key) is str:
             role = "buffer" if key in buffers else ""
             spelled = (model_key, key)
-            name = _add(found, join("model", key), value, spelled, where, by_identity, role=role)
-            if name == join("model", key) and key not in buffers:
-                names.append((key, value))
+            own = key[len(inside) :]
+            name = _add(found, join("model", own), value, spelled, where, by_identity, role=role)
+            if name == join("model", own) and key not in buffers:
+                names.append((own, value))
         elif model_key is None:
-            if optimizer_key is None or key != optimizer_key:
+            if key not in optimizer_keys:
                 rest[key] = value
         elif type(value) is dict and not value:
             continue
         else:
             rest.setdefault(model_key, {})[key] = value
     if model_key is not None:
-        taken = {key for key in (model_key, optimizer_key) if key is not None}
+        taken = {model_key, *optimizer_keys}
         rest |= {k: v for k, v in tree.items() if k not in taken}
-    if optimizer_key is not None:
-        value = tree[optimizer_key]
-        several = list(value) if isinstance(value, list) else [value]
-        documents: list[dict[str, Any]] = []
-        for number, state in enumerate(several):
-            above: Path = (optimizer_key, number) if isinstance(value, list) else (optimizer_key,)
-            document, more = _optimizer(found, state, names, above, where)
-            if more:
-                nested = {number: more} if isinstance(value, list) else more
-                rest.setdefault(optimizer_key, {}).update(nested)
-            if document is not None:
-                documents.append(document)
-        if documents:
-            found.objects.append(ObjectInfo("optimizer", "replicated", documents))
+    documents: list[dict[str, Any]] = []
+    for (key, *number), state in optimizers.items():
+        document, more = _optimizer(found, state, names, (key, *number), where)
+        if more:
+            rest.setdefault(key, {}).update({number[0]: more} if number else more)
+        if document is not None:
+            documents.append(document)
+    if documents:
+        found.objects.append(ObjectInfo("optimizer", "replicated", documents))
     for key, value in rest.items():
         for path, tensor in _tensors({key: value}, ()):
             _add(found, join("other", *_nodes(path)), tensor, path, where)
@@ -123,6 +125,34 @@ def states_of(tree: Mapping[Any, Any], where: str, buffers: Container[str] = ())
         if has_some:
             found.keep(join("extra", str(key)), plain)
     return found
+
+
+def _wrapped(names: Sequence[Any]) -> str:
+    """What the names of a model begin with where it was saved inside of DDP, or compiled: of these
+    it is the only child. An optimizer has such names only where it was told them so.
+    """
+    inside = ""
+    for wrapper in _WRAPPERS * bool(names):
+        longer = inside + wrapper
+        if all(type(name) is str and name.startswith(longer) for name in names):
+            inside = longer
+    return inside
+
+
+def _optimizers(tree: Mapping[Any, Any]) -> Iterator[tuple[Path, Any]]:
+    """The state of each optimizer, and where in the tree it is."""
+    for key in OPTIMIZER_KEYS:
+        if _is_optimizer(value := tree.get(key)):
+            if isinstance(value, list):
+                yield from (((key, number), state) for number, state in enumerate(value))
+            else:
+                yield (key,), value
+            return
+    # Lightning numbers them.
+    numbers = {int(m[1]): key for key in tree if (m := _OPTIMIZER.fullmatch(str(key)))}
+    for _, key in sorted(numbers.items()):
+        if _is_optimizer(tree[key]) and not isinstance(tree[key], list):
+            yield (key,), tree[key]
 
 
 def _add(
@@ -170,6 +200,9 @@ def _optimizer(
     """
     by_parameter, groups, more = _nested(state)
     names = _told_names(by_parameter, groups)
+    if names:
+        inside = _wrapped([*names.values()])
+        names = {index: name[len(inside) :] for index, name in names.items()}
     if names is None:
         names = _names_by_order(by_parameter, groups, model)
         found.is_by_order |= names is not None

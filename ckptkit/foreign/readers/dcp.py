@@ -42,6 +42,13 @@ _FILE_OF_RANK = re.compile(r"(?:.*/)?__(\d+)_.*")
 # What accelerate, and with it the Trainer of transformers, writes: a folder of DCP for the model,
 # one for the optimizer.
 _APART = re.compile(r"((?:pytorch_model_fsdp|optimizer)_\d+/)\.metadata")
+# Files of torch.save that are written beside, by Lightning and by accelerate: what is under which
+# name in them, None for a dictionary of all that is no tensor.
+_BESIDE: dict[str, str | None] = {
+    "meta.pt": None,
+    "scheduler.bin": "scheduler",
+    "scheduler.pt": "scheduler",
+}
 # The head of a part, up to its elements; longer ones are read again.
 _HEAD_BYTES, _MOST_HEAD_BYTES = 1280, 1 << 16
 _MOST_OBJECT_BYTES = 1 << 28
@@ -93,14 +100,28 @@ def read_dcp(folder: Folder) -> ForeignStep:
             paths[name] = ("optim_state", name.removeprefix("optimizer."))
     for name, value in (*has.tensors.items(), *has.objects.items()):
         put(tree, paths.get(name, (name,)), value, name)
-    found = states_of(_with_lists(tree), str(folder.store.location))
-    found.left_out |= has.unread
-    found.left_out |= folder.unread(())
+    tree, unread = _with_lists(tree), dict(has.unread)
+    beside: list[str] = []
+    for key, under in _BESIDE.items() if folder.only is None else ():
+        if key not in folder.files:
+            continue
+        try:
+            said = read_file(folder, key).tree
+        except FormatError as error:
+            unread[key] = error.what + (f" (got {error.value})" if error.has_value else "")
+            continue
+        more: Any = said if under is None else {under: said}
+        if isinstance(more, dict) and not tree.keys() & more.keys():
+            tree |= more
+            beside.append(key)
+    found = states_of(tree, str(folder.store.location))
+    found.left_out |= unread
+    found.left_out |= folder.unread(beside)
     ranks = {int(m[1]) for file in has.files if (m := _FILE_OF_RANK.fullmatch(file))}
     strategy, arrays = by_boxes(found.arrays, max(ranks, default=0) + 1)
     return ForeignStep(
         format="dcp",
-        files={key: folder.size(key) for key in has.files},
+        files={key: folder.size(key) for key in (*has.files, *beside)},
         arrays=arrays,
         aliases=found.aliases,
         objects=found.objects,

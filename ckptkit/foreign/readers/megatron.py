@@ -20,6 +20,7 @@ from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.globals import Global
 from ckptkit.foreign.pickles.interpreter import Placeholder
 from ckptkit.foreign.readers.dcp import Contents, contents_of
+from ckptkit.foreign.readers.megatron_buckets import BUCKETS, placed_in
 from ckptkit.foreign.readers.torch_save import counted
 from ckptkit.foreign.states import StateTensor, states_of
 from ckptkit.foreign.torch_file import read_file
@@ -34,7 +35,6 @@ _STACKED = (
     re.compile(r"((?:.+\.)?layers\.)([^\d.][^.]*\..+)"),
     re.compile(r"((?:.+\.)?experts\.)((?!experts\.)[^\d.][^.]*\..+)"),
 )
-_IN_BUCKETS = "what the distributed optimizer keeps in its own buckets (dp_reshardable)"
 _HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
 
 
@@ -65,8 +65,14 @@ def read_megatron(folder: Folder) -> ForeignStep:
             states.setdefault(name, {})[state] = one
     of_ranks, objects = _objects(has.objects)
     options = _options({**common.pop("optimizer", {}), **of_ranks})
-    if any(_OF_RANKS.fullmatch(name) for name in has.tensors):
-        unread["optimizer.distributed"] = _IN_BUCKETS
+    if any(BUCKETS.fullmatch(name) for name in has.tensors):
+        placed = placed_in(folder, has.tensors, model)
+        for name, of_one in placed.states.items():
+            states.setdefault(name, {}).update(of_one)
+        for (name, state), key in placed.theirs.items():
+            theirs[f"optimizer/{name}/{state}"] = key
+        if placed.lost:
+            unread["optimizer.distributed"] = _lost(placed.lost, len(model))
     optimizer = _optimizer({name: has for name, has in states.items() if has}, options)
     found = states_of({"model": model, **optimizer, **objects, **common}, where)
     found.keep("extra/optimizer", options)
@@ -83,6 +89,15 @@ def read_megatron(folder: Folder) -> ForeignStep:
         theirs=found.theirs,
         details={**found.details, **_vocabulary(common.get("args"))},
         step=counted(common),
+    )
+
+
+def _lost(names: Sequence[str], count: int) -> str:
+    some = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")
+    return (
+        f"of {len(names)} of {count} parameters no state was found in the buckets of the "
+        f"distributed optimizer, or nothing tells whose it is: {some}; where they are not frozen, "
+        "load it with Megatron, and save it with --dist-ckpt-optim-fully-reshardable"
     )
 
 

@@ -24,6 +24,7 @@ from ckptkit.storage.base.store import as_bytes
 from ckptkit.storage.objects.errors import Transient
 from ckptkit.storage.objects.server import ObjectServer
 
+# One is filled while another is sent.
 _LEAST_PIECES = 2
 # An engine that sends a piece again may say nothing, for as long as its deadline is.
 _PATIENCE = 30.0
@@ -43,18 +44,22 @@ class ObjectSink:
     ) -> None:
         self._server = server
         self._key = key
-        self._may_be_taken = again
+        self._again = again
         self._where = parts.where
         self._parts = parts
         preferred, many = server.settings.part_size, server.settings.concurrency
-        self._size = piece_size(self._parts.total, preferred)
+        self._piece_size = piece_size(self._parts.total, preferred)
         # What the client copies needs the same memory twice.
-        each = self._size * (2 if server.client.copies else 1)
-        most_pieces = max(2, many + 2 if memory is None else memory // each)
-        self._concurrency = min(many, most_pieces, -(-self._parts.total // self._size))
-        self._expected = server.expected_etag(key, self._parts.total, self._size)
+        each = self._piece_size * (2 if server.client.copies else 1)
+        # More than are sent at a time, so that the next ones are filled meanwhile.
+        wanted = many + 2 if memory is None else memory // each
+        most_pieces = max(_LEAST_PIECES, wanted)
+        self._concurrency = min(many, most_pieces, -(-self._parts.total // self._piece_size))
+        self._expected = server.expected_etag(key, self._parts.total, self._piece_size)
         seen = self._expected.add if self._expected else None
-        self._window = UploadWindow(parts.sizes, self._size, most_pieces * self._size, seen)
+        self._window = UploadWindow(
+            parts.sizes, self._piece_size, most_pieces * self._piece_size, seen
+        )
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
         self._starting = threading.Lock()
@@ -65,14 +70,16 @@ class ObjectSink:
     def write(self, part: int, data: memoryview) -> None:
         """Copy one part; what is whole is on its way."""
         view = as_bytes(self._where, data)
-        with self._parts.claiming(part, view.nbytes), self._sending():
+        with self._parts.claiming(part, view.nbytes), self._writing():
             self._window.write(part, view)
 
     @contextmanager
     def filling(self, part: int) -> Iterator[memoryview]:
-        """Memory that is sent from, unless the part is longer than what is sent at a time."""
+        """Memory for one part. It is sent from there, unless the part is longer than a piece: that
+        is put together in other memory, and copied.
+        """
         size = self._parts.size(part)
-        with self._parts.claiming(part, size), self._sending():
+        with self._parts.claiming(part, size), self._writing():
             blocks = self._window.blocks_of(part)
             if len(blocks) == 1:
                 with self._window.filling(blocks[0]) as memory:
@@ -90,13 +97,14 @@ class ObjectSink:
         # It has begun: an object of several pieces has a part that is not empty.
         if self._thread is not None:
             self._thread.join()
-        if self._error is not None and not self._is_there():
+        if self._error is not None and not self._was_completed():
             raise self._refusal() from self._error
         expected = self._expected
         if expected is not None and expected.differs(self._etag):
-            # Either it is of another kind, or a piece was damaged on its way.
-            for number, start in enumerate(range(0, self._parts.total, self._size)):
-                length = min(self._size, self._parts.total - start)
+            # Either it is of another kind, or a piece was damaged on its way. What the server gives
+            # back tells: a download, and only one for a server whose ETags are of another kind.
+            for number, start in enumerate(range(0, self._parts.total, self._piece_size)):
+                length = min(self._piece_size, self._parts.total - start)
                 if expected.piece_differs(number, self._server.read(self._key, start, length)):
                     self._server.delete([self._key])
                     raise CorruptionError(
@@ -123,8 +131,8 @@ class ObjectSink:
         self._error = None
 
     @contextmanager
-    def _sending(self) -> Iterator[None]:
-        """While something is sent. Where that fails nobody waits for anything any more."""
+    def _writing(self) -> Iterator[None]:
+        """While a caller fills memory. Where that, or the upload, fails nobody waits any more."""
         try:
             # Before, because whoever waits for memory waits for what is sent.
             with self._starting:
@@ -150,14 +158,14 @@ class ObjectSink:
         """Send the blocks as they come: what the thread of the upload does."""
         server = self._server
         try:
-            if not self._may_be_taken:
+            if not self._again:
                 # Here, while the first blocks are filled.
                 server.refuse_taken(self._key)
             threading.Thread(target=self._watch, name="upload watch", daemon=True).start()
             self._etag = server.client.upload(
                 self._key,
                 self._window.blocks(),
-                self._size,
+                self._piece_size,
                 self._concurrency,
             )
         except BaseException as error:  # noqa: BLE001 — whoever writes or finishes raises it
@@ -171,6 +179,7 @@ class ObjectSink:
         last, waited = window.under_way, 0.0
         while not self._is_over.wait(_PATIENCE):
             now = window.under_way
+            # The engine has sent all that it can, and more is to come: it is not the slow one.
             waits_for_us = not now[1] and not window.is_empty
             waited = 0.0 if now != last or waits_for_us else waited + _PATIENCE
             last = now
@@ -180,7 +189,7 @@ class ObjectSink:
                     self._where, waited,
                 )  # fmt: skip
 
-    def _is_there(self) -> bool:
+    def _was_completed(self) -> bool:
         """Whether the upload was completed, though the answer was lost.
 
         Then asking again finds no such upload. There was no object of this name, or one of the
@@ -285,7 +294,7 @@ class UploadWindow:
 
     @contextmanager
     def coming(self) -> Iterator[None]:
-        """While a part that will be written is put together elsewhere: others may wait for it."""
+        """While a part is put together in other memory: it will come, so others may wait for it."""
         with self._changed:
             self._busy += 1
         try:
@@ -334,7 +343,9 @@ class UploadWindow:
         return is_next and not (self._sendable() or self._may_leave(self._next) or self._busy)
 
     def _length(self, number: int) -> int:
-        """Of the memory for a block: most are about as long, and use it by turns."""
+        """How much memory a block gets. Most get as much as the largest, so that what one gives
+        back fits the next; one of less than half of that gets its own length.
+        """
         size = self._sizes[number]
         return self._largest if 2 * size > self._largest else size
 
@@ -353,8 +364,8 @@ class UploadWindow:
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """How many blocks were handed over, and how many of them the engine could let go of, but
-        has not yet.
+        """How many blocks were handed over so far, and how many of them the engine could have let
+        go of, and has not.
         """
         with self._changed:
             return self._next, self._sendable()
@@ -390,8 +401,8 @@ class UploadWindow:
         return number in self._whole and (self._sealed or not is_last)
 
     def _sendable(self) -> int:
-        """How many blocks were handed over whose pieces are complete: an engine may wait for the
-        rest of the others.
+        """How many of the blocks that were handed over lie in complete pieces: those the engine can
+        send and let go of. Of other pieces it may still wait for the rest.
         """
         complete = self._ends[self._next] // self._piece_size * self._piece_size
         # A copy, because while they are counted this very thread may let go of one.

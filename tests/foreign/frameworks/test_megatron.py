@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
+from ckptkit.foreign.extents import ForeignArray
+from ckptkit.foreign.readers.megatron_buckets import _sampled
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import ForeignContract, Sample, same
 from tests.foreign.frameworks.written import written_by
@@ -37,7 +42,7 @@ def wanted(written: Path, case: str) -> dict[str, Any]:
         return dict(file)
 
 
-@pytest.mark.parametrize("case", ["reshardable", "singletons"])
+@pytest.mark.parametrize("case", ["reshardable", "pipeline", "experts"])
 class TestMegatron(ForeignContract):
     @pytest.fixture
     def sample(self, case: str, written: Path) -> Sample:
@@ -46,7 +51,17 @@ class TestMegatron(ForeignContract):
         return Sample(place, wanted(written, case), parts)
 
     def test_opening_reads_no_tensor(self, sample: Sample, tmp_path: Path) -> None:
-        """It reads the heads of the parts, which lie side by side here: `test_dcp` counts them."""
+        """It reads the heads of the parts, which lie side by side here, and of buckets some
+        elements: `test_few_elements_are_read` counts them.
+        """
+
+
+@pytest.mark.parametrize("case", ["buckets", "singletons"])
+def test_other_options_give_the_same_arrays(case: str, written: Path) -> None:
+    arrays = wanted(written, case)
+    with ckptkit.open(written / case) as checkpoint:
+        assert set(checkpoint.arrays) == set(arrays)
+        assert all(same(checkpoint[name][...], value) for name, value in arrays.items())
 
 
 def test_the_newest_of_a_run_is_read(written: Path, tmp_path: Path) -> None:
@@ -73,14 +88,6 @@ def test_layers_experts_and_halves_are_arrays_by_the_names_of_parameters(written
         of_all = "decoder.layers.mlp.experts.experts.linear_fc1.weight[1][3]"
         assert stacked.foreign.theirs[f"model/{name}"] == of_all
         assert one.foreign.theirs[f"model/{name}"] == f"{name}_w, {name}_v"
-
-
-def test_the_model_is_there_whatever_the_optimizer_is_kept_as(written: Path) -> None:
-    for case in ("buckets", "pipeline", "experts"):
-        arrays = {k: v for k, v in wanted(written, case).items() if k.startswith("model/")}
-        with ckptkit.open(written / case) as checkpoint:
-            assert {name for name in checkpoint.arrays if name.startswith("model/")} == set(arrays)
-            assert all(same(checkpoint[name][...], value) for name, value in arrays.items())
 
 
 def test_what_is_no_tensor_is_plain_values(written: Path) -> None:
@@ -149,3 +156,95 @@ def test_commands_take_it(written: Path, tmp_path: Path) -> None:
     assert ckpt("diff", run, tmp_path / "ours").exit_code == 0
     assert ckpt("export", run, tmp_path / "hf", "--to-format", "hf").exit_code == 0
     assert ckpt("diff", run, tmp_path / "hf", "--include", "model/*").exit_code == 0
+
+
+def rename(place: Path, change: Callable[[str], str]) -> None:
+    """Give what is in a checkpoint other names; what gets an empty one is gone."""
+    file = place / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    entries, items = metadata.state_dict_metadata, metadata.storage_data
+    metadata.state_dict_metadata = {new: v for k, v in entries.items() if (new := change(k))}
+    metadata.storage_data = {
+        replace(k, fqn=new): v for k, v in items.items() if (new := change(k.fqn))
+    }
+    metadata.all_local_plans = None
+    file.write_bytes(pickle.dumps(metadata))
+
+
+class TestBuckets:
+    """No state is ever said to be of another parameter than it is."""
+
+    @pytest.fixture
+    def place(self, written: Path, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(written / "buckets" / STEP, tmp_path / STEP))
+
+    def right(self, place: Path, written: Path) -> set[str]:
+        """The parameters whose states are there; these are right."""
+        arrays = wanted(written, "buckets")
+        found: set[str] = set()
+        with ckptkit.open(place) as checkpoint:
+            assert {name for name in arrays if name.startswith("model/")} <= set(checkpoint.arrays)
+            for name in checkpoint.arrays:
+                if name.startswith("optimizer/"):
+                    assert same(checkpoint[name][...], arrays[name]), name
+                    found.add(name.split("/")[1])
+            lost = checkpoint.details.get("left_out", {}).get("optimizer.distributed", "")
+            missing = {name.removeprefix("model/") for name in arrays if name.startswith("model/")}
+            missing -= found
+            assert bool(missing) == bool(lost)
+            assert not missing or f"of {len(missing)} of 15 parameters" in lost
+        return found
+
+    def test_a_parameter_that_is_not_that_of_the_optimizer_is_not_found(
+        self, place: Path, written: Path
+    ) -> None:
+        with ckptkit.open(place) as checkpoint:
+            assert checkpoint.foreign is not None
+            arrays = [a for a in checkpoint.foreign.arrays if a.role == "param"]
+        for array in arrays:
+            extent = array.extents[-1]
+            file = place / extent.file
+            good = file.read_bytes()
+            bad = bytearray(good)
+            for number in range(extent.box.size):
+                bad[extent.offset + 2 * number] ^= 0x15
+            file.write_bytes(bad)
+            assert array.name.removeprefix("model/") not in self.right_but(array, place, written)
+            file.write_bytes(good)
+
+    def right_but(self, changed: ForeignArray, place: Path, written: Path) -> set[str]:
+        """The parameters whose states are there; these are right."""
+        arrays = wanted(written, "buckets")
+        with ckptkit.open(place) as checkpoint:
+            assert not same(checkpoint[changed.name][...], arrays[changed.name])
+            there = [name for name in checkpoint.arrays if name.startswith("optimizer/")]
+            assert all(same(checkpoint[name][...], arrays[name]) for name in there)
+            return {name.split("/")[1] for name in there}
+
+    def test_equal_parameters_of_unknown_modules_are_not_told_apart(
+        self, place: Path, written: Path
+    ) -> None:
+        """All norms are ones here, and have the same size."""
+        rename(place, lambda name: name.replace("linear_qkv.layer_norm_", "before."))
+        with ckptkit.open(place) as checkpoint:
+            there = {name.split("/")[1] for name in checkpoint.arrays if "/" in name[10:]}
+            assert "decoder.layers.0.self_attention.linear_qkv.weight" in there
+            assert not any("norm" in name or "before" in name for name in there)
+
+    @pytest.mark.parametrize("what", ["bucket_idx_1.param", "bucket_idx_0.", "dp_group_idx_1."])
+    def test_states_of_buckets_that_are_not_there_are_lost(
+        self, what: str, place: Path, written: Path
+    ) -> None:
+        rename(place, lambda name: "" if what in name else name)
+        assert len(self.right(place, written)) < 15
+
+    def test_a_state_that_some_buckets_have_is_that_of_those(
+        self, place: Path, written: Path
+    ) -> None:
+        rename(place, lambda name: "" if "bucket_idx_0.exp_avg" in name else name)
+        assert len(self.right(place, written)) == 15
+
+    def test_few_elements_are_read(self, written: Path) -> None:
+        """Less than a thousandth of a large model; of this one it would be all of it."""
+        assert sum(end - begin for begin, end in _sampled(1 << 20)) == 256
+        assert _sampled(256) == [(0, 256)]
