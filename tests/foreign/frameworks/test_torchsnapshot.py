@@ -249,6 +249,7 @@ W = "0/model/w"
         (setting("0/x", type="unicorn"), "a kind that is not read here.*unicorn"),
         (setting("9/x", type="int", serialized_value="1"), "not a path of a rank"),
         (setting("x", type="int", serialized_value="1"), "not a path of a rank"),
+        (setting("0//x", type="int", serialized_value="1"), "not a path of a rank"),
         (setting("0/" + "a/" * 70 + "a", type="list"), "not a path of a rank"),
         (setting(W, location="../f"), "a file of the checkpoint is missing"),
         (setting(W, location=None), "must be a string"),
@@ -307,6 +308,14 @@ def test_metadata_that_lies_is_refused(
 def test_a_file_that_is_no_metadata_is_refused(data: bytes, what: str, tmp_path: Path) -> None:
     (tmp_path / ".snapshot_metadata").write_bytes(data)
     with pytest.raises(CkptkitError, match=what):
+        ckptkit.open(tmp_path)
+
+
+def test_a_copy_without_hidden_files_is_told_what_it_lacks(tmp_path: Path) -> None:
+    for name in ("0", "replicated"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "f").write_bytes(bytes(24))
+    with pytest.raises(FormatError, match="the metadata of the snapshot is missing"):
         ckptkit.open(tmp_path)
 
 
