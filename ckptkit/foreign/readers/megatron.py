@@ -73,6 +73,9 @@ def read_megatron(folder: Folder) -> ForeignStep:
             theirs[f"optimizer/{name}/{state}"] = key
         if placed.lost:
             unread["optimizer.distributed"] = _lost(placed.lost, len(model))
+    args = common.get("args")
+    sizes = _sizes(args if isinstance(args, dict) else {})
+    vocabulary = {key: size for key, size in sizes.items() if key.endswith("vocab_size")}
     optimizer = _optimizer({name: has for name, has in states.items() if has}, options)
     found = states_of({"model": model, **optimizer, **objects, **common}, where)
     found.keep("extra/optimizer", options)
@@ -87,7 +90,8 @@ def read_megatron(folder: Folder) -> ForeignStep:
         aliases=found.aliases,
         objects=found.objects,
         theirs=found.theirs,
-        details={**found.details, **_vocabulary(common.get("args"))},
+        details={**found.details, **vocabulary},
+        sizes=sizes,
         step=counted(common),
     )
 
@@ -214,11 +218,27 @@ def _optimizer(
     return {"optimizer": {"state": states, "param_groups": groups}}
 
 
-def _vocabulary(args: Any) -> dict[str, int]:
-    """How many rows of the embedding are of the vocabulary; Megatron fills it up to some size."""
-    said = args if isinstance(args, dict) else {}
-    keys = ("vocab_size", "padded_vocab_size")
-    return {key: said[key] for key in keys if type(said.get(key)) is int}
+# What `config.json` of transformers calls the arguments of a training script.
+_SIZES = {
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "num_layers": "num_hidden_layers",
+    "ffn_hidden_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "padded_vocab_size": "padded_vocab_size",
+    "num_experts": "num_local_experts",
+}
+
+
+def _sizes(args: Mapping[Any, Any]) -> dict[str, int]:
+    """The sizes of the model. Its embedding has more rows than the vocabulary: Megatron pads it."""
+    found = {name: args[key] for key, name in _SIZES.items() if type(args.get(key)) is int}
+    if args.get("group_query_attention") is False:
+        # The number of groups means nothing then.
+        found.pop("num_key_value_heads", None)
+    return found
 
 
 def _apart(key: str, tensor: StateTensor) -> Iterator[tuple[str, str, StateTensor]]:

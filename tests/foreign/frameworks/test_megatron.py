@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
@@ -156,6 +157,39 @@ def test_commands_take_it(written: Path, tmp_path: Path) -> None:
     assert ckpt("diff", run, tmp_path / "ours").exit_code == 0
     assert ckpt("export", run, tmp_path / "hf", "--to-format", "hf").exit_code == 0
     assert ckpt("diff", run, tmp_path / "hf", "--include", "model/*").exit_code == 0
+
+
+def test_transformers_computes_what_megatron_does(written: Path, tmp_path: Path) -> None:
+    """Its arguments tell how many heads there are, and how many rows are of the vocabulary."""
+    run, out = written / "reshardable", tmp_path / "hf"
+    names = ("--names", "llama-megatron")
+    assert ckpt("export", run, out, "--to-format", "hf", *names).exit_code == 0
+    config = LlamaConfig(
+        hidden_size=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        intermediate_size=12,
+        vocab_size=30,
+        rms_norm_eps=1e-5,
+    )
+    config.save_pretrained(out)
+    model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    with np.load(written / "reshardable.logits.npz") as file, torch.no_grad():
+        logits = model(torch.from_numpy(file["words"])).logits.numpy()
+        np.testing.assert_allclose(logits, file["logits"][..., :30], atol=1e-5)
+    assert ckpt("reshard", "--to", "tp:2", *names, run, tmp_path / "tp").exit_code == 0
+    sizes = [f"--set={key}={n}" for key, n in (("num_attention_heads", 4), ("vocab_size", 30))]
+    sizes.append("--set=num_key_value_heads=2")
+    back = ("reshard", "--to", "single", *names, *sizes, tmp_path / "tp", tmp_path / "back")
+    assert ckpt(*back).exit_code == 0
+    # But for the rows that are of no word.
+    ends = ("embeddings.weight", "output_layer.weight")
+    with ckptkit.open(run) as before, ckptkit.open(tmp_path / "back") as after:
+        assert set(after.arrays) == set(before.arrays)
+        for name, array in after.arrays.items():
+            rows = 30 if any(end in name for end in ends) else None
+            assert same(array[...], before[name][:rows]), name
 
 
 def rename(place: Path, change: Callable[[str], str]) -> None:
