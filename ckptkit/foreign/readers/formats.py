@@ -33,6 +33,8 @@ class Format:
     read: Callable[[Folder], ForeignStep] | None = None
     and_: str = ""
     """Of another name that has to be in the folder."""
+    hint: str = ""
+    """What to do with what nobody reads, where more can be said than of all such."""
 
     def fits(self, looks: Sequence[str] | bytes) -> bool:
         """Whether a folder with these names, or a file that begins so, is one."""
@@ -106,6 +108,12 @@ FORMATS = (
     Format("checkpoints of Megatron", r"iter_\d+|latest_checkpointed_iteration\.txt"),
     Format("a Hugging Face model", r".*\.safetensors(\.index\.json)?", _safetensors),
     Format("a Hugging Face model", r"pytorch_model.*\.bin(\.index\.json)?", _torch),
+    Format(
+        "a checkpoint of Orbax",
+        r"_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|orbax\.checkpoint",
+        hint="its arrays are compressed, most of them in a database, so no part can be read as it "
+        "lies: docs/migration.md has a script that makes a step of it",
+    ),
     Format("a plain Zarr folder", r"zarr\.json|\.zgroup|\.zarray|\.zmetadata"),
     Format("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)", _torch),
     Format("a safetensors file", rb".{5}\x00{3}\{", _safetensors),

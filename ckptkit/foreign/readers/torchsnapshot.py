@@ -42,7 +42,7 @@ from ckptkit.model import (
 )
 
 METADATA = ".snapshot_metadata"
-_PATH = re.compile(r"(\d{1,8})/(.+)", re.DOTALL)
+_PATH = re.compile(r"(\d{1,8})/([^/]+(?:/[^/]+)*)")
 _MOST_RANKS = 1 << 24
 _MOST_OBJECT_BYTES = 1 << 28
 _DEPTH = 64

@@ -236,6 +236,7 @@ def microbatches_of(given: int | None, strategy: Strategy, schedule: str = "1f1b
     a pipeline, and one elsewhere.
     """
     ranks = size_of(strategy, "pp")
+    # The more there are, the less ranks wait for each other at both ends of a batch.
     count = (2 * ranks if ranks > 1 else 1) if given is None else given
     if type(count) is not int or count < 1:
         raise UsageError("no number of micro-batches", value=given)

@@ -121,23 +121,33 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
         check_parameters(plain, strategy, options.group_below)
         check_optimizer(plain, options, strategy)
         check_alike(ranks, _compared(plain, strategy, options))
-    job = _Job.of(strategy, options, device_of(plain, device))
+    made = _spread(plain, _Job.of(strategy, options, device_of(plain, device)))
+    for known in (model, made.model, *made.modules):
+        _spread_as[known] = weakref.ref(made)
+    return made
+
+
+def _spread(model: nn.Module, job: _Job) -> Distributed:
+    """Carry out what was decided. What rules, an example or stages refuse, they refuse before the
+    model is cut.
+    """
+    strategy, options = job.strategy, job.options
     tp, pp = size_of(strategy, "tp"), size_of(strategy, "pp")
-    styles = styles_of(plain, tp, options) if tp > 1 else {}
+    styles = styles_of(model, tp, options) if tp > 1 else {}
 
     # Begin alike; then the cut model can be compared with the whole one, before that is gone.
-    _begin_alike(plain, job)
+    _begin_alike(model, job)
     if styles and options.example is not None:
-        try_out(plain, job.along("tp"), styles, options.example, job.device)
+        try_out(model, job.along("tp"), styles, options.example, job.device)
 
     # Cut the model into stages, keep those of this rank, cut their modules by the styles, and wrap
     # them.
-    modules, numbers, count = [plain], [0], pp * options.stages_per_rank
+    modules, numbers, count = [model], [0], pp * options.stages_per_rank
     if pp > 1:
         first = job.along("pp").get_local_rank()
         numbers = [first + pp * turn for turn in range(options.stages_per_rank)]
         with all_ranks("stages") as ranks:
-            stages = split_into_stages(plain, count, options, ranks)
+            stages = split_into_stages(model, count, options, ranks)
             check_alike(ranks, {"split into stages": stages.compared()})
         modules = stages.made(numbers, options.split)
     wrapped = [_wrapped(module, job, styles) for module in modules]
@@ -174,8 +184,6 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
         layers = sum(len(unit.names) for unit in units)
         plural = "" if len(units) == 1 else "s"
         log.info("%s layers in %s unit%s", f"{layers:,}", f"{len(units):,}", plural)
-    for known in (model, made.model, *made.modules):
-        _spread_as[known] = weakref.ref(made)
     return made
 
 

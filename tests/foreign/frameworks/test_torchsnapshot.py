@@ -249,6 +249,7 @@ W = "0/model/w"
         (setting("0/x", type="unicorn"), "a kind that is not read here.*unicorn"),
         (setting("9/x", type="int", serialized_value="1"), "not a path of a rank"),
         (setting("x", type="int", serialized_value="1"), "not a path of a rank"),
+        (setting("0//x", type="int", serialized_value="1"), "not a path of a rank"),
         (setting("0/" + "a/" * 70 + "a", type="list"), "not a path of a rank"),
         (setting(W, location="../f"), "a file of the checkpoint is missing"),
         (setting(W, location=None), "must be a string"),

@@ -64,6 +64,7 @@ def train(rank: int, port: int, out: Path, kind: str) -> None:
         scheduler.step()
         optimizer.zero_grad()
     job.save_state(str(out / kind))
+    job.wait_for_everyone()
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     job.load_state(str(out / kind))
