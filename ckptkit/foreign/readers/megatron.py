@@ -20,7 +20,7 @@ from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.globals import Global
 from ckptkit.foreign.pickles.interpreter import Placeholder
 from ckptkit.foreign.readers.dcp import Contents, contents_of
-from ckptkit.foreign.readers.megatron_buckets import BUCKETS, placed_in
+from ckptkit.foreign.readers.megatron_buckets import BUCKETS, differing, placed_in
 from ckptkit.foreign.readers.torch_save import counted
 from ckptkit.foreign.states import StateTensor, states_of
 from ckptkit.foreign.torch_file import read_file
@@ -45,10 +45,68 @@ def read_megatron(folder: Folder) -> ForeignStep:
     has = contents_of(folder)
     unread = dict(has.unread)
     common = _common(folder, has, unread)
+    model, states, theirs = _named(has.tensors)
+    args = common.get("args")
+    sizes = _sizes(args if isinstance(args, dict) else {})
+    of_ranks, objects = _objects(has.objects)
+    options = _options([common.pop("optimizer", None), of_ranks])
+    noted: dict[str, Any] = {key: n for key, n in sizes.items() if key.endswith("vocab_size")}
+    masters = {name: has["param"] for name, has in states.items() if "param" in has}
+    if others := differing(folder, model, masters):
+        noted["not_rounded"] = (
+            f"of {_some(others, model)} the optimizer's own copy is not what was rounded to the "
+            "model's: the optimizer is of other weights, or was saved wrong"
+        )
+    if any(BUCKETS.fullmatch(name) for name in has.tensors):
+        placed = placed_in(folder, has.tensors, model)
+        for name, of_one in placed.states.items():
+            states.setdefault(name, {}).update(of_one)
+        for (name, state), key in placed.theirs.items():
+            theirs[f"optimizer/{name}/{state}"] = key
+        if placed.lost:
+            unread["optimizer.distributed"] = (
+                f"of {_some(placed.lost, model)} no state was found in the buckets of the "
+                "distributed optimizer, or nothing tells whose it is; where they are not frozen, "
+                "load it with Megatron, and save it with --dist-ckpt-optim-fully-reshardable"
+            )
+    optimizer = _optimizer(states, options)
+    # What of the model was the same on all ranks, and no tensor of Megatron.
+    beside = {key: common.pop(key) for key in ("model",) if common.get(key)}
+    found = states_of({**objects, **common, "model": model, **optimizer}, where)
+    for key, value in {**beside, "optimizer": options}.items():
+        found.keep(f"extra/{key}", value)
+    found.theirs |= {name: key for name, key in theirs.items() if name in found.theirs}
+    found.left_out |= unread
+    used = sorted({*has.files, *(key for key in (CONFIG, COMMON) if key in folder.files)})
+    found.left_out |= folder.unread(used)
+    return ForeignStep(
+        format="megatron",
+        files={key: folder.size(key) for key in used},
+        arrays=found.arrays,
+        aliases=found.aliases,
+        objects=found.objects,
+        theirs=found.theirs,
+        details={**found.details, **noted},
+        sizes=sizes,
+        step=counted(common),
+    )
+
+
+def _named(
+    tensors: Mapping[str, StateTensor],
+) -> tuple[dict[str, StateTensor], dict[str, dict[str, Any]], dict[str, str]]:
+    """The parameters of the model and the states of each, by the names of the parameters, but for
+    what is in buckets; and what Megatron calls each of our names.
+    """
     model: dict[str, StateTensor] = {}
     states: dict[str, dict[str, Any]] = {}
     theirs: dict[str, str] = {}
-    for stored, tensor in has.tensors.items():
+    for stored, tensor in tensors.items():
+        whole = Box.whole(tensor.shape)
+        for extent in tensor.extents:
+            if len(extent.box.shape) != len(tensor.shape) or not whole.contains(extent.box):
+                what = f"a part that is not inside of {tensor.shape}"
+                raise FormatError(what, where=stored, value=extent.box)
         if _OF_RANKS.fullmatch(stored):
             continue
         match = _OF_OPTIMIZER.fullmatch(stored)
@@ -63,46 +121,12 @@ def read_megatron(folder: Folder) -> ForeignStep:
         _join_halves(of_all, theirs, state)
         for name, one in of_all.items():
             states.setdefault(name, {})[state] = one
-    of_ranks, objects = _objects(has.objects)
-    options = _options({**common.pop("optimizer", {}), **of_ranks})
-    if any(BUCKETS.fullmatch(name) for name in has.tensors):
-        placed = placed_in(folder, has.tensors, model)
-        for name, of_one in placed.states.items():
-            states.setdefault(name, {}).update(of_one)
-        for (name, state), key in placed.theirs.items():
-            theirs[f"optimizer/{name}/{state}"] = key
-        if placed.lost:
-            unread["optimizer.distributed"] = _lost(placed.lost, len(model))
-    args = common.get("args")
-    sizes = _sizes(args if isinstance(args, dict) else {})
-    vocabulary = {key: size for key, size in sizes.items() if key.endswith("vocab_size")}
-    optimizer = _optimizer({name: has for name, has in states.items() if has}, options)
-    found = states_of({"model": model, **optimizer, **objects, **common}, where)
-    found.keep("extra/optimizer", options)
-    found.theirs |= {name: key for name, key in theirs.items() if name in found.theirs}
-    found.left_out |= unread
-    used = sorted({*has.files, *(key for key in (CONFIG, COMMON) if key in folder.files)})
-    found.left_out |= folder.unread(used)
-    return ForeignStep(
-        format="megatron",
-        files={key: folder.size(key) for key in used},
-        arrays=found.arrays,
-        aliases=found.aliases,
-        objects=found.objects,
-        theirs=found.theirs,
-        details={**found.details, **vocabulary},
-        sizes=sizes,
-        step=counted(common),
-    )
+    return model, {name: has for name, has in states.items() if has}, theirs
 
 
-def _lost(names: Sequence[str], count: int) -> str:
+def _some(names: Sequence[str], of: Mapping[str, Any]) -> str:
     some = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")
-    return (
-        f"of {len(names)} of {count} parameters no state was found in the buckets of the "
-        f"distributed optimizer, or nothing tells whose it is: {some}; where they are not frozen, "
-        "load it with Megatron, and save it with --dist-ckpt-optim-fully-reshardable"
-    )
+    return f"{len(names)} of {len(of)} parameters ({some})"
 
 
 def _check(folder: Folder) -> None:
@@ -194,15 +218,12 @@ def _objects(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return optimizer, found
 
 
-def _options(said: dict[Any, Any]) -> list[dict[str, Any]]:
+def _options(said: Any) -> list[dict[str, Any]]:
     """The options of all groups of parameters, of one optimizer or of several."""
-    found: list[dict[str, Any]] = []
-    for key, value in said.items():
-        if key == "param_groups" and isinstance(value, list):
-            found += [group for group in value if isinstance(group, dict)]
-        elif isinstance(value, dict):
-            found += _options(value)
-    return found
+    if isinstance(said, dict) and isinstance(said.get("param_groups"), list):
+        return [group for group in said["param_groups"] if isinstance(group, dict)]
+    inner = said.values() if isinstance(said, dict) else said if isinstance(said, list) else ()
+    return [group for each in inner for group in _options(each)]
 
 
 def _optimizer(
@@ -246,6 +267,10 @@ def _apart(key: str, tensor: StateTensor) -> Iterator[tuple[str, str, StateTenso
     name of the one for each.
     """
     parts = [(key, "", tensor)]
+    # The metadata may say any number of layers; it is refused where they are not in the files.
+    if not 0 < Box.whole(tensor.shape).size <= sum(extent.box.size for extent in tensor.extents):
+        yield from parts
+        return
     for pattern in _STACKED:
         parts = [
             (f"{match[1]}{number}.{match[2]}", f"{suffix}[{number}]", one)

@@ -108,11 +108,30 @@ def test_what_is_no_tensor_is_plain_values(written: Path) -> None:
         assert {group["lr"] for group in objects["extra/optimizer"]} == {0.01}
 
 
+def test_an_optimizer_of_other_weights_is_told(place: Path) -> None:
+    with ckptkit.open(place) as checkpoint:
+        assert checkpoint.foreign is not None
+        assert "not_rounded" not in checkpoint.details
+        name = "optimizer/decoder.layers.1.mlp.linear_fc2.weight/param"
+        (array,) = (a for a in checkpoint.foreign.arrays if a.name == name)
+    with (place / array.extents[1].file).open("r+b") as file:
+        file.seek(array.extents[1].offset + 3)
+        file.write(b"\x42")
+    with ckptkit.open(place) as checkpoint:
+        told = checkpoint.details["not_rounded"]
+        assert "1 of 15 parameters (decoder.layers.1.mlp.linear_fc2.weight)" in told
+
+
 class Unknown:
     pass
 
 
 def test_common_values_of_unknown_classes_are_named_and_the_model_read(place: Path) -> None:
+    plain = {"model": {"count": 3, "scale": torch.ones(2)}, "optimizer": 7, "iteration": 2}
+    torch.save(plain, place / "common.pt")
+    with ckptkit.open(place) as checkpoint:
+        assert checkpoint["model/output_layer.weight"].shape == (32, 8)
+        assert "extra/model" in checkpoint.details["left_out"]
     torch.save({"args": Namespace(what=Unknown()), "iteration": 2}, place / "common.pt")
     with ckptkit.open(place) as checkpoint:
         assert "Unknown" in checkpoint.details["left_out"]["common.pt"]
@@ -174,7 +193,7 @@ def test_transformers_computes_what_megatron_does(written: Path, tmp_path: Path)
         rms_norm_eps=1e-5,
     )
     config.save_pretrained(out)
-    model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    model: Any = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
     with np.load(written / "reshardable.logits.npz") as file, torch.no_grad():
         logits = model(torch.from_numpy(file["words"])).logits.numpy()
         np.testing.assert_allclose(logits, file["logits"][..., :30], atol=1e-5)
