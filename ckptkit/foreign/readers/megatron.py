@@ -35,6 +35,11 @@ _STACKED = (
     re.compile(r"((?:.+\.)?layers\.)([^\d.][^.]*\..+)"),
     re.compile(r"((?:.+\.)?experts\.)((?!experts\.)[^\d.][^.]*\..+)"),
 )
+# Of groups of parameters, what Adam of torch has as well.
+_OPTIONS = (
+    *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable"),
+    *("differentiable", "fused", "decoupled_weight_decay"),
+)
 _HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
 
 
@@ -113,6 +118,8 @@ def _named(
         state, key = match.groups() if match else (None, stored)
         for name, suffix, one in _apart(key, tensor):
             into = model if state is None else states.setdefault(name, {})
+            if (state or name) in into:
+                raise FormatError("two tensors have this name", where=stored, value=name)
             into[state or name] = one
             theirs[f"optimizer/{name}/{state}" if state else f"model/{name}"] = stored + suffix
     _join_halves(model, theirs)
@@ -229,14 +236,22 @@ def _options(said: Any) -> list[dict[str, Any]]:
 def _optimizer(
     states: Mapping[str, dict[str, Any]], options: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """An optimizer as torch has it. Which parameter is in which of several groups nothing says."""
+    """An optimizer as torch has it. Which parameter is in which of several groups nothing says: so
+    all are in one, with the options that all groups have alike.
+    """
     if not states:
         return {}
     steps = {step for each in options if type(step := each.get("step")) in (int, float)}
     if len(steps) == 1:
         states = {name: {**has, "step": step} for name, has in states.items() for step in steps}
-    groups = [{**options[0], "params": list(states)}] if len(options) == 1 else []
-    return {"optimizer": {"state": states, "param_groups": groups}}
+    first = options[0] if options else {}
+    alike = {
+        key: first[key]
+        for key in _OPTIONS
+        if key in first and all(key in each and each[key] == first[key] for each in options)
+    }
+    group = {**alike, "params": list(states)}
+    return {"optimizer": {"state": states, "param_groups": [group]}}
 
 
 # What `config.json` of transformers calls the arguments of a training script.

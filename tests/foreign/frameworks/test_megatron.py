@@ -20,11 +20,23 @@ import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
 from ckptkit.foreign.extents import ForeignArray
 from ckptkit.foreign.readers.megatron_buckets import _sampled
+from ckptkit.live import load
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import ForeignContract, Sample, same
 from tests.foreign.frameworks.written import written_by
 
 STEP = "iter_0000002"
+
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 12,
+    "vocab_size": 30,
+    "rms_norm_eps": 1e-5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +118,9 @@ def test_what_is_no_tensor_is_plain_values(written: Path) -> None:
         (optimizer,) = objects["optimizer"]
         assert optimizer["values"]["output_layer.weight"] == {"step": 2.0}
         assert {group["lr"] for group in objects["extra/optimizer"]} == {0.01}
+        (group,) = optimizer["groups"]
+        assert group["options"]["lr"] == 0.01
+        assert len(group["params"]) == 15
 
 
 def test_an_optimizer_of_other_weights_is_told(place: Path) -> None:
@@ -183,16 +198,7 @@ def test_transformers_computes_what_megatron_does(written: Path, tmp_path: Path)
     run, out = written / "reshardable", tmp_path / "hf"
     names = ("--names", "llama-megatron")
     assert ckpt("export", run, out, "--to-format", "hf", *names).exit_code == 0
-    config = LlamaConfig(
-        hidden_size=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        intermediate_size=12,
-        vocab_size=30,
-        rms_norm_eps=1e-5,
-    )
-    config.save_pretrained(out)
+    LlamaConfig(**LLAMA).save_pretrained(out)
     model: Any = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
     with np.load(written / "reshardable.logits.npz") as file, torch.no_grad():
         logits = model(torch.from_numpy(file["words"])).logits.numpy()
@@ -211,6 +217,21 @@ def test_transformers_computes_what_megatron_does(written: Path, tmp_path: Path)
             assert same(array[...], before[name][:rows]), name
 
 
+def test_a_job_of_torch_goes_on_with_it(written: Path, tmp_path: Path) -> None:
+    names = ckptkit.Selection(names="llama-megatron", exclude=("optimizer/*/param",))
+    ckptkit.reshard(written / "reshardable", tmp_path, to="single", selection=names)
+    model: Any = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3.0)
+    load(tmp_path, model=model, optimizer=optimizer, cast=True)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    head = model.lm_head.weight
+    told = wanted(written, "reshardable")["optimizer/output_layer.weight/exp_avg"]
+    assert same(optimizer.state[head]["exp_avg"].numpy(), told[:30])
+    head.grad = torch.ones_like(head)
+    optimizer.step()
+    assert optimizer.state[head]["step"] == 3
+
+
 def rename(place: Path, change: Callable[[str], str]) -> None:
     """Give what is in a checkpoint other names; what gets an empty one is gone."""
     file = place / ".metadata"
@@ -222,6 +243,13 @@ def rename(place: Path, change: Callable[[str], str]) -> None:
     }
     metadata.all_local_plans = None
     file.write_bytes(pickle.dumps(metadata))
+
+
+def test_a_layer_that_is_there_twice_is_refused(place: Path) -> None:
+    name = "decoder.layers.1.self_attention.linear_proj.weight"
+    rename(place, lambda old: name if old == "output_layer.weight" else old)
+    with pytest.raises(FormatError, match="two tensors have this name"):
+        ckptkit.open(place)
 
 
 class TestBuckets:
