@@ -94,6 +94,13 @@ def read_torchsnapshot(folder: Folder) -> ForeignStep:
 def _metadata(folder: Folder) -> tuple[int, dict[str, dict[int, dict[str, Any]]]]:
     """How many ranks there were, and by path and rank what each of them has."""
     where = folder.where(METADATA)
+    if METADATA not in folder.files:
+        raise FormatError(
+            "the metadata of the snapshot is missing",
+            where=where,
+            hint="a snapshot that was interrupted has none, and a copy by `cp *` neither; copy the "
+            "folder itself, or use another",
+        )
     data = folder.read(METADATA)
     # Until it was found to be slow, it was YAML, of which JSON is a part.
     said = parsed(data, where) if data.lstrip()[:1] == b"{" else read_yaml(data, where)

@@ -311,6 +311,14 @@ def test_a_file_that_is_no_metadata_is_refused(data: bytes, what: str, tmp_path:
         ckptkit.open(tmp_path)
 
 
+def test_a_copy_without_hidden_files_is_told_what_it_lacks(tmp_path: Path) -> None:
+    for name in ("0", "replicated"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "f").write_bytes(bytes(24))
+    with pytest.raises(FormatError, match="the metadata of the snapshot is missing"):
+        ckptkit.open(tmp_path)
+
+
 def test_an_object_of_a_class_is_named_and_a_damaged_one_refused(
     snapshots: Path, tmp_path: Path
 ) -> None:
