@@ -167,6 +167,17 @@ def test_stages_1_and_2_say_where_each_parameter_is(
         ckptkit.open(place)
 
 
+def test_tied_parameters_are_known_where_only_their_copies_tell(
+    written: Path, stand_ins: None, tmp_path: Path
+) -> None:
+    """Of several files of models only the first says which are tied."""
+    place = Path(shutil.copytree(tag_of(written / "zero1-bf16"), tmp_path / "x"))
+    changed(place / "mp_rank_00_model_states.pt", lambda tree: tree.update(shared_params={}))
+    with ckptkit.open(place) as checkpoint:
+        arrays = wanted(written, "zero1-bf16")
+        assert same(checkpoint["model/head.weight"][...], arrays["model/head.weight"])
+
+
 def test_fragments_name_the_parameters_where_they_are_in_order(
     written: Path, stand_ins: None, tmp_path: Path
 ) -> None:
