@@ -20,6 +20,7 @@ from tests.foreign.contract import ForeignContract, Sample, same
 from tests.foreign.frameworks.deepspeed import tag_of, wanted
 from tests.foreign.jobs import Wanted, wanted_of
 from tests.live.pool import Pool
+from tests.storage.counting import CountingStore
 
 STRATEGIES = {
     "zero0-all": "ddp:2",
@@ -74,6 +75,16 @@ def test_the_run_is_opened_at_its_tag_and_says_what_wrote_it(case: str, written:
         assert set(checkpoint.arrays) == wanted(written, case).keys()
         for info in checkpoint.manifest.arrays:
             assert len(info.placements) == len(checkpoint.strategy.mesh.axes)
+
+
+def test_parameters_that_ranks_have_nothing_of_cost_no_request(written: Path) -> None:
+    """Of stage 3 the files of models have all parameters, without elements."""
+    for case in ("zero3", "zero3-three"):
+        store = CountingStore(ckptkit.open_store(tag_of(written / case)))
+        ckptkit.open(store).close()
+        requests = store.operations["read"] + store.operations["read_into"]
+        files = len(list(tag_of(written / case).iterdir()))
+        assert requests <= 6 * files + 1
 
 
 def objects_of(place: Path) -> dict[str, Any]:
