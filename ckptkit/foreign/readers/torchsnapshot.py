@@ -339,16 +339,20 @@ class _Snapshot:
                 where=where,
                 value=serializer,
             )
+        nbytes = box.size * dtype.itemsize
         begin, end = 0, size
         if said is not None:
             ends = document.integers(said, f"{where}: byte_range")
             begin, end = ends if len(ends) == 2 else (1, 0)
-        if end - begin != box.size * dtype.itemsize or end > size:
+        if end - begin != nbytes or end > size:
+            hint = "the file was cut short or changed; copy it again"
+            if dtype.name == "bfloat16" and box.size % 2 and end - begin == nbytes - 2:
+                hint = "torchsnapshot writes an odd number of bfloat16 without the last: it is lost"
             raise FormatError(
-                f"{box.size * dtype.itemsize} bytes are wanted at {begin}, and the file has {size}",
+                f"{nbytes} bytes are wanted at {begin}, and the file has {size}",
                 where=f"{self.folder.where(key)}: {where.rpartition(': ')[2]}",
-                value=said,
-                hint="the file was cut short or changed; copy it again",
+                value=[begin, end],
+                hint=hint,
             )
         return Extent(box, key, begin)
 

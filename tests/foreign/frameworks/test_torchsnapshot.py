@@ -261,6 +261,7 @@ W = "0/model/w"
         (setting(W, byte_range=[8, 32]), "24 bytes are wanted at 8, and the file has 24"),
         (setting(W, byte_range=[24, 0]), "24 bytes are wanted"),
         (setting(W, byte_range=[0]), "24 bytes are wanted"),
+        (setting(W, shape=[13], dtype="torch.bfloat16"), "without the last: it is lost"),
         (setting(W, dtype="torch.qint8"), "elements of a type.*qint8"),
         (setting(W, dtype=[]), "elements of a type"),
         (setting(W, serializer="per_tensor_qtensor"), "per_tensor_qtensor"),
