@@ -7,8 +7,6 @@ from __future__ import annotations
 import random
 import re
 import shutil
-import sys
-import types
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,26 +19,6 @@ import ckptkit
 from ckptkit.errors import CkptkitError, FormatError
 from tests.foreign.contract import same
 from tests.foreign.frameworks.deepspeed import tag_of, wanted
-
-
-@pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Classes of DeepSpeed's names, so that torch loads its files and saves them again."""
-    for full in (
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-    ):
-        module, _, name = full.rpartition(".")
-        bases = (int,) if name == "ZeroStageEnum" else ()
-        stand_in = type(name, bases, {"__module__": module})
-        made = types.ModuleType(module)
-        setattr(made, name, stand_in)
-        parts = module.split(".")
-        for end in range(1, len(parts)):
-            above = ".".join(parts[:end])
-            monkeypatch.setitem(sys.modules, above, types.ModuleType(above))
-        monkeypatch.setitem(sys.modules, module, made)
 
 
 def changed(file: Path, change: Callable[[Any], object]) -> None:
