@@ -15,7 +15,7 @@ from benchmarks.ranks import isolated
 from benchmarks.table import Bar, Section
 from ckptkit.checkpoint.write.assemble import assemble
 from ckptkit.format.array_table import ArrayTable
-from ckptkit.format.arrays import ArrayInfo, key_of
+from ckptkit.format.arrays import ArrayInfo, ArrayKind, key_of
 from ckptkit.format.manifest import Manifest, PackInfo, pack_name
 from ckptkit.format.pack import Entry
 from ckptkit.format.record import Record, SaveInfo
@@ -104,4 +104,4 @@ def _array(number: int) -> ArrayInfo:
     shape = (PER_ARRAY, CHUNK // 4)
     grid = Grid.regular(shape, (1, CHUNK // 4))
     name = f"model/layers.{number:04d}.weight"
-    return ArrayInfo(name, shape, DType.of("float32"), grid, "param", (Shard(0),))
+    return ArrayInfo(name, ArrayKind(shape, DType.of("float32"), grid, "param", (Shard(0),)))

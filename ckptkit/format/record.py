@@ -87,7 +87,7 @@ class Record:
     save: SaveInfo
     rank: int
     table: ArrayTable
-    documents: tuple[Entry, ...]
+    documents: Entries
     array: U32
     chunk: U64
     offset: U64
@@ -97,12 +97,11 @@ class Record:
     refers: bool = False
 
     def to_bytes(self) -> bytes:
-        documents = Entries.of(self.documents)
         return record_bytes(
             self.save,
             self.rank,
             self.table,
-            documents_to_doc(documents),
+            documents_to_doc(self.documents),
             {name: getattr(self, name) for name in _COLUMNS},
             msgpack.packb(objects_to_docs(self.objects)),
             refers=self.refers,
@@ -145,9 +144,7 @@ class Record:
 
 def documents_to_doc(documents: Entries) -> bytes:
     """What a record says of documents, packed: it is the same for all packs of a plan."""
-    numbers = (documents.offsets, documents.lengths, documents.crcs)
-    columns = [documents.names, *(column.tolist() for column in numbers)]
-    return bytes(msgpack.packb(list(zip(*columns, strict=True))))
+    return bytes(msgpack.packb(list(documents.each())))
 
 
 def record_bytes(
@@ -173,9 +170,9 @@ def record_bytes(
     return seal(_KIND, fields, (*TABLE_FIELDS, "documents", "objects"))
 
 
-def _documents(rows: list[Any]) -> tuple[Entry, ...]:
+def _documents(rows: list[Any]) -> Entries:
     if _are_usual(rows):
-        return tuple(map(Entry._make, rows))
+        return Entries.of(rows)
     documents = []
     seen = set()
     for number, row in enumerate(rows):
@@ -194,7 +191,7 @@ def _documents(rows: list[Any]) -> tuple[Entry, ...]:
         if extents[2] >= 1 << 32:
             raise FormatError("not a CRC-32", where=where, value=extents[2])
         documents.append(Entry(name, *extents))
-    return tuple(documents)
+    return Entries.of(documents)
 
 
 def _are_usual(rows: list[Any]) -> bool:

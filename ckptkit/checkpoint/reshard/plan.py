@@ -156,7 +156,7 @@ def plan_reshard(
             hint="leave --from out: what is known of the strategy is in the step",
         )
     target = target_of(checkpoint.manifest, options)
-    stored = (a for a in target.arrays if a.info.grid.chunk_count)
+    stored = (a for a, _ in target.alike if a.info.grid.chunk_count)
     budget = Budget.of(
         memory,
         workers,
@@ -164,7 +164,7 @@ def plan_reshard(
         store,
         largest=max((a.info.grid.chunk_elements * a.itemsize for a in stored), default=0),
         # Twice the mean: packs need not be alike.
-        pack_bytes=2 * sum(a.info.nbytes for a in target.arrays) // target.world_size,
+        pack_bytes=2 * sum(n * a.info.nbytes for a, n in target.alike) // target.world_size,
         fixed=max(0, resident_bytes() - before),
         is_here=options.is_here,
     )

@@ -139,28 +139,30 @@ def choose(manifest: Manifest, selection: Selection) -> Choice:
     tied: dict[str, list[str]] = {}
     for alias in manifest.aliases:
         tied.setdefault(alias.alias_of, []).append(alias.name)
-    every = [(array, [array.name, *tied.get(array.name, ())]) for array in manifest.arrays]
-    roles = {name: array.role for array, called in every for name in called}
     casts = (pattern for pattern, _ in selection.cast if pattern)
     patterns = (*selection.include, *selection.exclude, *casts)
     names: dict[str, str] = {}
     leads: dict[str, str] = {}
     arrays: list[Chosen] = []
     aliases: list[Alias] = []
-    for number, (array, called) in enumerate(every):
+    for number, array in enumerate(manifest.arrays):
+        called = [array.name, *tied.get(array.name, ())]
         # The name of its own first: an alias steps in only where that is left out.
         taken = [name for name in called if selection.takes(name, array.role)]
         if not taken:
             continue
-        first, *others = [_target_name(name, array, selection) for name in taken]
-        names.update(zip(taken, [first, *others], strict=True))
-        leads.update(dict.fromkeys(called, first))
+        for name in taken:
+            names[name] = _target_name(name, array, selection)
+        first = names[taken[0]]
+        for name in called:
+            leads[name] = first
         arrays.append(Chosen(number, array, _changed(array, first, selection, called)))
-        aliases += [Alias(other, first) for other in others]
+        aliases += [Alias(names[name], first) for name in taken[1:]]
     if patterns:
-        inner = [(name, inner_name(name, role)) for name, role in roles.items()]
+        every = ((n, a.role) for a in manifest.arrays for n in (a.name, *tied.get(a.name, ())))
+        inner = [(name, inner_name(name, role)) for name, role in every]
         check_used(patterns, inner, "no array has such a name")
-    if every and not arrays:
+    if manifest.arrays and not arrays:
         raise UsageError("nothing is left of the step", value=selection, hint=NAMES_HINT)
     if selection.rename:  # the source's own names fit together, and so do some of them
         _check_names(arrays, aliases)
@@ -168,14 +170,14 @@ def choose(manifest: Manifest, selection: Selection) -> Choice:
     for number, each in enumerate(arrays):
         of = _parameter(each.info.of, leads, selection)
         if of != each.info.of:
-            arrays[number] = replace(each, info=replace(each.info, of=of))
+            arrays[number] = replace(each, info=each.info._replace(of=of))
     choice = Choice(
         tuple(sorted(arrays, key=lambda chosen: chosen.name)),
         tuple(sorted(aliases, key=lambda alias: alias.name)),
         (),
         names,
         leads,
-        frozenset(roles.keys() - names.keys()),
+        frozenset({*manifest.table.names, *(a.name for a in manifest.aliases)} - names.keys()),
     )
     return replace(choice, objects=_chosen_objects(manifest.objects, choice, selection))
 
@@ -185,7 +187,7 @@ def _changed(array: ArrayInfo, name: str, selection: Selection, called: Sequence
     dtype = selection.dtype_of(array, called) if selection.cast else array.dtype
     if name == array.name and dtype == array.dtype:
         return array
-    return replace(array, name=name, dtype=dtype)
+    return array._replace(name=name, kind=replace(array.kind, dtype=dtype))
 
 
 def _target_name(name: str, array: ArrayInfo, selection: Selection) -> str:

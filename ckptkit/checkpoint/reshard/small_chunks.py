@@ -23,7 +23,7 @@ from ckptkit.storage.base.buffers import PAGE
 # same time.
 _SMALL = 128 << 10
 # So many bytes between two chunks are read along: another read would take as long.
-GAP_BYTES = 32 << 10
+_WIDEST_GAP = 32 << 10
 
 
 class _Move(NamedTuple):
@@ -55,8 +55,9 @@ class SmallChunks:
     def __init__(self, source: Checkpoint) -> None:
         self._source = source
         self._starts: list[int] = source.manifest.starts.tolist()
-        # By grids, dtypes and the number of the chunk; None where it is filled in another way.
-        self._known: dict[tuple[int, ...], _Filling | None] = {}
+        # By what an array is here and there, and the number of a chunk; None where that is filled
+        # in another way.
+        self._known: dict[tuple[int, int, int], _Filling | None] = {}
 
     def fill(self, origins: Sequence[TargetArray], slots: Iterable[Slot]) -> list[Slot]:
         """Fill slots, whose arrays are made of `origins`; gives back those that it leaves."""
@@ -66,10 +67,7 @@ class SmallChunks:
         for slot in slots:
             _, number, chunk, memory = slot
             array = origins[number]
-            source, info = array.source, array.info
-            # By their places in memory: arrays that are alike share them.
-            grids, dtypes = (id(source.grid), id(info.grid)), (id(source.dtype), id(info.dtype))
-            key = (*grids, *dtypes, chunk)
+            key = id(array.source.kind), id(array.info.kind), chunk
             if key not in self._known:
                 self._known[key] = _filling(array, chunk)
             filling = self._known[key]
@@ -93,7 +91,7 @@ class SmallChunks:
         order = np.lexsort((offset, pack))
         pack, start = pack[order], offset[order]
         stop = start + manifest.length[rows].astype(np.int64)[order]
-        runs = coalesce(pack, start, stop, gap=GAP_BYTES, limit=BAND_BYTES)
+        runs = coalesce(pack, start, stop, gap=_WIDEST_GAP, limit=BAND_BYTES)
         starts, stops = start.tolist(), stop.tolist()
         written, places = manifest.crc32[rows][order].tolist(), order.tolist()
 

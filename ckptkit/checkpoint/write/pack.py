@@ -171,7 +171,7 @@ class Pack:
         self._left = len(segments)
         self._writing = threading.Lock()
         # Of no arrays the tables are the same for any strategies: these have to be compared then.
-        self._refers = refers and len(self.plan.table.arrays) > 0
+        self._refers = refers and len(self.plan.table.names) > 0
         name, record, plan = record_name(self._rank), len(self._record()), self.plan
         offset = data_offset(name, record, plan.end)
         # The last header is where the data ends, and the directory begins where the record ends.
@@ -333,8 +333,7 @@ class Pack:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Holding:
+class Holding(NamedTuple):
     """One array as its rank added it; `data` is the part, None where there is none."""
 
     info: ArrayInfo
@@ -358,13 +357,15 @@ def plan_of(
     if like is not None and like.made_for == made_for:
         return like
     # Shared out in the order of names, the same on all ranks however they were added.
-    named = [arrays[name] for name in sorted(arrays)]
-    known = [Owned(h.info.name, h.layout, h.info.grid, h.info.dtype.itemsize) for h in named]
-    writes = dict(zip(sorted(arrays), chunks_to_write(known, rank), strict=True))
+    names = sorted(arrays)
+    infos = [arrays[name].info for name in names]
+    owned = [Owned(i.name, arrays[i.name].layout, i.grid, i.dtype.itemsize) for i in infos]
+    writes = chunks_to_write(owned, rank)
+    chunks = dict(zip(names, writes, strict=True))
     return PackPlan(
-        ArrayTable.of([holding.info for holding in named], aliases),
-        documents_of([(each, arrays[each.name].info) for each in known], writes, rank),
-        [PackedArray(holding.info, writes[holding.info.name]) for holding in order],
+        ArrayTable.of(infos, aliases),
+        documents_of(list(zip(owned, infos, strict=True)), writes, rank),
+        [PackedArray(holding.info, chunks[name]) for name, holding in arrays.items()],
         [holding.part for holding in order],
         made_for,
     )

@@ -35,7 +35,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.format.array_table import ArrayTables
-from ckptkit.format.arrays import ROLES, TOO_LARGE, Alias, ArrayInfo, is_addressable
+from ckptkit.format.arrays import ROLES, TOO_LARGE, Alias, ArrayInfo, ArrayKind, is_addressable
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.format.manifest import pack_name
 from ckptkit.format.names import ancestors, checked_path
@@ -51,7 +51,6 @@ from ckptkit.format.objects import (
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import (
     DType,
-    Grid,
     Layout,
     Part,
     Placement,
@@ -101,7 +100,7 @@ class Writer:
         self._progress = progress
         self._arrays: dict[str, Holding] = {}
         # Layers are alike: what one has found out holds for all.
-        self._kinds: dict[Hashable, tuple[tuple[Placement, ...], Layout, Grid, Part]] = {}
+        self._kinds: dict[Hashable, tuple[ArrayKind, Layout, Part]] = {}
         self._aliases: dict[str, Alias] = {}
         self._objects: dict[str, ObjectInfo] = {}
         self._groups: set[str] = set()
@@ -137,17 +136,17 @@ class Writer:
         read faster. Without it all may be.
         """
         self._check_new(name)
-        if role not in ROLES:
-            raise UsageError(f"a role is one of {', '.join(ROLES)}", where=name, value=role)
         known = _dtype(name, data, dtype)
         if shape is None and (data is None or not hasattr(data, "shape")):
             raise UsageError("the shape cannot be seen", where=name, hint="pass shape=…")
         whole = tuple(data.shape if shape is None else shape)  # type: ignore[attr-defined]
-        if not is_addressable(whole, known):
-            raise LayoutError(TOO_LARGE, where=name, value=whole)
         later = None if sliced is None else tuple(sliced)
-        kind = whole, known.name, tuple((placements or {}).items()), later
-        if kind not in self._kinds:
+        key = whole, known.name, tuple((placements or {}).items()), role, later
+        if key not in self._kinds:
+            if role not in ROLES:
+                raise UsageError(f"a role is one of {', '.join(ROLES)}", where=name, value=role)
+            if not is_addressable(whole, known):
+                raise LayoutError(TOO_LARGE, where=name, value=whole)
             row = _row(self.strategy, name, placements or {})
             try:
                 layout = layout_of(whole, self.strategy, row)
@@ -157,15 +156,15 @@ class Writer:
             except LayoutError as error:
                 error.where = f"{name}: {error.where}" if error.where else name
                 raise
-            self._kinds[kind] = row, layout, grid, layout.part(self.rank)
-        row, layout, grid, part = self._kinds[kind]
+            kind = ArrayKind(whole, known, grid, role, row)
+            self._kinds[key] = kind, layout, layout.part(self.rank)
+        kind, layout, part = self._kinds[key]
         local = None if data is None else _as_local(name, data, part.shape, known)
         if local is None and not part.is_empty:
             raise UsageError("this rank holds a part, but no data was passed", where=name)
         if of is not None and of not in self._arrays:
             checked_path(of, where=name)
-        info = ArrayInfo(name, whole, known, grid, role, row, of)
-        self._arrays[name] = Holding(info, layout, part, local)
+        self._arrays[name] = Holding(ArrayInfo(name, kind, of), layout, part, local)
         self._note_groups(name)
 
     def add_alias(self, name: str, alias_of: str) -> None:
