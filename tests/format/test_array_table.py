@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import msgpack
@@ -172,6 +173,7 @@ def test_an_entry_that_looks_like_the_one_before_is_refused_all_the_same(
     placements = msgpack.packb([[]])
     found = arrays_from_docs((placements, msgpack.packb([entry, alike])), 0)
     assert found.names == ("a", "b")
+    assert found.kinds[0] is found.kinds[1]
     wrong = msgpack.packb([entry, alike | {field: value}])
     with pytest.raises(FormatError, match=r"arrays\.1"):
         arrays_from_docs((placements, wrong), 0)
@@ -206,3 +208,14 @@ def test_a_list_read_by_its_bytes_is_what_it_is_read_as_entry_by_entry(change: i
         for data in (bytes(changed), whole[:at], whole[:at] + whole[at + 1 :]):
             found = outcome(data, lambda data: arrays_from_docs((packed, data), 1))
             assert found == outcome(data, lambda data: _one_by_one(data, rows)), at
+
+
+def test_what_a_table_says_of_chunks_is_what_its_arrays_say() -> None:
+    table = ArrayTable.of(samples.ARRAYS, samples.ALIASES)
+    rows = [(array, chunk) for array in table.arrays for chunk in range(array.grid.chunk_count)]
+    assert table.arrays == samples.ARRAYS
+    assert int(table.starts[-1]) == len(rows) == len(samples.LENGTHS)
+    assert [table.chunk_at(row) for row in range(len(rows))] == rows
+    stored = [array.grid.stored_shape(array.grid.index(chunk)) for array, chunk in rows]
+    lengths = [math.prod(s) * a.dtype.itemsize for (a, _), s in zip(rows, stored, strict=True)]
+    assert table.stored_bytes().tolist() == lengths

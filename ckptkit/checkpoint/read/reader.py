@@ -33,8 +33,8 @@ _CACHED = 256 << 10
 _SHORT = 32 << 10
 
 # So many bytes between two pieces are read along everywhere: headers are no longer.
-GAP_BYTES = 4 << 10
-_NEEDED_BY_NOBODY = memoryview(bytearray(GAP_BYTES))
+WIDEST_GAP = 4 << 10
+_NEEDED_BY_NOBODY = memoryview(bytearray(WIDEST_GAP))
 _KEPT_PIECES = 4096
 
 
@@ -308,7 +308,7 @@ def plan_read(
     order = np.lexsort((start, pack))
     pack, start, stop = pack[order], start[order], stop[order]
     number, place = number[order], place[order]
-    gap, limit = min(GAP_BYTES, pace.gap_bytes), pace.request_bytes
+    gap, limit = min(WIDEST_GAP, pace.gap_bytes), pace.request_bytes
     if pace.waits_for_answers:
         runs = coalesce(pack, start, stop, gap=gap, limit=limit)
         runs = join_runs(runs, pack, start, stop, gap=pace.gap_bytes, limit=limit)

@@ -23,7 +23,7 @@ from ckptkit.storage.base.buffers import PAGE
 # same time.
 _SMALL = 128 << 10
 # So many bytes between two chunks are read along: another read would take as long.
-_WIDEST_GAP = 32 << 10
+READ_ALONG = 32 << 10
 
 
 class _Move(NamedTuple):
@@ -91,7 +91,7 @@ class SmallChunks:
         order = np.lexsort((offset, pack))
         pack, start = pack[order], offset[order]
         stop = start + manifest.length[rows].astype(np.int64)[order]
-        runs = coalesce(pack, start, stop, gap=_WIDEST_GAP, limit=BAND_BYTES)
+        runs = coalesce(pack, start, stop, gap=READ_ALONG, limit=BAND_BYTES)
         starts, stops = start.tolist(), stop.tolist()
         written, places = manifest.crc32[rows][order].tolist(), order.tolist()
 

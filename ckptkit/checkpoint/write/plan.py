@@ -63,7 +63,7 @@ class PackPlan:
         self.arrays = arrays
         self.made_for = made_for
         self.parts = parts
-        self.runs = _runs(arrays, parts) if parts else []
+        self.begins = _begins(arrays, parts) if parts else []
         """For each chunk where it begins in what the rank holds of its array, in bytes, if it lies
         there as it is stored; else -1."""
         counts = [len(array.chunks) for array in arrays]
@@ -102,9 +102,9 @@ class PackPlan:
 
     def _scattered(self) -> dict[int, int]:
         rows = len(self.documents)
-        runs = np.array(self.runs, dtype=np.int64)
+        begins = np.array(self.begins, dtype=np.int64)
         found: dict[int, int] = {}
-        numbers, counts = np.unique(self.array[: len(runs)][runs < 0], return_counts=True)
+        numbers, counts = np.unique(self.array[: len(begins)][begins < 0], return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             first, after = np.searchsorted(self.array, [number, number + 1]).tolist()
             start, end = int(self.offsets[rows + first]), int(self.ends[rows + after - 1])
@@ -150,19 +150,19 @@ def _ends(kind: ArrayKind, chunks: I64) -> Iterator[tuple[str, int]]:
         yield chunk_key("", index), nbytes
 
 
-def _runs(arrays: Sequence[PackedArray], parts: Sequence[Part]) -> list[int]:
+def _begins(arrays: Sequence[PackedArray], parts: Sequence[Part]) -> list[int]:
     known: dict[tuple[int, int, int], list[int]] = {}
     found: list[int] = []
     for (info, chunks), part in zip(arrays, parts, strict=True):
         kind = id(info.kind), id(chunks), id(part)
         if kind not in known:
             grid, itemsize = info.grid, info.dtype.itemsize
-            known[kind] = [_run(grid, chunk, part, itemsize) for chunk in chunks.tolist()]
+            known[kind] = [_begin(grid, chunk, part, itemsize) for chunk in chunks.tolist()]
         found += known[kind]
     return found
 
 
-def _run(grid: Grid, chunk: int, part: Part, itemsize: int) -> int:
+def _begin(grid: Grid, chunk: int, part: Part, itemsize: int) -> int:
     box, stored_shape = _box_of(grid, chunk)
     at = place_in(part, box)
     if at is None or box.shape != stored_shape or 0 in box.shape:

@@ -53,10 +53,11 @@ class PlainOptimizer:
 
     def entries(self, names: Names) -> list[StateEntry]:
         """All that it keeps on this rank, tensors in memory that a load may fill."""
-        found = []
+        found, kept = list[StateEntry](), self.state
         for parameter in self._parameters():
-            for key, value in self.state.get(parameter, {}).items():
-                name = _name_of(names, parameter)
+            state = kept.get(parameter)
+            name = _name_of(names, parameter) if state else ""
+            for key, value in state.items() if state else ():
                 if torch.is_tensor(value):
                     found.append(self.entry(name, key, value, parameter))
                     continue
@@ -243,13 +244,14 @@ def _saved_in(item: Any) -> Iterator[Saved]:
 
 
 def _name_of(names: Names, parameter: nn.Parameter) -> str:
-    if parameter not in names:
+    name = names.get(parameter)
+    if name is None:
         raise InvalidNameError(
             "the optimizer has a parameter that is not the model's",
             value=tuple(parameter.shape),
             hint="pass the model that the optimizer was made for, after it was wrapped",
         )
-    return names[parameter]
+    return name
 
 
 def step_without_effect(optimizer: Optimizer, wanted: Sequence[nn.Parameter]) -> None:
