@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks import activation, live, objects, optimizers, reshard, speed, strategies
+from benchmarks import activation, foreign, live, objects, optimizers, reshard, speed, strategies
 from benchmarks.commands import commands
 from benchmarks.machine import describe, in_words
 from benchmarks.manifest import manifest
@@ -30,6 +30,7 @@ _WHAT = {
     "cold": "loads by 1 and 2 processes from a cold page cache",
     "live": "in a training job: FSDP2, tensor parallelism, asynchronous saves",
     "reshard": "offline, against copying and the peer's converter",
+    "foreign": "checkpoints of other programs: exports, loads, `ckpt show`",
     "objects": "over an object store on this machine, against obstore itself and DCP",
     "activation": "of a GPT under each policy, against torch's own checkpoint",
     "optimizers": "bytes of compressed gradients, steps that wait for nobody",
@@ -77,6 +78,7 @@ def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
         "cold": [partial(speed.load, folder, gib, repeat, count, is_cold=True) for count in (1, 2)],
         "live": live.benches(folder, gib, repeat),
         "reshard": reshard.benches(folder, repeat),
+        "foreign": foreign.benches(folder, gib, repeat),
         "objects": objects.benches(folder, repeat),
         "activation": activation.benches(repeat),
         "strategies": strategies.benches(repeat),

@@ -232,6 +232,23 @@ def _training(
     }
 
 
+def _model(
+    strategy: str, tensors: list[Tensor], rank: int, world_size: int, address: str
+) -> _Hosted:
+    from benchmarks import peers  # noqa: PLC0415
+    from benchmarks.hugging_face import ByDcp, Model  # noqa: PLC0415
+    from benchmarks.training import Training  # noqa: PLC0415
+
+    peers.join(rank, world_size, address)
+    training = Training(strategy, tensors, rank, world_size)
+    return training, {
+        "hf: ckptkit": Model(training, tensors),
+        "hf: DCP": ByDcp(training, tensors),
+        "hf: DCP, thread_count=2": ByDcp(training, tensors, threads=2),
+        **_floors(training, world_size),
+    }
+
+
 def _floors(held: Memory, world_size: int) -> dict[str, Contender]:
     from benchmarks.floors import Floor  # noqa: PLC0415
 
@@ -255,4 +272,6 @@ _HOSTS: dict[str, Callable[[list[Tensor], int, int, str], _Hosted]] = {
     "bucket, torch": _bucket_with_torch,
     "fsdp": partial(_training, "fsdp"),
     "tp": partial(_training, "tp"),
+    "fsdp, model": partial(_model, "fsdp"),
+    "tp, model": partial(_model, "tp"),
 }

@@ -84,7 +84,7 @@ def way(folder: Path, gib: float, repeat: int, source: str, to: str, limit: floa
     isolated(save_source, origin, tensors, source)
     ways: dict[str, Callable[[], None]] = {
         "ckptkit": lambda: ours(origin, result, to),
-        "cp -r && sync": lambda: _copy(origin, result),
+        "cp -r && sync": lambda: copied(origin, result),
         "copy floor: 4 x 8 MiB, O_DIRECT": lambda: _direct_copy(origin, result),
     }
     measured = Measured()
@@ -93,10 +93,10 @@ def way(folder: Path, gib: float, repeat: int, source: str, to: str, limit: floa
             shutil.rmtree(result, ignore_errors=True)
             result.mkdir()
             os.sync()
-            _warm(origin)
-            start, cpu = time.monotonic(), _cpu()
+            warmed(origin)
+            start, cpu = time.monotonic(), cpu_seconds()
             work()
-            measured.add(name, Taken(time.monotonic() - start, _cpu() - cpu, []))
+            measured.add(name, Taken(time.monotonic() - start, cpu_seconds() - cpu, []))
     shutil.rmtree(result)
     plan = ckptkit.plan_reshard(origin, result, to=to, rules=RULES)
     shutil.rmtree(origin)
@@ -139,12 +139,12 @@ def against_dcp(folder: Path, gib: float, repeat: int) -> Section:
             shutil.rmtree(result, ignore_errors=True)
             result.mkdir()
             os.sync()
-            _warm(origin if name == "ckptkit" else dcp)
+            warmed(origin if name == "ckptkit" else dcp)
             start = time.monotonic()
             if name == "ckptkit":
                 ours(origin, result, "tp:4")
             else:
-                isolated(_convert, dcp, result / "state.pt")
+                isolated(converted, dcp, result / "state.pt")
             measured.add(name, Taken(time.monotonic() - start, 0.0, []))
     for path in (origin, result, dcp):
         shutil.rmtree(path)
@@ -233,7 +233,7 @@ def _timed(origin: Path, result: Path, count: int) -> float:
     return time.monotonic() - start
 
 
-def _copy(origin: Path, result: Path) -> None:
+def copied(origin: Path, result: Path) -> None:
     subprocess.run(["cp", "-r", str(origin), str(result)], check=True)
     os.sync()
 
@@ -260,7 +260,7 @@ def _direct_copy(origin: Path, result: Path) -> None:
             os.close(target)
 
 
-def _warm(folder: Path) -> None:
+def warmed(folder: Path) -> None:
     memory = bytearray(_SEGMENT)
     for path in folder.rglob("*"):
         if path.is_file():
@@ -283,12 +283,12 @@ def _save_dcp(place: Path, tensors: list[Tensor]) -> None:
     save(state, storage_writer=FileSystemWriter(place, thread_count=2), no_dist=True)
 
 
-def _convert(source: Path, result: Path) -> None:
+def converted(source: Path, result: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: PLC0415
 
     dcp_to_torch_save(source, result)
 
 
-def _cpu() -> float:
+def cpu_seconds() -> float:
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system

@@ -114,6 +114,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def filled(tensor: Tensor, seed: int) -> torch.Tensor:
+    """A tensor whole, as all ranks together have it."""
+    whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+    _fill(whole, seed)
+    return whole
+
+
 def _fill(tensor: torch.Tensor, seed: int) -> None:
     """Bits that follow from where in the whole tensor an element is."""
     local = _local(tensor)

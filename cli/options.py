@@ -118,6 +118,15 @@ def _pairs(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -
     return found or None
 
 
+def names(function: Function) -> Function:
+    """The options that say what arrays are called in the result."""
+    text = "Translate names by a table: a file, or llama-megatron."
+    function = click.option("--names", "table", metavar="TABLE", help=text)(function)
+    return click.option(
+        "--rename", metavar="REGEX=>NEW", multiple=True, help="Rename inside of the groups."
+    )(function)
+
+
 def sizes_from(config: str | None, given: tuple[str, ...]) -> dict[str, Any]:
     """The sizes that rules refer to: what --config and --set say; --set wins."""
     found: dict[str, Any] = {}
@@ -145,9 +154,9 @@ def sizes_from(config: str | None, given: tuple[str, ...]) -> dict[str, Any]:
 
 
 def selected(
-    cast: Sequence[str] = (), rename: Sequence[str] = (), **given: Any
+    rename: Sequence[str], table: str | None, cast: Sequence[str] = (), **given: Any
 ) -> ckptkit.Selection:
-    """What --cast, --rename and the like select."""
+    """What --rename, --names, --cast and the like select."""
     renamed = []
     for text in rename:
         old, arrow, new = text.partition("=>")
@@ -157,7 +166,7 @@ def selected(
     # The last = of a cast, as a pattern may have others.
     casts = [text.rpartition("=") for text in cast]
     pairs = tuple((pattern, dtype) for pattern, _, dtype in casts)
-    return ckptkit.Selection(cast=pairs, rename=tuple(renamed), **given)
+    return ckptkit.Selection(cast=pairs, rename=tuple(renamed), names=table, **given)
 
 
 def seconds_of(text: str) -> float:

@@ -14,6 +14,7 @@ from ckptkit.cli.options import (
     Options,
     command,
     location,
+    names,
     selected,
     sizes_from,
     source_storage,
@@ -25,6 +26,7 @@ import ckptkit
 from ckptkit.errors import UsageError
 
 _SHOWN = 12
+_NAMED = 3
 
 
 def _rules(function: Function) -> Function:
@@ -62,7 +64,7 @@ def _rules(function: Function) -> Function:
 @click.option(
     "--cast", metavar="[PATTERN=]DTYPE", multiple=True, help="Convert parameters, or these arrays."
 )
-@click.option("--rename", metavar="REGEX=>NEW", multiple=True, help="Rename inside of the groups.")
+@names
 @click.option(
     "--memory", metavar="SIZE", default="1GiB", show_default=True, help="Never use more than this."
 )
@@ -104,6 +106,7 @@ def reshard(  # noqa: PLR0913 - what is not passed on as it is
     no_optimizer: bool,
     cast: tuple[str, ...],
     rename: tuple[str, ...],
+    table: str | None,
     dry_run: bool,
     as_json: bool,
     **given: Any,
@@ -119,11 +122,17 @@ def reshard(  # noqa: PLR0913 - what is not passed on as it is
     (layers.0.*, which optimizer state has too). --include, --exclude, --cast, --rename and --set
     may be given more than once; renamings are applied in order, the last cast that fits counts.
 
+    --names translates the names of a whole model into those of another program, after --rename, and
+    makes one tensor of several, or several of one, where the table says so. llama-megatron has the
+    names of transformers and of Megatron-Core; what SRC has is found out.
+
     --rules says which dims tensor parallelism cuts, and how pipelines are split (`ckpt rules`
     shows it); a SRC that was trained so has its own. They need the length of an attention head,
     from --config or as --set head_dim=N, where SRC was not cut at the same places before.
     """
-    selection = selected(cast, rename, include=include, exclude=exclude, optimizer=not no_optimizer)
+    selection = selected(
+        rename, table, cast, include=include, exclude=exclude, optimizer=not no_optimizer
+    )
     known = sizes_from(config, sizes)
     plan = ckptkit.plan_reshard(src, dst, probe=dry_run, selection=selection, sizes=known, **given)
     if dry_run:
@@ -237,7 +246,7 @@ def _some(lines: Sequence[str]) -> list[str]:
 @click.option("--step", metavar="N", type=click.IntRange(min=0), help="Its number in RUN.")
 @click.option("--to", metavar="STRATEGY", help="Such as fsdp:8; as SRC has it, or single.")
 @_rules
-@click.option("--rename", metavar="REGEX=>NEW", multiple=True, help="Rename inside of the groups.")
+@names
 @click.option(
     "--memory", metavar="SIZE", default="1GiB", show_default=True, help="Never use more than this."
 )
@@ -252,6 +261,7 @@ def import_(  # noqa: PLR0913 - what is not passed on as it is
     config: str | None,
     sizes: tuple[str, ...],
     rename: tuple[str, ...],
+    table: str | None,
     storage_options: Options | None,
     source_options: Options | None,
     as_json: bool,
@@ -280,7 +290,7 @@ def import_(  # noqa: PLR0913 - what is not passed on as it is
             run,
             to=checkpoint.strategy if to is None else to,
             digest=True,
-            selection=selected((), rename),
+            selection=selected(rename, table),
             sizes=sizes_from(config, sizes),
             storage_options=storage_options,
             source_options=source_options,
@@ -304,9 +314,12 @@ def import_(  # noqa: PLR0913 - what is not passed on as it is
     what = f"{counted(arrays, 'array')}, {size_text(plan.bytes_written)}"
     line = f"{done.location}: {what} of {found.format}, as {plan.to_strategy}"
     answer(document, [line], as_json=as_json)
-    if not as_json:
-        for name, why in document["left_out"].items():
-            remark(f"left out: {name}: {why}")
+    left = list(document["left_out"])
+    if left and not as_json:
+        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        remark(
+            f"left out: {', '.join(left[:_NAMED])}{more}; `ckpt show {plan.source} --json` says why"
+        )
 
 
 @command(

@@ -10,7 +10,16 @@ from typing import Any
 
 import click
 from ckptkit.cli.exits import CORRUPT, OK, STORAGE
-from ckptkit.cli.options import Options, command, location, selected, source_storage, storage
+from ckptkit.cli.options import (
+    Options,
+    command,
+    location,
+    names,
+    selected,
+    sizes_from,
+    source_storage,
+    storage,
+)
 from ckptkit.cli.output import Bar, answer, counted, remark, size_text, stored_bytes
 
 import ckptkit
@@ -139,7 +148,7 @@ def unpack(
 @command(
     "ckpt export runs/7b llama-hf --to-format hf --with llama-2-7b",
     "ckpt export runs/7b model.safetensors --to-format safetensors --cast bf16",
-    "ckpt export runs/7b model.pt --to-format torch",
+    "ckpt export runs/7b old-run --to-format dcp --optimizer",
     exits={OK: "it is there, whole"},
     codes=[CORRUPT],
 )
@@ -164,12 +173,16 @@ def unpack(
     show_default=True,
     help="Of the tensors in each file of a folder.",
 )
+@click.option(
+    "--optimizer", is_flag=True, help="The state of the optimizer as well, for torch and dcp."
+)
 @click.option("--include", metavar="PATTERN", multiple=True, help="Write only these arrays.")
 @click.option("--exclude", metavar="PATTERN", multiple=True, help="Leave these arrays out.")
 @click.option(
     "--cast", metavar="[PATTERN=]DTYPE", multiple=True, help="Convert parameters, or these arrays."
 )
-@click.option("--rename", metavar="REGEX=>NEW", multiple=True, help="Rename arrays.")
+@names
+@click.option("--set", "sizes", metavar="NAME=N", multiple=True, help="A size that names refer to.")
 @click.option(
     "--memory",
     metavar="SIZE",
@@ -187,6 +200,8 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
     exclude: tuple[str, ...],
     cast: tuple[str, ...],
     rename: tuple[str, ...],
+    table: str | None,
+    sizes: tuple[str, ...],
     storage_options: Options | None,
     source_options: Options | None,
     as_json: bool,
@@ -195,12 +210,12 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
     """Write the model of STEP for other programs.
 
     OUT must not be there, and appears when it is complete and durable, or not at all. The model is
-    never in memory, nor is torch. The optimizer's state and all else that is no part of the model
-    stay behind. One file is of safetensors, or of torch.save: torch.load(weights_only=True) reads
-    that.
+    never in memory, nor is torch. What is no part of the model stays behind; with --optimizer dcp
+    and torch have what torch's get_optimizer_state_dict gives, beside the model. One file is of
+    safetensors, or of torch.save: torch.load(weights_only=True) reads that.
 
     A folder opens in transformers with from_pretrained, where --with gives it a config.json. The
-    names are those of the step: --rename changes them where transformers has others.
+    names are those of the step: --rename and --names change them where transformers has others.
     """
     own = storage_options if source_options is None else source_options
     with ckptkit.open(step, storage_options=own) as checkpoint:
@@ -208,13 +223,15 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
         total = sum(
             array.nbytes
             for name, array in checkpoint.arrays.items()
-            if name.startswith("model/") and array.alias_of is None
+            if name.startswith(("model/", "optimizer/") if given["optimizer"] else "model/")
+            and array.alias_of is None
         )
     with Bar("export", total) as bar:
         done = ckptkit.export(
             place,
             out,
-            selection=selected(cast, rename, include=include, exclude=exclude),
+            selection=selected(rename, table, cast, include=include, exclude=exclude),
+            sizes=sizes_from(None, sizes),
             progress=bar,
             storage_options=storage_options,
             source_options=source_options,

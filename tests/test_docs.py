@@ -21,6 +21,7 @@ from contextlib import ExitStack, chdir, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from ckptkit.live import Checkpointer
 from ckptkit.parallel import as_distributed, init, run_in_memory
 from tests.cli.programs import ckpt, process
 from tests.live.pool import Pool
+from tests.orbax_stand_in import orbax_with
 from tests.servers.s3_server import Bucket
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -255,12 +257,18 @@ def run_in_place(page: str) -> Callable[[Pool], None]:
     return run_it
 
 
+def run_migration(_: Pool) -> None:
+    with patch.dict(sys.modules, orbax_with({"params.w": np.ones((3, 4)), "step": np.array(7)})):
+        run("migration.md", training(Network()))
+    assert ckpt("show", "runs/jax").output.count("(3, 4)") == 1
+
+
 PROGRAMS: dict[str, Callable[[Pool], None]] = {
     "README.md": run_readme,
     "activations.md": run_activations,
     "communication.md": run_communication,
     "from-dcp.md": run_from_dcp,
-    "migration.md": run_in_place("migration.md"),
+    "migration.md": run_migration,
     "optimizers.md": run_optimizers,
     "python.md": run_python,
     "resharding.md": run_in_place("resharding.md"),

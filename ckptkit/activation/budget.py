@@ -255,9 +255,17 @@ def measure(modules: Sequence[nn.Module], blocks: Mapping[str, nn.Module], step:
     for name in blocks:
         if name in metered.found:
             found, seconds = metered.found[name], timed.found[name].seconds
+            # The fastest counts for all: what has slowed others down was not the block.
             spent = min(seconds) * len(seconds)
             costs.append(
-                BlockCost(name, found.kept, found.recomputed, found.peak, spent, found.at_once)
+                BlockCost(
+                    name,
+                    kept=found.kept,
+                    recomputed=found.recomputed,
+                    peak=found.peak,
+                    seconds=spent,
+                    at_once=found.at_once,
+                )
             )
     return Costs(tuple(costs), metered.before, metered.after, metered.has_backward)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Self, overload
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -16,9 +16,10 @@ from ckptkit.activation.offload import OffloadedForward, OwnedMemory, SavedTenso
 from ckptkit.activation.store import ActivationStore, DistributedActivationStore
 from ckptkit.errors import UsageError
 from ckptkit.live.wrappers.training import Model
+from ckptkit.storage.base.store import Closing
 
 
-class PipelineActivations:
+class PipelineActivations(Closing):
     """Activations by stage and micro-batch, held from its forward to the end of its backward.
 
     `attach` lets the stages of `torch.distributed.pipelining` tell it of their micro-batches: what
@@ -34,7 +35,8 @@ class PipelineActivations:
     def __init__(self, store: ActivationStore | DistributedActivationStore | None = None) -> None:
         local = store.local if isinstance(store, DistributedActivationStore) else store
         self._store = ActivationStore() if local is None else local
-        self._names: dict[tuple[int, int], dict[str, bool]] = {}  # is it a boundary?
+        # By stage and micro-batch: what was registered, and whether that is a boundary.
+        self._names: dict[tuple[int, int], dict[str, bool]] = {}
         self._saved: dict[tuple[int, int], _SavedTensors] = {}
         self._peaks: defaultdict[int, int] = defaultdict(int)
         self._attached = ExitStack()
@@ -106,12 +108,6 @@ class PipelineActivations:
         self._attached.close()
         self.clear()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def memory_stats(self) -> MemoryStats:
         return self._store.memory_stats()
 
@@ -139,6 +135,7 @@ class PipelineActivations:
                 "backward_one_chunk",
                 "backward_weight_one_chunk",
             ):
+                # On the instance: when that goes, the class's own method is there again.
                 setattr(stage, name, getattr(follower, name))
                 undo.callback(vars(stage).pop, name, None)
         self._attached.callback(undo.close)
@@ -172,6 +169,7 @@ class _Follower:
         if not self._stage.has_backward or not torch.is_grad_enabled():
             return self._forward(fwd_chunk_id, *args, **kwargs)
         with self._clean():
+            # Also where nothing will be registered, as on the last stage: it is in flight.
             self._kept._begin(self._number, fwd_chunk_id)
             saving: AbstractContextManager[Any] = nullcontext()
             if self._keep_saved:
@@ -195,6 +193,8 @@ class _Follower:
             saved.prefetch()
         with self._clean():
             result = self._backward(bwd_chunk_id, *args, **kwargs)
+        # A schedule that leaves gradients of weights for later needs what was saved until then; it
+        # may say so by position. One that says nothing computes all.
         if kwargs.get("full_backward", args[1] if len(args) > 1 else True):
             self._kept.clear(bwd_chunk_id, stage=self._number)
         return result
@@ -237,6 +237,7 @@ class _SavedTensors:
             )
 
         def pack(tensor: torch.Tensor) -> Any:
+            # What somebody holds anyway, inputs and parameters, is not counted and not moved.
             memories = {storage._cdata for storage in storages_in(tensor)}
             if memories & stays:
                 return SavedTensor.of(tensor)

@@ -187,6 +187,7 @@ def _listed(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         where = f"{prefix}{name}"
         if is_list and not isinstance(child, _CONTAINERS):
+            # A single norm or projection in a list is no block.
             if next(child.children(), None) is not None:
                 yield where, child
         else:

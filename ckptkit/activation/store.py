@@ -36,6 +36,7 @@ from ckptkit.activation.transport import (
 )
 from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError, UsageError
 from ckptkit.model.document import parse_size
+from ckptkit.storage.base.store import Closing
 
 _SHOWN = 8
 _PAUSE = 0.01  # seconds, before all ranks are asked again
@@ -43,7 +44,7 @@ _PAUSE = 0.01  # seconds, before all ranks are asked again
 _Memories = tuple[tuple[int, int], ...]
 
 
-class ActivationStore:
+class ActivationStore(Closing):
     """Keeps activations until they are asked for, or says how to make them again.
 
     What is kept is detached: it holds no graph. `offload` moves it to host memory; with a
@@ -82,6 +83,7 @@ class ActivationStore:
         with self._lock:
             memories = self._memories(tensor)
             self._drop(layer)
+            # Larger than the budget alone: there is nothing to gain by dropping others for it.
             if self._budget is not None and sum(size for _, size in memories) > self._budget:
                 self._evicted += 1
                 return
@@ -119,6 +121,7 @@ class ActivationStore:
         with self._lock:
             if layer in self._kept:
                 return self.retrieve(layer)
+        # Without the lock, as this takes its time: other threads go on meanwhile.
         made = fn()
         _check_tensor(layer, made)
         with self._lock:
@@ -165,7 +168,13 @@ class ActivationStore:
         with self._lock:
             moved = [kept for kept in self._kept.values() if isinstance(kept.held, Moved)]
             on_host = sum(size for kept in moved for _, size in kept.memories)
-            return MemoryStats(self._current, self._peak, len(self._kept), on_host, self._evicted)
+            return MemoryStats(
+                current=self._current,
+                peak=self._peak,
+                count=len(self._kept),
+                on_host=on_host,
+                evicted=self._evicted,
+            )
 
     def close(self) -> None:
         """Forget everything, and free the host memory that activations were moved to."""
@@ -176,14 +185,7 @@ class ActivationStore:
     def __len__(self) -> int:
         return len(self.keys())
 
-    def __contains__(self, layer_id: LayerId) -> bool:
-        return self.has(layer_id)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    __contains__ = has
 
     def _memories(self, tensor: torch.Tensor) -> _Memories:
         """Where a tensor is going to lie: what is moved gets memory of its own."""
@@ -209,10 +211,9 @@ class ActivationStore:
             held.requires_grad_(tensor.requires_grad)
             if held.device.type == "cuda":
                 ready = torch.cuda.current_stream(held.device).record_event()
-        self._keep(
-            layer,
-            _Activation(held, tensor.shape, tensor.dtype, memories, tensor.requires_grad, ready),
-        )
+        kept = _Activation(held, tensor.shape, tensor.dtype, memories)
+        kept.requires_grad, kept.ready = tensor.requires_grad, ready
+        self._keep(layer, kept)
 
     def register_moved(self, layer: LayerId, moved: Moved, size: int) -> None:
         """Keep, and count, what has been moved to this store's host memory already."""

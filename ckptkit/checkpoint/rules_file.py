@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -136,29 +136,33 @@ def _found(what: RulesLike, names: Iterable[str]) -> Rules:
         if fitting:
             return presets()[fitting[0]].rules
         return Rules("auto, which knows no preset for these names", ())
+    if isinstance(what, str) and what in presets():
+        return presets()[what].rules
+    return Rules.from_doc(document_in(what, [*presets(), "auto"]), where=Path(what).name)
+
+
+def document_in(what: str | os.PathLike[str], known: Sequence[str] = ()) -> Any:
+    """What a file of YAML or JSON holds; `known` are the names that could be written instead."""
     path = Path(what)
     if isinstance(what, str):
-        if what in presets():
-            return presets()[what].rules
         is_file = path.suffix in _SUFFIXES
         with suppress(OSError, ValueError):  # a name that no file can have
             is_file = is_file or path.exists()
         if not is_file:
-            close = difflib.get_close_matches(what[:80], [*presets(), "auto"], n=1)
+            close = difflib.get_close_matches(what[:80], known, n=1)
             guess = f"did you mean {close[0]}? " if close else ""
             raise RulesError(
                 "no preset of this name, nor a file",
                 value=what,
-                hint=f"{guess}presets are {', '.join(presets())}, and auto",
+                hint=f"{guess}presets are {', '.join(known)}",
             )
     try:
         text = path.read_text(encoding="utf-8")
-        doc = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise RulesError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise RulesError(f"is neither YAML nor JSON: {error}", where=str(path)) from error
-    return Rules.from_doc(doc, where=path.name)
 
 
 def _any(pattern: str, names: Iterable[str]) -> bool:

@@ -138,8 +138,8 @@ def _cells(
         sorted({0, n, *(b.offset[dim] for b in boxes), *(b.stop[dim] for b in boxes)})
         for dim, n in enumerate(shape)
     ]
-    steps = [s or _c_order(b.shape) for b, s in zip(boxes, strides, strict=True)]
-    _split(borders, itemsize, steps[0] if steps else _c_order(shape))
+    steps = [s or c_order(b.shape) for b, s in zip(boxes, strides, strict=True)]
+    _split(borders, itemsize, steps[0] if steps else c_order(shape))
     counts = [max(0, len(along) - 1) for along in borders]
     grid = Grid.rectilinear(shape, tuple(tuple(along[1:-1]) for along in borders))
     owner = np.full(counts, -1, dtype=np.int64)
@@ -197,7 +197,7 @@ def _flat_cells(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...]) -
     if reach != total:
         raise FormatError("no file has these elements", value=(reach, total))
     borders = [[0, n] if n else [0] for n in shape]
-    _split(borders, itemsize, _c_order(shape))
+    _split(borders, itemsize, c_order(shape))
     grid = Grid.rectilinear(shape, tuple(tuple(along[1:-1]) for along in borders))
     ends = np.cumsum(grid.stored_elements())
     begins = ends - grid.stored_elements()
@@ -247,7 +247,7 @@ def _finer(along: Sequence[int], size: int) -> Iterator[int]:
     yield along[-1]
 
 
-def _c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
+def c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
     steps = [1]
     for extent in reversed(shape[1:]):
         steps.append(steps[-1] * extent)

@@ -20,7 +20,7 @@ _MOST_GAP = 16 << 10
 _AT_ONCE = 16
 
 _PART = re.compile(
-    r"[^/]*\.(pt|pth|bin|ckpt|safetensors)|(optimizer|scheduler|rng_state)[^/]*|trainer_state\.json"
+    r"[^/]*\.(pt|pth|bin|ckpt|safetensors)|(optimizer|scheduler|rng_state|random_states)[^/]*|trainer_state\.json"
 )
 
 

@@ -83,8 +83,11 @@ def _mesh(
     """The axes of a DeviceMesh, and where on them a rank is."""
     said = _fields(mesh, "DeviceMesh", where)
     if isinstance(said.get("_layout"), Placeholder):
-        axes = said["_layout"].fields().get("axes", ())
-        shape = tuple(_size(_fields(axis, "_FlatLayout", where).get("shape")) for axis in axes)
+        layout = said["_layout"].fields()
+        sizes = layout.get("shape", ())  # of torch 2.10 to 2.12, an int of one axis
+        if "axes" in layout:
+            sizes = [_fields(axis, "_FlatLayout", where).get("shape") for axis in layout["axes"]]
+        shape = tuple(_size(size) for size in ((sizes,) if type(sizes) is int else sizes))
     else:  # before torch 2.10: the mesh is a tensor, whose shape alone counts
         tensor = said.get("mesh")
         shape = tuple(getattr(tensor, "shape", ()))

@@ -4,7 +4,8 @@ by the habits of those who save with torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ OPTIMIZER_KEYS = (
     *("optimizer", "optimizer_state_dict", "optimizer_states", "optim", "optimizers"),
     "optimizer_state",
 )
+_OPTIMIZER = re.compile(r"optimizer_([0-9]{1,4})", re.ASCII)
 # Of modules of torch: what they keep besides parameters, by the end of the name.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "attn.bias")
 _NUMBERS = ("bfloat", "complex", "float")
@@ -40,6 +42,8 @@ class StateTensor:
     """Equal for tensors that are one: names for the same elements."""
     content: object = None
     """Equal where the elements are, as checksums tell: of tensors that are whole in a file."""
+    is_flat: bool = False
+    """Whether its extents are boxes of it as one row of elements."""
 
 
 @dataclass(slots=True)
@@ -71,44 +75,45 @@ class States:
             self.objects.append(ObjectInfo(name, "replicated", value))
 
 
-def states_of(tree: Mapping[Any, Any], where: str) -> States:
-    """The arrays and objects of a state dictionary, whose leaves are tensors and plain values."""
+def states_of(tree: Mapping[Any, Any], where: str, buffers: Container[str] = ()) -> States:
+    """The arrays and objects of a state dictionary, whose leaves are tensors and plain values.
+
+    `buffers` are those of the model, as far as they are known; more are told by their names.
+    """
     found = States()
     model_key = next((key for key in MODEL_KEYS if _has_tensors(tree.get(key))), None)
-    optimizer_key = next((key for key in OPTIMIZER_KEYS if _is_optimizer(tree.get(key))), None)
+    optimizers = dict(_optimizers(tree))
+    optimizer_keys = {path[0] for path in optimizers}
     model = tree if model_key is None else tree[model_key]
     rest: dict[Any, Any] = {}
     by_identity: dict[object, str] = {}
     names: list[tuple[str, StateTensor]] = []
     for key, value in model.items():
         if isinstance(value, StateTensor) and type(key) is str:
-            name = _add(found, join("model", key), value, (model_key, key), where, by_identity)
-            if name == join("model", key):
+            role = "buffer" if key in buffers else ""
+            spelled = (model_key, key)
+            name = _add(found, join("model", key), value, spelled, where, by_identity, role=role)
+            if name == join("model", key) and key not in buffers:
                 names.append((key, value))
         elif model_key is None:
-            if optimizer_key is None or key != optimizer_key:
+            if key not in optimizer_keys:
                 rest[key] = value
         elif type(value) is dict and not value:
             continue
         else:
             rest.setdefault(model_key, {})[key] = value
     if model_key is not None:
-        taken = {key for key in (model_key, optimizer_key) if key is not None}
+        taken = {model_key, *optimizer_keys}
         rest |= {k: v for k, v in tree.items() if k not in taken}
-    if optimizer_key is not None:
-        value = tree[optimizer_key]
-        several = list(value) if isinstance(value, list) else [value]
-        documents: list[dict[str, Any]] = []
-        for number, state in enumerate(several):
-            above: Path = (optimizer_key, number) if isinstance(value, list) else (optimizer_key,)
-            document, more = _optimizer(found, state, names, above, where)
-            if more:
-                nested = {number: more} if isinstance(value, list) else more
-                rest.setdefault(optimizer_key, {}).update(nested)
-            if document is not None:
-                documents.append(document)
-        if documents:
-            found.objects.append(ObjectInfo("optimizer", "replicated", documents))
+    documents: list[dict[str, Any]] = []
+    for (key, *number), state in optimizers.items():
+        document, more = _optimizer(found, state, names, (key, *number), where)
+        if more:
+            rest.setdefault(key, {}).update({number[0]: more} if number else more)
+        if document is not None:
+            documents.append(document)
+    if documents:
+        found.objects.append(ObjectInfo("optimizer", "replicated", documents))
     for key, value in rest.items():
         for path, tensor in _tensors({key: value}, ()):
             _add(found, join("other", *_nodes(path)), tensor, path, where)
@@ -116,6 +121,22 @@ def states_of(tree: Mapping[Any, Any], where: str) -> States:
         if has_some:
             found.keep(join("extra", str(key)), plain)
     return found
+
+
+def _optimizers(tree: Mapping[Any, Any]) -> Iterator[tuple[Path, Any]]:
+    """The state of each optimizer, and where in the tree it is."""
+    for key in OPTIMIZER_KEYS:
+        if _is_optimizer(value := tree.get(key)):
+            if isinstance(value, list):
+                yield from (((key, number), state) for number, state in enumerate(value))
+            else:
+                yield (key,), value
+            return
+    # Lightning numbers them.
+    numbers = {int(m[1]): key for key in tree if (m := _OPTIMIZER.fullmatch(str(key)))}
+    for _, key in sorted(numbers.items()):
+        if _is_optimizer(tree[key]) and not isinstance(tree[key], list):
+            yield (key,), tree[key]
 
 
 def _add(
@@ -126,6 +147,7 @@ def _add(
     where: str,
     by_identity: dict[object, str] | None = None,
     of: str | None = None,
+    role: str = "",
 ) -> str:
     """The name of the array that a tensor is: another one's where it is the same tensor."""
     group = name.partition("/")[0]
@@ -137,11 +159,15 @@ def _add(
         if first != name:
             found.aliases[name] = first
             return first
-    role = {"model": "param", "optimizer": "optimizer"}.get(group, "other")
+    role = role or {"model": "param", "optimizer": "optimizer"}.get(group, "other")
     if role == "param" and name.endswith(_BUFFERS):
         role = "buffer"
     found.arrays.append(
-        ForeignArray(name, tensor.shape, tensor.dtype, tensor.extents, role, of, tensor.placements)
+        ForeignArray(
+            name,
+            *(tensor.shape, tensor.dtype, tensor.extents, role, of),
+            *(tensor.placements, tensor.is_flat),
+        )
     )
     return name
 
@@ -179,7 +205,8 @@ def _optimizer(
                     spelled = "/".join(map(str, path))
                     name = join("optimizer", parameter, spelled)
                     _add(found, name, tensor, (*above, "state", index, *path), where, of=of)
-                found.left_out[array] = "a value that is neither plain nor a tensor"
+                if _without_tensors(value)[1]:
+                    found.left_out[array] = "a value that is neither plain nor a tensor"
     documents: list[dict[str, Any]] = []
     for group in groups:
         options: dict[str, Any] = {}
@@ -229,20 +256,45 @@ def _nested(
     more = {}
     by_name: dict[Any, dict[Any, Any]] = {}
     options: dict[str, dict[Any, Any]] = {}
+    told = [str(path).partition(".")[2] for path in state if str(path).startswith("param_groups.")]
+    known = {rest.rpartition(".")[0] for rest in told}
     for path, value in state.items():
         kind, _, rest = str(path).partition(".")
-        name, _, key = rest.rpartition(".")
+        name, keys = _of_parameter(rest, known)
         into = {"state": by_name, "param_groups": options}.get(kind)
-        if into is None or not name or not key:
+        if into is None or not name or not keys[-1]:
             more[path] = value
         else:
-            into.setdefault(name, {})[key] = value
+            put(into.setdefault(name, {}), keys, value, str(path))
     alike: dict[str, dict[Any, Any]] = {}
     for name, said in options.items():
         # Parameters with the same options are a group: which they were in is not told.
         group = alike.setdefault(repr(sorted(said.items(), key=lambda it: str(it[0]))), dict(said))
         group.setdefault("params", []).append(name)
     return by_name, list(alike.values()), more
+
+
+def _of_parameter(path: str, known: Container[str]) -> tuple[str, list[str]]:
+    """The name of the parameter that a path begins with, and the keys in its state that follow:
+    since torch 2.10 they may be several, so a name is what is known as one.
+    """
+    nodes = path.split(".")
+    for end in range(len(nodes) - 1, 0, -1):
+        if (name := ".".join(nodes[:end])) in known:
+            return name, nodes[end:]
+    return ".".join(nodes[:-1]), nodes[-1:]
+
+
+def put(tree: dict[Any, Any], path: Sequence[str | int], value: Any, name: str) -> None:
+    """Put a value where its path says in a tree of dictionaries."""
+    node = tree
+    for key in path[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise FormatError("it is a value, and others are inside of it", where=name)
+    if path[-1] in node:
+        raise FormatError("two values are at one place", where=name)
+    node[path[-1]] = value
 
 
 def _indices(

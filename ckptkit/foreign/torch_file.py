@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import struct
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -329,6 +331,21 @@ def _is_c_order(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return 0 in shape
         step *= size
     return True
+
+
+def is_whole(data: bytes) -> bool:
+    """Whether it is what torch.save wrote, by its checksums."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = archive.infolist()
+            # None is compressed, nor in another: so this reads no more than there is.
+            return (
+                all(member.compress_type == zipfile.ZIP_STORED for member in members)
+                and sum(member.file_size for member in members) <= len(data)
+                and archive.testzip() is None
+            )
+    except (zipfile.BadZipFile, EOFError, LookupError, RuntimeError, ValueError, struct.error):
+        return False
 
 
 @dataclass(frozen=True, slots=True)

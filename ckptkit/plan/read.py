@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import cast, overload
+from typing import TypeAlias, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -102,21 +102,24 @@ class Pieces(Sequence[Piece]):
         uniform = len(self._dims) > 1 and len({step.stored for step in self._dims[-1]}) == 1
         return self._whole() & uniform
 
-    def begins(self) -> I64:
+    def begins(self, *, parts: bool = False) -> I64:
         """For each piece the element at which it begins in an array that holds exactly the box, if
-        it is a whole chunk and lies there without a gap; -1 if not.
+        it is a whole chunk, or with `parts` one run of the elements of a chunk, and lies there
+        without a gap; -1 if not.
         """
         begins, elements = np.zeros(1, dtype=np.int64), 1
         gapless = full = np.ones(1, np.bool_)
+        is_run = is_full = np.ones(1, np.bool_)
         for along in reversed(self._dims):
             start = np.array([step.target.start for step in along], dtype=np.int64)
             count = np.array([step.target.stop for step in along], dtype=np.int64) - start
+            stored = np.array([step.stored for step in along], dtype=np.int64)
             extent = int(count.sum())
             begins = ((start * elements)[:, None] + begins[None, :]).reshape(-1)
-            gapless = (((count == 1)[:, None] | full[None, :]) & gapless[None, :]).reshape(-1)
-            full = ((count == extent)[:, None] & full[None, :]).reshape(-1)
+            gapless, full = _one_run(gapless, full, count, count == extent)
+            is_run, is_full = _one_run(is_run, is_full, count, count == stored)
             elements *= extent
-        return np.where(gapless & self._whole(), begins, -1)
+        return np.where(gapless & (is_run if parts else is_full), begins, -1)
 
     def _whole(self) -> npt.NDArray[np.bool_]:
         whole = np.ones(1, np.bool_)
@@ -143,6 +146,15 @@ class Pieces(Sequence[Piece]):
             first = (first[:, None] * stored[None, :] + start[None, :]).reshape(-1)
             last = (last[:, None] * stored[None, :] + (stop - 1)[None, :]).reshape(-1)
         return first, last + 1
+
+
+Mask: TypeAlias = npt.NDArray[np.bool_]
+
+
+def _one_run(is_run: Mask, is_all: Mask, count: I64, takes_all: Mask) -> tuple[Mask, Mask]:
+    """Whether elements are still neighbours, and still all that there are, with one dim more."""
+    is_run = (((count == 1)[:, None] | is_all[None, :]) & is_run[None, :]).reshape(-1)
+    return is_run, (takes_all[:, None] & is_all[None, :]).reshape(-1)
 
 
 def pieces_within(grid: Grid, box: Box, itemsize: int, limit: int) -> Iterator[Box]:

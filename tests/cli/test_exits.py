@@ -96,7 +96,7 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "reshard", "diff", "rules"])
 def test_every_command_names_what_others_saved(command: str, tmp_path: Path) -> None:
-    (tmp_path / "zero_to_fp32.py").touch()
+    (tmp_path / ".zgroup").touch()
     to = ("--to", "fsdp:2")
     more: dict[str, tuple[object, ...]] = {
         "reshard": (tmp_path / "new", *to),
@@ -105,5 +105,5 @@ def test_every_command_names_what_others_saved(command: str, tmp_path: Path) -> 
     }
     result = ckpt(command, tmp_path, *more.get(command, ()))
     assert result.exit_code == 4
-    told = "no checkpoint of ckptkit, but a DeepSpeed checkpoint"
+    told = "no checkpoint of ckptkit, but a plain Zarr folder"
     assert result.stderr.startswith(f"error: {tmp_path}: {told}\nhint: this version cannot read it")

@@ -33,6 +33,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.foreign.older import written_by
+
 Wanted = dict[str, np.ndarray[Any, Any]]
 
 
@@ -123,6 +125,12 @@ def write_samples(folder: str) -> None:
         torch.save(optimizer.state_dict(), place / f"optim_world_size_4_rank_{rank}.pt")
         torch.save({"lr_scheduler": None}, place / f"extra_state_world_size_4_rank_{rank}.pt")
         note(place, wanted)
+        if version := {"hsdp": "2.4", "fsdp2": "2.9", "2d": "2.12"}.get(name):
+            place = root / f"{name}-ranks-of-torch-{version}"
+            place.mkdir(exist_ok=True)
+            with written_by(version):
+                torch.save(net.state_dict(), place / f"model_world_size_4_rank_{rank}.pt")
+            note(place, {k: v for k, v in wanted.items() if k.startswith("model/")})
         if name == "fsdp2":
             flat = get_optimizer_state_dict(
                 net, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)

@@ -113,6 +113,20 @@ def test_transformers_opens_the_folder_and_computes_the_same(tied: bool, tmp_pat
     assert list(tmp_path.glob(".*")) == []
 
 
+def test_a_step_with_other_names_opens_in_transformers_too(tmp_path: Path) -> None:
+    model = llama(tied=False)
+    run, megatron, out = step_of(model, tmp_path / "run"), tmp_path / "megatron", tmp_path / "out"
+    model.save_pretrained(tmp_path / "first")
+    names = "--names", "llama-megatron"
+    config = "--config", tmp_path / "first" / "config.json"
+    ckpt("reshard", "--to", "fsdp:2", *names, *config, run, megatron)
+    with ckptkit.open(megatron) as checkpoint:
+        assert "model/decoder.layers.10.self_attention.linear_qkv.weight" in checkpoint
+    ckpt("export", megatron, out, "--to-format", "hf", "--with", tmp_path / "first", *names)
+    again = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(logits(again), logits(model))
+
+
 @pytest.mark.parametrize("says", [{"tie_word_embeddings": False}, {}, None])
 def test_what_transformers_will_not_tie_is_written_under_both_names(
     says: dict[str, bool] | None, tmp_path: Path

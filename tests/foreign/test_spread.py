@@ -81,7 +81,11 @@ STRATEGIES = {
     "tp-ranks": "tp:4",
     "2d": "an unknown strategy",
     "2d-ranks": "fsdp:2,tp:2",
+    "hsdp-ranks-of-torch-2.4": "replicas=ddp:2,fsdp:2",
+    "fsdp2-ranks-of-torch-2.9": "fsdp:4",
+    "2d-ranks-of-torch-2.12": "fsdp:2,tp:2",
 }
+WITHOUT_OPTIMIZER = ("bare", "fsdp1-ranks", *(name for name in STRATEGIES if "-of-torch-" in name))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -96,7 +100,7 @@ def test_every_tensor_is_what_torch_gathers(name: str, samples: Path) -> None:
             assert len(info.placements) == len(checkpoint.strategy.mesh.axes)
 
 
-@pytest.mark.parametrize("name", [n for n in STRATEGIES if n not in ("bare", "fsdp1-ranks")])
+@pytest.mark.parametrize("name", [n for n in STRATEGIES if n not in WITHOUT_OPTIMIZER])
 def test_the_optimizer_is_told_as_a_save_of_ours_tells_it(name: str, samples: Path) -> None:
     with ckptkit.open(samples / name) as checkpoint:
         objects = {item.name: item.value for item in checkpoint.manifest.objects}

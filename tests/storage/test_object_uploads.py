@@ -32,6 +32,6 @@ class Answers:
 
 def test_an_upload_is_as_old_as_its_newest_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amazon, "new_client", lambda *_: Answers())
-    (upload,) = amazon.BucketDetails(Location.parse("s3://bucket"), Settings()).uploads("run")
+    (upload,) = amazon.BotocoreBucket(Location.parse("s3://bucket"), Settings()).uploads("run")
     assert upload.modified == (BEGAN + timedelta(minutes=200)).timestamp()
     assert upload.size == 2000

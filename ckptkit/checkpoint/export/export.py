@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from isal import isal_zlib
@@ -26,7 +26,8 @@ from ckptkit.checkpoint.reshard.copy import (
     check_huge_chunks,
     resident_bytes,
 )
-from ckptkit.checkpoint.reshard.selection import Chosen, Selection, choose
+from ckptkit.checkpoint.reshard.selection import Selection, choose
+from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.workers import Progress, copy_threads, share_out
 from ckptkit.errors import AlreadyExistsError, NoSpaceError, NotFoundError, PeerError, UsageError
 from ckptkit.foreign.output.dcp import dcp_folder
@@ -39,15 +40,18 @@ from ckptkit.foreign.output.files import (
     plain_name,
     safetensors_file,
 )
+from ckptkit.foreign.output.opcodes import Path as Keys
 from ckptkit.foreign.output.torch_save import torch_file
 from ckptkit.foreign.readers.safetensors import CONFIG, parsed
-from ckptkit.format.names import MODEL, inner_name
+from ckptkit.format.names import MODEL, OPTIMIZER, inner_name, split
+from ckptkit.format.objects import ObjectInfo
 from ckptkit.model import Box
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Options, Store, open_store
 
 FORMATS = ("hf", "safetensors", "torch", "dcp")
-_FOLDERS = {"hf": hugging_face, "dcp": dcp_folder}
+_FOLDERS: Mapping[str, Any] = {"hf": hugging_face, "dcp": dcp_folder}
+_WITH_OPTIMIZER = ("dcp", "torch")
 
 # As much of a file is filled and written at a time.
 _SEGMENT = 8 << 20
@@ -80,7 +84,9 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     to_format: str,
     max_file_size: int | str = "5GB",
     beside: Place | None = None,
+    optimizer: bool = False,
     selection: Selection | None = None,
+    sizes: Mapping[str, Any] | None = None,
     memory: int | str = STREAM_MEMORY,
     workers: int | None = None,
     progress: Progress | None = None,
@@ -94,28 +100,42 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     `out` must not be there; it appears whole or not at all. Never more than `memory` is in use,
     whatever the size of the model. Each file of a folder has at most `max_file_size` bytes of
     tensors. `beside` is a folder with the model's `config.json` and its tokenizer, which are
-    copied. `selection` leaves arrays out, renames and converts them; what is no part of the model,
-    such as the optimizer's state, stays behind in any case. `storage_options` reach all places,
-    unless `source_options` are those of `src` and `beside`.
+    copied. `selection` leaves arrays out, renames and converts them; what is no part of the model
+    stays behind, but with `optimizer`, for `dcp` and `torch`, the state of the optimizer, as
+    `get_optimizer_state_dict` of torch has it. `storage_options` reach all places, unless
+    `source_options` are those of `src` and `beside`.
     """
     if to_format not in FORMATS:
         raise UsageError("no such format to write", value=to_format, hint=f"{', '.join(FORMATS)}")
     if beside is not None and to_format != "hf":
         raise UsageError("only a Hugging Face folder has files beside the model", value=to_format)
+    if optimizer and to_format not in _WITH_OPTIMIZER:
+        raise UsageError(
+            "this format has no place for the state of an optimizer",
+            value=to_format,
+            hint=f"{' and '.join(_WITH_OPTIMIZER)} have",
+        )
     own = storage_options if source_options is None else source_options
     place, is_file = open_store(out, storage_options or {}), to_format not in _FOLDERS
     config = None if beside is None else store_at(beside, own)
+    said = _config_in(config)
     before = resident_bytes()
     with open_checkpoint(src, storage_options=own) as checkpoint:
-        arrays, tensors, left_out = _chosen(checkpoint, selection or Selection())
+        selection = replace(selection or Selection(), optimizer=optimizer)
+        arrays, tensors, objects, left_out = _chosen(
+            checkpoint, selection, {**said, **(sizes or {})}
+        )
+        more = {"objects": objects} if optimizer else {}
         if to_format == "hf":
-            ties = config is not None and _ties_embeddings(config)
+            # Without a word of it that is another thing for each kind of model, and so is what the
+            # config of a part says.
+            ties = said.get("tie_word_embeddings") is True
             arrays, tensors = _untied(arrays, tensors, EMBEDDINGS if ties else ())
         if not is_file:
-            new = _FOLDERS[to_format](tensors, parse_size(max_file_size))
+            new = _FOLDERS[to_format](tensors, parse_size(max_file_size), **more)
         else:
-            layout = torch_file if to_format == "torch" else safetensors_file
-            new = layout(place.location.name, tensors)
+            layout: Any = torch_file if to_format == "torch" else safetensors_file
+            new = layout(place.location.name, tensors, **more)
         budget = Budget.of(
             parse_size(memory),
             max(4, copy_threads()) if workers is None else workers,
@@ -149,13 +169,16 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
 
 
 def _chosen(
-    checkpoint: Checkpoint, selection: Selection
-) -> tuple[list[Chosen], list[NewTensor], list[str]]:
-    """The arrays of the model that go over, what each will be, and what is left out."""
-    wanted = replace(selection, include=selection.include or (f"{MODEL}/*",), optimizer=False)
-    choice = choose(checkpoint.manifest, wanted)
-    arrays = [chosen for chosen in choice.arrays if chosen.name.startswith(f"{MODEL}/")]
-    if not arrays:
+    checkpoint: Checkpoint, selection: Selection, sizes: Mapping[str, Any]
+) -> tuple[list[Chosen], list[NewTensor], dict[Keys, Any], list[str]]:
+    """The arrays that go over, what each will be; the objects, by their places in nested
+    dictionaries; and what is left out.
+    """
+    groups = (f"{MODEL}/", f"{OPTIMIZER}/")[: 1 + selection.optimizer]
+    include = selection.include or (f"{MODEL}/*", *_state_of(checkpoint, selection))
+    choice = choose(checkpoint.manifest, replace(selection, include=include), sizes)
+    arrays = [chosen for chosen in choice.arrays if chosen.name.startswith(groups)]
+    if not any(chosen.name.startswith(f"{MODEL}/") for chosen in arrays):
         raise UsageError("nothing is left of the model", where=checkpoint.location)
     others: dict[str, list[str]] = {}
     for alias in choice.aliases:
@@ -163,22 +186,61 @@ def _chosen(
     tensors = []
     for chosen in arrays:
         names = [chosen.name, *others.get(chosen.name, ())]
+        info = chosen.info
+        if chosen.name.startswith(f"{OPTIMIZER}/"):
+            _, *above, name = split(chosen.name)
+            if len(above) != 1 or "/" in name:
+                raise UsageError(
+                    "torch has no name for this state of the optimizer", where=chosen.name
+                )
+            place = (OPTIMIZER, "state", *above)
+            tensors.append(NewTensor(name, info.shape, info.dtype, above=place))
+            continue
         inner = [inner_name(name, "param") for name in names]
         plain = plain_name(inner)
         tied = tuple(name for name in inner if name != plain)
-        tensors.append(NewTensor(plain, chosen.info.shape, chosen.info.dtype, tied))
-    into = {name: new for name, new in choice.names.items() if new.startswith(f"{MODEL}/")}
-    return arrays, tensors, [name for name in checkpoint.arrays if name not in into]
+        tensors.append(NewTensor(plain, info.shape, info.dtype, tied))
+    into = {name: new for name, new in choice.names.items() if new.startswith(groups)}
+    left_out = [name for name in checkpoint.arrays if name not in into]
+    return arrays, tensors, _optimizer_objects(choice.objects), left_out
 
 
-def _ties_embeddings(beside: Store) -> bool:
-    """Whether the model's config says that transformers will tie what it opens. Without a word of
-    it that is another thing for each kind of model, and so is what the config of a part says.
+def _state_of(checkpoint: Checkpoint, selection: Selection) -> tuple[str, ...]:
+    """A pattern for the state of the optimizer, where it is asked for."""
+    if not selection.optimizer:
+        return ()
+    is_there = any(item.name == OPTIMIZER for item in checkpoint.manifest.objects)
+    has_state = any(array.role == "optimizer" for array in checkpoint.manifest.arrays)
+    if not is_there:
+        raise UsageError(
+            "the step does not say which parameters an optimizer has", where=checkpoint.location
+        )
+    return (f"{OPTIMIZER}/*",) if has_state else ()
+
+
+def _optimizer_objects(objects: Sequence[ObjectInfo]) -> dict[Keys, Any]:
+    """What optimizers have besides tensors, as `get_optimizer_state_dict` has it: all of them are
+    one there.
     """
-    if CONFIG not in beside.children(""):
-        return False
+    documents: Any = next((item.value for item in objects if item.name == OPTIMIZER), [])
+    found: dict[Keys, Any] = {}
+    place = 0
+    for document in documents if isinstance(documents, list) else ():
+        for name, values in document.get("values", {}).items():
+            found |= {(OPTIMIZER, "state", name, key): value for key, value in values.items()}
+        for group in document.get("groups", ()):
+            said = {**group.get("options", {}), "params": group.get("params", [])}
+            found |= {(OPTIMIZER, "param_groups", place, key): v for key, v in said.items()}
+            place += 1
+    return found
+
+
+def _config_in(beside: Store | None) -> Mapping[str, Any]:
+    """What the model's config says, if it is there."""
+    if beside is None or CONFIG not in beside.children(""):
+        return {}
     said = parsed(beside.read_whole(CONFIG, _MOST_BESIDE), f"{beside.location}/{CONFIG}")
-    return isinstance(said, dict) and said.get("tie_word_embeddings") is True
+    return said if isinstance(said, dict) else {}
 
 
 def _untied(

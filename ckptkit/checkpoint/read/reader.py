@@ -34,6 +34,9 @@ _SHORT = 32 << 10
 
 # So many bytes between two pieces are read along everywhere: headers are no longer.
 WIDEST_GAP = 4 << 10
+# Where nothing is compared and as many lie between two rows of a chunk, it takes no longer to ask
+# for each row, and up to twice as long where fewer do (measured, 2 to 8 rows of 2 to 128 KiB).
+_ROW_GAP = 16 << 10
 _NEEDED_BY_NOBODY = memoryview(bytearray(WIDEST_GAP))
 _KEPT_PIECES = 4096
 
@@ -69,8 +72,8 @@ class ReadPlan:
     stop: npt.NDArray[np.int64]
     crc32: npt.NDArray[np.uint32]
     begin: npt.NDArray[np.int64]
-    """Of a whole chunk that lands without gaps: the byte of the wanted memory where it begins; -1
-    for the others.
+    """Of a whole chunk, or where nothing is compared of one run of it, that lands without gaps: the
+    byte of the wanted memory where it begins; -1 for the others.
     """
     runs: list[tuple[int, int]]
     piece_of: Callable[[Pieces, int], Piece]
@@ -108,7 +111,7 @@ class ReadPlan:
             if not waits and first in self.bands:
                 self._read_band(run, source)
             elif not waits:
-                if not self._read_in_place(run, source):
+                if not self._read_in_place(run, source) and not self._read_rows(run, source):
                     with default_pool().take(max(size, BAND_BYTES + PAGE)) as memory:
                         source.read_into(start, memory[:size])
                         self._scatter(run, memory[:size])
@@ -151,6 +154,33 @@ class ReadPlan:
             for row, target, crc in zip(range(first, last), targets, written, strict=True):
                 if (actual := isal_zlib.crc32(target)) != crc:
                     self._compare(row, int(actual))
+        return True
+
+    def _read_rows(self, run: tuple[int, int], source: Source) -> bool:
+        """Read what is needed of one chunk row by row straight into the caller's memory; False
+        where that is all of it, its rows lie near each other, or do not lie together there.
+        """
+        row, last = run
+        wanted, piece = self.piece(row)
+        target, size = _view(wanted.target, piece.target), wanted.target.dtype.itemsize
+        is_apart = not self.verify and last == row + 1 and target.flags.c_contiguous
+        if not is_apart or self.packs.is_put_together(int(self.pack[row])):
+            return False
+        steps = _steps(piece.stored_shape, size)
+        # From here on the dims lie together.
+        dim = target.ndim
+        while dim and (dim == target.ndim or target.shape[dim] * steps[dim] == steps[dim - 1]):
+            dim -= 1
+        nbytes = math.prod(target.shape[dim:]) * size
+        if not dim or steps[dim - 1] - nbytes < _ROW_GAP:
+            return False
+        flat = target.reshape(-1).view(np.uint8).data
+        places: Any = np.zeros(1, np.int64)
+        for count, step in zip(target.shape[:dim], steps, strict=False):
+            places = (places[:, None] + np.arange(count) * step).reshape(-1)
+        places += int(self.start[row])
+        for place, begin in zip(places.tolist(), range(0, len(flat), nbytes), strict=True):
+            source.read_into(place, flat[begin : begin + nbytes])
         return True
 
     def _fetch(self, source: Source, start: int, memory: memoryview, *, verify: bool) -> int:
@@ -295,7 +325,7 @@ def plan_read(
     stop = start + manifest.length[rows].astype(np.int64)
     begin = _joined(
         [
-            np.where((begins := each.begins()) < 0, -1, begins * size)
+            np.where((begins := each.begins(parts=not verify)) < 0, -1, begins * size)
             for each, size in zip(pieces, sizes, strict=True)
         ]
     )[at]

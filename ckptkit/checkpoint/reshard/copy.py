@@ -23,9 +23,10 @@ from ckptkit.checkpoint.places import step_name
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.reader import BAND_BYTES, Wanted, plan_read
 from ckptkit.checkpoint.read.stream import check_chunk
-from ckptkit.checkpoint.reshard.selection import Chosen, objects_of
+from ckptkit.checkpoint.reshard.selection import objects_of
 from ckptkit.checkpoint.reshard.small_chunks import SmallChunks
 from ckptkit.checkpoint.reshard.target import ReshardTarget, TargetArray
+from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.workers import Pace, Progress, share_out
 from ckptkit.checkpoint.write.pack import Pack, Slot
 from ckptkit.checkpoint.write.plan import PackedArray, PackPlan, chunk_view, documents_of
@@ -123,9 +124,9 @@ def check_huge_chunks(arrays: Iterable[Chosen], source: Checkpoint, budget: Budg
     at a time: when they are copied they are only read, some bytes here and there.
     """
     starts, rows = source.manifest.starts, list[int]()
-    for array in arrays:
-        if budget.is_huge(array.source):
-            rows += range(*starts[array.number :][:2].tolist())
+    for number, info in {n: info for array in arrays for n, info in array.origins}.items():
+        if budget.is_huge(info):
+            rows += range(*starts[number:][:2].tolist())
     share_out(rows, partial(check_chunk, source), budget.workers)
 
 
@@ -223,19 +224,20 @@ class ChunkCopier:
         exact: list[Wanted] = []
         casts: list[tuple[Chosen, npt.NDArray[Any], npt.NDArray[Any]]] = []
         for array, box, stored in boxes:
-            source, values = array.source, stored
+            values = stored
             if array.is_cast:
-                values = np.empty(box.shape, source.dtype.bits)
+                values = np.empty(box.shape, array.source.dtype.bits)
                 casts.append((array, values, stored))
-            wanted = Wanted(array.number, box, values)
-            if self.budget.is_huge(source):
-                # Some at a time whose bytes lie close: the chunk is not in memory whole. It was
-                # compared with its checksum before (`check_huge_chunks`).
-                size = source.dtype.itemsize
-                pieces = pieces_within(source.grid, box, size, self.budget.chunk_bytes)
-                exact += [_part(wanted, each.within(box)) for each in pieces]
-            else:
-                whole.append(wanted)
+            for number, source, part, there in array.parts(box, values):
+                wanted = Wanted(number, part, there)
+                if self.budget.is_huge(source):
+                    # Some at a time whose bytes lie close: the chunk is not in memory whole. It was
+                    # compared with its checksum before (`check_huge_chunks`).
+                    size = source.dtype.itemsize
+                    pieces = pieces_within(source.grid, part, size, self.budget.chunk_bytes)
+                    exact += [_part(wanted, each.within(part)) for each in pieces]
+                else:
+                    whole.append(wanted)
         if self.shared is not None:
             self.shared.read(whole)
             whole = []

@@ -56,7 +56,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.format.manifest import pack_name
-from ckptkit.model import Box, DType, Strategy
+from ckptkit.model import Box, Strategy
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Options, Store, default_pool
 
@@ -64,7 +64,6 @@ from ckptkit.storage import Options, Store, default_pool
 _CHUNK_BYTES, _ARRAY_BYTES = 24, 160
 # How much of a source is read for an estimate, and at most written.
 _PROBE_BYTES, _PROBE_PARTS, _PROBE_CHUNKS = 8 << 20, 16, 64
-_BLOCK = 1 << 16  # so many elements at a time are converted
 
 
 class ReshardKeywords(TypedDict, total=False):
@@ -319,35 +318,36 @@ def _check_room(store: Store, cost: ReshardCost, ranks: Sequence[int]) -> None:
 
 def _digest(source: Checkpoint, target: ReshardTarget) -> str:
     """The digest that a target will have, from its source, in bounded memory."""
-    # The values of a cast array are in memory twice, in both types.
+    # Values that are cast are in memory twice.
     casts = [a for a in target.arrays if a.is_cast]
     ratios = [a.source.dtype.itemsize / a.info.dtype.itemsize for a in casts]
     share = parse_size(target.options.memory) / (1 + max(ratios, default=0))
     limits = Limits.of(max(LEAST_MEMORY, int(share)), None, stores=[source.store])
     stored = stored_arrays(source, limits.chunk_bytes, limits.pace(source.store))
-    arrays: dict[str, Readable] = {}
-    for array in target.arrays:
-        found, dtype = stored[array.source.name], array.info.dtype
-        is_cast = array.is_cast
-        arrays[array.name] = _as_type(array.name, found, dtype) if is_cast else found
+    arrays = {array.name: _readable(array, stored) for array in target.arrays}
     for alias in target.choice.aliases:
         arrays[alias.name] = arrays[alias.alias_of]
     return digest_of(arrays, target.choice.objects, limits).step
 
 
-def _as_type(name: str, source: Readable, dtype: DType) -> Readable:
-    """An array of a step as another element type."""
+def _readable(array: TargetArray, stored: Mapping[str, Readable]) -> Readable:
+    """An array of the target, made of what the source has when it is read."""
+    source, dtype, block = array.source, array.info.dtype, 1 << 16
+    if not array.rows and not array.is_cast:
+        return stored[source.name]
 
     def fill(wanted: Sequence[tuple[str, Box, npt.NDArray[Any]]]) -> None:
         for _, box, out in wanted:
-            values = np.empty(box.shape, source.dtype.bits)
-            source.read_into(box, values)
-            given, found = values.reshape(-1), out.reshape(-1)
-            for start in range(0, len(given), _BLOCK):
-                part = slice(start, start + _BLOCK)
-                cast(name, given[part], found[part], (source.dtype, dtype))
+            values = np.empty(box.shape, source.dtype.bits) if array.is_cast else out
+            for _, part, inside, there in array.parts(box, values):
+                stored[part.name].read_into(inside, there)
+            if array.is_cast:
+                given, found = values.reshape(-1), out.reshape(-1)
+                for start in range(0, len(given), block):
+                    some = slice(start, start + block)  # so many elements at a time
+                    cast(array.name, given[some], found[some], (source.dtype, dtype))
 
-    return Readable(name, source.shape, dtype, source.grid, fill)
+    return Readable(array.name, source.shape, dtype, source.grid, fill)
 
 
 def _seconds(

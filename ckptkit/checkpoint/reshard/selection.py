@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.checkpoint.reshard.translation import Chosen, Translation, TranslationLike, with_inner
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
-from ckptkit.format.arrays import Alias, ArrayInfo
+from ckptkit.format.arrays import Alias, ArrayInfo, ArrayKind
+from ckptkit.format.leaves import dumps
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.names import (
     ALIKE,
@@ -42,7 +44,8 @@ class Selection:
     A pattern, with * and ?, matches a whole name (`model/layers.0.*`) or the name inside of its
     group (`layers.0.*`, which optimizer state has too). `cast` is pairs of a pattern and a dtype,
     where an empty pattern means all parameters; `rename` pairs of a regular expression and its
-    replacement, for names inside of their groups.
+    replacement, for names inside of their groups; `names` a table of names as two programs have
+    them (its name, a file, or a document), in which rows of several arrays may make one.
     """
 
     include: tuple[str, ...] = ()
@@ -50,12 +53,15 @@ class Selection:
     optimizer: bool = True
     cast: tuple[tuple[str, str], ...] = ()
     rename: tuple[tuple[str, str], ...] = ()
+    names: TranslationLike | None = None
 
     def __post_init__(self) -> None:
         for keyword in ("include", "exclude"):
             object.__setattr__(self, keyword, pattern_list(getattr(self, keyword), keyword))
         for keyword in ("cast", "rename"):
             object.__setattr__(self, keyword, _pairs(getattr(self, keyword), keyword))
+        if self.names is not None:
+            object.__setattr__(self, "names", Translation.of(self.names))
         for _, dtype in self.cast:
             _float(dtype)
         for pattern, replacement in self.rename:
@@ -101,26 +107,6 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chosen:
-    """One array that goes over: its number in the source's manifest, and what it will be, here
-    still cut as it was.
-    """
-
-    number: int
-    source: ArrayInfo
-    info: ArrayInfo
-
-    @property
-    def name(self) -> str:
-        return self.info.name
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether its values are converted."""
-        return self.info.dtype != self.source.dtype
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Choice:
     """All that goes over, sorted by name; `names` leads from the source's names to the target's."""
 
@@ -128,23 +114,30 @@ class Choice:
     aliases: tuple[Alias, ...]
     objects: tuple[ObjectInfo, ...]
     names: dict[str, str]
-    leads: dict[str, str]
-    """As `names`, and from names that are left out to that under which their array goes over."""
+    leads: dict[str, tuple[str, ...]]
+    """As `names`, and from names that are left out to that under which their array goes over; to
+    all names of one that is cut.
+    """
     left_out: frozenset[str]
     """Names of the source that do not go over."""
 
 
-def choose(manifest: Manifest, selection: Selection) -> Choice:
-    """Apply a selection to what a step holds; no byte of any array is looked at."""
+def choose(
+    manifest: Manifest, selection: Selection, sizes: Mapping[str, Any] | None = None
+) -> Choice:
+    """Apply a selection to what a step holds; no byte of any array is looked at. Tables of names
+    refer to `sizes` of the model, besides those that the step has.
+    """
     tied: dict[str, list[str]] = {}
     for alias in manifest.aliases:
         tied.setdefault(alias.alias_of, []).append(alias.name)
     casts = (pattern for pattern, _ in selection.cast if pattern)
     patterns = (*selection.include, *selection.exclude, *casts)
     names: dict[str, str] = {}
-    leads: dict[str, str] = {}
+    leads: dict[str, tuple[str, ...]] = {}
     arrays: list[Chosen] = []
     aliases: list[Alias] = []
+    kinds: dict[tuple[int, DType], ArrayKind] = {}
     for number, array in enumerate(manifest.arrays):
         called = [array.name, *tied.get(array.name, ())]
         # The name of its own first: an alias steps in only where that is left out.
@@ -155,8 +148,8 @@ def choose(manifest: Manifest, selection: Selection) -> Choice:
             names[name] = _target_name(name, array, selection)
         first = names[taken[0]]
         for name in called:
-            leads[name] = first
-        arrays.append(Chosen(number, array, _changed(array, first, selection, called)))
+            leads[name] = (first,)
+        arrays.append(Chosen(number, array, _changed(array, first, selection, called, kinds), ()))
         aliases += [Alias(names[name], first) for name in taken[1:]]
     if patterns:
         every = ((n, a.role) for a in manifest.arrays for n in (a.name, *tied.get(a.name, ())))
@@ -164,9 +157,16 @@ def choose(manifest: Manifest, selection: Selection) -> Choice:
         check_used(patterns, inner, "no array has such a name")
     if manifest.arrays and not arrays:
         raise UsageError("nothing is left of the step", value=selection, hint=NAMES_HINT)
-    if selection.rename:  # the source's own names fit together, and so do some of them
+    leads |= {old: (new,) for old, new in names.items()}
+    if isinstance(selection.names, Translation):
+        seconds = {alias.name: alias.alias_of for alias in aliases}
+        known = {**manifest.sizes, **(sizes or {})}
+        arrays, new = selection.names.applied(arrays, seconds, known)
+        aliases = [Alias(new[name][0], new[first][0]) for name, first in seconds.items()]
+        names = {old: new[name][0] for old, name in names.items()}
+        leads = {old: new[name] for old, (name,) in leads.items()}
+    if selection.rename or selection.names:  # the source's own names fit together
         _check_names(arrays, aliases)
-    leads |= names
     for number, each in enumerate(arrays):
         of = _parameter(each.info.of, leads, selection)
         if of != each.info.of:
@@ -182,12 +182,25 @@ def choose(manifest: Manifest, selection: Selection) -> Choice:
     return replace(choice, objects=_chosen_objects(manifest.objects, choice, selection))
 
 
-def _changed(array: ArrayInfo, name: str, selection: Selection, called: Sequence[str]) -> ArrayInfo:
-    """An array under its new name, and as what it is cast to: mostly the very same."""
+def _changed(
+    array: ArrayInfo,
+    name: str,
+    selection: Selection,
+    called: Sequence[str],
+    kinds: dict[tuple[int, DType], ArrayKind],
+) -> ArrayInfo:
+    """An array under its new name, and as what it is cast to: mostly the very same. Arrays that
+    were alike still share their kind, one of `kinds`.
+    """
     dtype = selection.dtype_of(array, called) if selection.cast else array.dtype
     if name == array.name and dtype == array.dtype:
         return array
-    return array._replace(name=name, kind=replace(array.kind, dtype=dtype))
+    kind = array.kind
+    if dtype != array.dtype:
+        if (id(kind), dtype) not in kinds:
+            kinds[id(kind), dtype] = replace(kind, dtype=dtype)
+        kind = kinds[id(kind), dtype]
+    return array._replace(name=name, kind=kind)
 
 
 def _target_name(name: str, array: ArrayInfo, selection: Selection) -> str:
@@ -197,20 +210,15 @@ def _target_name(name: str, array: ArrayInfo, selection: Selection) -> str:
     new = selection.renamed(inner)
     if new == inner:
         return name
-    nodes = split(name)
-    state = nodes[-1:] if array.role == "optimizer" and len(nodes) > 2 else ()
-    group = nodes[:1] if len(nodes) > 1 else ()
-    try:
-        return join(*group, *new.split("/"), *state)
-    except InvalidNameError as error:
-        error.where = f"{name}, renamed"
-        raise
+    return with_inner(name, array.role, new)
 
 
-def _parameter(name: str | None, leads: dict[str, str], selection: Selection) -> str | None:
+def _parameter(
+    name: str | None, leads: Mapping[str, Sequence[str]], selection: Selection
+) -> str | None:
     """What a parameter is called in the target, also where it does not go over itself."""
     if name is None or name in leads:
-        return leads[name] if name is not None else None
+        return leads[name][0] if name is not None else None
     nodes = split(name)
     new = selection.renamed("/".join(nodes[1:]))
     return checked_path(join(nodes[0], *new.split("/"))) if len(nodes) > 1 else name
@@ -305,7 +313,13 @@ def _chosen_objects(
     objects: Sequence[ObjectInfo], choice: Choice, selection: Selection
 ) -> tuple[ObjectInfo, ...]:
     """The objects that go over, with the names that arrays have in the target."""
-    cast = {chosen.source.name for chosen in choice.arrays if chosen.is_cast}
+    # Of these the bytes are others.
+    cast = {
+        source.name
+        for chosen in choice.arrays
+        if chosen.is_cast or chosen.rows
+        for _, source in chosen.origins
+    }
     is_as_before = not choice.left_out and all(old == new for old, new in choice.names.items())
     found = []
     for item in objects:
@@ -344,38 +358,52 @@ def _record(
     return [ObjectInfo(f"{WRAPPED}/{each}", item.semantics, item.value) for each in sorted(new)]
 
 
-def _optimizers(value: Any, leads: Mapping[str, str]) -> Any:
+def _optimizers(value: Any, leads: Mapping[str, Sequence[str]]) -> Any:
     """What optimizers say, of the parameters that are left and by their new names."""
     if not isinstance(value, list) or not all(isinstance(document, dict) for document in value):
         return value
     # They call parameters as the model does.
-    names: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
     for name, new in leads.items():
         group, *nodes = split(name)
         if group == MODEL and nodes:
-            names["/".join(nodes)] = "/".join(split(new)[1:])
+            names["/".join(nodes)] = ["/".join(split(each)[1:]) for each in new]
     found = []
     for document in value:
-        changed = dict(document)
-        changed["groups"] = [
-            {**group, "params": [names[p] for p in group["params"] if p in names]}
-            if isinstance(group, dict) and isinstance(group.get("params"), list)
-            else group
-            for group in document.get("groups", [])
-        ]
+        changed, listed = dict(document), list[str]()
+        changed["groups"] = []
+        for group in document.get("groups", []):
+            if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+                changed["groups"].append(group)
+                continue
+            params = dict.fromkeys(new for p in group["params"] for new in names.get(p, ()))
+            changed["groups"].append({**group, "params": [*params]})
+            listed += params
+        if len(set(listed)) < len(listed):
+            raise UsageError("parameters that become one are in several groups of the optimizer")
         if isinstance(document.get("values"), dict):
-            values = document["values"]
-            changed["values"] = {names[p]: values[p] for p in values if p in names}
+            values: dict[str, Any] = {}
+            for name, own in document["values"].items():
+                for new in names.get(name, ()):
+                    if dumps(values.setdefault(new, own)) != dumps(own):
+                        raise UsageError(
+                            "parameters that become one differ in what the optimizer counts",
+                            where=new,
+                            value=(values[new], own),
+                        )
+            changed["values"] = values
         found.append(changed)
     return found
 
 
-def _pointing(value: Any, names: Mapping[str, str]) -> Any:
+def _pointing(value: Any, names: Mapping[str, Sequence[str]]) -> Any:
     """A nested value whose references to arrays lead to those of the target; what leads to none
     goes.
     """
     if (name := _referred(value)) is not None:
-        return {REFERENCE: names[name]}
+        if len(names[name]) > 1:
+            raise UsageError("an optimizer refers to an array that is to be cut", where=name)
+        return {REFERENCE: names[name][0]}
     if isinstance(value, dict):
         return {key: _pointing(v, names) for key, v in value.items() if not _is_gone(v, names)}
     if isinstance(value, (list, tuple)):
@@ -383,7 +411,7 @@ def _pointing(value: Any, names: Mapping[str, str]) -> Any:
     return value
 
 
-def _is_gone(value: Any, names: Mapping[str, str]) -> bool:
+def _is_gone(value: Any, names: Mapping[str, Sequence[str]]) -> bool:
     name = _referred(value)
     return name is not None and name not in names
 

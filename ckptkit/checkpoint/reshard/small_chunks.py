@@ -123,10 +123,12 @@ class SmallChunks:
 
 
 def _filling(array: TargetArray, chunk: int) -> _Filling | None:
-    """What fills a chunk of an array; None where values are converted, or chunks are not small."""
+    """What fills a chunk of an array; None where values are converted, or
+    made of rows of several arrays, or chunks are not small.
+    """
     source, info = array.source, array.info
     grids, size = (source.grid, info.grid), info.dtype.itemsize
-    if array.is_cast or any(grid.chunk_elements * size > _SMALL for grid in grids):
+    if array.is_cast or array.rows or any(grid.chunk_elements * size > _SMALL for grid in grids):
         return None
     index = info.grid.index(chunk)
     box, stored = info.grid.box(index), info.grid.stored_shape(index)

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place, step_name
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
-from ckptkit.checkpoint.reshard.selection import Choice, Chosen, Selection, choose, parameter_order
+from ckptkit.checkpoint.reshard.selection import Choice, Selection, choose, parameter_order
+from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.rules_file import RulesLike, rules_between
 from ckptkit.errors import LayoutError
 from ckptkit.foreign.contents import ForeignManifest
@@ -93,7 +94,7 @@ class TargetArray(Chosen):
     @property
     def is_kept(self) -> bool:
         """Whether its chunks go over byte for byte."""
-        return self.info.grid == self.source.grid and not self.is_cast
+        return self.info.grid == self.source.grid and not self.is_cast and not self.rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +141,10 @@ class ReshardTarget:
             self.strategy.to_doc(),
             source.save_id,
             source.step,
-            [[array.number, array.name] for array in self.arrays],
+            [
+                [a.number, a.name, *([r.number, r.start, r.count] for r in a.rows)]
+                for a in self.arrays
+            ],
             [[item.name, item.value] for item in self.choice.objects],
             details,
             __version__,
@@ -176,7 +180,7 @@ class ReshardTarget:
 def target_of(manifest: Manifest, options: ReshardOptions, digest: str = "") -> ReshardTarget:
     """Decide everything; no byte of any array is read."""
     strategy, chunk_bytes = options.strategy, parse_size(options.chunk_bytes)
-    choice = choose(manifest, options.selection or Selection())
+    choice = choose(manifest, options.selection or Selection(), options.sizes)
     rules = _rules(choice, manifest, options)
     placed = place(
         _tensors(choice),
@@ -195,7 +199,7 @@ def target_of(manifest: Manifest, options: ReshardOptions, digest: str = "") -> 
         kind = id(info.kind), id(found.placements)
         if kind not in kinds:
             try:
-                layout = layout_of(source.shape, strategy, found.placements)
+                layout = layout_of(info.shape, strategy, found.placements)
             except LayoutError as error:
                 error.where = f"{chosen.name}: {error.where}" if error.where else chosen.name
                 error.hint = error.hint or f"{found.why} says so: `ckpt rules` shows all of them"
@@ -205,7 +209,7 @@ def target_of(manifest: Manifest, options: ReshardOptions, digest: str = "") -> 
             kinds[kind] = cut, layout
         cut, layout = kinds[kind]
         info = ArrayInfo(info.name, cut, info.of)
-        arrays.append(TargetArray(chosen.number, source, info, layout, found.why))
+        arrays.append(TargetArray(chosen.number, source, info, chosen.rows, layout, found.why))
     decided, save = replace(options, rules=rules), manifest.save
     if options.step is not None:
         step_name(options.step)  # raises where it is no step

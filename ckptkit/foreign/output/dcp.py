@@ -4,34 +4,54 @@ tensor, and the pickle that says where they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ckptkit.foreign.output.files import NewFile, NewFiles, NewTensor, Piece, shards_of
 from ckptkit.foreign.output.opcodes import (
     BEGIN,
     END,
     FALSE,
+    NONE,
+    Path,
     called,
+    flat,
     instance,
     integer,
     mapped,
     named,
+    plain,
     text,
     tupled,
 )
 from ckptkit.foreign.output.torch_save import archive, tensor_value
-from ckptkit.format.names import MODEL
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
 
-def dcp_folder(tensors: Sequence[NewTensor], most: int) -> NewFiles:
-    """A folder that `dcp.load({"model": ...})` reads under any layout; its files have at most
-    `most` bytes of tensors, or one tensor that is larger.
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A tensor or an object in the files: what `.metadata` says of it."""
+
+    paths: Sequence[Path]
+    offsets: bytes
+    """Of its only part."""
+    index: bytes
+    described: bytes
+    where: bytes
+
+
+def dcp_folder(
+    tensors: Sequence[NewTensor], most: int, objects: Mapping[Path, Any] | None = None
+) -> NewFiles:
+    """A folder that `dcp.load({"model": ...})` reads under any layout, with the objects of
+    `get_optimizer_state_dict` also `"optimizer"`; its files have at most `most` bytes of tensors,
+    or one tensor that is larger.
     """
     files: list[NewFile] = []
-    stored: list[tuple[NewTensor, bytes]] = []
+    stored: list[_Written] = []
     for place, numbers in enumerate(shards_of(tensors, most)):
         key = f"__0_{place}.distcp"
         pieces: list[Piece] = []
@@ -40,12 +60,18 @@ def dcp_folder(tensors: Sequence[NewTensor], most: int) -> NewFiles:
             tensor = tensors[number]
             value = BEGIN + tensor_value(0, tensor) + END
             item, nbytes = archive(value, [tensor], [number])
-            where = {
-                "relative_path": text(key),
-                "offset": integer(end),
-                "length": integer(nbytes),
-            }
-            stored.append((tensor, instance(named(_FILESYSTEM, "_StorageInfo"), where)))
+            zeros = _size((0,) * len(tensor.shape))
+            where = _where(key, end, nbytes)
+            stored.append(_Written(tensor.paths, zeros, integer(0), _tensor(tensor), where))
+            pieces += item
+            end += nbytes
+        files.append(NewFile(key, tuple(pieces)))
+    if objects:
+        key, pieces, end = f"__0_{len(files)}.distcp", [], 0
+        for path, value in objects.items():
+            item, nbytes = archive(BEGIN + plain(value, flat(path)) + END, [], [])
+            said = instance(named(_METADATA, "BytesStorageMetadata"), {})
+            stored.append(_Written([path], NONE, NONE, said, _where(key, end, nbytes)))
             pieces += item
             end += nbytes
         files.append(NewFile(key, tuple(pieces)))
@@ -53,16 +79,20 @@ def dcp_folder(tensors: Sequence[NewTensor], most: int) -> NewFiles:
     return NewFiles(tuple(files), ((".metadata", _metadata(stored)),))
 
 
-def _metadata(stored: Sequence[tuple[NewTensor, bytes]]) -> bytes:
+def _where(key: str, offset: int, nbytes: int) -> bytes:
+    where = {"relative_path": text(key), "offset": integer(offset), "length": integer(nbytes)}
+    return instance(named(_FILESYSTEM, "_StorageInfo"), where)
+
+
+def _metadata(stored: Sequence[_Written]) -> bytes:
     whole, where, paths = [], [], []
-    for tensor, info in stored:
-        zeros = (0,) * len(tensor.shape)
-        for name in (tensor.name, *tensor.tied):
-            flat = text(f"{MODEL}.{name}")
-            index = {"fqn": flat, "offset": _size(zeros), "index": integer(0)}
-            whole.append((flat, _tensor(tensor)))
-            where.append((instance(named(_METADATA, "MetadataIndex"), index), info))
-            paths.append((flat, tupled((text(MODEL), text(name)))))
+    for item in stored:
+        for path in item.paths:
+            name = text(flat(path))
+            index = {"fqn": name, "offset": item.offsets, "index": item.index}
+            whole.append((name, item.described))
+            where.append((instance(named(_METADATA, "MetadataIndex"), index), item.where))
+            paths.append((name, plain(path)))
     found = {
         "state_dict_metadata": mapped(whole),
         "planner_data": mapped(paths),

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
 from ckptkit.foreign.readers.safetensors import DTYPES, INDEX, METADATA, MOST_HEADER
+from ckptkit.format.names import MODEL
 from ckptkit.model import DType
 
 _SPELLED = {dtype: spelled for spelled, dtype in DTYPES.items()}
@@ -31,6 +32,13 @@ class NewTensor:
     dtype: DType
     tied: tuple[str, ...] = ()
     """Its other names."""
+    above: tuple[str, ...] = (MODEL,)
+    """The keys of the dictionaries that it is in, where a format has such."""
+
+    @property
+    def paths(self) -> list[tuple[str, ...]]:
+        """Where it is in nested dictionaries, by each of its names."""
+        return [(*self.above, name) for name in (self.name, *self.tied)]
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +108,9 @@ def shards_of(tensors: Sequence[NewTensor], most: int) -> list[list[int]]:
     """The numbers of the tensors of each file: neighbours with at most so many bytes, or one."""
     shards: list[list[int]] = [[]]
     room = most
-    for number in sorted(range(len(tensors)), key=lambda n: _natural(tensors[n].name)):
+    for number in sorted(
+        range(len(tensors)), key=lambda n: _natural(".".join(tensors[n].paths[0]))
+    ):
         nbytes = tensors[number].nbytes
         if shards[-1] and nbytes > room:
             shards.append([])

@@ -6,9 +6,9 @@ torch is needed for it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from isal import isal_zlib
 
@@ -17,10 +17,13 @@ from ckptkit.foreign.output.opcodes import (
     BEGIN,
     END,
     FALSE,
+    Path,
     called,
+    flat,
     integer,
-    mapped,
     named,
+    nested,
+    plain,
     text,
     tupled,
 )
@@ -61,15 +64,18 @@ class _Member(NamedTuple):
     content: bytes | int
 
 
-def torch_file(key: str, tensors: Sequence[NewTensor]) -> NewFiles:
-    """One file that `torch.load(weights_only=True)` reads as a dictionary of all tensors; tied ones
-    share their memory.
+def torch_file(
+    key: str, tensors: Sequence[NewTensor], objects: Mapping[Path, Any] | None = None
+) -> NewFiles:
+    """One file that `torch.load(weights_only=True)` reads as a dictionary of all tensors, or with
+    objects as nested ones; tied tensors share their memory.
     """
     values = [(tensor, tensor_value(number, tensor)) for number, tensor in enumerate(tensors)]
-    every = mapped(
-        (text(n), value) for tensor, value in values for n in (tensor.name, *tensor.tied)
-    )
-    pieces, _ = archive(BEGIN + every + END, tensors, range(len(tensors)))
+    top = 1 if objects is None else 0
+    leaves: list[tuple[Path, bytes]] = []
+    leaves += [(path[top:], value) for tensor, value in values for path in tensor.paths]
+    leaves += [(path, plain(value, flat(path))) for path, value in (objects or {}).items()]
+    pieces, _ = archive(BEGIN + nested(leaves) + END, tensors, range(len(tensors)))
     return NewFiles((NewFile(key, tuple(pieces)),))
 
 

@@ -100,8 +100,28 @@ CALLS = frozenset(
             )
         ),
         "torch.distributed.remote_device._remote_device",
+        # Of DeepSpeed.
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+        # Of Megatron: what it saves beside tensors.
+        "argparse.Namespace",
+        "types.SimpleNamespace",
+        "signal.Signals",
+        "_io.BytesIO",
+        "numpy.dtypes.UInt32DType",
+        *(
+            f"{_CHECKPOINT}.planner.{name}"
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+        ),
     ]
 )
+CALLS_BELOW = "megatron."
+"""Classes of this package are calls that are told, too: which ones a training script has among its
+arguments differs by version.
+"""
 ALIASES = {
     "__builtin__": "builtins",
     "copy_reg": "copyreg",

@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.pickles.globals import ALIASES, CALLS, DTYPES, STORAGES, VALUES, Global
+from ckptkit.foreign.pickles.globals import (
+    ALIASES,
+    CALLS,
+    CALLS_BELOW,
+    DTYPES,
+    STORAGES,
+    VALUES,
+    Global,
+)
 
 MOST_DEPTH = 64
 MOST_BYTES = 1 << 30
@@ -242,7 +250,7 @@ class _Interpreter:
         full = f"{ALIASES.get(module, module)}.{name}"
         if full in DTYPES:
             self.stack.append(full)
-        elif full in CALLS or full in STORAGES or full in VALUES:
+        elif full in CALLS or full in STORAGES or full in VALUES or full.startswith(CALLS_BELOW):
             self.stack.append(Global(full))
         else:
             raise self.refuse(
@@ -254,7 +262,7 @@ class _Interpreter:
     def call(self, called: Any, args: Any) -> None:
         if type(called) is not Global or type(args) is not tuple:
             raise ValueError("what is called is no global")
-        if called.name in CALLS:
+        if called.name in CALLS or called.name.startswith(CALLS_BELOW):
             self.push(Placeholder(called.name, args), args)
             return
         if called.name not in VALUES:

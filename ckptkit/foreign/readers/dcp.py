@@ -8,10 +8,8 @@ once for parts that are alike.
 
 from __future__ import annotations
 
-import io
+import math
 import re
-import struct
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,10 +20,11 @@ from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.interpreter import Placeholder, read_pickle
 from ckptkit.foreign.readers.torch_save import counted
 from ckptkit.foreign.spread import by_boxes
-from ckptkit.foreign.states import Path, StateTensor, states_of
+from ckptkit.foreign.states import Path, StateTensor, put, states_of
 from ckptkit.foreign.torch_file import (
     Storage,
     dtype_of,
+    is_whole,
     local_end,
     local_name,
     plain,
@@ -43,6 +42,13 @@ _FILE_OF_RANK = re.compile(r"(?:.*/)?__(\d+)_.*")
 # What accelerate, and with it the Trainer of transformers, writes: a folder of DCP for the model,
 # one for the optimizer.
 _APART = re.compile(r"((?:pytorch_model_fsdp|optimizer)_\d+/)\.metadata")
+# Files of torch.save that are written beside, by Lightning and by accelerate: what is under which
+# name in them, None for a dictionary of all that is no tensor.
+_BESIDE: dict[str, str | None] = {
+    "meta.pt": None,
+    "scheduler.bin": "scheduler",
+    "scheduler.pt": "scheduler",
+}
 # The head of a part, up to its elements; longer ones are read again.
 _HEAD_BYTES, _MOST_HEAD_BYTES = 1280, 1 << 16
 _MOST_OBJECT_BYTES = 1 << 28
@@ -70,8 +76,64 @@ class _Head:
     dtype: DType
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What DCP files have, by flat names."""
+
+    tensors: dict[str, StateTensor]
+    objects: dict[str, Any]
+    unread: dict[str, str]
+    """Objects that cannot be read, with the reason."""
+    paths: dict[str, Path]
+    """Which path in a nested dictionary a name stands for."""
+    files: list[str]
+
+
 def read_dcp(folder: Folder) -> ForeignStep:
     """The checkpoint in a folder."""
+    has = contents_of(folder)
+    tree: dict[Any, Any] = {}
+    paths = dict(has.paths)
+    for name in (*has.tensors, *has.objects):
+        # As Megatron names it, whose parameters are not in the middle of the name.
+        if name not in paths and name.startswith("optimizer."):
+            paths[name] = ("optim_state", name.removeprefix("optimizer."))
+    for name, value in (*has.tensors.items(), *has.objects.items()):
+        put(tree, paths.get(name, (name,)), value, name)
+    tree, unread = _with_lists(tree), dict(has.unread)
+    beside: list[str] = []
+    for key, under in _BESIDE.items() if folder.only is None else ():
+        if key not in folder.files:
+            continue
+        try:
+            said = read_file(folder, key).tree
+        except FormatError as error:
+            unread[key] = error.what + (f" (got {error.value})" if error.has_value else "")
+            continue
+        more: Any = said if under is None else {under: said}
+        if isinstance(more, dict) and not tree.keys() & more.keys():
+            tree |= more
+            beside.append(key)
+    found = states_of(tree, str(folder.store.location))
+    found.left_out |= unread
+    found.left_out |= folder.unread(beside)
+    ranks = {int(m[1]) for file in has.files if (m := _FILE_OF_RANK.fullmatch(file))}
+    strategy, arrays = by_boxes(found.arrays, max(ranks, default=0) + 1)
+    return ForeignStep(
+        format="dcp",
+        files={key: folder.size(key) for key in (*has.files, *beside)},
+        arrays=arrays,
+        aliases=found.aliases,
+        objects=found.objects,
+        strategy=strategy,
+        theirs=found.theirs,
+        details=found.details,
+        step=counted(tree),
+    )
+
+
+def contents_of(folder: Folder) -> Contents:
+    """What the metadata of a folder and the heads of the parts say."""
     entries, items, paths = _metadata(folder)
     parts: dict[str, list[tuple[str, Box, _Item, DType]]] = {}
     tensors: dict[str, tuple[tuple[int, ...], DType, list[Extent]]] = {}
@@ -117,28 +179,13 @@ def read_dcp(folder: Folder) -> ForeignStep:
                 )
             begin = item.offset + head.begin
             tensors[name][2].append(Extent(box, file, begin, head.strides))
-    tree: dict[Any, Any] = {}
-    for name, (shape, dtype, extents) in tensors.items():
-        _put(tree, paths.get(name, (name,)), StateTensor(shape, dtype, tuple(extents)), name)
     unread: dict[str, str] = {}
-    for name, value in _objects(folder, objects, unread):
-        _put(tree, paths.get(name, (name,)), value, name)
-    found = states_of(_with_lists(tree), str(folder.store.location))
-    found.left_out |= unread
-    found.left_out |= folder.unread(())
-    files = sorted({*parts, *(item.file for item in objects.values())})
-    ranks = {int(m[1]) for file in files if (m := _FILE_OF_RANK.fullmatch(file))}
-    strategy, arrays = by_boxes(found.arrays, max(ranks, default=0) + 1)
-    return ForeignStep(
-        format="dcp",
-        files={key: folder.size(key) for key in files},
-        arrays=arrays,
-        aliases=found.aliases,
-        objects=found.objects,
-        strategy=strategy,
-        theirs=found.theirs,
-        details=found.details,
-        step=counted(tree),
+    return Contents(
+        {name: StateTensor(*has[:2], tuple(has[2])) for name, has in tensors.items()},
+        dict(_objects(folder, objects, unread)),
+        unread,
+        paths,
+        sorted({*parts, *(item.file for item in objects.values())}),
     )
 
 
@@ -149,9 +196,17 @@ def _metadata(
     path in a nested dictionary each name stands for.
     """
     keys = {METADATA: ""}
+    # Without collectives each rank writes its own, of what it has.
+    of_ranks = {int(m[1]): key for key in folder.files if (m := _OF_RANK.fullmatch(key))}
+    if METADATA in folder.files and of_ranks:
+        # Neither kind of save deletes what the other wrote, but both write the same data files.
+        raise FormatError(
+            "two saves are in the folder, one with metadata of its own for each rank",
+            where=str(folder.store.location),
+            value=[METADATA, of_ranks[min(of_ranks)]],
+            hint="remove the metadata of the older one",
+        )
     if METADATA not in folder.files:
-        # Without collectives each rank writes its own, of what it has.
-        of_ranks = {int(m[1]): key for key in folder.files if (m := _OF_RANK.fullmatch(key))}
         is_whole = sorted(of_ranks) == list(range(len(of_ranks)))
         keys = {of_ranks[rank]: "" for rank in sorted(of_ranks) if is_whole}
         keys = keys or {k: m[1] for k in sorted(folder.files) if (m := _APART.fullmatch(k))}
@@ -164,6 +219,7 @@ def _metadata(
     entries: dict[str, Placeholder] = {}
     items: dict[tuple[str, Any], _Item] = {}
     paths: dict[str, Path] = {}
+    of_several: set[str] = set()
     for key, inside in keys.items():
         where = folder.where(key)
         found = read_pickle(folder.read(key), where)
@@ -175,6 +231,7 @@ def _metadata(
                 raise FormatError("not what DCP says of a tensor", where=where)
             if name in entries and entry.kind == "TensorStorageMetadata":
                 entry.fields()["chunks"] += entries[name].fields()["chunks"]
+                of_several.add(name)
             entries[name] = entry
         for index, info in _map(said.get("storage_data"), where).items():
             items.setdefault(*_stored(index, info, inside, where))
@@ -183,11 +240,21 @@ def _metadata(
             for name, path in _map(said.get("planner_data") or {}, where).items()
             if type(path) is tuple and path and all(type(node) in (str, int) for node in path)
         }
-    for name in entries.keys() - paths.keys():
-        # As Megatron names it, whose parameters are not in the middle of the name.
-        if name.startswith("optimizer."):
-            paths[name] = ("optim_state", name.removeprefix("optimizer."))
+    for name in of_several:
+        _check_ranks(entries[name], f"{folder.store.location}: {name}")
     return entries, items, paths
+
+
+def _check_ranks(entry: Placeholder, where: str) -> None:
+    """Refuse a tensor of which ranks have parts that overlap, and are not the same."""
+    shape, _, boxes = _described(entry, where)
+    if sum(box.size for box in {*boxes}) > math.prod(shape):
+        # Where a job of fewer ranks saved into the folder, the files of the former one remain.
+        raise FormatError(
+            "parts of the tensor that ranks have overlap",
+            where=where,
+            hint="saves of two jobs are in the folder; remove the files of the older one",
+        )
 
 
 def _map(value: Any, where: str) -> dict[Any, Any]:
@@ -326,28 +393,13 @@ def _objects(
             try:
                 yield name, _object(data, file, item, f"{folder.where(file)}: {name}", known)
             except CkptkitError as error:
-                if not _is_whole(data):
+                if not is_whole(data):
                     raise FormatError(
                         "an object is damaged, or not there",
                         where=f"{folder.where(file)}: {name}",
                         hint="the file was cut short or changed; copy it again",
                     ) from error
                 unread[name] = error.what + (f" (got {error.value})" if error.has_value else "")
-
-
-def _is_whole(data: bytes) -> bool:
-    """Whether it is what torch.save wrote, by its checksums."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            members = archive.infolist()
-            # None is compressed, nor in another: so this reads no more than there is.
-            return (
-                all(member.compress_type == zipfile.ZIP_STORED for member in members)
-                and sum(member.file_size for member in members) <= len(data)
-                and archive.testzip() is None
-            )
-    except (zipfile.BadZipFile, EOFError, LookupError, RuntimeError, ValueError, struct.error):
-        return False
 
 
 def _object(data: bytes, file: str, item: _Item, where: str, known: dict[bytes, Any]) -> Any:
@@ -378,18 +430,6 @@ def _object(data: bytes, file: str, item: _Item, where: str, known: dict[bytes, 
             extents=tuple(replace(e, offset=e.offset + item.offset) for e in tensor.extents),
         ),
     )
-
-
-def _put(tree: dict[Any, Any], path: Path, value: Any, name: str) -> None:
-    """Put a value where its path says in a tree of dictionaries."""
-    node = tree
-    for key in path[:-1]:
-        node = node.setdefault(key, {})
-        if not isinstance(node, dict):
-            raise FormatError("it is a value, and others are inside of it", where=name)
-    if path[-1] in node:
-        raise FormatError("two values are at one place", where=name)
-    node[path[-1]] = value
 
 
 def _with_lists(tree: Any, depth: int = 0) -> Any:

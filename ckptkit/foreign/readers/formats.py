@@ -31,6 +31,10 @@ class Format:
     pattern: str | bytes
     """Of a name in the folder; in bytes, of the first bytes of the file."""
     read: Callable[[Folder], ForeignStep] | None = None
+    and_: str = ""
+    """Of another name that has to be in the folder."""
+    hint: str = ""
+    """What to do with what nobody reads, where more can be said than of all such."""
 
     def fits(self, looks: Sequence[str] | bytes) -> bool:
         """Whether a folder with these names, or a file that begins so, is one."""
@@ -38,8 +42,11 @@ class Format:
             return isinstance(self.pattern, bytes) and bool(
                 re.match(self.pattern, looks, re.DOTALL)
             )
-        pattern = self.pattern
-        return isinstance(pattern, str) and any(re.fullmatch(pattern, name) for name in looks)
+        patterns = [it for it in (self.pattern, self.and_) if it]
+        return all(
+            isinstance(pattern, str) and any(re.fullmatch(pattern, name) for name in looks)
+            for pattern in patterns
+        )
 
 
 # Each reader is imported when there is something to read: nearly all commands need none of them.
@@ -49,6 +56,18 @@ def _dcp(folder: Folder) -> ForeignStep:
     from ckptkit.foreign.readers.dcp import read_dcp  # noqa: PLC0415 — costs time
 
     return read_dcp(folder)
+
+
+def _deepspeed(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.deepspeed import read_deepspeed  # noqa: PLC0415
+
+    return read_deepspeed(folder)
+
+
+def _megatron(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.megatron import read_megatron  # noqa: PLC0415
+
+    return read_megatron(folder)
 
 
 def _safetensors(folder: Folder) -> ForeignStep:
@@ -63,19 +82,38 @@ def _torch(folder: Folder) -> ForeignStep:
     return read_torch(folder)
 
 
+def _torchsnapshot(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.torchsnapshot import read_torchsnapshot  # noqa: PLC0415
+
+    return read_torchsnapshot(folder)
+
+
 # The first that fits counts.
 FORMATS = (
+    Format(
+        "a Megatron checkpoint (torch_dist)",
+        r"\.metadata|.*\.distcp",
+        _megatron,
+        and_=r"metadata\.json|common\.pt",
+    ),
     Format("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp", _dcp),
+    Format("a snapshot of torchsnapshot", r"\.snapshot_metadata", _torchsnapshot),
     Format("a DCP checkpoint of accelerate", r"pytorch_model_fsdp_\d+", _dcp),
     Format(
         "a DeepSpeed checkpoint",
         r"global_step\d+|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",
+        _deepspeed,
     ),
-    Format(
-        "a Megatron checkpoint", r"iter_\d+|latest_checkpointed_iteration\.txt|mp_rank_\d+(_\d+)*"
-    ),
+    Format("a Megatron checkpoint of a file for each rank", r"mp_rank_\d+(_\d+)*"),
+    Format("checkpoints of Megatron", r"iter_\d+|latest_checkpointed_iteration\.txt"),
     Format("a Hugging Face model", r".*\.safetensors(\.index\.json)?", _safetensors),
     Format("a Hugging Face model", r"pytorch_model.*\.bin(\.index\.json)?", _torch),
+    Format(
+        "a checkpoint of Orbax",
+        r"_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|orbax\.checkpoint",
+        hint="its arrays are compressed, most of them in a database, so no part can be read as it "
+        "lies: docs/migration.md has a script that makes a step of it",
+    ),
     Format("a plain Zarr folder", r"zarr\.json|\.zgroup|\.zarray|\.zmetadata"),
     Format("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)", _torch),
     Format("a safetensors file", rb".{5}\x00{3}\{", _safetensors),
@@ -111,9 +149,8 @@ def recognise(store: Store) -> tuple[Store, str, ForeignManifest] | None:
     numbered checkpoints it is the newest.
     """
     names = store.children("")
-    if known := format_of(store, names):
-        if known.read is None:
-            return None
+    known = format_of(store, names)
+    if known and known.read:
         if isinstance(known.pattern, str):
             return store, "", _read(known.read, Folder(store, _files(store)))
         name = store.location.name

@@ -41,6 +41,7 @@ def shares(sizes: Mapping[str, int], servers: Sequence[int]) -> dict[int, list[s
     """The names of the parameters of each server, whole ones, about as many bytes for each."""
     names: dict[int, list[str]] = {server: [] for server in servers}
     load = dict.fromkeys(servers, 0)
+    # The largest first: the small ones then even out what those leave.
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         server = min(servers, key=lambda server: (load[server], server))
         names[server].append(name)
@@ -326,7 +327,7 @@ def answer_worker(shard: ParameterShard, clocks: Clocks, pipe: socket.socket) ->
     largest = sum(p.nbytes for p in shard.like) + len(shard.like) + _SLACK_OF_QUESTIONS
     kind, worker, _ = receive_message(pipe, 0)
     if kind != Kind.HELLO:
-        return
+        return  # no worker, so nobody is lost
     here = InProcess(shard, clocks, worker)
     try:
         while kind != Kind.LEAVE:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import PeerError, UsageError
-from ckptkit.parallel.ranks.messages import COMBINED
+from ckptkit.parallel.ranks.messages import combined
 
 T = TypeVar("T")
 
@@ -270,11 +270,9 @@ class MemoryCarrier:
     def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
         """Every rank adds up by itself, in the order of the ranks."""
         # A copy: this rank puts the sum into its own tensor while others still add it up.
-        total, *others = self.exchange(tensor.clone())
-        total = total.clone()  # the other ranks add up the same tensors
-        for other in others:
-            COMBINED[op](total, other, out=total)
-        tensor.copy_(total)
+        first, *others = self.exchange(tensor.clone())
+        # And another one, as all ranks add up the same tensors.
+        tensor.copy_(combined(op, [first.clone(), *others]))
 
     def broadcast(self, data: torch.Tensor, src: int) -> None:
         told = self.exchange(data.clone() if self.rank == src else None)[src]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import CkptkitError, LayoutError, PeerError, UsageError
 from ckptkit.parallel.ranks.carriers import Carrier, TorchCarrier
 from ckptkit.parallel.ranks.messages import (
-    COMBINED,
     Call,
     TensorForm,
     as_bytes,
@@ -27,6 +26,7 @@ from ckptkit.parallel.ranks.messages import (
     check_same,
     check_same_dtypes,
     check_same_forms,
+    combined,
     dense_tensor,
     from_bytes,
     loaded,
@@ -34,13 +34,14 @@ from ckptkit.parallel.ranks.messages import (
     plain_value,
     widened,
 )
+from ckptkit.storage.base.store import Closing
 
 Tensors = Sequence[torch.Tensor]
 _Check = Callable[[Tensors], None]
 _HEADER = 512  # bytes; the form of a tensor of 64 dims, torch's most, fits
 
 
-class Communicator:
+class Communicator(Closing):
     """The ranks of a group, and what they can do together.
 
     All ranks of the group make the same calls in the same order. Tensors may be of any dtype and
@@ -130,7 +131,7 @@ class Communicator:
         )
         check_same_forms(calls)
         wide = widened(mine, op, self.device)
-        if wide.numel():
+        if wide.numel():  # carriers never move nothing
             with self._carrying("all_reduce") as carrier:
                 carrier.all_reduce(wide, carried_op(op, mine.dtype))
         return narrowed(wide, op, self.world_size, mine)
@@ -211,12 +212,6 @@ class Communicator:
         self._ended = UsageError("the communicator is closed", hint="make a new one: init() does")
         self._carrier.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"<Communicator of {self.backend}: rank {self.rank} of {self.world_size}>"
 
@@ -296,10 +291,8 @@ class Communicator:
         if reduction and found:
             # Summed here and not by the backend, in the order of the ranks: the same whatever the
             # timing.
-            for other in found[1:]:
-                together = COMBINED[carried_op(reduction, mine[own].dtype)]
-                together(found[0], other, out=found[0])
-            found = [narrowed(found[0], reduction, size, mine[own])]
+            total = combined(carried_op(reduction, mine[own].dtype), found)
+            found = [narrowed(total, reduction, size, mine[own])]
         return [part.to(mine[0].device) for part in found] if mine else found
 
     def _send(self, name: str, given: object, dst: int, tag: int) -> None:
@@ -324,6 +317,7 @@ class Communicator:
             data = torch.empty(form.nbytes, dtype=torch.uint8, device=self.device)
             if form.nbytes:
                 carrier.recv(data, src, tag)
+        # Refused only now: what is left on its way the next call would take for its own.
         if call.options != f"tag={tag}":
             raise PeerError(
                 f"the next message of rank {src} has {call.options}",

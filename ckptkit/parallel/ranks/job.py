@@ -333,7 +333,15 @@ def _told_by(launcher: str, environment: Mapping[str, str]) -> RankPlace | None:
     local_size = local_size or size
     if local_rank is None:
         local_rank = rank % max(1, local_size)
-    return RankPlace(launcher, rank, size, local_rank, local_size, address, port)
+    return RankPlace(
+        launcher,
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        address=address,
+        port=port,
+    )
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int | None:

@@ -14,12 +14,12 @@ from ckptkit.errors import FormatError, PeerError, UnsupportedTypeError, UsageEr
 from ckptkit.format import leaves
 
 OPS = ("sum", "mean", "max", "min")
-COMBINED: dict[str, Callable[..., torch.Tensor]] = {
+# By what a carrier is asked for.
+_COMBINED: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
 }
-"""What two of `widened` make together, by what a carrier is asked for."""
 _LOWEST = torch.iinfo(torch.int64).min  # its bits are those of the sign
 
 
@@ -64,6 +64,16 @@ def widened(tensor: torch.Tensor, op: str, device: torch.device) -> torch.Tensor
         bits = flat.view(torch.int64)
         return bits ^ _LOWEST if op in ("max", "min") else bits.clone()
     return flat.to(wide_dtype(dtype), copy=True)
+
+
+def combined(op: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum, max or min of `widened` tensors, in the place of the first, and in their order: a
+    sum of floats depends on it.
+    """
+    total, *others = tensors
+    for other in others:
+        _COMBINED[op](total, other, out=total)
+    return total
 
 
 def narrowed(wide: torch.Tensor, op: str, size: int, like: torch.Tensor) -> torch.Tensor:

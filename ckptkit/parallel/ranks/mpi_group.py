@@ -265,7 +265,8 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         requests = [
             (self._comm.Irecv(_buffer(piece), src, tag), piece) for piece in _pieces(data, least=1)
         ]
-        return MpiWork(tensors, requests, self._timeout, src, lambda: _land(data, tensor))
+        land = partial(_land, data, tensor)
+        return MpiWork(tensors, requests, self._timeout, source=src, land=land)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
         """Receive from whoever sends first."""
@@ -356,6 +357,7 @@ class MpiWork(dist.Work):
         tensors: Tensors,
         requests: Sequence[tuple[Any, torch.Tensor]] = (),
         seconds: float = 0.0,
+        *,
         source: int = -1,
         land: Callable[[], None] = lambda: None,
     ) -> None:

@@ -33,6 +33,7 @@ def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return {key: mapped(value, change) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
         items = [mapped(value, change) for value in batch]
+        # A named tuple takes its values one by one.
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch
 

@@ -158,7 +158,7 @@ def zero_grad(model: nn.Module) -> None:
                 each.sharded_param.grad = None
 
 
-def replicated(
+def in_ddp(
     model: nn.Module, group: dist.ProcessGroup, device: torch.device, *, is_stage: bool
 ) -> nn.Module:
     """The model in `DistributedDataParallel`; as it is where nothing is trained."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
@@ -54,13 +54,13 @@ class StrategyOptions:
     compression: str | None = None
     overlap: bool = False
 
-    def said(self) -> dict[str, str]:
+    def compared(self) -> dict[str, str]:
         """By name and as text, what all ranks have to choose alike.
 
         An example and a function cannot be compared; optimizers are, by what they are made of.
         """
-        unsaid = ("example", "split", "optimizer", "optimizer_options")
-        return {f.name: str(getattr(self, f.name)) for f in fields(self) if f.name not in unsaid}
+        others = ("example", "split", "optimizer", "optimizer_options")
+        return {f.name: str(getattr(self, f.name)) for f in fields(self) if f.name not in others}
 
     def check(self, strategy: Strategy) -> None:
         """Refuse what the strategy has no use for, rather than do nothing."""
@@ -171,6 +171,23 @@ def check_optimizer(model: nn.Module, options: StrategyOptions, strategy: Strate
         ) from error
 
 
+def optimizer_for(options: StrategyOptions, trained: Sequence[nn.Parameter]) -> Optimizer:
+    """Call what makes the optimizer, also where nothing is trained (a frozen stage): optimizers
+    refuse an empty list.
+    """
+    make: Any = options.optimizer
+    nothing: Any = {"params": []} if isinstance(make, type) else nn.Parameter(torch.empty(0))
+    made = make([*trained] or [nothing], **options.optimizer_options)
+    if not isinstance(made, Optimizer):
+        raise UsageError("not an optimizer", where="optimizer()", value=type(made).__name__)
+    # A function's optimizer is seen only now; that of a class was looked at before.
+    check_step(type(made))
+    if not trained:
+        for group in made.param_groups:
+            group["params"] = []
+    return made
+
+
 def check_step(kind: type[Optimizer]) -> None:
     """Refuse one that asks for losses as it goes, which each rank has for its share alone."""
     wanted = inspect.signature(kind.step).parameters.get("closure")
@@ -219,6 +236,7 @@ def microbatches_of(given: int | None, strategy: Strategy, schedule: str = "1f1b
     a pipeline, and one elsewhere.
     """
     ranks = size_of(strategy, "pp")
+    # The more there are, the less ranks wait for each other at both ends of a batch.
     count = (2 * ranks if ranks > 1 else 1) if given is None else given
     if type(count) is not int or count < 1:
         raise UsageError("no number of micro-batches", value=given)

@@ -70,9 +70,10 @@ class StagePipeline:
     def __init__(
         self,
         modules: Sequence[nn.Module],
+        options: StrategyOptions,
+        *,
         numbers: Sequence[int],
         count: int,
-        options: StrategyOptions,
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:

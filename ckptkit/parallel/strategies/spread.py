@@ -29,7 +29,7 @@ from ckptkit.model import Strategy
 from ckptkit.model.document import parse_size
 from ckptkit.parallel.optimizers.methods import compression_of
 from ckptkit.parallel.ranks.job import init
-from ckptkit.parallel.strategies.data_parallel import Unit, check_parameters, replicated, wrap_units
+from ckptkit.parallel.strategies.data_parallel import Unit, check_parameters, in_ddp, wrap_units
 from ckptkit.parallel.strategies.distributed import Distributed, all_ranks
 from ckptkit.parallel.strategies.options import (
     SHARDED,
@@ -38,8 +38,8 @@ from ckptkit.parallel.strategies.options import (
     StageByHand,
     StrategyOptions,
     check_optimizer,
-    check_step,
     microbatches_of,
+    optimizer_for,
     precision_of,
     resolved,
     schedule_of,
@@ -48,15 +48,16 @@ from ckptkit.parallel.strategies.options import (
 )
 from ckptkit.parallel.strategies.pipeline import StagePipeline
 from ckptkit.parallel.strategies.stages import split_into_stages
-from ckptkit.parallel.strategies.tensor_parallel import parallelize, plan_of, try_out
+from ckptkit.parallel.strategies.tensor_parallel import parallelize, styles_of, try_out
 from ckptkit.plan.read import batches
 
 _SYNC_BYTES = 250 * 2**20
 
 log = logging.getLogger("ckptkit.parallel")
 
-# Not in the models themselves, whose copies and pickles would have it too.
-_made_of: WeakKeyDictionary[object, weakref.ref[Distributed]] = WeakKeyDictionary()
+# By a model, and by what was made of it. Not in the models themselves, whose copies and pickles
+# would have it too; and weak, as a model may outlive what it was spread as.
+_spread_as: WeakKeyDictionary[object, weakref.ref[Distributed]] = WeakKeyDictionary()
 
 
 def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, all with defaults
@@ -119,35 +120,38 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
         _check_plain(plain)
         check_parameters(plain, strategy, options.group_below)
         check_optimizer(plain, options, strategy)
-        check_alike(ranks, _said(plain, strategy, options))
-    job = _Job.of(strategy, options, device_of(plain, device))
-    here, mesh = job.device, job.mesh
+        check_alike(ranks, _compared(plain, strategy, options))
+    made = _spread(plain, _Job.of(strategy, options, device_of(plain, device)))
+    for known in (model, made.model, *made.modules):
+        _spread_as[known] = weakref.ref(made)
+    return made
+
+
+def _spread(model: nn.Module, job: _Job) -> Distributed:
+    """Carry out what was decided. What rules, an example or stages refuse, they refuse before the
+    model is cut.
+    """
+    strategy, options = job.strategy, job.options
     tp, pp = size_of(strategy, "tp"), size_of(strategy, "pp")
+    styles = styles_of(model, tp, options) if tp > 1 else {}
 
-    # Begin alike: with the same numbers where ranks compute the same, with the values of rank 0.
-    plan = plan_of(plain, tp, options) if tp > 1 else {}
-    if tp > 1:
-        _give_random_numbers(job.along("tp").get_group(), here)
-    # DDP gives rank 0's values to all ranks when it wraps, but it refuses a model of which nothing
-    # is trained.
-    by_wrapper = job.names.keys() <= {"ddp", "zero1"}
-    by_wrapper &= any(parameter.requires_grad for parameter in plain.parameters())
-    if strategy.world_size > 1 and not by_wrapper:
-        _give_values(plain, here)
-    if plan and options.example is not None:
-        try_out(plain, job.along("tp"), plan, options.example, here)
+    # Begin alike; then the cut model can be compared with the whole one, before that is gone.
+    _begin_alike(model, job)
+    if styles and options.example is not None:
+        try_out(model, job.along("tp"), styles, options.example, job.device)
 
-    # Cut the model into stages, keep those of this rank, cut these by the plan and wrap them.
-    modules, numbers, count = [plain], [0], pp * options.stages_per_rank
+    # Cut the model into stages, keep those of this rank, cut their modules by the styles, and wrap
+    # them.
+    modules, numbers, count = [model], [0], pp * options.stages_per_rank
     if pp > 1:
         first = job.along("pp").get_local_rank()
         numbers = [first + pp * turn for turn in range(options.stages_per_rank)]
         with all_ranks("stages") as ranks:
-            stages = split_into_stages(plain, count, options, ranks)
-            check_alike(ranks, {"split into stages": stages.said()})
+            stages = split_into_stages(model, count, options, ranks)
+            check_alike(ranks, {"split into stages": stages.compared()})
         modules = stages.made(numbers, options.split)
-    units: list[Unit] = []
-    modules = [_wrapped(module, job, plan, units) for module in modules]
+    wrapped = [_wrapped(module, job, styles) for module in modules]
+    modules, units = [module for module, _ in wrapped], [unit for _, own in wrapped for unit in own]
 
     # What steps, what compresses, and what runs the stages.
     compressor = None if options.compression is None else compression_of(options.compression)
@@ -157,24 +161,29 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
             compressor.attach(module)
     pipeline = None
     if pp > 1:
-        group = job.along("pp").get_group()
-        pipeline = StagePipeline(modules, numbers, count, options, here, group)
+        pipeline = StagePipeline(
+            modules,
+            options,
+            numbers=numbers,
+            count=count,
+            device=job.device,
+            group=job.along("pp").get_group(),
+        )
     made = Distributed(
         strategy,
         options,
         modules,
-        mesh=mesh,
-        device=here,
+        mesh=job.mesh,
+        device=job.device,
         optimizer=_optimizer_of(modules, job),
         pipeline=pipeline,
         compression=compressor,
         units=units,
     )
     if units and dist.get_rank() == 0:
-        layers, s = sum(len(unit.names) for unit in units), "s" if len(units) > 1 else ""
-        log.info("%s layers in %s unit%s", f"{layers:,}", f"{len(units):,}", s)
-    for known in (model, made.model, *made.modules):
-        _made_of[known] = weakref.ref(made)
+        layers = sum(len(unit.names) for unit in units)
+        plural = "" if len(units) == 1 else "s"
+        log.info("%s layers in %s unit%s", f"{layers:,}", f"{len(units):,}", plural)
     return made
 
 
@@ -195,7 +204,7 @@ def _known_as(model: object) -> nn.Module | Distributed:
     """What a model was spread as, as long as that is in use; the module itself where it was not."""
     if isinstance(model, Distributed):
         return model
-    known = _made_of.get(model) if isinstance(model, (nn.Module, _PipelineSchedule)) else None
+    known = _spread_as.get(model) if isinstance(model, (nn.Module, _PipelineSchedule)) else None
     made = None if known is None else known()
     if made is not None:
         return made
@@ -217,9 +226,10 @@ def _check_same(known: Distributed, strategy: Strategy, given: StrategyOptions) 
             hint="make the model anew, spread that, and load a checkpoint of this one",
         )
     before = known.options
-    left_out = StrategyOptions(microbatches=microbatches_of(None, strategy)).said()
-    mine, theirs = before.said(), given.said()
-    differing = [name for name in mine if theirs[name] not in (mine[name], left_out[name])]
+    # An option that is as it would be by default may have been left out.
+    default = StrategyOptions(microbatches=microbatches_of(None, strategy)).compared()
+    first, now = before.compared(), given.compared()
+    differing = [name for name in first if now[name] not in (first[name], default[name])]
     if given.optimizer_options and given.optimizer_options != before.optimizer_options:
         differing.append("optimizer_options")
     if differing:
@@ -307,25 +317,31 @@ class _Job:
         return self.mesh[found[0] if len(found) == 1 else found]
 
 
-def _wrapped(module: nn.Module, job: _Job, plan: Mapping[str, Any], units: list[Unit]) -> nn.Module:
-    """A model or a stage, cut by the plan, and then spread by an engine of data parallelism."""
+def _wrapped(
+    module: nn.Module, job: _Job, styles: Mapping[str, Any]
+) -> tuple[nn.Module, list[Unit]]:
+    """A model or a stage, cut by the styles, and then spread by an engine of data parallelism; the
+    units in which that gathers it.
+    """
     options, sharder = job.options, sharder_of(job.strategy)
     is_stage = size_of(job.strategy, "pp") > 1
+    # `fully_shard` casts by itself.
     if not sharder and isinstance(options.precision, torch.dtype):
-        cast_ = torch.autocast(job.device.type, options.precision)
-        vars(module)["forward"] = cast_(module.forward)
-    if plan:
-        parallelize(module, job.along("tp"), plan)
+        autocast = torch.autocast(job.device.type, options.precision)
+        vars(module)["forward"] = autocast(module.forward)
+    if styles:
+        parallelize(module, job.along("tp"), styles)
     if sharder:  # which moves the model to the device unit by unit
-        units += wrap_units(module, job.along("ddp", sharder), options, sharder)
-        return module
+        return module, wrap_units(module, job.along("ddp", sharder), options, sharder)
     module = module.to(job.device)
-    if "ddp" in job.names and (plan or (is_stage and options.compression is None)):
-        units += wrap_units(module, job.along("ddp"), options, None)
-    elif "ddp" in job.names or "zero1" in job.names:
+    # `replicate` bears what DDP does not, cut parameters and stages; but of the two only DDP lets
+    # its gradients be compressed.
+    if "ddp" in job.names and (styles or (is_stage and options.compression is None)):
+        return module, wrap_units(module, job.along("ddp"), options, None)
+    if "ddp" in job.names or "zero1" in job.names:
         group = job.along("ddp", "zero1").get_group()
-        module = replicated(module, group, job.device, is_stage=is_stage)
-    return module
+        module = in_ddp(module, group, job.device, is_stage=is_stage)
+    return module, []
 
 
 def _optimizer_of(modules: Sequence[nn.Module], job: _Job) -> Optimizer | None:
@@ -346,37 +362,19 @@ def _optimizer_of(modules: Sequence[nn.Module], job: _Job) -> Optimizer | None:
             # There, because it takes a while to import, and warns.
             from ckptkit.parallel.strategies.zero1 import zero1_optimizer  # noqa: PLC0415
 
-            by_class = isinstance(options.optimizer, type)
-            every = None if by_class else _called(options, trained)
-            made = zero1_optimizer(modules, trained, options, group, every)
+            made = zero1_optimizer(modules, trained, options, group)
         else:
-            made = _called(options, trained)
+            made = optimizer_for(options, trained)
             if len({p.device_mesh if isinstance(p, DTensor) else None for p in trained}) > 1:
                 made.register_step_pre_hook(_one_by_one)
         check_alike(ranks, {"optimizer_options": _described(made.param_groups)})
     return made
 
 
-def _called(options: StrategyOptions, trained: Iterable[nn.Parameter]) -> Optimizer:
-    """Call what makes the optimizer, also where nothing is trained (a frozen stage): optimizers
-    refuse an empty list.
-    """
-    make: Any = options.optimizer
-    nothing: Any = {"params": []} if isinstance(make, type) else nn.Parameter(torch.empty(0))
-    made = make([*trained] or [nothing], **options.optimizer_options)
-    if not isinstance(made, Optimizer):
-        raise UsageError("not an optimizer", where="optimizer()", value=type(made).__name__)
-    check_step(type(made))
-    if not trained:
-        for group in made.param_groups:
-            group["params"] = []
-    return made
-
-
 def _one_by_one(optimizer: Optimizer, *_: Any) -> None:
     """Step parameters one by one, as those of different meshes cannot go through one operation.
 
-    Said in each step: a load brings the options of the strategy that saved.
+    Set in each step: a load brings the options of the strategy that saved.
     """
     for group in optimizer.param_groups:
         if "foreach" in group:
@@ -385,13 +383,13 @@ def _one_by_one(optimizer: Optimizer, *_: Any) -> None:
             group["fused"] = False
 
 
-def _said(model: nn.Module, strategy: Strategy, options: StrategyOptions) -> dict[str, Any]:
+def _compared(model: nn.Module, strategy: Strategy, options: StrategyOptions) -> dict[str, Any]:
     """What all ranks have to pass alike: also the tensors of the model, but for their values."""
     optimizer = options.optimizer
     is_made = isinstance(optimizer, Optimizer)
     return {
         "strategy": str(strategy),
-        **options.said(),
+        **options.compared(),
         "example": "none" if options.example is None else "given",
         "optimizer": getattr(type(optimizer) if is_made else optimizer, "__qualname__", ""),
         "optimizer_options": _described([options.optimizer_options]),
@@ -419,43 +417,49 @@ def _described(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def check_alike(ranks: Ranks, said: Mapping[str, Any]) -> None:
-    """Raise on all ranks when one says something else than rank 0: they would wait for ever."""
-    wanted = ranks.share(lambda: said)
-    what = next((what for what, value in said.items() if value != wanted[what]), None)
+def check_alike(ranks: Ranks, mine: Mapping[str, Any]) -> None:
+    """Raise on all ranks when one passes something else than rank 0: they would wait for ever."""
+    wanted = ranks.share(lambda: mine)
+    what = next((what for what, value in mine.items() if value != wanted[what]), None)
     difference = ""
     if what is not None:
-        told = str(said[what])
-        if isinstance(said[what], list):
-            pairs = zip_longest(wanted[what], said[what], fillvalue="nothing")
+        told = str(mine[what])
+        if isinstance(mine[what], list):
+            pairs = zip_longest(wanted[what], mine[what], fillvalue="nothing")
             told = "; ".join([f"{b} (on rank 0 {a})" for a, b in pairs if a != b][:3])
         difference = f"rank {ranks.rank} has another {what} than rank 0: {told}"
+    # Each knows only whether it differs itself: all raise what the first that does has found.
     problem = ranks.agree(difference, lambda heard: next(filter(None, heard), ""))
     if problem:
         raise PeerError(problem, hint="call as_distributed alike on every rank")
 
 
-def _give_values(model: nn.Module, device: torch.device) -> None:
-    """Give all ranks the values of rank 0, by way of the device they communicate on: a few tensors
-    at a time, as the whole model may be too large for it.
-    """
-    group = cast("dist.ProcessGroup", dist.group.WORLD)
+def _begin_alike(model: nn.Module, job: _Job) -> None:
+    """Let ranks that compute the same draw the same random numbers, and all have one's values."""
+    device = job.device
+    if size_of(job.strategy, "tp") > 1:
+        group = job.along("tp").get_group()
+        state = torch.get_rng_state().to(device)
+        dist.broadcast(state, group=group, group_src=0)
+        torch.set_rng_state(state.cpu())
+        if device.type == "cuda":
+            state = torch.cuda.get_rng_state(device).to(device)
+            dist.broadcast(state, group=group, group_src=0)
+            torch.cuda.set_rng_state(state.cpu(), device)
+    # DDP gives rank 0's values to all ranks when it wraps, but it refuses a model of which nothing
+    # is trained.
+    is_in_ddp = job.names.keys() <= {"ddp", "zero1"}
+    is_in_ddp &= any(parameter.requires_grad for parameter in model.parameters())
+    if job.strategy.world_size == 1 or is_in_ddp:
+        return
+    # By way of the device that ranks communicate on, and a few tensors at a time: the whole model
+    # may be too large for it.
+    whole = cast("dist.ProcessGroup", dist.group.WORLD)
     tensors = [*dict.fromkeys((*model.parameters(), *model.buffers()))]
     for first, last in batches([tensor.nbytes for tensor in tensors], _SYNC_BYTES):
         few = tensors[first:last]
         there = [tensor.detach().to(device) for tensor in few]
-        _broadcast_coalesced(group, there, _SYNC_BYTES, 0)
+        _broadcast_coalesced(whole, there, _SYNC_BYTES, 0)
         for tensor, values in zip(few, there, strict=True):
             if tensor.device != values.device:
                 tensor.detach().copy_(values)
-
-
-def _give_random_numbers(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let the ranks of a group draw the random numbers that its first rank draws."""
-    state = torch.get_rng_state().to(device)
-    dist.broadcast(state, group=group, group_src=0)
-    torch.set_rng_state(state.cpu())
-    if device.type == "cuda":
-        state = torch.cuda.get_rng_state(device).to(device)
-        dist.broadcast(state, group=group, group_src=0)
-        torch.cuda.set_rng_state(state.cpu(), device)

@@ -52,7 +52,7 @@ class StageSplit:
     drops: bool = False
     """Whether modules outside of lists are set to None rather than passed by."""
 
-    def said(self) -> list[str]:
+    def compared(self) -> list[str]:
         """What ranks compare to know that they split alike."""
         return [*(str(_names(stage)) for stage in self.stages), f"{self.drops} {self.loose}"]
 
@@ -84,8 +84,8 @@ class StageSplit:
                 setattr(frame.get_submodule(path), own, None)
         return frame
 
-    def places(self) -> Iterator[tuple[str, int]]:
-        """The parameters by all of their names, and their stages."""
+    def stages_of_parameters(self) -> Iterator[tuple[str, int]]:
+        """The parameters by all of their names, and the number of the stage of each."""
         for number, stage in enumerate(self.stages):
             for layer in stage:
                 module = self.model.get_submodule(layer.name)
@@ -104,7 +104,7 @@ class StageSplit:
     def check_tied(self) -> None:
         """Refuse weights that two stages would have: nobody would keep them alike."""
         first: dict[int, tuple[int, str]] = {}
-        for name, stage in self.places():
+        for name, stage in self.stages_of_parameters():
             known, other = first.setdefault(id(self.model.get_parameter(name)), (stage, name))
             if known != stage:
                 raise LayoutError(
@@ -129,17 +129,8 @@ def split_into_stages(
         inputs = tuple(each.to(device) if torch.is_tensor(each) else each for each in several)
     if inputs is not None and options.split is None:
         if options.balance == "time":
-            run(model, inputs)  # the first is slower than those to come
+            evaluated(model, inputs)  # the first is slower than those to come
         layers, output = _as_run(model, layers, inputs)
-
-    def trial(begins: Sequence[int]) -> StageSplit:
-        stages = [layers[a:b] for a, b in pairwise([*begins, len(layers)])]
-        split = StageSplit(model, stages, loose=0)
-        if options.split is None:
-            if not isinstance(model, nn.Sequential):
-                split = _found_way(split, inputs, output)
-            split.check_tied()
-        return split
 
     # Another stage may begin anywhere but between layers that share weights.
     if len(layers) < count:
@@ -149,7 +140,7 @@ def split_into_stages(
         )
     firsts, refused = dict[int, int](), set[int]()
     singles = StageSplit(model, [[layer] for layer in layers])
-    for name, number in singles.places():
+    for name, number in singles.stages_of_parameters():
         first = firsts.setdefault(id(model.get_parameter(name)), number)
         refused.update(range(first + 1, number + 1))
     places = [at for at in range(1, len(layers)) if at not in refused]
@@ -161,6 +152,16 @@ def split_into_stages(
             raise UsageError('balance="time" takes an example to measure', hint="pass example=")
         times = [round(layer.seconds * 1e9) for layer in layers]
         weights = ranks.share(lambda: times)
+
+    def trial(begins: Sequence[int]) -> StageSplit:
+        stages = [layers[a:b] for a, b in pairwise([*begins, len(layers)])]
+        split = StageSplit(model, stages, loose=0)
+        if options.split is None:
+            if not isinstance(model, nn.Sequential):
+                split = _found_way(split, inputs, output)
+            split.check_tied()
+        return split
+
     return most_even(weights, count, places, trial)
 
 
@@ -233,7 +234,7 @@ def _found_way(split: StageSplit, inputs: tuple[Any, ...] | None, output: Any) -
             try:
                 found: Any = inputs
                 for number in range(len(split.stages)):
-                    found = (run(way.stage(number), found),)
+                    found = (evaluated(way.stage(number), found),)
                 if found[0].shape == output.shape and torch.allclose(found[0], output, 1e-4):
                     return way
             except Exception as error:  # noqa: BLE001 — the model's own, of any kind
@@ -241,7 +242,7 @@ def _found_way(split: StageSplit, inputs: tuple[Any, ...] | None, output: Any) -
         raise LayoutError(
             "the stages, one after another, do not give what the whole model gives",
             value=[_names(stage) for stage in split.stages],
-            hint=f"the model may do more to its hidden state than run its layers; {_HOW}",
+            hint=f"the model may do more to its hidden state than evaluated its layers; {_HOW}",
         ) from problem
     finally:
         problem = None  # what it holds would live on, and with it the stages that were tried
@@ -299,7 +300,7 @@ def _layers_in(prefix: str, module: nn.Module) -> Iterator[Layer]:
         path = f"{prefix}{name}"
         holds_layers = any(isinstance(each, CONTAINERS) for each in child.modules())
         # Modules that compute positions and masks have no parameters, are not on the way of the
-        # data, and run on every stage.
+        # data, and evaluated on every stage.
         changes_its_input = type(child).__module__.startswith("torch.nn.") or any(
             True for _ in child.parameters()
         )
@@ -337,14 +338,14 @@ def _as_run(
         hooks.append(module.register_forward_pre_hook(partial(before, name)))
         hooks.append(module.register_forward_hook(partial(after, name)))
     try:
-        output = run(model, inputs)
+        output = evaluated(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
     return list(order.values()), output
 
 
-def run(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+def evaluated(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
     """What a model returns in evaluation mode, without a trace in buffers or in random numbers."""
     modes = [(module, module.training) for module in model.modules()]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

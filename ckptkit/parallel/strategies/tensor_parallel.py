@@ -1,5 +1,5 @@
-"""From rules, the same that the resharder goes by, to a plan for `parallelize_module`, which is
-tried out on an example before it is used.
+"""From rules, the same that the resharder goes by, to a style of torch for each module, which
+are tried out on an example before they are used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KNOWN = (nn.Linear, nn.Embedding)
 _OUTPUT = "the output"
 
 
-def plan_of(model: nn.Module, ranks: int, options: StrategyOptions) -> dict[str, ParallelStyle]:
+def styles_of(model: nn.Module, ranks: int, options: StrategyOptions) -> dict[str, ParallelStyle]:
     """The style of each module that the rules cut over so many ranks."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     # A Hugging Face model knows sizes of itself.
@@ -170,14 +170,14 @@ def _goes_on(model: nn.Module, order: list[str], column: str, row: str, *, is_su
     return any(node.isdecimal() for node in shared)
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """Cut what a model has of the modules in a plan; a stage has only some of them."""
+def parallelize(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]) -> None:
+    """Cut what a model has of the modules that have a style; a stage has only some of them."""
     present = {name for name, module in model.named_modules() if isinstance(module, _KNOWN)}
     # The names of each parameter that has several: torch's styles make one for each.
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    parallelize_module(model, mesh, {n: style for n, style in plan.items() if n in present})
+    parallelize_module(model, mesh, {n: style for n, style in styles.items() if n in present})
     for first, *others in names.values():
         kept = model.get_parameter(first)
         for name in others:
@@ -196,7 +196,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelS
 def try_out(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: Mapping[str, ParallelStyle],
+    styles: Mapping[str, ParallelStyle],
     example: Any,
     device: torch.device,
 ) -> None:
@@ -214,7 +214,7 @@ def try_out(
 
     fed = [
         name
-        for name, style in plan.items()
+        for name, style in styles.items()
         if isinstance(style, RowwiseParallel) and style.input_layouts == (TorchShard(-1),)
     ]
     places = [*fed, _OUTPUT]
@@ -224,9 +224,10 @@ def try_out(
     found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
     whole = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     _run_noting(whole, mapped(example, lambda tensor: tensor.to(here)), wanted)
-    planned = [p for name in plan for p in model.get_submodule(name).parameters(recurse=False)]
-    cut = copy.deepcopy(model, {id(p): p for p in planned})
-    parallelize(cut, mesh, plan)
+    # These are replaced when they are cut. The others move to the device, so they are copied.
+    styled = [p for name in styles for p in model.get_submodule(name).parameters(recurse=False)]
+    cut = copy.deepcopy(model, {id(p): p for p in styled})
+    parallelize(cut, mesh, styles)
     problem: Exception | None = None
     try:
         # What one rank raises has to wait: the others are on their way to the all-reduce below.

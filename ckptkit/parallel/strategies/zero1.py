@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ckptkit.live.wrappers.modules import settled_by
 from ckptkit.parallel.strategies.batches import tensors_of
 from ckptkit.parallel.strategies.data_parallel import units_of
-from ckptkit.parallel.strategies.options import StrategyOptions
+from ckptkit.parallel.strategies.options import StrategyOptions, optimizer_for
 
 
 def zero1_optimizer(
@@ -27,30 +27,28 @@ def zero1_optimizer(
     trained: Sequence[nn.Parameter],
     options: StrategyOptions,
     group: dist.ProcessGroup,
-    every: Optimizer | None,
 ) -> Optimizer:
-    """The optimizer of this rank's share of the parameters. `every` is what a function of the
-    caller has made of all of them; None where there is a class to make it of the share.
-    """
-    kind: Any = options.optimizer
+    """The optimizer of this rank's share of the parameters."""
+    make: Any = options.optimizer
     settings, groups = dict(options.optimizer_options), cast("Sequence[Any]", trained)
-    if every is not None:
+    if not isinstance(make, type):
+        # A function takes parameters, but torch would pass it groups. So it is called here, with
+        # all parameters, and what it made is narrowed to the groups of the share.
+        whole = optimizer_for(options, trained)
 
         def narrowed(groups: list[dict[str, Any]]) -> Optimizer:
-            every.param_groups = groups
+            whole.param_groups = groups
             kept = {parameter for each in groups for parameter in each["params"]}
-            for other in every.state.keys() - kept:
-                del every.state[other]
-            return every
+            for other in whole.state.keys() - kept:
+                del whole.state[other]
+            return whole
 
-        # The function takes parameters, but torch would pass it groups. So it has been called, and
-        # what it made is narrowed to the groups of the share.
-        groups, settings, kind = [*every.param_groups], {}, narrowed
+        groups, settings, make = [*whole.param_groups], {}, narrowed
     shared: ZeroRedundancyOptimizer
     if options.overlap:
-        shared = OverlappingZero1(modules, groups, kind, group, **settings)
+        shared = OverlappingZero1(modules, groups, make, group, **settings)
     else:
-        shared = ZeroRedundancyOptimizer(groups, kind, process_group=group, **settings)
+        shared = ZeroRedundancyOptimizer(groups, make, process_group=group, **settings)
     # Schedulers look there for what they may change.
     shared.defaults = {**shared.optim.defaults, **shared.defaults}
     return shared

@@ -35,6 +35,7 @@ _NATIVE = (
     *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 )
+# obstore asks for credentials again then, and botocore renews those that are about to expire.
 _LOOK_AGAIN = timedelta(minutes=10)
 _FILES = {
     "AWS_CONFIG_FILE": "~/.aws/config",
@@ -55,6 +56,7 @@ def new_session(settings: Settings, where: str) -> Any:
     import botocore.session  # noqa: PLC0415 — costs time, and may not be there
     from botocore.exceptions import ProfileNotFound  # noqa: PLC0415
 
+    # Keys that are passed count more than a profile that is.
     session = botocore.session.Session(profile=None if settings.access_key else settings.profile)
     try:
         session.get_scoped_config()
@@ -72,6 +74,7 @@ def config_options(settings: Settings, **of_s3: object) -> dict[str, Any]:
     """The arguments of botocore's `Config`: one attempt, for it is repeated elsewhere."""
     from botocore.config import Config  # noqa: PLC0415
 
+    # Who has an endpoint of their own seldom has a name in the DNS for each bucket too.
     style = "path" if settings.endpoint else "auto"
     if settings.path_style is not None:
         style = "path" if settings.path_style else "virtual"
@@ -117,15 +120,12 @@ def aws_files() -> list[Path]:
 
 def profile_endpoint(settings: Settings, where: str) -> str | None:
     """The endpoint of the profile: botocore would go there, and obstore does not look."""
-
-    def may_name_one(file: Path) -> bool:
-        # Without botocore, which takes a while.
-        try:
-            return b"endpoint_url" in file.read_bytes()
-        except OSError:
-            return False
-
-    if find_spec("botocore") is None or not any(map(may_name_one, aws_files())):
+    # Whether there is any to be found, before botocore is imported, which takes a while.
+    may_name_one = False
+    for file in aws_files():
+        with suppress(OSError):
+            may_name_one |= b"endpoint_url" in file.read_bytes()
+    if find_spec("botocore") is None or not may_name_one:
         return None
     session = new_session(settings, where)
     if session.get_config_variable("ignore_configured_endpoint_urls"):
@@ -193,8 +193,10 @@ class Upload:
     size: int
 
 
-class BucketDetails:
-    """What neither engine asks of an S3 bucket: obstore cannot, and s3fs has no public way to."""
+class BotocoreBucket:
+    """An S3 bucket as botocore reaches it, for what neither engine asks: obstore cannot, and s3fs
+    has no public way to.
+    """
 
     def __init__(self, top: Location, settings: Settings, *, sends_crc: bool = False) -> None:
         self._top = top
@@ -247,6 +249,8 @@ class BucketDetails:
             return None
         asked = {"Bucket": self._top.path, "Key": scratch, "Body": _ANNOUNCED}
 
+        # The head is made of the one body, and then the other is sent: a server that takes it looks
+        # at nothing.
         def announce(request: Any, **_: object) -> None:
             request.headers["x-amz-checksum-crc64nvme"] = _CRC64
 

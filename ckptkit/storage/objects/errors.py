@@ -41,7 +41,7 @@ class UnsupportedError(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server said: an HTTP status, and the code and message of its XML or JSON."""
+    """What a server error_of: an HTTP status, and the code and message of its XML or JSON."""
 
     status: int = 0
     code: str = ""
@@ -149,7 +149,7 @@ _LONGEST = 200
 
 
 def trouble(kind: str, where: str) -> CkptkitError | Transient:
-    """What to raise for one of the kinds above, of which the server said nothing more."""
+    """What to raise for one of the kinds above, of which the server error_of nothing more."""
     if kind in _PASSING:
         reason, within = _PASSING[kind]
         return Transient(reason, within=within)
@@ -157,8 +157,8 @@ def trouble(kind: str, where: str) -> CkptkitError | Transient:
     return error(what, where=where, hint=hint)
 
 
-def said(answer: Answer, where: str, secrets: Iterable[str] = ()) -> CkptkitError | Transient:
-    """What to raise for an answer that is no success."""
+def error_of(answer: Answer, where: str, secrets: Iterable[str] = ()) -> CkptkitError | Transient:
+    """What to raise for an answer that is no success: `answer_of` the other way round."""
     code = answer.code or _STATUS.get(answer.status, "")
     if code == "NoSuchBucket":
         bucket = "/".join(where.split("/")[:3])
@@ -177,8 +177,8 @@ def said(answer: Answer, where: str, secrets: Iterable[str] = ()) -> CkptkitErro
     told = told.strip(": ")[:_LONGEST]
     told = f" ({told})" if told else ""
     if code in _KINDS:
-        kind, what, hint = _KINDS[code]
-        return kind(f"{what}{told}", where=where, hint=hint)
+        error, what, hint = _KINDS[code]
+        return error(f"{what}{told}", where=where, hint=hint)
     if answer.status == 404:
         return trouble("absent", where)
     return StorageError(
@@ -226,21 +226,21 @@ def translation(
 ) -> CkptkitError | Transient:
     """What to raise instead of an error of an engine."""
     if answer := answer_of(error):
-        return said(answer, where, secrets)
+        return error_of(answer, where, secrets)
     for cause in _causes(error):
-        if kind := _of_connection(cause):
+        if kind := _connection_trouble(cause):
             return trouble(kind, where)
     # The nearest cause counts: a full disk may be met while a missing file is dealt with.
     for cause in _causes(error):
-        if kind := _of_kind(cause):
+        if kind := _other_trouble(cause):
             return trouble(kind, where)
         if isinstance(cause, OSError) and cause.errno in _DISK:
             return refusal(cause, where)
-    return said(Answer(message=f"{type(error).__name__}: {error}"), where, secrets)
+    return error_of(Answer(message=f"{type(error).__name__}: {error}"), where, secrets)
 
 
 def answer_of(error: BaseException) -> Answer | None:
-    """What the server said, if it said anything."""
+    """What the server error_of, if it error_of anything."""
     for cause in _causes(error):
         name, message = type(cause).__name__, str(getattr(cause, "message", ""))
         response = getattr(cause, "response", None)
@@ -264,14 +264,14 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while following is not None and id(following) not in seen:
         seen.add(id(following))
         yield following
-        # aiohttp keeps what the operating system said here.
+        # aiohttp keeps what the operating system error_of here.
         inner = getattr(following, "os_error", None)
         if isinstance(inner, BaseException) and id(inner) not in seen:
             yield inner
         following = following.__cause__ or following.__context__
 
 
-def _of_connection(error: BaseException) -> str:
+def _connection_trouble(error: BaseException) -> str:
     name = type(error).__name__
     if name in _WITHOUT_CREDENTIALS:
         return "no credentials"
@@ -290,7 +290,7 @@ def _of_connection(error: BaseException) -> str:
     return "refused" if isinstance(error, ConnectionRefusedError) else ""
 
 
-def _of_kind(error: BaseException) -> str:
+def _other_trouble(error: BaseException) -> str:
     name = type(error).__name__
     if isinstance(error, TimeoutError) or name in _SLOW:
         return "slow"
@@ -327,7 +327,7 @@ _SIGNS = (
 
 
 def obstore_answer(error: Exception) -> Answer:
-    """What the server said, as far as the text of an error of obstore tells."""
+    """What the server error_of, as far as the text of an error of obstore tells."""
     text = str(error)
     body = text.partition(_DEBUG)[0]
     status = _OBSTORE_STATUS.search(text)
@@ -344,7 +344,7 @@ def obstore_translation(
     """What to raise instead of an error of obstore."""
     answer = obstore_answer(error)
     if answer.status:
-        return said(answer, where, secrets)
+        return error_of(answer, where, secrets)
     if isinstance(error, FileNotFoundError):
         return trouble("absent", where)
     if _GIVES_CREDENTIALS.search(str(error)):

@@ -17,13 +17,13 @@ from ckptkit.errors import CkptkitError, InvalidNameError, NotFoundError
 from ckptkit.storage.base.location import BUCKETS, Location
 from ckptkit.storage.base.options import Settings
 from ckptkit.storage.base.store import Entries, Names, Stored, checked_size
-from ckptkit.storage.objects.amazon import BucketDetails, config_options, new_session
+from ckptkit.storage.objects.amazon import BotocoreBucket, config_options, new_session
 from ckptkit.storage.objects.errors import (
     Answer,
     Transient,
     answer_of,
     below,
-    said,
+    error_of,
     translated,
     trouble,
 )
@@ -52,7 +52,7 @@ class FsspecClient:
         self._is_cloud = top.scheme in BUCKETS
         # Elsewhere the mode does not reach the server, or is not one step.
         self.exclusive = top.scheme in ("s3", "gs")
-        self.details = BucketDetails(top, settings) if top.scheme == "s3" else None
+        self.botocore = BotocoreBucket(top, settings) if top.scheme == "s3" else None
         self.known = Known()
         self._made: dict[int, tuple[Any, str]] = {}
 
@@ -90,14 +90,15 @@ class FsspecClient:
     def head(self, key: str) -> Stat:
         with self._answers(key):
             found = self._fs.info(self._path(key))
+        # To a file system a folder is something that is there; to a store it is no object.
         if found["type"] == "directory":
             raise trouble("absent", below(self._top, key))
         etag = found.get("ETag") or found.get("etag")
         return Stat(found["size"], etag if isinstance(etag, str) else None)
 
-    def put(self, key: str, data: memoryview, *, create: bool) -> str | None:
+    def put(self, key: str, data: memoryview, *, exclusive: bool) -> str | None:
         """Whole, where the file system does that."""
-        mode = {"mode": "create"} if create else {}
+        mode = {"mode": "create"} if exclusive else {}
         limit = self._limit(self._settings.stall_seconds, data.nbytes)
         with self._answers(key):
             self._make_folder(key)
@@ -114,6 +115,8 @@ class FsspecClient:
         """A file that is written piece by piece."""
         with self._answers(key):
             self._make_folder(key)
+            # Outside of clouds a file would show while it is written: it is held back until
+            # `commit`, where the file system can do that.
             options = {} if self._is_cloud else {"autocommit": False}
             block = -(-piece_size // _CHUNK) * _CHUNK
             file = self._fs.open(self._path(key), "wb", block_size=block, **options)
@@ -152,6 +155,7 @@ class FsspecClient:
 
     def _listed(self, folder: str, method: str, **how: bool) -> Any:
         with self._answers(folder):
+            # Other processes write there too, and a listing decides which steps there are.
             self._fs.invalidate_cache()
             try:
                 return getattr(self._fs, method)(self._path(folder), **how)
@@ -231,7 +235,7 @@ class FsspecClient:
 
 class S3fsClient(FsspecClient):
     """S3 by way of s3fs, asked by the names of S3's own requests where those of a file system ask
-    more than once, hide what the server said, or send one piece at a time.
+    more than once, hide what the server error_of, or send one piece at a time.
     """
 
     # Of `repeats`: aiohttp sends a PUT again by itself when a connection that it kept open ends
@@ -241,11 +245,11 @@ class S3fsClient(FsspecClient):
         found = self._call("head_object", key)
         return Stat(found["ContentLength"], found.get("ETag"))
 
-    def put(self, key: str, data: memoryview, *, create: bool) -> str | None:
+    def put(self, key: str, data: memoryview, *, exclusive: bool) -> str | None:
         """One request, however large: s3fs would make parts of it, which not every server that
         honours the condition honours it for.
         """
-        condition = {"IfNoneMatch": "*"} if create else {}
+        condition = {"IfNoneMatch": "*"} if exclusive else {}
         put = self._call("put_object", key, in_flight=data.nbytes, Body=bytes(data), **condition)
         etag: str | None = put.get("ETag")
         return etag
@@ -328,7 +332,9 @@ class S3fsClient(FsspecClient):
         for error in done.get("Errors", ()):
             if error.get("Code") != "NoSuchKey":
                 answer = Answer(code=error.get("Code", ""), message=error.get("Message", ""))
-                raise said(answer, below(self._top, error.get("Key", "")), self._settings.secrets)
+                raise error_of(
+                    answer, below(self._top, error.get("Key", "")), self._settings.secrets
+                )
 
     def _call(self, method: str, key: str, *, in_flight: int = 0, **asked: Any) -> Any:
         """One request of S3, about a key or the bucket, while about so many bytes are sent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
@@ -20,7 +20,7 @@ from ckptkit.errors import InvalidNameError, NotFoundError, StorageError, UsageE
 from ckptkit.storage.base.location import Location
 from ckptkit.storage.base.options import Settings
 from ckptkit.storage.base.store import Entries, Names, Stored, checked_size
-from ckptkit.storage.objects.amazon import BucketDetails, s3_credentials
+from ckptkit.storage.objects.amazon import BotocoreBucket, s3_credentials
 from ckptkit.storage.objects.errors import (
     Transient,
     below,
@@ -31,7 +31,14 @@ from ckptkit.storage.objects.errors import (
 from ckptkit.storage.objects.server import FIRST_PAUSE, LONGEST_PAUSE, Known, Stat
 
 if TYPE_CHECKING:
-    from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
+    from obstore.store import (
+        AzureConfig,
+        ClientConfig,
+        GCSConfig,
+        RetryConfig,
+        S3Config,
+        S3Credential,
+    )
 
 AnyStore: TypeAlias = S3Store | GCSStore | AzureStore
 
@@ -62,7 +69,9 @@ class ObstoreClient:
         self._stores: dict[tuple[int, bool, bool | None], AnyStore] = {}
         self._building = threading.Lock()
         self.known = Known()
-        self.details = BucketDetails(top, settings, sends_crc=True) if top.scheme == "s3" else None
+        self.botocore = (
+            BotocoreBucket(top, settings, sends_crc=True) if top.scheme == "s3" else None
+        )
 
     def get(self, key: str, start: int, length: int) -> bytes | memoryview:
         with self._answers(key):
@@ -87,8 +96,8 @@ class ObstoreClient:
             found = obstore.head(self._store(), key)
         return Stat(found["size"], found["e_tag"])
 
-    def put(self, key: str, data: memoryview, *, create: bool) -> str | None:
-        mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
+    def put(self, key: str, data: memoryview, *, exclusive: bool) -> str | None:
+        mode: Literal["create", "overwrite"] = "create" if exclusive else "overwrite"
         with self._answers(key):
             # Copied, because obstore keeps what it is given, also beyond a time-out.
             store = self._store(in_flight=data.nbytes)
@@ -145,11 +154,21 @@ class ObstoreClient:
                 where=str(self._top),
                 hint="start processes with spawn or forkserver, or pass the option engine=fsspec",
             )
+        # Rounded up, so that bodies of all lengths share a few stores; the small ones are sent in
+        # the time of an answer.
         in_flight = 1 << in_flight.bit_length() if in_flight > _SMALL else 0
-        kind = (in_flight, retries, self.known.compares_bodies)
+        # What has been found out may change how bodies are signed.
+        compares = self.known.compares_bodies
+        kind = in_flight, retries, compares
         with self._building:
             if kind not in self._stores:
-                self._stores[kind] = _built(self._top, self._settings, *kind)
+                self._stores[kind] = _built(
+                    self._top,
+                    self._settings,
+                    in_flight=in_flight,
+                    retries=retries,
+                    compares=compares,
+                )
             return self._stores[kind]
 
     @contextmanager
@@ -171,11 +190,7 @@ class ObstoreClient:
 
 
 def _built(
-    top: Location,
-    settings: Settings,
-    in_flight: int,
-    retries: bool,  # noqa: FBT001 — as it is kept
-    compares: bool | None,  # noqa: FBT001
+    top: Location, settings: Settings, *, in_flight: int, retries: bool, compares: bool | None
 ) -> AnyStore:
     """The store of one bucket, for requests that send about `in_flight` bytes at a time (0 for
     those that read); with `retries` it repeats what fails, by itself and in silence.
@@ -192,6 +207,7 @@ def _built(
         client["read_timeout"] = timedelta(seconds=settings.stall_seconds)
         client["timeout"] = timedelta(seconds=settings.answer_seconds)
     retry: RetryConfig = {
+        # As many as there is time for: the deadline ends them.
         "max_retries": 1000 if retries else 0,
         "retry_timeout": timedelta(seconds=settings.deadline + extra),
         "backoff": {
@@ -201,30 +217,13 @@ def _built(
         },
     }
     if top.scheme == "s3":
-        provider, region = s3_credentials(settings, str(top))
-        virtual = settings.path_style is False or (
-            settings.path_style is None and settings.endpoint is None and "." not in top.path
-        )
-        amazon: S3Config = {
-            "region": settings.region or region or "us-east-1",
-            "virtual_hosted_style_request": virtual,
-            # Signed at most over plain http, where the server may compare it: that costs a hash.
-            "unsigned_payload": compares is False or not settings.is_plain,
-            "skip_signature": settings.anonymous,
-        }
-        if compares and not settings.is_plain:
-            # https protects a body up to where it ends, which may be before the server.
-            amazon["checksum_algorithm"] = "crc64nvme"
-        if settings.endpoint:
-            parts = urlsplit(settings.endpoint)
-            host = f"{top.path}.{parts.netloc}" if virtual else parts.netloc
-            amazon["endpoint"] = parts._replace(netloc=host).geturl()
+        config, credentials = _of_amazon(top, settings, compares=compares)
         return S3Store(
             top.path,
-            config=amazon,
+            config=config,
             client_options=client,
             retry_config=retry,
-            credential_provider=provider,
+            credential_provider=credentials,
         )
     if top.scheme == "gs":
         google: GCSConfig = {"skip_signature": settings.anonymous}
@@ -249,3 +248,29 @@ def _built(
             where=str(top),
             hint="set AZURE_STORAGE_ACCOUNT_NAME and its key, or access_key and secret_key",
         ) from error
+
+
+def _of_amazon(
+    top: Location, settings: Settings, *, compares: bool | None
+) -> tuple[S3Config, Callable[[], S3Credential] | None]:
+    """How S3 is addressed and its requests are signed, and what gives the credentials."""
+    credentials, region = s3_credentials(settings, str(top))
+    # A bucket with a dot in its name is no single label of a host: the certificate would not fit.
+    virtual = settings.path_style is False or (
+        settings.path_style is None and settings.endpoint is None and "." not in top.path
+    )
+    config: S3Config = {
+        "region": settings.region or region or "us-east-1",
+        "virtual_hosted_style_request": virtual,
+        # Signed at most over plain http, where the server may compare it: that costs a hash.
+        "unsigned_payload": compares is False or not settings.is_plain,
+        "skip_signature": settings.anonymous,
+    }
+    if compares and not settings.is_plain:
+        # https protects a body up to where it ends, which may be before the server.
+        config["checksum_algorithm"] = "crc64nvme"
+    if settings.endpoint:
+        parts = urlsplit(settings.endpoint)
+        host = f"{top.path}.{parts.netloc}" if virtual else parts.netloc
+        config["endpoint"] = parts._replace(netloc=host).geturl()
+    return config, credentials

@@ -30,7 +30,7 @@ from ckptkit.errors import (
 from ckptkit.storage.base.location import Location, temporary_beside
 from ckptkit.storage.base.options import Settings
 from ckptkit.storage.base.store import Entries, Names, checked_range
-from ckptkit.storage.objects.amazon import BucketDetails, Upload
+from ckptkit.storage.objects.amazon import BotocoreBucket, Upload
 from ckptkit.storage.objects.errors import Transient, UnsupportedError, below, trouble
 
 T = TypeVar("T")
@@ -68,13 +68,13 @@ class Client(Protocol):
     """
 
     exclusive: bool
-    """Whether `put(create=True)` says so to the server; some replace an object all the same."""
+    """Whether `put(exclusive=True)` says so to the server; some replace an object all the same."""
     repeats: bool
     """Whether it may ask more than once after all: then a refusal may be its own doing."""
     copies: bool
     """Whether it keeps a copy of each piece of an upload while that is sent."""
-    details: BucketDetails | None
-    """Who knows what only Amazon's own library can ask; None elsewhere than at S3."""
+    botocore: BotocoreBucket | None
+    """Asks what only Amazon's own library can ask; None elsewhere than at S3."""
     known: Known
     """What all stores that are reached by it have found out."""
 
@@ -87,10 +87,10 @@ class Client(Protocol):
     def head(self, key: str) -> Stat:
         """Size and ETag."""
 
-    def put(self, key: str, data: memoryview, *, create: bool) -> str | None:
+    def put(self, key: str, data: memoryview, *, exclusive: bool) -> str | None:
         """Store an object whole and return its ETag, if it is known.
 
-        With `create` the server is asked to refuse a name that is taken: AlreadyExistsError.
+        With `exclusive` the server is asked to refuse a name that is taken: AlreadyExistsError.
         """
 
     def upload(
@@ -177,15 +177,18 @@ class ObjectServer:
 
     def list(self, folder: str) -> Entries:
         """Every object below a folder."""
-        return self._believed(folder, partial(self.client.list, folder))
+        return self._listing(folder, partial(self.client.list, folder))
 
     def children(self, folder: str) -> Names:
         """The names directly below a folder."""
         start = len(folder) + 1 if folder else 0
-        found = self._believed(folder, partial(self.client.children, folder))
+        found = self._listing(folder, partial(self.client.children, folder))
         return [key[start:].rstrip("/") for key in found]
 
-    def _believed(self, folder: str, ask: Callable[[], T]) -> T:
+    def _listing(self, folder: str, ask: Callable[[], T]) -> T:
+        """What a listing says. The first that says that nothing is there is believed only once
+        something else is missing too: a login page says so of each folder, and has each object.
+        """
         found = self._ask("listing", folder, ask)
         if not found and not self.known.is_store:
             nothing = temporary_beside(f"{folder}/x" if folder else "x")
@@ -209,7 +212,7 @@ class ObjectServer:
         """Store an object whole, whatever is there."""
 
         def attempt() -> None:
-            if self._is_damaged(key, data, self.client.put(key, data, create=False)):
+            if self._is_damaged(key, data, self.client.put(key, data, exclusive=False)):
                 raise Transient(_DAMAGED)
 
         self._ask("writing", key, attempt)
@@ -231,7 +234,7 @@ class ObjectServer:
             self._create(key, data)
             return
         self.refuse_taken(key)
-        self._create(key, data, asks=False)
+        self._create(key, data, exclusive=False)
         time.sleep(SETTLE_SECONDS)
         if not self._ask("reading back", key, lambda: self._holds(key, data)):
             raise trouble("taken", self.where(key))
@@ -254,13 +257,14 @@ class ObjectServer:
             )
 
     def _refuses_to_replace(self, scratch: Names) -> bool:
+        # Both threads go at one moment: a server that looks first and then writes lets both win.
         meeting = threading.Barrier(2)
 
         def wins(key: str, byte: int) -> bool:
             meeting.wait()
             try:
                 # Not asked again: servers tell the loser of a race so by 409, too.
-                self.client.put(key, memoryview(bytes([byte])), create=True)
+                self.client.put(key, memoryview(bytes([byte])), exclusive=True)
             except (AlreadyExistsError, Transient):
                 return False
             return True
@@ -283,11 +287,13 @@ class ObjectServer:
                 _log.warning("the scratch object %s may stay: %s", where, error.what)
         return False
 
-    def _create(self, key: str, data: memoryview, *, asks: bool = True) -> None:
-        """Store an object whole where the server says that there is none: AlreadyExistsError. What
-        it has damaged at every attempt is deleted: nobody can read it, and it has the name.
+    def _create(self, key: str, data: memoryview, *, exclusive: bool = True) -> None:
+        """Store an object whole; if `exclusive`, where the server says that there is none, else
+        AlreadyExistsError. What it has damaged at every attempt is deleted: nobody can read it, and
+        it has the name.
         """
-        ours = not asks
+        # Whether the name is this rank's: an earlier attempt took it, or nobody asks.
+        ours = not exclusive
         attempts = 0
         damaged: set[str | None] = set()  # ETags
 
@@ -297,7 +303,7 @@ class ObjectServer:
             try:
                 # Once it is ours nobody else could take the name, but what lies there is not what
                 # was sent.
-                etag = self.client.put(key, data, create=not ours)
+                etag = self.client.put(key, data, exclusive=not ours)
             except AlreadyExistsError:
                 # An attempt whose answer was lost may have been the one that took the name.
                 again = attempts > 1 or self.client.repeats
@@ -332,16 +338,16 @@ class ObjectServer:
         """The multipart uploads that were begun below a folder: Google and Azure forget theirs
         after a week, and list none.
         """
-        details = self.client.details
-        if details is None:
+        botocore = self.client.botocore
+        if botocore is None:
             return ()
-        return self._ask("listing uploads", folder, lambda: details.uploads(folder))
+        return self._ask("listing uploads", folder, lambda: botocore.uploads(folder))
 
     def abort(self, uploads: Iterable[Upload]) -> None:
         """Abort some that `uploads` found."""
-        if details := self.client.details:
+        if botocore := self.client.botocore:
             for upload in uploads:
-                self._ask("aborting", upload.key, partial(details.abort, upload))
+                self._ask("aborting", upload.key, partial(botocore.abort, upload))
 
     # Whether what arrived is what was sent
 
@@ -349,11 +355,11 @@ class ObjectServer:
         """What tells whether the server stored what it was sent; None where nobody need ask: over
         https nobody can change a body on its way, and some servers compare by themselves.
         """
-        known, details = self.known, self.client.details
-        if details and size >= WORTH_ASKING:
+        known, botocore = self.known, self.client.botocore
+        if botocore and size >= WORTH_ASKING:
             with known.asking:
                 if known.compares_bodies is None:
-                    known.compares_bodies = details.compares_bodies(temporary_beside(key))
+                    known.compares_bodies = botocore.compares_bodies(temporary_beside(key))
         needs_none = known.compares_bodies or not (self.settings.is_plain and known.etags_tell)
         return None if needs_none else ExpectedEtag(piece_size)
 
@@ -418,7 +424,7 @@ class ExpectedEtag:
     """The ETag that S3 gives an object: its MD5, or of several pieces that of their MD5s."""
 
     def __init__(self, piece_size: int) -> None:
-        self._size = piece_size
+        self._piece_size = piece_size
         self._pieces: list[bytes] = []
         self._piece = _md5()
         self._taken = 0
@@ -426,11 +432,11 @@ class ExpectedEtag:
     def add(self, data: memoryview) -> None:
         """Take what comes next."""
         while data.nbytes:
-            count = min(self._size - self._taken, data.nbytes)
+            count = min(self._piece_size - self._taken, data.nbytes)
             self._piece.update(data[:count])
             self._taken += count
             data = data[count:]
-            if self._taken == self._size:
+            if self._taken == self._piece_size:
                 self._end_piece()
 
     def differs(self, etag: str | None) -> bool:

@@ -44,7 +44,7 @@ _FILE_SYSTEMS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "az": ("adlfs", "
 _PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "GCSFS_")
 # As many as S3 deletes with one request.
 _BATCH = 1000
-# What takes longer than an answer may take can never succeed.
+# A larger request might take longer than an answer may take, and then at every attempt.
 _MOST_AT_ONCE = 64 << 20
 
 
@@ -58,7 +58,7 @@ def open_objects(location: Location, options: Options) -> ObjectStore:
     if settings.others:
         client = _new_client(top, settings)
     else:
-        client = _shared_client(top, settings, _surroundings())
+        client = _shared_client(top, settings, _environment())
     return ObjectStore(client, Address(location, dict(options)), settings)
 
 
@@ -71,12 +71,12 @@ def _split(location: Location) -> tuple[Location, str]:
 
 
 @lru_cache(maxsize=16)
-def _shared_client(top: Location, settings: Settings, _surroundings: object) -> Client:
+def _shared_client(top: Location, settings: Settings, environment: object) -> Client:  # noqa: ARG001 — part of the key
     """The client of all stores that are reached alike: they share its connections."""
     return _new_client(top, settings)
 
 
-def _surroundings() -> object:
+def _environment() -> object:
     """What a client may have read besides its settings; no connection outlives a fork."""
 
     def changed(file: Path) -> int:
@@ -183,13 +183,14 @@ class ObjectStore(KeyedStore):
         if parts.total <= self._abilities.part_size:
             if not again:
                 self._server.refuse_taken(path)
+            # One request needs no upload: put together in memory, and sent when it is finished.
             buffer = default_pool().take(parts.total)
 
-            def store() -> None:
+            def put_whole() -> None:
                 self._server.put(path, buffer.view)
                 buffer.give_back()
 
-            return BufferSink(parts, buffer.view, store, buffer.give_back)
+            return BufferSink(parts, buffer.view, put_whole, buffer.give_back)
         return ObjectSink(self._server, path, parts, memory, again=again)
 
     def put(
@@ -224,10 +225,13 @@ class ObjectStore(KeyedStore):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects or leftovers, the first before any other, the others many at a time."""
+        # The first by itself, as a manifest is: one request deletes its keys in any order, and a
+        # step that is half deleted must not be found.
         left, most = iter(keys), 1
         while batch := list(islice(left, most)):
             most = _BATCH
             checked = [deletable_key(key) for key in batch]
+            # A leftover may be an upload, which is aborted, or an object, which is deleted.
             own = {key for key in checked if _is_own(key)}
             for folder in {key.rpartition("/")[0] for key in own}:
                 begun = self._server.uploads(self._below(folder))

@@ -24,6 +24,7 @@ from ckptkit.storage.base.store import as_bytes
 from ckptkit.storage.objects.errors import Transient
 from ckptkit.storage.objects.server import ObjectServer
 
+# One is filled while another is sent.
 _LEAST_PIECES = 2
 # An engine that sends a piece again may say nothing, for as long as its deadline is.
 _PATIENCE = 30.0
@@ -43,18 +44,22 @@ class ObjectSink:
     ) -> None:
         self._server = server
         self._key = key
-        self._may_be_taken = again
+        self._again = again
         self._where = parts.where
         self._parts = parts
         preferred, many = server.settings.part_size, server.settings.concurrency
-        self._size = piece_size(self._parts.total, preferred)
+        self._piece_size = piece_size(self._parts.total, preferred)
         # What the client copies needs the same memory twice.
-        each = self._size * (2 if server.client.copies else 1)
-        most_pieces = max(2, many + 2 if memory is None else memory // each)
-        self._concurrency = min(many, most_pieces, -(-self._parts.total // self._size))
-        self._expected = server.expected_etag(key, self._parts.total, self._size)
+        each = self._piece_size * (2 if server.client.copies else 1)
+        # More than are sent at a time, so that the next ones are filled meanwhile.
+        wanted = many + 2 if memory is None else memory // each
+        most_pieces = max(_LEAST_PIECES, wanted)
+        self._concurrency = min(many, most_pieces, -(-self._parts.total // self._piece_size))
+        self._expected = server.expected_etag(key, self._parts.total, self._piece_size)
         seen = self._expected.add if self._expected else None
-        self._window = UploadWindow(parts.sizes, self._size, most_pieces * self._size, seen)
+        self._window = UploadWindow(
+            parts.sizes, self._piece_size, most_pieces * self._piece_size, seen
+        )
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
         self._starting = threading.Lock()
@@ -65,14 +70,14 @@ class ObjectSink:
     def write(self, part: int, data: memoryview) -> None:
         """Copy one part; what is whole is on its way."""
         view = as_bytes(self._where, data)
-        with self._parts.claiming(part, view.nbytes), self._sending():
+        with self._parts.claiming(part, view.nbytes), self._writing():
             self._window.write(part, view)
 
     @contextmanager
     def filling(self, part: int) -> Iterator[memoryview]:
         """Memory that is sent from, unless the part is longer than what is sent at a time."""
         size = self._parts.size(part)
-        with self._parts.claiming(part, size), self._sending():
+        with self._parts.claiming(part, size), self._writing():
             blocks = self._window.blocks_of(part)
             if len(blocks) == 1:
                 with self._window.filling(blocks[0]) as memory:
@@ -90,13 +95,14 @@ class ObjectSink:
         # It has begun: an object of several pieces has a part that is not empty.
         if self._thread is not None:
             self._thread.join()
-        if self._error is not None and not self._is_there():
+        if self._error is not None and not self._was_completed():
             raise self._refusal() from self._error
         expected = self._expected
         if expected is not None and expected.differs(self._etag):
-            # Either it is of another kind, or a piece was damaged on its way.
-            for number, start in enumerate(range(0, self._parts.total, self._size)):
-                length = min(self._size, self._parts.total - start)
+            # Either it is of another kind, or a piece was damaged on its way. What the server gives
+            # back tells: a download, and only one for a server whose ETags are of another kind.
+            for number, start in enumerate(range(0, self._parts.total, self._piece_size)):
+                length = min(self._piece_size, self._parts.total - start)
                 if expected.piece_differs(number, self._server.read(self._key, start, length)):
                     self._server.delete([self._key])
                     raise CorruptionError(
@@ -123,8 +129,8 @@ class ObjectSink:
         self._error = None
 
     @contextmanager
-    def _sending(self) -> Iterator[None]:
-        """While something is sent. Where that fails nobody waits for anything any more."""
+    def _writing(self) -> Iterator[None]:
+        """While a caller fills memory. Where that, or the upload, fails nobody waits any more."""
         try:
             # Before, because whoever waits for memory waits for what is sent.
             with self._starting:
@@ -150,14 +156,14 @@ class ObjectSink:
         """Send the blocks as they come: what the thread of the upload does."""
         server = self._server
         try:
-            if not self._may_be_taken:
+            if not self._again:
                 # Here, while the first blocks are filled.
                 server.refuse_taken(self._key)
             threading.Thread(target=self._watch, name="upload watch", daemon=True).start()
             self._etag = server.client.upload(
                 self._key,
                 self._window.blocks(),
-                self._size,
+                self._piece_size,
                 self._concurrency,
             )
         except BaseException as error:  # noqa: BLE001 — whoever writes or finishes raises it
@@ -180,7 +186,7 @@ class ObjectSink:
                     self._where, waited,
                 )  # fmt: skip
 
-    def _is_there(self) -> bool:
+    def _was_completed(self) -> bool:
         """Whether the upload was completed, though the answer was lost.
 
         Then asking again finds no such upload. There was no object of this name, or one of the

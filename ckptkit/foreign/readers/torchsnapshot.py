@@ -1,0 +1,460 @@
+"""Snapshots of torchsnapshot: a document that lists every value of every rank, and a file for each
+tensor or object, or for many small tensors.
+
+Tensors are raw elements in C order, or files of torch.save where numpy has no such type. What a
+path means differs: a replicated value is listed for rank 0 alone, of a sharded tensor each rank
+lists its shards, and all else is what one rank has for itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+from urllib.parse import unquote
+
+from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep
+from ckptkit.foreign.folder import Folder
+from ckptkit.foreign.readers.safetensors import parsed
+from ckptkit.foreign.readers.torch_save import counted
+from ckptkit.foreign.spread import MeshPart, strategy_of
+from ckptkit.foreign.states import StateTensor, states_of
+from ckptkit.foreign.torch_file import dtype_of, is_whole, read_file
+from ckptkit.foreign.yaml_document import read_yaml
+from ckptkit.format.names import join
+from ckptkit.model import (
+    Axis,
+    Box,
+    DType,
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    Strategy,
+    document,
+    layout_of,
+)
+
+METADATA = ".snapshot_metadata"
+_PATH = re.compile(r"(\d{1,8})/([^/]+(?:/[^/]+)*)")
+_MOST_RANKS = 1 << 24
+_MOST_OBJECT_BYTES = 1 << 28
+_DEPTH = 64
+_CONTAINERS = ("list", "dict", "OrderedDict")
+_PLAIN = ("int", "str", "bool", "bytes", "float")
+_WHOLE = ("Tensor", "ChunkedTensor")
+_CUT = ("ShardedTensor", "DTensor")
+_GONE = object()
+
+
+def read_torchsnapshot(folder: Folder) -> ForeignStep:
+    """The snapshot in a folder."""
+    world, entries = _metadata(folder)
+    snapshot = _Snapshot(folder, world, entries)
+    tree = {
+        unquote(name): value
+        for name in snapshot.below.get("", ())
+        if (value := snapshot.value(name)) is not _GONE
+    }
+    found = states_of(tree, str(folder.store.location))
+    for path, rank, tensor in snapshot.of_ranks:
+        nodes = [unquote(node) for node in path.split("/")]
+        name = join("other", *nodes, f"rank.{rank}")
+        found.theirs[name] = f"{rank}/{path}"
+        found.arrays.append(ForeignArray(name, tensor.shape, tensor.dtype, tensor.extents, "other"))
+    found.left_out |= snapshot.left_out
+    found.left_out |= folder.unread(snapshot.files)
+    spreads = {
+        array.name: spread
+        for array in found.arrays
+        if (spread := snapshot.spreads.get(array.extents))
+    }
+    strategy, arrays = snapshot.strategy(spreads, found.arrays)
+    told = {"of_each_rank": sorted({path.partition("/")[0] for path, _, _ in snapshot.of_ranks})}
+    told["of_rank_0"] = sorted(snapshot.differing)
+    return ForeignStep(
+        format="torchsnapshot",
+        files={key: folder.size(key) for key in snapshot.files},
+        arrays=arrays,
+        aliases=found.aliases,
+        objects=found.objects,
+        strategy=strategy,
+        theirs=found.theirs,
+        details=found.details | {key: value for key, value in told.items() if value},
+        step=counted(tree),
+    )
+
+
+def _metadata(folder: Folder) -> tuple[int, dict[str, dict[int, dict[str, Any]]]]:
+    """How many ranks there were, and by path and rank what each of them has."""
+    where = folder.where(METADATA)
+    data = folder.read(METADATA)
+    # Until it was found to be slow, it was YAML, of which JSON is a part.
+    said = parsed(data, where) if data.lstrip()[:1] == b"{" else read_yaml(data, where)
+    if not isinstance(said, dict) or not isinstance(said.get("manifest"), dict):
+        raise FormatError("not the metadata of torchsnapshot", where=where)
+    world = document.integer(
+        said.get("world_size"), f"{where}: world_size", least=1, most=_MOST_RANKS
+    )
+    entries: dict[str, dict[int, dict[str, Any]]] = {}
+    for name, entry in said["manifest"].items():
+        match = _PATH.fullmatch(document.text(name, where))
+        if match is None or int(match[1]) >= world or match[2].count("/") > _DEPTH:
+            raise FormatError("not a path of a rank", where=where, value=name)
+        if not isinstance(entry, dict):
+            raise FormatError("must be a map", where=f"{where}: {name}", value=entry)
+        entries.setdefault(match[2], {})[int(match[1])] = entry
+    return world, entries
+
+
+class _Snapshot:
+    """Makes a tree of what all ranks list."""
+
+    def __init__(
+        self, folder: Folder, world: int, entries: dict[str, dict[int, dict[str, Any]]]
+    ) -> None:
+        self.folder = folder
+        self.world = world
+        self.entries = entries
+        self.below: dict[str, dict[str, None]] = {}
+        """By the path of a container, the last nodes of the paths in it."""
+        for path in entries:
+            at = path
+            while at:
+                above, _, node = at.rpartition("/")
+                self.below.setdefault(above, {})[node] = None
+                at = above
+        self.files: dict[str, None] = {}
+        self.spreads: dict[tuple[Extent, ...], MeshPart] = {}
+        self.is_cut: set[tuple[Extent, ...]] = set()
+        self.is_replicated = False
+        """Whether any tensor is."""
+        self.of_ranks: list[tuple[str, int, StateTensor]] = []
+        """Tensors that several ranks have, each its own."""
+        self.alike = self._alike()
+        self.differing: set[str] = set()
+        self.left_out: dict[str, str] = {}
+
+    def _alike(self) -> set[str]:
+        """Paths of tensors of one element that several ranks have, the same: of an optimizer each
+        rank counts the steps. Larger ones would be more to read than metadata is.
+        """
+        ranges: dict[str, list[tuple[int, int, str]]] = {}
+        for path, of_ranks in self.entries.items():
+            if len(of_ranks) == 1 or not all(map(_is_number, of_ranks.values())):
+                continue
+            for entry in of_ranks.values():
+                (extent,) = (tensor := self._whole(path, entry)).extents
+                found = (extent.offset, tensor.dtype.itemsize, path)
+                ranges.setdefault(extent.file, []).append(found)
+        contents: dict[str, set[bytes]] = {}
+        for key, there in ranges.items():
+            there.sort()
+            for (*_, path), data in zip(
+                there, self.folder.read_many(key, [each[:2] for each in there]), strict=True
+            ):
+                contents.setdefault(path, set()).add(data)
+        return {path for path, each in contents.items() if len(each) == 1}
+
+    def where(self, path: str) -> str:
+        return f"{self.folder.where(METADATA)}: {path}"
+
+    def value(self, path: str) -> Any:
+        """What is at a path: a tree, a tensor or a plain value; _GONE for what is not in it."""
+        of_ranks = self.entries.get(path, {})
+        kinds = {document.text(e.get("type"), self.where(path)) for e in of_ranks.values()}
+        if kinds and kinds <= {"dict", "OrderedDict"}:
+            return self._dict(path, of_ranks.values())
+        if kinds == {"list"}:
+            return self._list(path)
+        if path in self.below or (len(kinds) > 1 and kinds & {*_CONTAINERS, *_CUT}):
+            raise FormatError(
+                "values are in it, and it is not told to be a dict or a list"
+                if path in self.below
+                else "ranks have values of different kinds",
+                where=self.where(path),
+                value=sorted(kinds),
+            )
+        first = of_ranks[min(of_ranks)]
+        if kinds <= {*_CUT}:
+            return self._cut(path, of_ranks)
+        if kinds <= {*_WHOLE}:
+            self.is_replicated |= (is_replicated := first.get("replicated") is True)
+            if is_replicated or len(of_ranks) == 1:
+                return self._whole(path, first)
+            tensors = {rank: self._whole(path, entry) for rank, entry in of_ranks.items()}
+            if path in self.alike:
+                return tensors[min(tensors)]
+            self.of_ranks += [(path, rank, tensor) for rank, tensor in tensors.items()]
+            return _GONE
+        if kinds <= {*_PLAIN}:
+            if any(
+                entry.get("serialized_value") != first.get("serialized_value")
+                for entry in of_ranks.values()
+            ):
+                self.differing.add(path)
+            return _plain(first, self.where(path))
+        if kinds == {"object"}:
+            if len(of_ranks) > 1:
+                self.differing.add(path)
+            return self._object(path, first)
+        raise FormatError(
+            "an entry of a kind that is not read here",
+            where=self.where(path),
+            value=sorted(kinds),
+            hint="restore it with torchsnapshot, and save it again",
+        )
+
+    def _dict(self, path: str, of_ranks: Iterable[Mapping[str, Any]]) -> dict[Any, Any]:
+        keys: dict[str, str | int] = {}
+        for entry in of_ranks:
+            said = entry.get("keys")
+            if not isinstance(said, list) or not all(isinstance(k, str | int) for k in said):
+                raise FormatError("not the keys of a dict", where=self.where(path))
+            keys |= {str(key): key if type(key) is int else str(key) for key in said}
+        there = {unquote(node): node for node in self.below.get(path, ())}
+        if there.keys() != keys.keys():
+            raise FormatError(
+                "the entries in a dict are not those of its keys",
+                where=self.where(path),
+                value=sorted(there.keys() ^ keys.keys())[:8],
+                hint="the metadata was changed; copy it again",
+            )
+        return {
+            key: value
+            for text, key in keys.items()
+            if (value := self.value(f"{path}/{there[text]}")) is not _GONE
+        }
+
+    def _list(self, path: str) -> list[Any]:
+        nodes = list(self.below.get(path, ()))
+        if sorted(nodes, key=lambda node: (len(node), node)) != [*map(str, range(len(nodes)))]:
+            raise FormatError(
+                "an item of a list is missing",
+                where=self.where(path),
+                hint="the metadata was changed; copy it again",
+            )
+        values = [self.value(f"{path}/{number}") for number in range(len(nodes))]
+        return [value for value in values if value is not _GONE]
+
+    def _whole(self, path: str, entry: Mapping[str, Any]) -> StateTensor:
+        """A tensor that no rank has a part of, in one file or in chunks."""
+        where = self.where(path)
+        shape = document.integers(entry.get("shape"), f"{where}: shape")
+        dtype = _dtype(entry, where)
+        if entry["type"] == "Tensor":
+            return StateTensor(shape, dtype, (self._extent(entry, Box.whole(shape), dtype, where),))
+        shards = self._shards(entry.get("chunks"), where)
+        if not shape:  # cut as a row of one
+            shards = [(Box.whole(()), tensor) for box, tensor in shards if box.shape == (1,)]
+        return StateTensor(shape, dtype, self._extents(shards, dtype, where))
+
+    def _cut(self, path: str, of_ranks: Mapping[int, Mapping[str, Any]]) -> Any:
+        """A tensor of which ranks have parts."""
+        where = self.where(path)
+        by_rank = {rank: self._shards(e.get("shards"), where) for rank, e in of_ranks.items()}
+        shards = [shard for rank in sorted(by_rank) for shard in by_rank[rank]]
+        if not shards:
+            self.left_out[path] = "a tensor of which no rank has a part"
+            return _GONE
+        if len({len(box.shape) for box, _ in shards}) > 1:
+            raise FormatError("its shards differ in their number of dims", where=where)
+        # As torchsnapshot has it: the shape is told nowhere.
+        shape = tuple(max(along) for along in zip(*(box.stop for box, _ in shards), strict=True))
+        dtype = _dtype(shards[0][1], where)
+        extents = self._extents(shards, dtype, where)
+        hulls = tuple(
+            (rank, _hull([box for box, _ in parts])) for rank, parts in by_rank.items() if parts
+        )
+        first = next(iter(of_ranks.values()))
+        spread = (
+            _meshed(shape, first, where)
+            if first["type"] == "DTensor"
+            else _line(shape, hulls, self.world)
+        )
+        self.is_cut.add(extents)
+        if spread is not None:
+            self.spreads[extents] = spread
+        return StateTensor(shape, dtype, extents)
+
+    def _shards(self, said: Any, where: str) -> list[tuple[Box, dict[str, Any]]]:
+        found = []
+        for shard in said if isinstance(said, list) else [None]:
+            known = document.fields(shard, where, ("offsets", "sizes", "tensor"))
+            offsets = document.integers(known["offsets"], f"{where}: offsets")
+            sizes = document.integers(known["sizes"], f"{where}: sizes")
+            tensor = known["tensor"]
+            if len(offsets) != len(sizes) or not isinstance(tensor, dict):
+                raise FormatError("not a shard of a tensor", where=where)
+            found.append((Box(offsets, sizes), tensor))
+        return found
+
+    def _extents(
+        self, shards: Sequence[tuple[Box, dict[str, Any]]], dtype: DType, where: str
+    ) -> tuple[Extent, ...]:
+        for _, tensor in shards:
+            if _dtype(tensor, where) != dtype:
+                raise FormatError("its parts have several dtypes", where=where)
+        # Where ranks have the same part, that of the first is it.
+        unique = dict(reversed(shards))
+        return tuple(self._extent(unique[box], box, dtype, where) for box in unique)
+
+    def _extent(self, entry: Mapping[str, Any], box: Box, dtype: DType, where: str) -> Extent:
+        """Where the elements of a box are."""
+        key = document.text(entry.get("location"), f"{where}: location")
+        size = self.folder.size(key)
+        self.files[key] = None
+        shape = document.integers(entry.get("shape"), f"{where}: shape")
+        if shape != box.shape and (shape, box.shape) != ((1,), ()):
+            raise FormatError(f"a part of {box.shape} is said to be of {shape}", where=where)
+        serializer, said = entry.get("serializer"), entry.get("byte_range")
+        if serializer == "torch_save" and said is None:
+            tensor = read_file(self.folder, key).tree
+            if (
+                not isinstance(tensor, StateTensor)
+                or tensor.dtype != dtype
+                or tensor.shape != shape
+            ):
+                raise FormatError(
+                    f"the file does not hold the {dtype} of {shape} that it should",
+                    where=self.folder.where(key),
+                )
+            return replace(tensor.extents[0], box=box)
+        if serializer != "buffer_protocol":
+            raise FormatError(
+                "a tensor that was written in a way that is not read here",
+                where=where,
+                value=serializer,
+            )
+        begin, end = 0, size
+        if said is not None:
+            ends = document.integers(said, f"{where}: byte_range")
+            begin, end = ends if len(ends) == 2 else (1, 0)
+        if end - begin != box.size * dtype.itemsize or end > size:
+            raise FormatError(
+                f"{box.size * dtype.itemsize} bytes are wanted at {begin}, and the file has {size}",
+                where=f"{self.folder.where(key)}: {where.rpartition(': ')[2]}",
+                value=said,
+                hint="the file was cut short or changed; copy it again",
+            )
+        return Extent(box, key, begin)
+
+    def _object(self, path: str, entry: Mapping[str, Any]) -> Any:
+        """An object; _GONE, and named as left out, where it is one of a class."""
+        key = document.text(entry.get("location"), f"{self.where(path)}: location")
+        if self.folder.size(key) > _MOST_OBJECT_BYTES:
+            self.left_out[path] = f"an object of {self.folder.size(key)} bytes"
+            return _GONE
+        try:
+            value = read_file(self.folder, key).tree
+        except CkptkitError as error:
+            if not is_whole(self.folder.read(key)):
+                raise
+            self.left_out[path] = error.what + (f" (got {error.value})" if error.has_value else "")
+            return _GONE
+        self.files[key] = None
+        return value
+
+    def strategy(
+        self, spreads: dict[str, MeshPart], arrays: Sequence[ForeignArray]
+    ) -> tuple[Strategy | None, list[ForeignArray]]:
+        """What wrote it: known where every tensor is replicated, or cut in a known way."""
+        if self.world == 1:
+            return Strategy.of("single"), list(arrays)
+        known = all(array.name in spreads for array in arrays if array.extents in self.is_cut)
+        apart = self.alike | {path for path, _, _ in self.of_ranks}
+        alone = [
+            path
+            for path, of_ranks in self.entries.items()
+            for entry in of_ranks.values()
+            if entry.get("type") in _WHOLE and entry.get("replicated") is not True
+            if path not in apart
+        ]
+        if not known or alone or not (self.is_cut or self.is_replicated):
+            return None, list(arrays)
+        line = ((None, self.world),)
+        if not any(spread.mesh for spread in spreads.values()):
+            spreads = {a.name: MeshPart(a.shape, None, line, (Replicate(),)) for a in arrays}
+        return strategy_of(spreads, arrays, self.world)
+
+
+def _is_number(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry is a tensor of one element that a rank has for itself."""
+    shape = entry.get("shape")
+    is_one = isinstance(shape, list) and all(type(n) is int and n == 1 for n in shape)
+    is_raw = entry.get("type") == "Tensor" and entry.get("serializer") == "buffer_protocol"
+    return is_one and is_raw and entry.get("replicated") is not True
+
+
+def _dtype(entry: Mapping[str, Any], where: str) -> DType:
+    return dtype_of(entry.get("dtype"), f"{where}: dtype")
+
+
+def _plain(entry: Mapping[str, Any], where: str) -> Any:
+    """The value that is in the metadata itself."""
+    kind, said = entry["type"], document.text(entry.get("serialized_value"), where)
+    try:
+        if kind == "str":
+            return said
+        if kind == "int":
+            return int(said)
+        if kind == "bool":
+            return {"True": True, "False": False}[said]
+        raw = base64.b64decode(said, validate=True)
+        return raw if kind == "bytes" else struct.unpack("<d", raw)[0]
+    except (ValueError, KeyError, binascii.Error, struct.error) as error:
+        raise FormatError(f"not what torchsnapshot writes of a {kind}", where=where) from error
+
+
+def _hull(boxes: Sequence[Box]) -> Box:
+    begin = tuple(min(along) for along in zip(*(box.offset for box in boxes), strict=True))
+    end = tuple(max(along) for along in zip(*(box.stop for box in boxes), strict=True))
+    return Box(begin, tuple(b - a for a, b in zip(begin, end, strict=True)))
+
+
+@lru_cache(maxsize=1024)
+def _line(
+    shape: tuple[int, ...], hulls: tuple[tuple[int, Box], ...], world: int
+) -> MeshPart | None:
+    """How a tensor lies over all ranks in a row, if each has what it has of a tensor that is cut
+    along one dim.
+    """
+    strategy = Strategy(Mesh((Axis("a", "tp", world),)))
+    of_rank = dict(hulls)
+    for dim in range(len(shape)):
+        layout = layout_of(shape, strategy, (Shard(dim),))
+        if all(
+            layout.part(r).boxes[:1] == ((of_rank[r],) if r in of_rank else ())
+            for r in range(world)
+        ):
+            return MeshPart(shape, None, ((None, world),), (Shard(dim),))
+    return None
+
+
+def _meshed(shape: tuple[int, ...], entry: Mapping[str, Any], where: str) -> MeshPart | None:
+    """What a DTensor says of its mesh; nothing where axes cut one dim twice, whose order is not
+    told.
+    """
+    sizes: list[int] = []
+    mesh = entry.get("mesh")
+    while isinstance(mesh, list) and mesh and len(sizes) < _DEPTH:
+        sizes.append(len(mesh))
+        mesh = mesh[0]
+    cuts = entry.get("dim_map")
+    if not isinstance(cuts, list) or len(cuts) != len(shape):
+        raise FormatError("not how a DTensor lies over its mesh", where=where)
+    placements: list[Placement] = [Replicate()] * len(sizes)
+    for dim, said in enumerate(cuts):
+        axes = document.integers(said, f"{where}: dim_map", least=-1, most=len(sizes) - 1)
+        if len(axes) > 1:
+            return None
+        for axis in axes:
+            if axis >= 0:
+                placements[axis] = Shard(dim)
+    return MeshPart(shape, None, tuple((None, size) for size in sizes), tuple(placements))

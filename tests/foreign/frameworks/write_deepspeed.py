@@ -1,0 +1,213 @@
+"""Checkpoints that DeepSpeed writes on a CPU, and what DeepSpeed itself has of them.
+
+`write_deepspeed.py OUT`, and `deepspeed.zip` is all that is in OUT then.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import nn
+
+# By name: ranks, precision, and what is said of ZeRO. More than DeepSpeed are told `groups` of
+# parameters, whether some are `frozen`, and in what to `accumulate`.
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "zero0": (2, "fp32", {"stage": 0}),
+    "zero0-all": (2, "fp32", {"stage": 0, "frozen": False}),
+    "zero0-bf16": (2, "bf16", {"stage": 0}),
+    "zero1": (2, "fp32", {"stage": 1}),
+    "zero1-bf16": (2, "bf16", {"stage": 1, "accumulate": "fp32"}),
+    "zero2": (2, "bf16", {"stage": 2, "round_robin_gradients": True}),
+    "zero2-alone": (1, "fp32", {"stage": 2}),
+    "zero2-three": (3, "fp32", {"stage": 2, "groups": 2, "round_robin_gradients": True}),
+    "zero2-aligned": (2, "bf16", {"stage": 2, "parameter_alignment": True}),
+    "zero2-fp16": (2, "fp16", {"stage": 2}),
+    "zero3": (2, "bf16", {"stage": 3}),
+    "zero3-three": (3, "fp32", {"stage": 3, "groups": 2, "sub_group_size": 20}),
+}
+
+
+class Model(nn.Module):
+    """Odd sizes, a frozen parameter, a tied one and two buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.frozen = nn.Linear(5, 5)
+        self.norm = nn.LayerNorm(5)
+        self.up = nn.Linear(5, 11)
+        self.down = nn.Linear(11, 5, bias=False)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor([1.5, 0.3]))
+        self.register_buffer("seen", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.embed(x)) * self.get_buffer("scale")[0]
+        found: torch.Tensor = self.head(self.norm(x + self.down(torch.relu(self.up(x)))))
+        return found
+
+
+def as_numpy(tensor: Any) -> np.ndarray[Any, Any]:
+    tensor = torch.as_tensor(tensor).detach().cpu().contiguous()
+    found = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    return np.asarray(found)
+
+
+def config(precision: str, zero: dict[str, Any]) -> dict[str, Any]:
+    zero = dict(zero)
+    zero.pop("groups", None)
+    zero.pop("frozen", None)
+    accumulate = zero.pop("accumulate", precision)
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+    }
+    if zero["stage"] == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    if precision != "fp32":
+        made[precision] = {"enabled": True}
+    if precision == "fp16":
+        made[precision]["initial_scale_power"] = 8
+    if accumulate != precision:
+        made["data_types"] = {"grad_accum_dtype": accumulate}
+    return made
+
+
+def state_of(engine: Any, parameter: Any, zero: dict[str, Any]) -> dict[str, Any]:
+    """What the live engine has of a parameter: its master weight, its state, and its low copy."""
+    inner = engine.optimizer.optimizer.state
+    found = {"step": as_numpy(next(iter(inner.values()))["step"])}
+    if zero["stage"] == 3:
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found["low"] = parameter.detach().clone()
+    else:
+        found["low"] = parameter.detach()
+    if not zero.get("round_robin_gradients"):
+        found["fp32"] = as_numpy(safe_get_full_fp32_param(parameter))
+        states = {k: safe_get_full_optimizer_state(parameter, k) for k in ("exp_avg", "exp_avg_sq")}
+        return found | {key: as_numpy(value) for key, value in states.items()}
+    # These calls forget that the order is another one. Where it is, parameters are views.
+    (group,) = (
+        number
+        for number, group in enumerate(engine.optimizer.round_robin_bit16_groups)
+        if any(each is parameter for each in group)
+    )
+    flat = engine.optimizer.single_partition_of_fp32_groups[group]
+    for key, part in {"fp32": flat, **inner[flat]}.items():
+        if part.ndim:
+            parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, part.detach())
+            begin = parameter.storage_offset()
+            whole = torch.cat(parts)[begin : begin + parameter.numel()]
+            found[key] = as_numpy(whole.view(parameter.shape))
+    return found
+
+
+def write(case: str, out: Path, rank: int) -> None:
+    _, precision, zero = CASES[case]
+    torch.manual_seed(7)
+    net = Model()
+    net.frozen.requires_grad_(requires_grad=not zero.get("frozen", True))
+    parameters: Any = [p for p in net.parameters() if p.requires_grad]
+    if zero.get("groups"):
+        flat = [p for p in parameters if p.ndim == 1]
+        parameters = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+            {"params": flat, "weight_decay": 0.0, "lr": 0.02},
+        ]
+    engine, *_ = deepspeed.initialize(
+        model=net, model_parameters=parameters, config=config(precision, zero)
+    )
+    for step in range(3):
+        torch.manual_seed(100 * step + rank)
+        loss = engine(torch.randint(7, (2, 4))).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    place = out / case
+    engine.save_checkpoint(str(place), client_state={"epoch": 2, "rng": torch.arange(5)})
+    arrays: dict[str, Any] = {}
+    masters: dict[str, Any] = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad and zero["stage"]:
+            found = state_of(engine, parameter, zero)
+            masters[name] = found.pop("fp32")
+            low = found.pop("low")
+            assert torch.equal(torch.from_numpy(masters[name]).to(low.dtype), low), name
+            arrays |= {f"optimizer/{name}/{key}": value for key, value in found.items()}
+    if rank == 0:
+        tag = place / (place / "latest").read_text()
+        kind = "zero_pp_rank_0_" if zero["stage"] == 3 else ""
+        states = torch.load(tag / f"{kind}mp_rank_00_model_states.pt", weights_only=False)
+        if zero["stage"] and "accumulate" not in zero:
+            weights = get_fp32_state_dict_from_zero_checkpoint(str(place))
+            for name, value in masters.items():
+                assert np.array_equal(as_numpy(weights[name]), value), name
+            arrays |= {f"model/{name}": as_numpy(value) for name, value in weights.items()}
+        else:  # the script does not know these
+            arrays |= {f"model/{name}": as_numpy(value) for name, value in states["module"].items()}
+            arrays |= {f"model/{name}": value for name, value in masters.items()}
+            arrays["model/head.weight"] = arrays["model/embed.weight"]
+        if optimizer := states["optimizer"]:
+            # Which parameter has which number is told by the order, where all have one.
+            names = [name for name, _ in engine.module.named_parameters()]
+            inner = optimizer.get("optimizer_state_dict", optimizer)["state"]
+            for number, values in inner.items():
+                named = f"optimizer/{names[number]}" if len(inner) == len(names) else ""
+                for key, value in values.items():
+                    arrays[f"{named or f'other/optimizer/state/{number}'}/{key}"] = as_numpy(value)
+            for number, group in enumerate(optimizer.get("fp32_groups", ())):
+                for index, value in enumerate(group):
+                    arrays[f"other/fp32_groups/{number}/{index}"] = as_numpy(value)
+        # Those are converted to fp32 on the way: here they are as they were saved.
+        kept = ["scale", "seen", *(["frozen.weight", "frozen.bias"] if zero["stage"] < 3 else [])]
+        arrays |= {f"model/{name}": as_numpy(states["module"][name]) for name in kept}
+        arrays["other/rng"] = np.arange(5)
+        for script in place.glob("*.py"):
+            script.unlink()
+        np.savez(out / f"{case}.npz", **arrays)
+
+
+def worker(rank: int, world: int, port: int, out: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
+    torch.set_num_threads(1)
+    # It runs there, slowly.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    for case, (ranks, *_) in CASES.items():
+        if ranks == world:
+            write(case, Path(out), rank)
+
+
+def main(out: str) -> None:
+    for world in (1, 2, 3):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=worker, args=(n, world, port, out)) for n in range(world)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        if any(rank.exitcode for rank in ranks):
+            raise SystemExit(f"a job on {world} ranks failed")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
