@@ -16,9 +16,9 @@ from ckptkit.errors import CorruptionError, FormatError, NotFoundError
 from ckptkit.format.arrays import (
     MAX_ARRAYS,
     Alias,
+    ArrayColumns,
     ArrayInfo,
     ArrayKind,
-    Columns,
     arrays_from_docs,
     arrays_to_docs,
     check_names,
@@ -39,7 +39,7 @@ class ArrayTable:
     whether the columns were made of these, as every later reader will make them.
     """
 
-    columns: Columns
+    columns: ArrayColumns
     packed: tuple[bytes, bytes]
     is_read: bool = False
 
@@ -47,7 +47,7 @@ class ArrayTable:
     def of(cls, arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> ArrayTable:
         """The table of arrays that are sorted by name."""
         names, kinds, ofs = zip(*arrays, strict=True) if arrays else ((), (), ())
-        columns = Columns(names, kinds, ofs, tuple(aliases))
+        columns = ArrayColumns(names, kinds, ofs, tuple(aliases))
         check_names(columns)
         return cls(columns, arrays_to_docs(columns))
 

@@ -87,7 +87,7 @@ class Alias:
     alias_of: str
 
 
-class Columns(NamedTuple):
+class ArrayColumns(NamedTuple):
     """Arrays sorted by name, as the columns that an `ArrayInfo` is a row of; and their aliases."""
 
     names: tuple[str, ...]
@@ -96,7 +96,7 @@ class Columns(NamedTuple):
     aliases: tuple[Alias, ...]
 
 
-def arrays_to_docs(columns: Columns) -> tuple[bytes, bytes]:
+def arrays_to_docs(columns: ArrayColumns) -> tuple[bytes, bytes]:
     """The fields `placements` and `arrays` of a document, packed; entries are sorted by name."""
     packer, pack = msgpack.Packer(), cache(msgpack.packb)
     table: dict[tuple[Placement, ...], int] = {}
@@ -123,7 +123,7 @@ def arrays_to_docs(columns: Columns) -> tuple[bytes, bytes]:
     return placements, b"".join([head, *(entries[name] for name in sorted(entries))])
 
 
-def arrays_from_docs(packed: tuple[bytes, bytes], axes: int) -> Columns:
+def arrays_from_docs(packed: tuple[bytes, bytes], axes: int) -> ArrayColumns:
     """What the fields `placements` and `arrays` of a document say, both still packed."""
     table = _placements(unpack_items(packed[0], "placements", MAX_ARRAYS), axes)
     return _as_written(packed[1], table) or _one_by_one(packed[1], table)
@@ -134,7 +134,7 @@ _NAME, _OF, _ALIAS_OF = map(msgpack.packb, ("name", "of", "alias_of"))
 _ALIAS, _KIND_ONLY, _WITHOUT_OF, _WITH_OF = b"\x82", b"\x85", b"\x86", b"\x87"
 
 
-def _as_written(data: bytes, table: list[tuple[Placement, ...]]) -> Columns | None:
+def _as_written(data: bytes, table: list[tuple[Placement, ...]]) -> ArrayColumns | None:
     """The arrays of a list that is spelled as a save spells it, and has nothing against it: of an
     entry only the names are decoded, the rest is known by its bytes. None for any other list.
 
@@ -187,10 +187,10 @@ def _as_written(data: bytes, table: list[tuple[Placement, ...]]) -> Columns | No
 
 def _columns(
     names: Sequence[str], kinds: Sequence[ArrayKind | None], others: Sequence[str | None]
-) -> Columns:
+) -> ArrayColumns:
     """Those of a list of names: what is of no kind is an alias of the other name."""
     rows = list(zip(names, kinds, others, strict=True))
-    found = Columns(
+    found = ArrayColumns(
         tuple([name for name, kind, _ in rows if kind is not None]),
         tuple([kind for kind in kinds if kind is not None]),
         tuple([of for _, kind, of in rows if kind is not None]),
@@ -233,7 +233,7 @@ def _plain_texts(names: list[bytes]) -> list[str] | None:
     return texts if len(texts) == len(names) and are_plain(texts) else None
 
 
-def _one_by_one(data: bytes, table: list[tuple[Placement, ...]]) -> Columns:
+def _one_by_one(data: bytes, table: list[tuple[Placement, ...]]) -> ArrayColumns:
     """The arrays and aliases of any list; FormatError says of which entry what is wrong."""
     names: list[str] = []
     others: list[str | None] = []
@@ -315,7 +315,7 @@ def is_addressable(shape: tuple[int, ...], dtype: DType) -> bool:
     return math.prod([extent or 1 for extent in shape]) * dtype.itemsize < 1 << 63
 
 
-def check_names(columns: Columns) -> None:
+def check_names(columns: ArrayColumns) -> None:
     """Names are distinct, none lies below another, and aliases are of arrays that are there."""
     sorted_ones, aliases = columns.names, columns.aliases
     names = [*sorted_ones, *(alias.name for alias in aliases)]

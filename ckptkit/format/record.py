@@ -171,8 +171,8 @@ def record_bytes(
 
 
 def _documents(rows: list[Any]) -> Entries:
-    if _are_usual(rows):
-        return Entries.of(rows)
+    if (usual := _usual(rows)) is not None:
+        return usual
     documents = []
     seen = set()
     for number, row in enumerate(rows):
@@ -194,20 +194,24 @@ def _documents(rows: list[Any]) -> Entries:
     return Entries.of(documents)
 
 
-def _are_usual(rows: list[Any]) -> bool:
-    """Whether there is nothing to say against any of the rows, nor a name that has to be looked at
-    by itself: they are checked column by column, since a save of many arrays has as many rows.
+def _usual(rows: list[Any]) -> Entries | None:
+    """The entries of rows that have nothing against them, and no name that has to be looked at by
+    itself: they are checked column by column, since a save of many arrays has as many rows.
     """
     if not rows or not all(type(row) is list and len(row) == 4 for row in rows):
-        return False
+        return None
     names, *numbers = zip(*rows, strict=True)
     if not all(type(name) is str for name in names) or len(set(names)) < len(names):
-        return False
+        return None
     mosts = (LIMIT - 1, LIMIT - 1, (1 << 32) - 1)
-    return are_plain_documents(names) and all(
+    is_usual = are_plain_documents(names) and all(
         all(type(number) is int for number in column) and min(column) >= 0 and max(column) <= most
         for column, most in zip(numbers, mosts, strict=True)
     )
+    if not is_usual:
+        return None
+    offsets, lengths, crcs = (np.array(column, dtype=np.int64) for column in numbers)
+    return Entries(names, offsets, lengths, crcs.astype(np.uint32))
 
 
 def _check_chunks(columns: dict[str, Any], table: ArrayTable) -> None:

@@ -63,7 +63,7 @@ class Look:
         first: dict[int, int] = {}
         for number, entry in enumerate(entries):
             name, value, is_parameter, shared, _, is_kept, is_broadcast = entry
-            is_tensor = torch.is_tensor(value)
+            is_tensor = isinstance(value, torch.Tensor)
             known = first.setdefault(id(value), number) if is_tensor else None
             self.seen += (name, is_parameter, shared, is_kept, is_broadcast, known)
             if is_tensor:
@@ -77,7 +77,7 @@ class Look:
         self.seen.append(len(entries))
         for parameter, key, value, shared in entries:
             self.seen += (parameter, key, shared)
-            if torch.is_tensor(value):
+            if isinstance(value, torch.Tensor):
                 self._at(value)
 
     def at_tree(self, tensors: Mapping[str, torch.Tensor], *, is_replicated: bool) -> None:

@@ -113,7 +113,7 @@ def take_snapshot(
         entries = training.model.entries()
         look.at_model(entries)
         # What `get_extra_state` gave has no tensors of its own.
-        if made := {e.name: e.value for e in entries if not torch.is_tensor(e.value)}:
+        if made := {e.name: e.value for e in entries if not isinstance(e.value, torch.Tensor)}:
             objects["model"] = made
         states, documents = _optimizers(training, entries)
         for state in states:
@@ -192,7 +192,7 @@ def _optimizers(
         states.append(state)
         values: dict[str, dict[str, Any]] = {}
         for entry in state:
-            if not torch.is_tensor(entry.value):
+            if not isinstance(entry.value, torch.Tensor):
                 values.setdefault(entry.parameter, {})[entry.key] = entry.value
         groups = optimizer.options(names)
         documents.append({"kind": optimizer.kind, "groups": groups, "values": values})
@@ -299,7 +299,7 @@ class Collector:
         """Parameters and buffers; a tensor of two names is stored once."""
         replicas = self._topology.replicas
         for entry in entries:
-            if not torch.is_tensor(entry.value):
+            if not isinstance(entry.value, torch.Tensor):
                 continue
             name = join("model", entry.name)
             known = self._seen.setdefault(id(entry.value), name)
@@ -328,7 +328,7 @@ class Collector:
                 parameter = entry.parameter
                 of = join("model", parameter)
                 along = self._alike_along.get(of, self._topology.replicas)
-            if torch.is_tensor(entry.value):
+            if isinstance(entry.value, torch.Tensor):
                 name = join("optimizer", parameter, entry.key)
                 said = self._said(name, entry)
                 self._add(name, entry.value, "optimizer", said=said, alike_along=along, of=of)

@@ -190,5 +190,5 @@ def test_documents_are_read_alike_at_once_and_one_by_one(rows: list[Any]) -> Non
             return str(error)
 
     usual = outcome()
-    with patch.object(records, "_are_usual", lambda _: False):
+    with patch.object(records, "_usual", lambda _: None):
         assert outcome() == usual

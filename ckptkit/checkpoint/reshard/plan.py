@@ -85,6 +85,7 @@ class ReshardKeywords(TypedDict, total=False):
     overwrite: bool
 
 
+@uncollected()
 def reshard(
     src: Place,
     dst: Place,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from isal import isal_zlib
@@ -34,7 +34,8 @@ class _Move(NamedTuple):
     chunk: int
     source: int
     target: int
-    nbytes: int
+    run: np.dtype[Any]
+    """So many bytes as one element."""
     counts: tuple[int, ...]
     source_steps: tuple[int, ...]
     target_steps: tuple[int, ...]
@@ -105,12 +106,12 @@ class SmallChunks:
                     if found != written[i]:
                         key = manifest.chunk_key(rows[places[i]])
                         raise packs.corrupt(key, found, written[i], int(pack[i]), at)
-                target, (_, inside, there, size, counts, from_steps, to_steps) = jobs[places[i]]
+                target, (_, inside, there, run, counts, from_steps, to_steps) = jobs[places[i]]
                 if counts:
-                    row = np.dtype((np.void, size))
-                    taken = np.ndarray(counts, row, data, inside, from_steps)
-                    np.ndarray(counts, row, target, there, to_steps)[...] = taken
+                    taken = np.ndarray(counts, run, data, inside, from_steps)
+                    np.ndarray(counts, run, target, there, to_steps)[...] = taken
                 else:
+                    size = run.itemsize
                     target[there : there + size] = data[inside : inside + size]
 
         # Always as much, so that loans find each other again.
@@ -156,4 +157,4 @@ def _move(piece: Piece, stored: tuple[int, ...], itemsize: int) -> _Move:
             from_steps.insert(0, from_step)
             to_steps.insert(0, to_step)
     steps = tuple(from_steps), tuple(to_steps)
-    return _Move(piece.chunk, inside, there, run, tuple(counts), *steps)
+    return _Move(piece.chunk, inside, there, np.dtype((np.void, run)), tuple(counts), *steps)

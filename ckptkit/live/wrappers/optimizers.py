@@ -58,7 +58,7 @@ class PlainOptimizer:
             state = kept.get(parameter)
             name = _name_of(names, parameter) if state else ""
             for key, value in state.items() if state else ():
-                if torch.is_tensor(value):
+                if isinstance(value, torch.Tensor):
                     found.append(self.entry(name, key, value, parameter))
                     continue
                 # What lies in lists and dictionaries is one entry for each tensor.
@@ -71,7 +71,7 @@ class PlainOptimizer:
 
     def entry(self, name: str, key: str, value: Any, parameter: nn.Parameter) -> StateEntry:
         """One entry; where its value lies is seen from the value itself."""
-        spread = as_spread(value, parameter) if torch.is_tensor(value) else value
+        spread = as_spread(value, parameter) if isinstance(value, torch.Tensor) else value
         return StateEntry(name, key, spread)
 
     def keeps(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002 — others do not keep all
