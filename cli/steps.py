@@ -209,10 +209,11 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
 ) -> None:
     """Write the model of STEP for other programs.
 
-    OUT must not be there, and appears when it is complete and durable, or not at all. The model is
-    never in memory, nor is torch. What is no part of the model stays behind; with --optimizer dcp
-    and torch have what torch's get_optimizer_state_dict gives, beside the model. One file is of
-    safetensors, or of torch.save: torch.load(weights_only=True) reads that.
+    OUT must not be there, and appears when it is complete and durable, or not at all; after an
+    interruption the same command goes on with the files of a folder. The model is never in memory,
+    nor is torch. What is no part of the model stays behind; with --optimizer dcp and torch have
+    what torch's get_optimizer_state_dict gives, beside the model. One file is of safetensors, or of
+    torch.save: torch.load(weights_only=True) reads that.
 
     A folder opens in transformers with from_pretrained, where --with gives it a config.json. The
     names are those of the step: --rename and --names change them where transformers has others.
@@ -241,15 +242,17 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
         "source": place,
         "location": done.location,
         "files": list(done.files),
+        "finished_files": list(done.finished),
         "arrays": done.arrays,
         "bytes": done.nbytes,
         "left_out": list(done.left_out),
         "tied": [{"name": name, "written_as": other} for name, other in done.tied],
     }
     what = f"{counted(done.arrays, 'array')}, {size_text(done.nbytes)}"
+    before = f", {len(done.finished)} of them from before" if done.finished else ""
     answer(
         document,
-        [f"{done.location}: {what} in {counted(len(done.files), 'file')}"],
+        [f"{done.location}: {what} in {counted(len(done.files), 'file')}{before}"],
         as_json=as_json,
     )
     if done.left_out and not as_json:

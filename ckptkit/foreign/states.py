@@ -24,6 +24,8 @@ OPTIMIZER_KEYS = (
 _OPTIMIZER = re.compile(r"optimizer_([0-9]{1,4})", re.ASCII)
 # Of modules of torch: what they keep besides parameters, by the end of the name.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "attn.bias")
+# In the order in which they are around each other, DDP around what was compiled or inside of it.
+_WRAPPERS = ("_orig_mod.", "module.", "_orig_mod.")
 _NUMBERS = ("bfloat", "complex", "float")
 _DEPTH = 64
 
@@ -85,6 +87,7 @@ def states_of(tree: Mapping[Any, Any], where: str, buffers: Container[str] = ())
     optimizers = dict(_optimizers(tree))
     optimizer_keys = {path[0] for path in optimizers}
     model = tree if model_key is None else tree[model_key]
+    inside = _wrapped([k for k, value in model.items() if isinstance(value, StateTensor)])
     rest: dict[Any, Any] = {}
     by_identity: dict[object, str] = {}
     names: list[tuple[str, StateTensor]] = []
@@ -92,9 +95,10 @@ def states_of(tree: Mapping[Any, Any], where: str, buffers: Container[str] = ())
         if isinstance(value, StateTensor) and type(key) is str:
             role = "buffer" if key in buffers else ""
             spelled = (model_key, key)
-            name = _add(found, join("model", key), value, spelled, where, by_identity, role=role)
-            if name == join("model", key) and key not in buffers:
-                names.append((key, value))
+            own = key[len(inside) :]
+            name = _add(found, join("model", own), value, spelled, where, by_identity, role=role)
+            if name == join("model", own) and key not in buffers:
+                names.append((own, value))
         elif model_key is None:
             if key not in optimizer_keys:
                 rest[key] = value
@@ -121,6 +125,18 @@ def states_of(tree: Mapping[Any, Any], where: str, buffers: Container[str] = ())
         if has_some:
             found.keep(join("extra", str(key)), plain)
     return found
+
+
+def _wrapped(names: Sequence[Any]) -> str:
+    """What the names of a model begin with where it was saved inside of DDP, or compiled: of these
+    it is the only child. An optimizer has such names only where it was told them so.
+    """
+    inside = ""
+    for wrapper in _WRAPPERS * bool(names):
+        longer = inside + wrapper
+        if all(type(name) is str and name.startswith(longer) for name in names):
+            inside = longer
+    return inside
 
 
 def _optimizers(tree: Mapping[Any, Any]) -> Iterator[tuple[Path, Any]]:
@@ -184,6 +200,9 @@ def _optimizer(
     """
     by_parameter, groups, more = _nested(state)
     names = _told_names(by_parameter, groups)
+    if names:
+        inside = _wrapped([*names.values()])
+        names = {index: name[len(inside) :] for index, name in names.items()}
     if names is None:
         names = _names_by_order(by_parameter, groups, model)
         found.is_by_order |= names is not None

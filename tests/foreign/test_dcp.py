@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import shutil
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
+from ckptkit.live import load
 from tests.foreign.contract import ForeignContract, Sample, same
 from tests.foreign.jobs import as_numpy, network, trained, wanted_of
 from tests.foreign.test_torch_file import model
@@ -121,6 +123,35 @@ def test_an_optimizer_that_was_saved_as_it_is_gets_names_of_parameters(
         for parameter, (name, _) in zip(optimizer.state, net.named_parameters(), strict=True):
             wanted = optimizer.state[parameter]["exp_avg"]
             assert same(checkpoint[f"optimizer/{name}/exp_avg"][...], wanted.numpy())
+
+
+@pytest.mark.parametrize(
+    "inside", ["module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."]
+)
+def test_a_model_that_was_saved_inside_of_ddp_has_its_own_names(
+    inside: str, tmp_path: Path
+) -> None:
+    net, optimizer = trained(network())
+    wrapped: torch.nn.Module = net
+    for name in reversed(inside.split(".")[:-1]):
+        wrapped = torch.nn.Sequential(OrderedDict([(name, wrapped)]))
+    for told in (False, True):
+        if told:
+            optimizer = torch.optim.AdamW(wrapped.named_parameters(), lr=0.01)
+            net(torch.randn(4, 6)).sum().backward()
+            optimizer.step()
+        state = {"model": wrapped.state_dict(), "optimizer": optimizer.state_dict()}
+        saved(state, tmp_path)
+        again = network()
+        into = torch.optim.AdamW(again.parameters())
+        load(tmp_path, model=again, optimizer=into)
+        assert all(map(torch.equal, again.parameters(), net.parameters()))
+        assert into.param_groups[0]["lr"] == 0.01
+
+
+def test_a_child_that_is_called_module_is_no_wrapper(tmp_path: Path) -> None:
+    state = {"module.w": torch.ones(2), "scale": torch.ones(1)}
+    assert set(ckptkit.open(saved(state, tmp_path)).arrays) == {"model/module.w", "model/scale"}
 
 
 def test_a_stream_that_is_compressed_is_refused_by_name(tmp_path: Path) -> None:

@@ -56,12 +56,13 @@ def unpack(
 
 
 @contextmanager
-def appearing(target: Path, only: str = "") -> Iterator[Path]:
+def appearing(target: Path, only: str = "", name: str = "") -> Iterator[Path]:
     """A folder to write into, which gets the name of the target when the block ends; nothing is
     left when it fails, and what a process left that was killed the next one removes. What is
     written has to be durable at the end of the block.
 
-    With `only` the target is that file of it.
+    With `only` the target is that file of it. With a `name`, 8 hexadecimal digits, it is the folder
+    that a process left with the same name, if one was killed, or interrupted.
     """
     if target.is_symlink() or (
         target.exists() and (only or not target.is_dir() or any(target.iterdir()))
@@ -76,10 +77,12 @@ def appearing(target: Path, only: str = "") -> Iterator[Path]:
     try:
         with refusals(str(target)):
             make_folders(target.parent)
-            with _turn(target):
-                written = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+            written = target.with_name(f".{target.name}.partial-{name or secrets.token_hex(4)}")
+            with _turn(target, written):
                 try:
-                    written.mkdir()
+                    if written.is_symlink():
+                        written.unlink()
+                    written.mkdir(exist_ok=bool(name))
                     yield written
                     if only:
                         (written / only).rename(target)
@@ -88,8 +91,9 @@ def appearing(target: Path, only: str = "") -> Iterator[Path]:
                         written = written.replace(target)
                     for path in (target, *made):
                         sync_folder(path.parent)
-                except BaseException:
-                    shutil.rmtree(written, ignore_errors=True)
+                except BaseException as error:
+                    if isinstance(error, Exception) or not name:
+                        shutil.rmtree(written, ignore_errors=True)
                     raise
     except BaseException:
         for parent in made:
@@ -105,8 +109,9 @@ def _unfinished(target: Path) -> list[Path]:
 
 
 @contextmanager
-def _turn(target: Path) -> Iterator[None]:
-    """Be the only one that unpacks to this name, and remove what those left that were killed.
+def _turn(target: Path, kept: Path | None = None) -> Iterator[None]:
+    """Be the only one that unpacks to this name, and remove what those left that were killed, but
+    what is to be kept.
 
     The system unlocks what a process has locked however that ends, so a lock tells the living from
     the dead, on other machines too. Where there are no locks, nothing is removed.
@@ -116,7 +121,7 @@ def _turn(target: Path) -> Iterator[None]:
     descriptor = os.open(path, flags, 0o666)
     try:
         if _is_locked(descriptor, path):
-            for left in set(_unfinished(target)) - {path}:
+            for left in set(_unfinished(target)) - {path, kept}:
                 shutil.rmtree(left, ignore_errors=True)
         try:
             yield

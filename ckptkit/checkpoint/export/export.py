@@ -5,21 +5,19 @@ some bytes of each at a time, within a budget of memory.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import numpy as np
-from isal import isal_zlib
+from typing import Any
 
 from ckptkit.checkpoint.check.unpack import appearing
+from ckptkit.checkpoint.export.file import write_file
+from ckptkit.checkpoint.export.finished import FinishedFiles, identity
 from ckptkit.checkpoint.places import Place, store_at, stored_size
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
-from ckptkit.checkpoint.read.stream import STREAM_MEMORY, bands
+from ckptkit.checkpoint.read.stream import STREAM_MEMORY
 from ckptkit.checkpoint.reshard.copy import (
     Budget,
     ChunkCopier,
@@ -28,12 +26,11 @@ from ckptkit.checkpoint.reshard.copy import (
 )
 from ckptkit.checkpoint.reshard.selection import Selection, choose
 from ckptkit.checkpoint.reshard.translation import Chosen
-from ckptkit.checkpoint.workers import Progress, copy_threads, share_out
-from ckptkit.errors import AlreadyExistsError, NoSpaceError, NotFoundError, PeerError, UsageError
+from ckptkit.checkpoint.workers import Progress, copy_threads
+from ckptkit.errors import AlreadyExistsError, NoSpaceError, NotFoundError, UsageError
 from ckptkit.foreign.output.dcp import dcp_folder
 from ckptkit.foreign.output.files import (
     EMBEDDINGS,
-    Checked,
     NewFile,
     NewTensor,
     hugging_face,
@@ -45,7 +42,6 @@ from ckptkit.foreign.output.torch_save import torch_file
 from ckptkit.foreign.readers.safetensors import CONFIG, parsed
 from ckptkit.format.names import MODEL, OPTIMIZER, inner_name, split
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.model import Box
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Options, Store, open_store
 
@@ -53,8 +49,6 @@ FORMATS = ("hf", "safetensors", "torch", "dcp")
 _FOLDERS: Mapping[str, Any] = {"hf": hugging_face, "dcp": dcp_folder}
 _WITH_OPTIMIZER = ("dcp", "torch")
 
-# As much of a file is filled and written at a time.
-_SEGMENT = 8 << 20
 # What is taken along of the folder of a model: all small files that are no weights.
 _BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "tokenizer*", "LICENSE*")
 _NOT_BESIDE = ("*.index.json", "*.safetensors", "*.bin", "trainer_state.json")
@@ -73,6 +67,8 @@ class Exported:
     """Of their elements."""
     left_out: tuple[str, ...]
     """Names in the step that the files do not have."""
+    finished: tuple[str, ...]
+    """The files that an earlier run had completed."""
     tied: tuple[tuple[str, str], ...]
     """Second names of tensors that are written once, and the first ones."""
 
@@ -97,13 +93,14 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     of a Hugging Face model, as `dcp`, that of a torch.distributed.checkpoint, or as one file,
     `safetensors` or `torch` (of torch.save).
 
-    `out` must not be there; it appears whole or not at all. Never more than `memory` is in use,
-    whatever the size of the model. Each file of a folder has at most `max_file_size` bytes of
-    tensors. `beside` is a folder with the model's `config.json` and its tokenizer, which are
-    copied. `selection` leaves arrays out, renames and converts them; what is no part of the model
-    stays behind, but with `optimizer`, for `dcp` and `torch`, the state of the optimizer, as
-    `get_optimizer_state_dict` of torch has it. `storage_options` reach all places, unless
-    `source_options` are those of `src` and `beside`.
+    `out` must not be there; it appears whole or not at all. After a kill or an interruption the
+    same call goes on where it was: of a folder, files that were complete are kept. Never more than
+    `memory` is in use, whatever the size of the model. Each file of a folder has at most
+    `max_file_size` bytes of tensors. `beside` is a folder with the model's `config.json` and its
+    tokenizer, which are copied. `selection` leaves arrays out, renames and converts them; what is
+    no part of the model stays behind, but with `optimizer`, for `dcp` and `torch`, the state of the
+    optimizer, as `get_optimizer_state_dict` of torch has it. `storage_options` reach all places,
+    unless `source_options` are those of `src` and `beside`.
     """
     if to_format not in FORMATS:
         raise UsageError("no such format to write", value=to_format, hint=f"{', '.join(FORMATS)}")
@@ -145,25 +142,32 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
             pack_bytes=sum(tensor.nbytes for tensor in tensors) // len(new.files),
             fixed=max(0, resident_bytes() - before),
         )
-        with _appearing(place, is_file=is_file) as store, _removing(store) as written:
-            _check_room(store, tensors, place)
+        name = identity(checkpoint.save_id, arrays, new)
+        with _appearing(place, name, is_file=is_file) as store, _removing(store) as keys:
+            finished = FinishedFiles(store, "" if is_file else name)
+            resumed = finished.begin([file.key for file in new.files], progress)
+            keys.extend([finished.note, *resumed] if finished.note else [])
+            missing = [file for file in new.files if file.key not in resumed]
+            _check_room(store, place, missing, tensors)
             if config is not None:
-                written.extend(_copied(config, store))
+                keys.extend(_copied(config, store))
             check_huge_chunks(arrays, checkpoint, budget)
             copier = ChunkCopier(checkpoint, budget, None, None)
-            for file in new.files:
-                _write(file, arrays, copier, store, progress)
-                written.append(file.key)
+            for file in missing:
+                finished.add(file.key, *write_file(file, arrays, copier, store, progress))
+                keys.append(file.key)
             for key, data in new.closing:
                 # Where there are no folders, it makes a model of the files: the first one counts.
-                store.put(key, data, exclusive=True)
-                written.append(key)
+                store.put(key, data, exclusive=not finished.is_resumed)
+                keys.append(key)
+            finished.forget()
         return Exported(
             str(place.location),
-            tuple(written),
+            tuple(key for key in keys if key != finished.note),
             len(tensors),
             sum(tensor.nbytes for tensor in tensors),
             tuple(left_out),
+            tuple(resumed),
             tuple((name, tensor.name) for tensor in tensors for name in tensor.tied),
         )
 
@@ -260,38 +264,49 @@ def _untied(
 
 
 @contextmanager
-def _appearing(place: Store, *, is_file: bool) -> Iterator[Store]:
-    """Where to write the files; AlreadyExistsError where something is at the place."""
+def _appearing(place: Store, name: str, *, is_file: bool) -> Iterator[Store]:
+    """Where to write the files of an export of this name; AlreadyExistsError where something else
+    is at the place.
+    """
     location = place.location
     if location.scheme == "file":
-        with appearing(Path(location.path), location.name if is_file else "") as folder:
+        only = location.name if is_file else ""
+        with appearing(Path(location.path), only, "" if is_file else name[:8]) as folder:
             yield open_store(folder)
         return
     store = place
     if is_file:
         store = open_store(replace(place.address, location=location.parent))
-    if store.children("") if not is_file else stored_size(store, location.name) is not None:
+        is_there = stored_size(store, location.name) is not None
+    else:
+        is_there = bool(store.children("")) and not FinishedFiles(store, name).is_resumed
+    if is_there:
         raise AlreadyExistsError(
             "there is something already",
             where=str(location),
-            hint="name a place that is empty, or delete what an export left that was killed",
+            hint="name a place that is empty; the command of an export that was killed goes on",
         )
     yield store
 
 
 @contextmanager
 def _removing(store: Store) -> Iterator[list[str]]:
-    """Keys of what is written, which goes again where the block fails."""
+    """Keys of what is written, which goes again where the block fails; what is interrupted may be
+    gone on with.
+    """
     keys: list[str] = []
     try:
         yield keys
-    except BaseException:
+    except Exception:
         store.delete(keys)
         raise
 
 
-def _check_room(store: Store, tensors: Sequence[NewTensor], place: Store) -> None:
-    room, needed = store.room(), sum(tensor.nbytes for tensor in tensors)
+def _check_room(
+    store: Store, place: Store, files: Sequence[NewFile], tensors: Sequence[NewTensor]
+) -> None:
+    numbers = [piece for file in files for piece in file.pieces if isinstance(piece, int)]
+    room, needed = store.room(), sum(tensors[number].nbytes for number in numbers)
     if room is not None and needed > room:
         raise NoSpaceError(
             f"{needed} bytes are to be written, {room} are free",
@@ -319,156 +334,3 @@ def _copied(source: Store, target: Store) -> Iterator[str]:
         if fits(name, _BESIDE) and not fits(name, _NOT_BESIDE):
             target.put(name, source.read_whole(name, _MOST_BESIDE))
             yield name
-
-
-_Piece: TypeAlias = "bytes | Checked | FileBand"
-
-
-@dataclass(frozen=True, slots=True)
-class FileBand:
-    """Elements of a tensor that come next in a file."""
-
-    tensor: int
-    start: int
-    """How many bytes of the tensor come before them."""
-    box: Box
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class FileSegment:
-    """Neighbours in a file that are filled and written together, and where each begins."""
-
-    nbytes: int
-    pieces: tuple[tuple[int, _Piece], ...]
-
-
-class _Checksums:
-    """The checksums of tensors of a file, of which threads fill some bytes at a time.
-
-    A thread waits only for what comes before its own segment. That was begun before, by threads
-    that say what they have filled before they wait themselves.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._left = list(sizes)
-        self._parts: list[list[tuple[int, int, int]]] = [[] for _ in sizes]
-        self._changed = threading.Condition()
-        self._stopped = False
-
-    def add(self, band: FileBand, crc: int) -> None:
-        """Some bytes of a tensor are there."""
-        with self._changed:
-            self._parts[band.tensor].append((band.start, band.nbytes, crc))
-            self._left[band.tensor] -= band.nbytes
-            if not self._left[band.tensor]:
-                self._changed.notify_all()
-
-    def of(self, tensor: int) -> int:
-        """The checksum of a tensor, once all of its bytes are there."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or not self._left[tensor])
-            if self._left[tensor]:
-                raise PeerError("another thread could not fill its part of the file")
-            parts = sorted(self._parts[tensor])
-        whole = 0
-        for _, nbytes, crc in parts:
-            whole = int(isal_zlib.crc32_combine(whole, crc, nbytes))
-        return whole
-
-    def stop(self) -> None:
-        """Nobody has to wait any more."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-
-def _write(
-    file: NewFile,
-    arrays: Sequence[Chosen],
-    copier: ChunkCopier,
-    store: Store,
-    progress: Progress | None,
-) -> None:
-    segments = list(_segments(file, arrays, copier.budget.batch_bytes))
-    extents = [segment.nbytes for segment in segments]
-    checksums = None
-    if any(isinstance(piece, Checked) for piece in file.pieces):
-        checksums = _Checksums([array.info.nbytes for array in arrays])
-    sink = store.create(file.key, extents, memory=copier.budget.sink_bytes)
-
-    def write(number: int) -> None:
-        try:
-            with sink.filling(number) as memory:
-                _fill(segments[number], memory, arrays, copier, checksums)
-        except BaseException:
-            if checksums is not None:
-                checksums.stop()
-            raise
-        if progress:
-            progress(extents[number])
-
-    try:
-        share_out(range(len(segments)), write, copier.budget.workers)
-        sink.finish()
-    except BaseException:
-        sink.abort()
-        raise
-
-
-def _segments(file: NewFile, arrays: Sequence[Chosen], most: int) -> Iterator[FileSegment]:
-    """The bytes of a file in order, small tensors together, large ones a band at a time."""
-    held: list[tuple[int, _Piece]] = []
-    end = 0
-    for piece, nbytes in _pieces(file, arrays, most):
-        if held and end + nbytes > _SEGMENT:
-            yield FileSegment(end, tuple(held))
-            held, end = [], 0
-        held.append((end, piece))
-        end += nbytes
-    yield FileSegment(end, tuple(held))
-
-
-def _pieces(file: NewFile, arrays: Sequence[Chosen], most: int) -> Iterator[tuple[_Piece, int]]:
-    for piece in file.pieces:
-        if isinstance(piece, Checked):
-            yield piece, piece.nbytes
-        elif isinstance(piece, bytes):
-            for begin in range(0, len(piece), _SEGMENT):
-                data = piece[begin : begin + _SEGMENT]
-                yield data, len(data)
-        else:
-            chosen, start = arrays[piece], 0
-            itemsize = chosen.info.dtype.itemsize
-            widest = max(itemsize, chosen.source.dtype.itemsize)
-            for box in bands([chosen.source.grid], _SEGMENT // widest, most // widest):
-                band = FileBand(piece, start, box, box.size * itemsize)
-                yield band, band.nbytes
-                start += band.nbytes
-
-
-def _fill(
-    segment: FileSegment,
-    memory: memoryview,
-    arrays: Sequence[Chosen],
-    copier: ChunkCopier,
-    checksums: _Checksums | None,
-) -> None:
-    boxes = []
-    filled: list[tuple[FileBand, memoryview]] = []
-    for begin, piece in segment.pieces:
-        if isinstance(piece, bytes):
-            memory[begin : begin + len(piece)] = piece
-        elif isinstance(piece, FileBand):
-            chosen, data = arrays[piece.tensor], memory[begin : begin + piece.nbytes]
-            values = np.frombuffer(data, chosen.info.dtype.bits).reshape(piece.box.shape)
-            boxes.append((chosen, piece.box, values))
-            filled.append((piece, data))
-    copier.fill_boxes(boxes)
-    if checksums is None:
-        return
-    for band, data in filled:
-        checksums.add(band, int(isal_zlib.crc32(data)))
-    for begin, piece in segment.pieces:
-        if isinstance(piece, Checked):
-            memory[begin : begin + piece.nbytes] = piece.make([*map(checksums.of, piece.tensors)])

@@ -36,7 +36,7 @@ from ckptkit.checkpoint.reshard.copy import (
     resident_bytes,
 )
 from ckptkit.checkpoint.reshard.engines import copy_elsewhere, ranks_to_copy
-from ckptkit.checkpoint.reshard.resumption import finished_packs
+from ckptkit.checkpoint.reshard.finished import finished_packs
 from ckptkit.checkpoint.reshard.selection import Selection
 from ckptkit.checkpoint.reshard.target import (
     SAVE_ID_PREFIX,

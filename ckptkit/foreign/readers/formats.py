@@ -98,6 +98,10 @@ FORMATS = (
     ),
     Format("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp", _dcp),
     Format("a snapshot of torchsnapshot", r"\.snapshot_metadata", _torchsnapshot),
+    # Without its metadata, which `cp *` leaves out: so that this is said.
+    Format(
+        "a snapshot of torchsnapshot", r"replicated|sharded|batched", _torchsnapshot, and_=r"\d+"
+    ),
     Format("a DCP checkpoint of accelerate", r"pytorch_model_fsdp_\d+", _dcp),
     Format(
         "a DeepSpeed checkpoint",

@@ -94,6 +94,13 @@ def read_torchsnapshot(folder: Folder) -> ForeignStep:
 def _metadata(folder: Folder) -> tuple[int, dict[str, dict[int, dict[str, Any]]]]:
     """How many ranks there were, and by path and rank what each of them has."""
     where = folder.where(METADATA)
+    if METADATA not in folder.files:
+        raise FormatError(
+            "the metadata of the snapshot is missing",
+            where=where,
+            hint="a snapshot that was interrupted has none, and a copy by `cp *` neither; copy the "
+            "folder itself, or use another",
+        )
     data = folder.read(METADATA)
     # Until it was found to be slow, it was YAML, of which JSON is a part.
     said = parsed(data, where) if data.lstrip()[:1] == b"{" else read_yaml(data, where)
@@ -332,16 +339,20 @@ class _Snapshot:
                 where=where,
                 value=serializer,
             )
+        nbytes = box.size * dtype.itemsize
         begin, end = 0, size
         if said is not None:
             ends = document.integers(said, f"{where}: byte_range")
             begin, end = ends if len(ends) == 2 else (1, 0)
-        if end - begin != box.size * dtype.itemsize or end > size:
+        if end - begin != nbytes or end > size:
+            hint = "the file was cut short or changed; copy it again"
+            if dtype.name == "bfloat16" and box.size % 2 and end - begin == nbytes - 2:
+                hint = "torchsnapshot writes an odd number of bfloat16 without the last: it is lost"
             raise FormatError(
-                f"{box.size * dtype.itemsize} bytes are wanted at {begin}, and the file has {size}",
+                f"{nbytes} bytes are wanted at {begin}, and the file has {size}",
                 where=f"{self.folder.where(key)}: {where.rpartition(': ')[2]}",
-                value=said,
-                hint="the file was cut short or changed; copy it again",
+                value=[begin, end],
+                hint=hint,
             )
         return Extent(box, key, begin)
 

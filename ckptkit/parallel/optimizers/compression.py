@@ -135,8 +135,8 @@ class Compression(ABC):
             )
 
     def allocate(self) -> None:  # noqa: B027 — most remember nothing
-        """Make what would be made in the first step, so that a load fills it in place: for a step
-        of a job of as many ranks, and otherwise not.
+        """Make now what the first step would make, so that a load fills it in place, and each rank
+        reads its own row only: before a step of a job of as many ranks is loaded, and no other.
         """
 
     def packed(self, values: torch.Tensor) -> torch.Tensor:

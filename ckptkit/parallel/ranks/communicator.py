@@ -270,22 +270,22 @@ class Communicator(Closing):
         elif src is None:
             check_same_dtypes(calls)
         # What goes to each rank, and the form of what comes of each; None is nothing.
-        gone = [
+        to_each = [
             (parts[rank] if is_cut else parts[0]) if is_giving and dst in (None, rank) else None
             for rank in range(size)
         ]
-        come = forms if dst in (None, me) else [None] * size
+        from_each = forms if dst in (None, me) else [None] * size
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         data = [nothing] * size
         if any(form.nbytes for call in calls for form in call.forms):  # else nobody has anything
             with self._carrying(name) as carrier:
                 data = carrier.all_to_all(
-                    [nothing if part is None else as_bytes(part, self.device) for part in gone],
-                    [form.nbytes if form else 0 for form in come],
+                    [nothing if part is None else as_bytes(part, self.device) for part in to_each],
+                    [form.nbytes if form else 0 for form in from_each],
                 )
         found = [
             from_bytes(each, form.torch_dtype, form.shape)
-            for each, form in zip(data, come, strict=True)
+            for each, form in zip(data, from_each, strict=True)
             if form is not None
         ]
         if reduction and found:

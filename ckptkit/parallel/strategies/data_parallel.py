@@ -85,9 +85,12 @@ def check_parameters(model: nn.Module, strategy: Strategy, group_below: int) -> 
 def wrap_units(
     model: nn.Module, mesh: DeviceMesh, options: StrategyOptions, sharder: str | None
 ) -> list[Unit]:
-    """Cut the parameters of a model over the last axis of a mesh, repeated over the one before, by
-    `fully_shard`; without a sharder keep them alike over the mesh by `replicate`: what tensor
-    parallelism has cut, or a stage of a pipeline, DDP does not bear. Returns the units.
+    """Wrap a model by `fully_shard`, or without a sharder by `replicate`; returns its units.
+
+    - `fully_shard` cuts parameters over the last axis of the mesh, and repeats them over the one
+      before.
+    - `replicate` keeps them alike over the mesh. It stands in for DDP, which bears neither what
+      tensor parallelism has cut nor a stage of a pipeline.
     """
     units = units_of(model, options.group_below)
     inside = {id(p) for unit in units for m in unit.modules for p in m.parameters()}
@@ -135,8 +138,8 @@ def let_go(model: nn.Module) -> None:
 def end_passes(modules: Iterable[nn.Module], *_: Any) -> None:
     """Let go of what any forward pass has gathered, where no backward pass can come any more.
 
-    `let_go` does that for a forward that has ended. One may also have raised; or it is not over
-    for torch, as one of several modules that are gathered together was called by itself.
+    `let_go` does that for a forward that has ended. Another one may have raised. Or torch takes it
+    to go on: of several modules that are gathered together, one was called by itself.
     """
     for module in (m for model in modules for m in model.modules() if isinstance(m, FSDPModule)):
         state: Any = module._get_fsdp_state()
@@ -232,10 +235,11 @@ def check_reduced(model: nn.Module) -> None:
 def units_of(model: nn.Module, below: int) -> list[Unit]:
     """The units of a model in the order of its modules; what is in none belongs to the model's own.
 
-    Elements of containers are gathered whole, and so are modules without containers, unless they
-    hold more than half of the model. Those smaller than `below` bytes make up units of about that
-    size, and if only those just before the last one are left they go with it, where they are
-    trained in the same dtype; modules that share parameters with others stay out.
+    - Elements of containers are gathered whole, and so are modules without containers, unless they
+      hold more than half of the model.
+    - Several that are smaller than `below` bytes make up a unit of about that size. Small ones just
+      before the last module go with it, where all are trained in one dtype.
+    - Modules that share parameters with others stay out.
     """
     whole = nbytes_of(model.parameters())
     if whole <= below:

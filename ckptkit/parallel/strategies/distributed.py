@@ -55,7 +55,7 @@ log = logging.getLogger("ckptkit.parallel")
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Of one kind of tensors.
+    """The bytes of one kind of tensors.
 
     >>> Bytes(here=10, whole=40).share
     0.25

@@ -142,8 +142,9 @@ class ObstoreClient:
     def _store(self, *, in_flight: int = 0, retries: bool = False) -> AnyStore:
         """The store for requests that send about so many bytes at a time, or none.
 
-        Several, because a time-out is that of a store, and a retry of a single request is ours and
-        that of a part cannot be.
+        There are several, because obstore has time-outs and retries by store. A single request is
+        repeated by `ObjectServer`, which has to look at each answer; a piece of an upload only
+        obstore itself can repeat.
         """
         if ObstoreClient._threads_of is None:
             ObstoreClient._threads_of = os.getpid()

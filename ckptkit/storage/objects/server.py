@@ -128,8 +128,8 @@ class Known:
     refuses_to_replace: bool | None = None
     """Where it is asked to, in a race too."""
     compares_bodies: bool | None = None
-    """It refuses a body other than the one that its head announces: by a signature over plain http,
-    otherwise by a CRC-64. Where nobody has asked it may."""
+    """It refuses a body other than the one that its head announces: over plain http by the
+    signature, over https by a CRC-64. None: perhaps it does."""
     etags_tell: bool = True
     """Its ETags are MD5s, and tell what it has stored."""
     asking: threading.Lock = field(default_factory=threading.Lock)
@@ -352,8 +352,8 @@ class ObjectServer:
     # Whether what arrived is what was sent
 
     def expected_etag(self, key: str, size: int, piece_size: int) -> ExpectedEtag | None:
-        """What tells whether the server stored what it was sent; None where nobody need ask: over
-        https nobody can change a body on its way, and some servers compare by themselves.
+        """What tells whether the server stored what it was sent. None where nobody need ask: over
+        https a body cannot be changed on its way, and some servers compare by themselves.
         """
         known, botocore = self.known, self.client.botocore
         if botocore and size >= WORTH_ASKING:
@@ -425,43 +425,39 @@ class ExpectedEtag:
 
     def __init__(self, piece_size: int) -> None:
         self._piece_size = piece_size
-        self._pieces: list[bytes] = []
-        self._piece = _md5()
-        self._taken = 0
+        self._pieces: list[hashlib._Hash] = []
+        self._missing = 0
+        """What the last piece takes yet."""
 
     def add(self, data: memoryview) -> None:
         """Take what comes next."""
         while data.nbytes:
-            count = min(self._piece_size - self._taken, data.nbytes)
-            self._piece.update(data[:count])
-            self._taken += count
+            if not self._missing:
+                self._pieces.append(_md5())
+                self._missing = self._piece_size
+            count = min(self._missing, data.nbytes)
+            self._pieces[-1].update(data[:count])
+            self._missing -= count
             data = data[count:]
-            if self._taken == self._piece_size:
-                self._end_piece()
 
     def differs(self, etag: str | None) -> bool:
         """Whether this is the ETag of other bytes than those, which are all now; one of another
         form tells nothing.
         """
-        if self._taken or not self._pieces:
-            self._end_piece()
         match = _ETAG.fullmatch(etag or "")
         if match is None:
             return False
+        pieces = self._pieces or [_md5()]  # an empty object has one piece, of no bytes
         if match[2] is None:
-            return len(self._pieces) == 1 and match[1] != self._pieces[0].hex()
-        whole = _md5(b"".join(self._pieces)).hexdigest()
-        return int(match[2]) == len(self._pieces) and match[1] != whole
+            return len(pieces) == 1 and match[1] != pieces[0].hexdigest()
+        whole = _md5(b"".join(piece.digest() for piece in pieces)).hexdigest()
+        return int(match[2]) == len(pieces) and match[1] != whole
 
     def piece_differs(self, number: int, data: bytes | memoryview) -> bool:
         """Whether piece number `number` is not these bytes."""
-        return _md5(data).digest() != self._pieces[number]
-
-    def _end_piece(self) -> None:
-        self._pieces.append(self._piece.digest())
-        self._piece = _md5()
-        self._taken = 0
+        return _md5(data).digest() != self._pieces[number].digest()
 
 
 def _md5(data: bytes | memoryview = b"") -> hashlib._Hash:
+    # Where MD5 is forbidden (FIPS) it is so for security, which this is not.
     return hashlib.md5(data, usedforsecurity=False)

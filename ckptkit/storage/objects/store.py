@@ -77,7 +77,9 @@ def _shared_client(top: Location, settings: Settings, environment: object) -> Cl
 
 
 def _environment() -> object:
-    """What a client may have read besides its settings; no connection outlives a fork."""
+    """What else a client depends on: the variables and files that it may have read, and the
+    process, as no connection outlives a fork.
+    """
 
     def changed(file: Path) -> int:
         try:

@@ -75,7 +75,9 @@ class ObjectSink:
 
     @contextmanager
     def filling(self, part: int) -> Iterator[memoryview]:
-        """Memory that is sent from, unless the part is longer than what is sent at a time."""
+        """Memory for one part. It is sent from there, unless the part is longer than a piece: that
+        is put together in other memory, and copied.
+        """
         size = self._parts.size(part)
         with self._parts.claiming(part, size), self._writing():
             blocks = self._window.blocks_of(part)
@@ -177,6 +179,7 @@ class ObjectSink:
         last, waited = window.under_way, 0.0
         while not self._is_over.wait(_PATIENCE):
             now = window.under_way
+            # The engine has sent all that it can, and more is to come: it is not the slow one.
             waits_for_us = not now[1] and not window.is_empty
             waited = 0.0 if now != last or waits_for_us else waited + _PATIENCE
             last = now
@@ -291,7 +294,7 @@ class UploadWindow:
 
     @contextmanager
     def coming(self) -> Iterator[None]:
-        """While a part that will be written is put together elsewhere: others may wait for it."""
+        """While a part is put together in other memory: it will come, so others may wait for it."""
         with self._changed:
             self._busy += 1
         try:
@@ -340,7 +343,9 @@ class UploadWindow:
         return is_next and not (self._sendable() or self._may_leave(self._next) or self._busy)
 
     def _length(self, number: int) -> int:
-        """Of the memory for a block: most are about as long, and use it by turns."""
+        """How much memory a block gets. Most get as much as the largest, so that what one gives
+        back fits the next; one of less than half of that gets its own length.
+        """
         size = self._sizes[number]
         return self._largest if 2 * size > self._largest else size
 
@@ -359,8 +364,8 @@ class UploadWindow:
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """How many blocks were handed over, and how many of them the engine could let go of, but
-        has not yet.
+        """How many blocks were handed over so far, and how many of them the engine could have let
+        go of, and has not.
         """
         with self._changed:
             return self._next, self._sendable()
@@ -396,8 +401,8 @@ class UploadWindow:
         return number in self._whole and (self._sealed or not is_last)
 
     def _sendable(self) -> int:
-        """How many blocks were handed over whose pieces are complete: an engine may wait for the
-        rest of the others.
+        """How many of the blocks that were handed over lie in complete pieces: those the engine can
+        send and let go of. Of other pieces it may still wait for the rest.
         """
         complete = self._ends[self._next] // self._piece_size * self._piece_size
         # A copy, because while they are counted this very thread may let go of one.

@@ -261,6 +261,7 @@ W = "0/model/w"
         (setting(W, byte_range=[8, 32]), "24 bytes are wanted at 8, and the file has 24"),
         (setting(W, byte_range=[24, 0]), "24 bytes are wanted"),
         (setting(W, byte_range=[0]), "24 bytes are wanted"),
+        (setting(W, shape=[13], dtype="torch.bfloat16"), "without the last: it is lost"),
         (setting(W, dtype="torch.qint8"), "elements of a type.*qint8"),
         (setting(W, dtype=[]), "elements of a type"),
         (setting(W, serializer="per_tensor_qtensor"), "per_tensor_qtensor"),
@@ -308,6 +309,14 @@ def test_metadata_that_lies_is_refused(
 def test_a_file_that_is_no_metadata_is_refused(data: bytes, what: str, tmp_path: Path) -> None:
     (tmp_path / ".snapshot_metadata").write_bytes(data)
     with pytest.raises(CkptkitError, match=what):
+        ckptkit.open(tmp_path)
+
+
+def test_a_copy_without_hidden_files_is_told_what_it_lacks(tmp_path: Path) -> None:
+    for name in ("0", "replicated"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "f").write_bytes(bytes(24))
+    with pytest.raises(FormatError, match="the metadata of the snapshot is missing"):
         ckptkit.open(tmp_path)
 
 

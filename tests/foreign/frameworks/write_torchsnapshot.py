@@ -218,8 +218,9 @@ def replicated(root: Path) -> None:
     again = nn.parallel.DistributedDataParallel(network(9))
     optimizer = trained(again, 9)
     Snapshot(place).restore({"model": again, "optim": optimizer})
-    arrays = {f"model/{key}": as_numpy(value) for key, value in again.state_dict().items()}
-    keep(root, "ddp", arrays | of_optimizer(optimizer.state_dict(), list(again.state_dict())))
+    inner = again.module.state_dict()
+    arrays = {f"model/{key}": as_numpy(value) for key, value in inner.items()}
+    keep(root, "ddp", arrays | of_optimizer(optimizer.state_dict(), list(inner)))
 
 
 def rank_of_two(rank: int, root: str, meeting: str) -> None:

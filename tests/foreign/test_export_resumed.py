@@ -1,0 +1,174 @@
+"""An export that was killed goes on where it was, and gives what it would have given."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptkit
+from ckptkit.checkpoint.export import export as engine
+from ckptkit.checkpoint.export.file import write_file
+from ckptkit.errors import AlreadyExistsError
+from ckptkit.storage.base.location import new_temporary
+from tests.checkpoint.saving import Tensor, random_values, save
+from tests.cli.programs import document
+from tests.servers.s3_server import Bucket
+
+HOW: Any = {"to_format": "hf", "max_file_size": 5000}
+FILES = [f"model-{n:05d}-of-00006.safetensors" for n in range(1, 7)]
+
+_KILLED = """
+import os, signal, sys
+import ckptkit
+from ckptkit.checkpoint.export import finished
+was = finished.FinishedFiles.add
+left = [int(sys.argv[3])]
+def add(self, *noted):
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    was(self, *noted)
+finished.FinishedFiles.add = add
+ckptkit.export(sys.argv[1], sys.argv[2], to_format="hf", max_file_size=5000)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A step that makes six files."""
+    tensors = {f"model/{n}.w": Tensor(random_values((32, 32), seed=n)) for n in range(6)}
+    save(tmp_path / "run", tensors)
+    return tmp_path / "run"
+
+
+def killed(run: Path, out: Path, after: int) -> Path:
+    """What an export leaves that is killed when it has finished so many files and one more, which
+    it has not noted.
+    """
+    command = [sys.executable, "-c", _KILLED, str(run), str(out), str(after)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert not out.exists()
+    (left,) = out.parent.glob(f".{out.name}.partial-*")
+    return left
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def whole(run: Path, tmp_path: Path) -> dict[str, bytes]:
+    """What an export gives that nobody interrupts."""
+    ckptkit.export(run, tmp_path / "whole", **HOW)
+    return contents(tmp_path / "whole")
+
+
+def test_files_that_were_complete_are_kept(
+    run: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    left = killed(run, tmp_path / "out", after=2)
+    kept = [(left / name).stat().st_mtime_ns for name in FILES[:3]]
+    found = document("export", run, tmp_path / "out", "--to-format", "hf", "--max-file-size", 5000)
+    assert found["finished_files"] == FILES[:2]
+    assert sorted(found["files"]) == sorted(whole)
+    now = [(tmp_path / "out" / name).stat().st_mtime_ns for name in FILES[:3]]
+    assert now[:2] == kept[:2]
+    assert now[2] != kept[2]  # nobody has noted that it was finished
+    assert contents(tmp_path / "out") == whole
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone", "note", "link", "more"])
+def test_what_is_not_as_it_was_written_is_written_again(
+    damage: str, run: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    left = killed(run, tmp_path / "out", after=3)
+    file = left / FILES[1]
+    data = file.read_bytes()
+    (note,) = left.glob(".ckptkit-export-*")
+    if damage == "changed":
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    elif damage == "cut":
+        file.write_bytes(data[:-1])
+    elif damage == "note":
+        note.write_bytes(b"")
+    elif damage == "more":
+        (left / new_temporary()).write_bytes(b"half")
+    else:
+        file.unlink()
+        if damage == "link":
+            (tmp_path / "elsewhere").write_bytes(data)
+            file.symlink_to(tmp_path / "elsewhere")
+    done = ckptkit.export(run, tmp_path / "out", **HOW)
+    kept = {"note": [], "more": FILES[:3]}.get(damage, [FILES[0], FILES[2]])
+    assert list(done.finished) == kept
+    assert contents(tmp_path / "out") == whole
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+
+
+def test_another_export_does_not_go_on_with_it(run: Path, tmp_path: Path) -> None:
+    """Of other types, of another step, of another format: their files would be mixed."""
+    for changed in (
+        {"selection": ckptkit.Selection(cast=(("*", "bf16"),))},
+        {"max_file_size": 9000},
+        {"to_format": "dcp"},
+    ):
+        killed(run, tmp_path / "out", after=2)
+        how: Any = {**HOW, **changed}
+        done = ckptkit.export(run, tmp_path / "out", **how)
+        assert done.finished == ()
+        assert not list(tmp_path.glob(".*"))
+        ckptkit.export(run, tmp_path / "again", **how)
+        assert contents(tmp_path / "out") == contents(tmp_path / "again")
+        for name in ("out", "again"):
+            for path in (tmp_path / name).iterdir():
+                path.unlink()
+            (tmp_path / name).rmdir()
+
+
+def interrupted(after: int) -> Any:
+    """A `write_file` after so many of which somebody presses Ctrl-C."""
+    left = [after]
+
+    def write(*args: Any) -> tuple[int, int]:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return write_file(*args)
+
+    return write
+
+
+def test_ctrl_c_leaves_what_is_complete(
+    run: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "write_file", interrupted(after=2))
+    with pytest.raises(KeyboardInterrupt):
+        ckptkit.export(run, tmp_path / "out", **HOW)
+    monkeypatch.undo()
+    assert list(ckptkit.export(run, tmp_path / "out", **HOW).finished) == FILES[:2]
+    assert contents(tmp_path / "out") == whole
+
+
+def test_in_a_bucket_it_goes_on_too(
+    bucket: Bucket, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = {"storage_options": bucket.options, "source_options": {}}
+    for number, to_format in enumerate(("hf", "dcp")):
+        out, how = f"{bucket.url}/out-{number}", {**HOW, "to_format": to_format}
+        monkeypatch.setattr(engine, "write_file", interrupted(after=2))
+        with pytest.raises(KeyboardInterrupt):
+            ckptkit.export(run, out, **how, **options)
+        monkeypatch.undo()
+        with pytest.raises(AlreadyExistsError):  # another one
+            ckptkit.export(run, out, **{**how, "max_file_size": 9000}, **options)
+        done = ckptkit.export(run, out, **how, **options)
+        assert len(done.finished) == 2
+        keys = {entry.key for entry in ckptkit.open_store(out, bucket.options).list()}
+        assert keys == set(done.files)
+        assert ckptkit.diff(run, out, include=("model/*",), **options).same
