@@ -19,25 +19,46 @@ from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import ForeignArray, ForeignStep
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.interpreter import Placeholder
+from ckptkit.foreign.readers.model_parallel import Model, joined, named, same_on_all
 from ckptkit.foreign.readers.safetensors import config_of
-from ckptkit.foreign.readers.zero import Zero, pieces_of, read_zero, shapes_of
+from ckptkit.foreign.readers.universal import FOLDER, read_universal
+from ckptkit.foreign.readers.zero import (
+    MIXED,
+    Zero,
+    groups_of,
+    pieces_of,
+    read_zero,
+    shapes_by_fragments,
+    shapes_of,
+)
 from ckptkit.foreign.states import StateTensor, states_of
 from ckptkit.foreign.torch_file import read_file
-from ckptkit.model import Axis, Mesh, Placement, Replicate, Shard, Strategy, document
+from ckptkit.model import (
+    Axis,
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    Stage,
+    Strategy,
+    Strided,
+    document,
+)
 
-LATEST = "latest"
-_TAG = re.compile(r"(.*[^0-9])?global_step(\d{1,18})")
+_LATEST = ("latest", "latest_universal")
+_TAG = re.compile(r"(?:.*[^0-9])?global_step(\d{1,18})(_universal)?")
 _MODEL = re.compile(
     r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,9})_)?mp_rank_(?P<mp>\d{1,9})_model_states\.pt"
 )
 _OPTIMIZER = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_optim_states\.pt"
 )
+_LAYER = re.compile(r"layer_(?P<layer>\d{1,9})(?:-model_(?P<tp>\d{1,9}))?-model_states\.pt")
 _EXPERTS = re.compile(r"(?:layer_\d+_)?expert_\d+_.*|expp_rank_\d+_.*")
 # Of a model's file: how its tensors lie, which is told otherwise here.
 _LAYOUT = (
     *("module", "optimizer", "buffer_names", "param_shapes", "shared_params"),
-    *("frozen_param_shapes", "frozen_param_fragments"),
+    *("frozen_param_shapes", "frozen_param_fragments", "universal_checkpoint_info"),
 )
 
 
@@ -51,35 +72,61 @@ class _Rank:
 
 @dataclass(slots=True)
 class _Part:
-    """What one rank of model parallelism has."""
+    """What the files of one rank of model parallelism say."""
 
-    tree: Mapping[str, Any]
-    """Of the model's file of the first rank."""
-    module: dict[str, Any]
-    zero: Zero | None
+    where: str
+    models: list[dict[str, Any]]
+    """Of one file; of stage 3 of those of all ranks of data parallelism."""
+    optimizers: list[tuple[str, Any]]
     world: int
-    """Of data parallelism."""
+    """How many ranks of data parallelism there are."""
     stage: int
-    copies: dict[str, str]
-    """The types of the weights that are left out for those in full precision."""
-    differing: list[str]
+    reordered: bool
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        return self.models[0]
+
+    def names(self, key: str) -> list[str]:
+        said = self.tree.get(key)
+        return [name for name in said if type(name) is str] if isinstance(said, list) else []
 
 
 def read_deepspeed(folder: Folder) -> ForeignStep:
     """The checkpoint in a folder; of one of tags the one that `latest` names, or the newest."""
     tag = _tag(folder)
-    ranks = _ranks(folder, tag)
-    if len(ranks) > 1:
-        raise FormatError(
-            "several ranks of model parallelism, which are not put together here",
-            where=folder.where(tag),
-            value=sorted(ranks),
-        )
-    part = _part(folder, ranks[0])
-    files = [
-        key for rank in ranks.values() for key in (*rank.models.values(), *rank.optimizers.values())
+    where = folder.where(tag).rstrip("/")
+    ranks, layers = _files(folder, tag)
+    universal = [key for key in folder.files if key.startswith(f"{tag}{FOLDER}")]
+    parts = [
+        _part(folder, ranks[number], is_universal=bool(universal)) for number in range(len(ranks))
     ]
-    return _step(folder, tag, part, files)
+    for part in parts[1:]:
+        for key in ("global_steps", "dp_world_size"):
+            if part.tree.get(key) != parts[0].tree.get(key) or part.stage != parts[0].stage:
+                raise FormatError(f"{key} is not that of rank 0", where=part.where, hint=MIXED)
+    stages, columns = _degrees(parts, layers, where)
+    whole = (
+        read_universal(folder, tag, [_shapes(part, {}) for part in parts]) if universal else None
+    )
+    zeros = [whole] if whole else []
+    models: list[Model] = []
+    for column in range(columns):
+        mine = [parts[stage * columns + column] for stage in range(stages)]
+        trees = {n: _tree(folder, key) for n, key in layers.get(column, {}).items()}
+        models.append(_model(folder, mine, trees, whole, zeros))
+    steps = [next((it.get("step") for it in zero.states.values()), None) for zero in zeros]
+    if steps:
+        same_on_all("step", steps, where)
+    model = models[0]
+    if columns > 1:
+        info = parts[0].tree.get("universal_checkpoint_info")
+        model = joined(models, info, whole.weights if whole else (), where)
+    files = [k for r in ranks.values() for k in (*r.models.values(), *r.optimizers.values())]
+    files += [key for by_layer in layers.values() for key in by_layer.values()]
+    # Universal Checkpoints are for any strategy: nothing is cut.
+    sizes = {} if universal else {"pp": stages, "tp": columns}
+    return _step(folder, tag, parts, model, zeros, [*files, *universal], sizes)
 
 
 def _tag(folder: Folder) -> str:
@@ -87,17 +134,21 @@ def _tag(folder: Folder) -> str:
     if any(_MODEL.fullmatch(key) or _OPTIMIZER.fullmatch(key) for key in folder.files):
         return ""
     tags = {key.partition("/")[0] for key in folder.files if "/" in key}
-    if LATEST in folder.files:
-        text = folder.read(LATEST, 0, min(folder.size(LATEST), 4096)).decode("utf-8", "replace")
+    for latest in _LATEST:
+        if latest not in folder.files:
+            continue
+        text = folder.read(latest, 0, min(folder.size(latest), 4096)).decode("utf-8", "replace")
         if text.strip() not in tags:
             raise FormatError(
                 "the folder that it names is missing",
-                where=folder.where(LATEST),
+                where=folder.where(latest),
                 value=text.strip()[:200],
                 hint="copy it along, or name the folder of another tag",
             )
         return f"{text.strip()}/"
-    numbered = {int(match[2]): tag for tag in tags if (match := _TAG.fullmatch(tag))}
+    numbered = {
+        (int(match[1]), not match[2]): tag for tag in tags if (match := _TAG.fullmatch(tag))
+    }
     if not numbered:
         raise FormatError(
             "no file of a model's or an optimizer's states is in the folder",
@@ -107,17 +158,22 @@ def _tag(folder: Folder) -> str:
     return f"{numbered[max(numbered)]}/"
 
 
-def _ranks(folder: Folder, tag: str) -> dict[int, _Rank]:
-    """The files of the checkpoint, none of which is missing."""
+def _files(folder: Folder, tag: str) -> tuple[dict[int, _Rank], dict[int, dict[int, str]]]:
+    """The files of the checkpoint by rank of model parallelism, and those of the layers of a
+    pipeline by rank of tensor parallelism; none of them is missing.
+    """
     found: dict[int, _Rank] = {}
+    layers: dict[int, dict[int, str]] = {}
     for key in folder.files:
         name = key.removeprefix(tag) if key.startswith(tag) else "/"
         if _EXPERTS.fullmatch(name):
             raise FormatError(
                 "experts, which ranks have shared out among them, are not read here",
                 where=folder.where(key),
-                hint="convert the checkpoint with DeepSpeed's ds_to_universal.py first",
+                hint="load it with DeepSpeed, and save it with `ckptkit.live.save`",
             )
+        if match := _LAYER.fullmatch(name):
+            layers.setdefault(int(match["tp"] or 0), {})[int(match["layer"])] = key
         for pattern in (_MODEL, _OPTIMIZER):
             if match := pattern.fullmatch(name):
                 rank = found.setdefault(int(match["mp"]), _Rank())
@@ -140,8 +196,15 @@ def _ranks(folder: Folder, tag: str) -> dict[int, _Rank]:
             )
         _check_all(folder, rank.models, len(rank.models))
         _check_all(folder, rank.optimizers, len(rank.optimizers))
+    if not found:
+        raise FormatError("no file of a model is in the folder", where=folder.where(tag))
     _check_all(folder, {number: rank.models[0] for number, rank in found.items()}, len(found), "mp")
-    return found
+    for others in layers.values():
+        if others.keys() != next(iter(layers.values())).keys():
+            raise FormatError(
+                "not all ranks have files of the same layers", where=folder.where(tag), hint=MIXED
+            )
+    return found, layers
 
 
 def _check_all(folder: Folder, there: Mapping[int, str], count: int, what: str = "pp") -> None:
@@ -168,52 +231,45 @@ def _check_all(folder: Folder, there: Mapping[int, str], count: int, what: str =
         )
 
 
-def _part(folder: Folder, rank: _Rank) -> _Part:
+def _part(folder: Folder, rank: _Rank, *, is_universal: bool) -> _Part:
     models = [_tree(folder, rank.models[dp]) for dp in range(len(rank.models))]
     tree, where = models[0], folder.where(rank.models[0])
     config = tree.get("ds_config")
-    config = config if isinstance(config, dict) else {}
-    said = config.get("zero_optimization")
+    said = config.get("zero_optimization") if isinstance(config, dict) else {}
     said = said if isinstance(said, dict) else {}
     world = document.integer(tree.get("dp_world_size", 1), f"{where}: dp_world_size", least=1)
-    optimizers: dict[int, tuple[str, Any]] = {
+    optimizers = {
         dp: (folder.where(key), _tree(folder, key).get("optimizer_state_dict"))
         for dp, key in rank.optimizers.items()
     }
-    shapes = tree.get("param_shapes")
-    if shapes is not None and not optimizers:
+    own = said.get("stage", 0) if is_universal else 0
+    if optimizers:
+        first = optimizers[0][1]
+        own = first.get("zero_stage") if isinstance(first, dict) else None
+        own = own.args[0] if isinstance(own, Placeholder) and own.args else own
+        # The optimizer for bfloat16 does not say it: it is of stage 1.
+        own = 1 if own is None else own
+        _check_all(folder, rank.optimizers, world)
+    elif tree.get("param_shapes") is not None and not is_universal:
         raise FormatError(
             "the files of the optimizer are missing, in which the weights are",
             where=where,
             hint="copy them along; the copies of the weights that the model's file may have are "
             "what you get where you name that file itself",
         )
-    stage = 0
-    if optimizers:
-        own = optimizers[0][1].get("zero_stage") if isinstance(optimizers[0][1], dict) else None
-        own = own.args[0] if isinstance(own, Placeholder) and own.args else own
-        # The optimizer for bfloat16 does not say it: it is of stage 1.
-        stage = document.integer(1 if own is None else own, f"{optimizers[0][0]}: stage", most=3)
-    if optimizers:
-        _check_all(folder, rank.optimizers, world)
+    stage = document.integer(own, f"{where}: stage", most=3)
     _check_all(folder, rank.models, world if stage == 3 else 1)
-    for other, key in zip(models[1:], range(1, len(models)), strict=True):
+    for dp, other in enumerate(models):
         for name in ("global_steps", "dp_world_size", "param_shapes", "frozen_param_shapes"):
             if other.get(name) != tree.get(name):
                 raise FormatError(
                     f"{name} is not that of rank 0",
-                    where=folder.where(rank.models[key]),
-                    hint="the files are of different saves; copy the folder of one of them again",
+                    where=folder.where(rank.models[dp]),
+                    hint=MIXED,
                 )
-    zero = None
-    if optimizers:
-        files = [optimizers[dp] for dp in range(world)]
-        reordered = world > 1 and bool(said.get("round_robin_gradients"))
-        zero = read_zero(shapes_of(shapes, where), files, stage, reordered=reordered)
-        _check_step(folder, zero, tree, where)
-    part = _Part(tree, {}, zero, world, stage, {}, [])
-    _module(part, models, where)
-    return part
+    reordered = world > 1 and bool(said.get("round_robin_gradients"))
+    found = [optimizers[dp] for dp in range(len(optimizers))]
+    return _Part(where, models, found, world, stage, reordered)
 
 
 def _tree(folder: Folder, key: str) -> dict[str, Any]:
@@ -223,9 +279,131 @@ def _tree(folder: Folder, key: str) -> dict[str, Any]:
     return found
 
 
-def _check_step(folder: Folder, zero: Zero, tree: Mapping[str, Any], where: str) -> None:
+def _degrees(
+    parts: Sequence[_Part], layers: Mapping[int, Mapping[int, str]], where: str
+) -> tuple[int, int]:
+    """How many stages of a pipeline, and ranks of tensor parallelism, there are."""
+    said = parts[0].tree.get("checkpoint_parallel_dimensions")
+    if isinstance(said, dict):
+        stages = document.integer(said.get("pp_degree"), f"{where}: pp_degree", least=1)
+        columns = document.integer(said.get("tp_degree"), f"{where}: tp_degree", least=1)
+    else:
+        columns = len(layers) or len(parts)
+        stages = len(parts) // columns
+    if stages * columns != len(parts) or (layers and sorted(layers) != list(range(columns))):
+        raise FormatError(
+            f"the checkpoint is of {stages} stages of {columns} ranks of tensor parallelism each, "
+            f"there are the files of {len(parts)}",
+            where=where,
+            hint="copy the files mp_rank_…_model_states.pt and layer_… of all ranks",
+        )
+    return stages, columns
+
+
+def _shapes(part: _Part, module: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
+    """The names and shapes of the parameters of the optimizer, group by group."""
+    said = part.tree.get("param_shapes")
+    if said is None and part.optimizers and not part.reordered:
+        return shapes_by_fragments(part.optimizers, module)
+    return shapes_of([] if said is None and not part.optimizers else said, part.where)
+
+
+def _model(
+    folder: Folder,
+    mine: Sequence[_Part],
+    layers: Mapping[int, Mapping[str, Any]],
+    whole: Zero | None,
+    zeros: list[Zero],
+) -> Model:
+    """What the stages of a pipeline, or a single part, have: the weights of the optimizer, in place
+    of their copies, and what only the model's files have. What was read is added to `zeros`.
+    """
+    first, where = mine[0], mine[0].where
+    module: Any = first.tree.get("module")
+    known = {name for part in mine for row in _shapes(part, {}) for name in row}
+    model = Model(buffers={name for part in mine for name in part.names("buffer_names")})
+    if layers:
+        module = named(layers, known | model.buffers, where)
+    elif module is None and whole:  # of a pipeline, whose layers' files are not copied along
+        module = {name: whole.weights[name] for name in known}
+    if not isinstance(module, dict):
+        raise FormatError("the file has no model", where=where)
+    weights: dict[str, StateTensor] = {}
+    several: set[str] = set()
+    for stage, part in enumerate(mine):
+        shapes, zero = _shapes(part, module), whole
+        if part.optimizers and not zero:
+            zero = read_zero(shapes, part.optimizers, part.stage, reordered=part.reordered)
+            zeros.append(zero)
+            _check_step(folder, zero, part)
+        told, states = (zero.weights, zero.states) if zero else ({}, {})
+        for name, weight in told.items():
+            if not any(name in row for row in shapes):
+                continue  # of another stage
+            if name in weights:  # stages of a pipeline share it
+                several.add(name)
+                if weights[name].shape != weight.shape:
+                    raise FormatError(f"{name} is another one in each stage", where=part.where)
+                continue
+            weights[name] = weight
+            model.stages[name] = stage
+            model.states[name] = states.get(name, {})
+            copy = module.get(name)
+            if not isinstance(copy, StateTensor) or (
+                part.stage < 3 and not whole and copy.shape != weight.shape
+            ):
+                raise FormatError(
+                    f"the model has no {name} of {weight.shape}, as param_shapes say",
+                    where=part.where,
+                    value=getattr(copy, "shape", None),
+                    hint="the file was changed; copy the folder again",
+                )
+            if part.stage < 3:
+                model.copies[name] = copy.dtype.name
+    model.stages = {n: stage for n, stage in model.stages.items() if n not in several}
+    _add_rest(model, module, weights | _frozen(first), first)
+    return model
+
+
+def _add_rest(
+    model: Model, module: Mapping[str, Any], weights: Mapping[str, StateTensor], part: _Part
+) -> None:
+    """Add the tensors of the model, its weights in place of their copies."""
+    tied = part.tree.get("shared_params")
+    tied = tied if isinstance(tied, dict) else {}
+    for name, value in module.items():
+        of = tied.get(name)
+        if name in weights or of in weights:
+            model.tensors[name] = weights[name] if name in weights else weights[str(of)]
+            continue
+        if not isinstance(value, StateTensor):
+            raise FormatError(f"{name} is no tensor", where=part.where)
+        if part.stage == 3 and name not in model.buffers and value.shape == (0,):
+            raise FormatError(f"no file has the values of {name}", where=part.where)
+        model.tensors[name] = value
+        others = [each.get("module") for each in part.models[1:]]
+        same = [other[name] for other in others if isinstance(other, dict) and name in other]
+        if any(getattr(other, "content", None) != value.content for other in same):
+            model.of_rank_0.add(name)
+
+
+def _frozen(part: _Part) -> dict[str, StateTensor]:
+    """The parameters that the optimizer has not, where ranks have cut them."""
+    said = part.tree.get("frozen_param_shapes") if part.stage == 3 else None
+    found: dict[str, StateTensor] = {}
+    for name, shape in shapes_of([said or {}], part.where)[0].items():
+        by_rank = [each.get("frozen_param_fragments") for each in part.models]
+        pieces = [each.get(name) if isinstance(each, dict) else None for each in by_rank]
+        parts = [each for each in pieces if isinstance(each, StateTensor)]
+        if len(parts) < len(pieces):
+            raise FormatError(f"not a part of {name} for each rank", where=part.where)
+        found[name] = pieces_of(name, shape, parts, part.where)
+    return found
+
+
+def _check_step(folder: Folder, zero: Zero, part: _Part) -> None:
     """Refuse a model's file that is older than those of the optimizer."""
-    steps = tree.get("global_steps")
+    steps = part.tree.get("global_steps")
     step: Any = next((states.get("step") for states in zero.states.values()), None)
     if isinstance(step, StateTensor) and step.extents and step.dtype.name in ("float32", "int64"):
         extent = step.extents[0]
@@ -234,92 +412,51 @@ def _check_step(folder: Folder, zero: Zero, tree: Mapping[str, Any], where: str)
     if type(steps) is int and type(step) in (int, float) and step > steps:
         raise FormatError(
             f"the model is of step {steps}, the optimizer has made {step:g}",
-            where=where,
-            hint="the files are of different saves; copy the folder of one of them again",
+            where=part.where,
+            hint=MIXED,
         )
 
 
-def _module(part: _Part, models: Sequence[Mapping[str, Any]], where: str) -> None:
-    """What of the model is where: the weights of the optimizer, in place of their copies, and what
-    only the model's file has.
-    """
-    module = part.tree.get("module")
-    if not isinstance(module, dict):
-        raise FormatError("the file has no model", where=where)
-    weights = dict(part.zero.weights) if part.zero else {}
-    tied = part.tree.get("shared_params")
-    tied = tied if isinstance(tied, dict) else {}
-    frozen = part.tree.get("frozen_param_shapes") if part.stage == 3 else None
-    frozen = shapes_of([frozen or {}], where)[0]
-    buffers = part.tree.get("buffer_names")
-    buffers = set(buffers) if isinstance(buffers, list) else set()
-    for name, shape in frozen.items():
-        fragments = [
-            each["frozen_param_fragments"].get(name)
-            if isinstance(each.get("frozen_param_fragments"), dict)
-            else None
-            for each in models
-        ]
-        parts = [each for each in fragments if isinstance(each, StateTensor)]
-        if len(parts) < len(models) or name in weights:
-            raise FormatError(f"not a part of {name} for each rank", where=where)
-        weights[name] = pieces_of(name, shape, parts, where)
-    for name in part.zero.weights if part.zero else ():
-        copy = module.get(name)
-        if not isinstance(copy, StateTensor) or (
-            part.stage < 3 and copy.shape != weights[name].shape
-        ):
-            raise FormatError(
-                f"the model has no {name} of {weights[name].shape}, as param_shapes say",
-                where=where,
-                value=getattr(copy, "shape", None),
-                hint="the file was changed; copy the folder again",
-            )
-        if part.stage < 3:
-            part.copies[name] = copy.dtype.name
-    for name, value in module.items():
-        of = tied.get(name)
-        if name in weights:
-            part.module[name] = weights[name]
-        elif of in weights:
-            part.module[name] = weights[of]
-        elif not isinstance(value, StateTensor):
-            part.module[name] = value
-        elif part.stage == 3 and name not in buffers and value.shape == (0,):
-            raise FormatError(f"no file has the values of {name}", where=where)
-        else:
-            part.module[name] = value
-            others = [m["module"].get(name) for m in models[1:] if isinstance(m["module"], dict)]
-            if any(getattr(other, "content", None) != value.content for other in others):
-                part.differing.append(name)
-
-
-def _step(folder: Folder, tag: str, part: _Part, files: Iterable[str]) -> ForeignStep:
-    where = folder.where(tag)
-    tree: dict[str, Any] = {"model": part.module}
-    rest = {k: v for k, v in part.tree.items() if k not in _LAYOUT and v is not None}
-    if part.zero is not None:
-        tree["optimizer"] = {"state": part.zero.states, "param_groups": part.zero.groups}
-        rest |= {"loss_scaler": dict(part.zero.scaler)} if part.zero.scaler else {}
-    elif isinstance(own := part.tree.get("optimizer"), dict):
-        inner = own.get("optimizer_state_dict")
-        tree["optimizer"] = inner if isinstance(inner, dict) else own
-        rest |= {k: v for k, v in own.items() if isinstance(inner, dict) and v is not inner}
+def _step(
+    folder: Folder,
+    tag: str,
+    parts: Sequence[_Part],
+    model: Model,
+    zeros: Sequence[Zero],
+    files: Iterable[str],
+    sizes: Mapping[str, int],
+) -> ForeignStep:
+    first = parts[0]
+    tree: dict[str, Any] = {"model": model.tensors}
+    rest = {k: v for k, v in first.tree.items() if k not in _LAYOUT and v is not None}
+    left_out: dict[str, str] = {}
+    if zeros:
+        states = {name: state for name, state in model.states.items() if state}
+        tree["optimizer"] = {"state": states, "param_groups": groups_of(zeros)}
+        for zero in zeros:
+            left_out |= zero.left_out
+            rest |= {"loss_scaler": dict(zero.scaler)} if zero.scaler else {}
+    elif owns := [own for part in parts if isinstance(own := part.tree.get("optimizer"), dict)]:
+        inner = [own.get("optimizer_state_dict", own) for own in owns]
+        tree["optimizer"] = inner[0] if len(inner) == 1 else inner
+        for own in owns if inner[0] is not owns[0] else ():
+            rest |= {k: v for k, v in own.items() if k != "optimizer_state_dict"}
     # What is saved along may have any name.
     tree |= {f"client.{key}" if key in tree else key: value for key, value in rest.items()}
-    buffers = part.tree.get("buffer_names")
-    found = states_of(tree, where, buffers if isinstance(buffers, list) else ())
-    found.left_out |= folder.unread(files)
+    found = states_of(tree, folder.where(tag).rstrip("/"), model.buffers)
+    if not sizes and first.tree.get("module") is None:
+        left_out["layer_…-model_states.pt"] = "buffers and frozen parameters, in no file here"
+    found.left_out |= left_out | folder.unread(files)
     details = dict(found.details)
-    if part.zero:
-        details["left_out"] = {**part.zero.left_out, **found.left_out}
-    details = {key: value for key, value in details.items() if value}
-    if part.copies:
-        kinds = ", ".join(sorted(set(part.copies.values())))
-        details["copies"] = f"{len(part.copies)} in {kinds}, left out for the master weights"
-    if part.differing:
-        details["of_rank_0"] = sorted(part.differing)
-    strategy, arrays = _strategy(part, found.arrays)
+    if model.copies:
+        kinds = ", ".join(sorted(set(model.copies.values())))
+        details["copies"] = f"{len(model.copies)} in {kinds}, left out for the master weights"
+    if model.of_rank_0:
+        details["of_rank_0"] = sorted(model.of_rank_0)
+    arrays: Sequence[ForeignArray] = found.arrays
+    strategy = None
+    if sizes:
+        strategy, arrays = _strategy(first, model, arrays, sizes)
     return ForeignStep(
         format="DeepSpeed",
         files={key: folder.size(key) for key in files},
@@ -327,7 +464,7 @@ def _step(folder: Folder, tag: str, part: _Part, files: Iterable[str]) -> Foreig
         aliases=found.aliases,
         objects=found.objects,
         strategy=strategy,
-        step=part.tree.get("global_steps") or 0,
+        step=document.integer(first.tree.get("global_steps", 0), f"{first.where}: global_steps"),
         theirs={name: name.partition("/")[2].replace("/", ".") for name in found.theirs},
         details=details,
         sizes=config_of(folder),
@@ -335,16 +472,23 @@ def _step(folder: Folder, tag: str, part: _Part, files: Iterable[str]) -> Foreig
 
 
 def _strategy(
-    part: _Part, arrays: Sequence[ForeignArray]
-) -> tuple[Strategy | None, list[ForeignArray]]:
+    part: _Part, model: Model, arrays: Sequence[ForeignArray], sizes: Mapping[str, int]
+) -> tuple[Strategy, list[ForeignArray]]:
     """What wrote the arrays, in our words, and how that cuts them. DeepSpeed's own cuts go by
     elements, which no placement can say: what is stored is where the extents are.
     """
     kind = f"zero{part.stage}" if part.stage else "ddp"
-    axes = (Axis(kind, kind, part.world),) if part.world > 1 else ()
-    whole: tuple[Placement, ...] = tuple(Replicate() for _ in axes)
-    cut = tuple(Shard(0) for _ in axes) if part.stage > 1 else whole
-    return Strategy(Mesh(axes)), [
-        replace(array, placements=cut if array.shape and array.role != "buffer" else whole)
-        for array in arrays
-    ]
+    wanted = (("pp", sizes["pp"]), (kind, part.world), ("tp", sizes["tp"]))
+    axes = tuple(Axis(kind, kind, size) for kind, size in wanted if size > 1)
+    found = []
+    for array in arrays:
+        name = (array.of or array.name).partition("/")[2]
+        tp = model.cuts.get(name, Replicate()) if array.shape else Replicate()
+        data: Placement = Replicate()
+        if part.stage > 1 and array.shape and array.role in ("param", "optimizer"):
+            data = Strided(0) if isinstance(tp, Shard) and tp.dim == 0 else Shard(0)
+        stage = model.stages.get(name)
+        pp = Replicate() if stage is None else Stage(stage)
+        by_kind = {"pp": pp, kind: data, "tp": tp}
+        found.append(replace(array, placements=tuple(by_kind[axis.kind] for axis in axes)))
+    return Strategy(Mesh(axes)), found

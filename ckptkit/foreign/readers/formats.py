@@ -105,7 +105,7 @@ FORMATS = (
     Format("a DCP checkpoint of accelerate", r"pytorch_model_fsdp_\d+", _dcp),
     Format(
         "a DeepSpeed checkpoint",
-        r"global_step\d+|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",
+        r"global_step\d+(_universal)?|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",
         _deepspeed,
     ),
     Format("a Megatron checkpoint of a file for each rank", r"mp_rank_\d+(_\d+)*"),

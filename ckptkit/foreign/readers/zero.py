@@ -18,7 +18,7 @@ from ckptkit.foreign.pickles.interpreter import Placeholder
 from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box, document
 
-_MIXED = "the files are of different saves; copy the folder of one of them again"
+MIXED = "the files are of different saves; copy the folder of one of them again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,6 @@ class _Piece:
 class Zero:
     """What the optimizer's files of all ranks hold, by parameter."""
 
-    stage: int
     weights: dict[str, StateTensor] = field(default_factory=dict)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -87,15 +86,15 @@ def read_zero(
             raise FormatError(
                 f"rank 0 has {len(pieces[0].weights)} groups, this one {len(piece.weights)}",
                 where=piece.where,
-                hint=_MIXED,
+                hint=MIXED,
             )
         if _plain(piece.groups) != _plain(pieces[0].groups):
             raise FormatError(
                 "its options of the optimizer are not those of rank 0",
                 where=piece.where,
-                hint=_MIXED,
+                hint=MIXED,
             )
-    found = Zero(stage)
+    found = Zero()
     if isinstance(scaler := pieces[0].said.get("loss_scaler"), Placeholder):
         found.scaler = scaler.fields()
     parameters = _by_parameters(shapes, pieces) if stage == 3 else _by_rows(shapes, pieces)
@@ -130,6 +129,16 @@ def read_zero(
     return found
 
 
+def groups_of(zeros: Sequence[Zero]) -> list[dict[str, Any]]:
+    """The groups of parameters of all stages; those with the same options are one."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, group in ((n, group) for zero in zeros for n, group in enumerate(zero.groups)):
+        options = {key: value for key, value in group.items() if key != "params"}
+        into = found.setdefault(f"{number} {options!r}", {**options, "params": {}})
+        into["params"] |= dict.fromkeys(group["params"])
+    return [{**group, "params": list(group["params"])} for group in found.values()]
+
+
 def shapes_of(said: Any, where: str) -> list[dict[str, tuple[int, ...]]]:
     """The `param_shapes` of a model's file: names and shapes of each row, in order."""
     if not isinstance(said, (list, tuple)) or not all(isinstance(each, dict) for each in said):
@@ -148,6 +157,39 @@ def shapes_of(said: Any, where: str) -> list[dict[str, tuple[int, ...]]]:
     return found
 
 
+def shapes_by_fragments(
+    files: Sequence[tuple[str, Any]], module: Mapping[str, Any]
+) -> list[dict[str, tuple[int, ...]]]:
+    """The same, where only the ranks' own lists of fragments have the names in order; the shapes
+    are those of the copies in the model, where these are known.
+    """
+    found: list[dict[str, int]] = []
+    for where, said in files:
+        told = said.get("param_slice_mappings") if isinstance(said, dict) else None
+        if not isinstance(told, list) or (found and len(told) != len(found)):
+            raise FormatError("nothing says which parameters are where", where=where)
+        found = found or [{} for _ in told]
+        for row, names in zip(found, told, strict=True):
+            for name, at in names.items() if isinstance(names, dict) else ():
+                fields = at.fields() if isinstance(at, Placeholder) else {}
+                count = document.integer(fields.get("numel"), f"{where}: {name}")
+                row[document.text(name, where)] = row.get(name, 0) + count
+    shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in found]
+    for row, into in zip(found, shapes, strict=True):
+        for name, count in row.items():
+            copy = module.get(name)
+            known = copy.shape if isinstance(copy, StateTensor) else (count,)
+            if math.prod(known) != count:
+                raise FormatError(
+                    f"{name} of the model has the shape {known}, that of the optimizer {count} "
+                    "elements",
+                    where=files[0][0],
+                    hint=MIXED,
+                )
+            into[name] = known
+    return shapes
+
+
 def pieces_of(
     name: str, shape: tuple[int, ...], ranks: Sequence[StateTensor], where: str
 ) -> StateTensor:
@@ -159,7 +201,7 @@ def pieces_of(
             f"the parts of {name} are not {part} elements each",
             where=where,
             value=[each.shape for each in ranks][:8],
-            hint=_MIXED,
+            hint=MIXED,
         )
     runs = tuple(
         _Run(rank, 0, 0, rank * part, min(part, numel - rank * part))
@@ -186,7 +228,7 @@ def _piece(where: str, said: Any, stage: int, world: int) -> _Piece:
     rows = said.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     inner = said.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
     if not isinstance(rows, (list, tuple)):
-        raise FormatError("the file has no master weights", where=where, hint=_MIXED)
+        raise FormatError("the file has no master weights", where=where, hint=MIXED)
     piece = _Piece(where, said, stage)
     for row, weight in enumerate(rows):
         if not _is_row(weight):
@@ -204,7 +246,7 @@ def _piece(where: str, said: Any, stage: int, world: int) -> _Piece:
     elif isinstance(inner, list) and len(inner) == len(rows):  # of an elastic checkpoint
         piece.states = [state if isinstance(state, dict) else {} for state in inner]
     else:
-        raise FormatError("the file has no state of an optimizer", where=where, hint=_MIXED)
+        raise FormatError("the file has no state of an optimizer", where=where, hint=MIXED)
     return piece
 
 
@@ -225,7 +267,7 @@ def _by_rows(
         raise FormatError(
             f"the model has {len(shapes)} groups of parameters, the optimizer {len(first.weights)}",
             where=first.where,
-            hint=_MIXED,
+            hint=MIXED,
         )
     gaps = first.said.get("param_alignment_paddings")
     found: dict[str, _Parameter] = {}
@@ -237,7 +279,7 @@ def _by_rows(
                 f"the pieces of group {row} are not of one length",
                 where=first.where,
                 value=lengths[:16],
-                hint=_MIXED,
+                hint=MIXED,
             )
         starts = [0, *accumulate(lengths)]
         between = gaps[row] if isinstance(gaps, list) and row < len(gaps) else [0] * len(names)
@@ -275,7 +317,7 @@ def _by_parameters(
                 "its pieces are not as long as those of rank 0",
                 where=piece.where,
                 value=piece.lengths[:16],
-                hint=_MIXED,
+                hint=MIXED,
             )
     starts = [0, *accumulate(lengths)]
     found: dict[str, _Parameter] = {}
@@ -359,7 +401,7 @@ def _states(row: int, pieces: Sequence[_Piece], left_out: dict[str, str]) -> dic
                 raise FormatError(
                     f"the pieces of {key} are not as long as those of the weights",
                     where=pieces[fits.index(False)].where,
-                    hint=_MIXED,
+                    hint=MIXED,
                 )
             found[key] = values
         elif any(isinstance(value, StateTensor) and value.shape for value in values):
@@ -367,7 +409,7 @@ def _states(row: int, pieces: Sequence[_Piece], left_out: dict[str, str]) -> dic
         elif len({_scalar(value) for value in values}) > 1:
             rank = next(n for n, v in enumerate(values) if _scalar(v) != _scalar(values[0]))
             raise FormatError(
-                f"its {key} is not that of rank 0", where=pieces[rank].where, hint=_MIXED
+                f"its {key} is not that of rank 0", where=pieces[rank].where, hint=MIXED
             )
         else:
             found[key] = values[0]
@@ -408,7 +450,7 @@ def _tensor(
         tensor = ranks[run.rank][run.row]
         place = where if isinstance(where, str) else where[run.rank].where
         if not isinstance(tensor, StateTensor):
-            raise FormatError(f"a part of {name} is missing", where=place, hint=_MIXED)
+            raise FormatError(f"a part of {name} is missing", where=place, hint=MIXED)
         dtypes[tensor.dtype.name] = tensor.dtype
         if len(dtypes) > 1:
             raise FormatError(

@@ -28,11 +28,11 @@ from tests.foreign.jobs import Wanted, wanted_of
 from tests.live.pool import Pool
 
 STRATEGIES = {
-    "zero0": "ddp:2",
     "zero0-all": "ddp:2",
     "zero0-bf16": "ddp:2",
     "zero1": "zero1:2",
     "zero1-bf16": "zero1:2",
+    "zero1-bf16-universal": "an unknown strategy",
     "zero2": "zero2:2",
     "zero2-alone": "single",
     "zero2-three": "zero2:3",
@@ -40,6 +40,10 @@ STRATEGIES = {
     "zero2-fp16": "zero2:2",
     "zero3": "zero3:2",
     "zero3-three": "zero3:3",
+    "zero3-universal": "an unknown strategy",
+    "pipe": "pp:2,zero1:2",
+    "pipe-bf16": "pp:2,zero1:2",
+    "tp": "zero1:2,tp:2",
 }
 
 
@@ -49,12 +53,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wanted(written: Path, case: str) -> Wanted:
-    with np.load(written / f"{case}.npz") as file:
+    with np.load(written / f"{case.removesuffix('-universal')}.npz") as file:
         return dict(file)
 
 
 def tag_of(place: Path) -> Path:
-    return place / (place / "latest").read_text()
+    (latest,) = place.glob("latest*")
+    return place / latest.read_text()
 
 
 class TestWhatDeepSpeedWrites(ForeignContract):
@@ -63,7 +68,14 @@ class TestWhatDeepSpeedWrites(ForeignContract):
     def sample(cls, written: Path, request: pytest.FixtureRequest) -> Sample:
         """The folder of one tag: all its files count."""
         place = tag_of(written / request.param)
-        parts = tuple(sorted(path.name for path in place.iterdir()))
+        files = (path for path in place.rglob("*") if path.is_file())
+        parts = tuple(sorted(str(path.relative_to(place)) for path in files))
+        if request.param.endswith("-universal"):
+            # Of what has no state of its own DeepSpeed adds files that are not read.
+            unread = ("zero/frozen", "zero/head", "zero/scale", "zero/seen")
+            parts = tuple(part for part in parts if not part.startswith(unread))
+        if request.param.startswith("pipe"):
+            parts = tuple(part for part in parts if part != "layer_03-model_states.pt")  # is empty
         return Sample(place, wanted(written, request.param), parts)
 
     def test_opening_reads_no_tensor(self, sample: Sample, tmp_path: Path) -> None:
@@ -106,13 +118,13 @@ def test_tied_and_frozen_parameters_and_buffers_are_told_apart(written: Path) ->
 
 def test_of_each_weight_there_is_one_copy_and_the_details_say_which(written: Path) -> None:
     with ckptkit.open(written / "zero2") as checkpoint:
-        assert checkpoint.details["copies"] == "6 in bfloat16, left out for the master weights"
+        assert checkpoint.details["copies"] == "5 in bfloat16, left out for the master weights"
         kinds = {
             n: a.info.dtype.name for n, a in checkpoint.arrays.items() if n.startswith("model/")
         }
     assert kinds["model/up.weight"] == "float32"
     assert kinds["model/frozen.weight"] == "bfloat16"
-    assert len(kinds) == 11
+    assert len(kinds) == 10
 
 
 def test_the_optimizer_is_told_as_a_save_of_ours_tells_it(written: Path) -> None:
@@ -120,7 +132,7 @@ def test_the_optimizer_is_told_as_a_save_of_ours_tells_it(written: Path) -> None
         (told,) = objects_of(written / case)["optimizer"]
         assert told["kind"] == "AdamW"
         first, second = told["groups"]
-        assert sorted(first["params"]) == ["down.weight", "embed.weight", "up.weight"]
+        assert sorted(first["params"]) == ["embed.weight", "up.weight"]
         assert sorted(second["params"]) == ["norm.bias", "norm.weight", "up.bias"]
         assert first["options"]["weight_decay"] == 0.1
         assert second["options"]["weight_decay"] == 0.0
@@ -270,7 +282,7 @@ def swap(shapes: Any) -> None:
         (of_shapes(lambda s: s[0].pop("up.weight")), "by param_shapes|not one padding"),
         (of_shapes(lambda s: s.append(s[0])), "a parameter is twice"),
         (lambda tree: tree.update(param_shapes=[[1]]), "no list of shapes"),
-        (lambda tree: tree.update(param_shapes=None), "no list of shapes"),
+        (lambda tree: tree.update(param_shapes={}), "no list of shapes"),
         (lambda tree: tree.update(dp_world_size=5), "5 ranks belong together"),
         (lambda tree: tree.update(dp_world_size="x"), "must be an integer"),
         (lambda tree: tree.update(module=[]), "no model"),
@@ -301,6 +313,20 @@ def test_stages_1_and_2_say_where_each_parameter_is(
     changed(place / "mp_rank_00_model_states.pt", change)
     with pytest.raises(FormatError, match=what):
         ckptkit.open(place)
+
+
+def test_fragments_name_the_parameters_where_they_are_in_order(
+    written: Path, stand_ins: None, tmp_path: Path
+) -> None:
+    """Those of gradients by turns (`round_robin_gradients`) are not."""
+    for case in ("zero1", "zero2"):
+        place = Path(shutil.copytree(tag_of(written / case), tmp_path / case))
+        changed(place / "mp_rank_00_model_states.pt", lambda tree: tree.update(param_shapes=None))
+    with ckptkit.open(tmp_path / "zero1") as checkpoint:
+        name = "optimizer/up.weight/exp_avg"
+        assert same(checkpoint[name][...], wanted(written, "zero1")[name])
+    with pytest.raises(FormatError, match="no list of shapes"):
+        ckptkit.open(tmp_path / "zero2")
 
 
 def of_optimizer(change: Callable[[Any, Any], object]) -> Callable[[Any], object]:
@@ -347,6 +373,130 @@ def test_a_rank_that_says_something_else_than_the_others_is_refused(
     with pytest.raises(FormatError, match=what) as caught:
         ckptkit.open(folder)
     assert str(folder) in str(caught.value)
+
+
+def test_what_a_pipeline_has_twice_is_read_once(written: Path) -> None:
+    with ckptkit.open(written / "pipe") as checkpoint:
+        cuts = {info.name: str(info.placements[0]) for info in checkpoint.manifest.arrays}
+    assert cuts["model/1.weight"] == cuts["optimizer/1.weight/exp_avg"] == "stage(0)"
+    assert cuts["model/4.weight"] == "stage(1)"
+    assert cuts["model/tied_modules.embed.weight"] == "replicate"
+    (told,) = objects_of(written / "pipe")["optimizer"]
+    (group,) = told["groups"]
+    assert group["params"].count("tied_modules.embed.weight") == 1
+    assert {"1.weight", "4.bias"} < set(group["params"])
+
+
+def test_how_ranks_of_tensor_parallelism_cut_is_told(written: Path) -> None:
+    with ckptkit.open(written / "tp") as checkpoint:
+        cuts = {info.name: str(info.placements[1]) for info in checkpoint.manifest.arrays}
+    assert cuts["model/1.qkv_proj.weight"] == "shard(0, blocks=[4,4,4])"
+    assert cuts["optimizer/1.down_proj.weight/exp_avg"] == "shard(1)"
+    assert cuts["model/1.up_proj.bias"] == "shard(0)"
+    assert cuts["model/0.weight"] == cuts["model/1.scale"] == "replicate"
+
+
+INFO = "universal_checkpoint_info"
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda tree: tree.pop(INFO), "nothing says how they are cut"),
+        (
+            lambda tree: tree[INFO].update(parameter_to_average_patterns=[".*norm.*"]),
+            r"1.norm.weight cannot be put together",
+        ),
+        (
+            lambda tree: tree[INFO]["autotp_unsupported_parameter_patterns"].update({".*": "x"}),
+            "cannot be put together",
+        ),
+        (lambda tree: tree[INFO].update(sub_param_shard_widths={}, version=0.3), "^$"),
+        (
+            lambda tree: tree[INFO]["sub_param_shard_widths"].update(
+                {r"^1\.qkv_proj\.weight$": [[1, 3], [2, 2], [2, 2]]}
+            ),
+            "do not fit together along dim 0",
+        ),
+        (
+            lambda tree: tree[INFO]["sub_param_shard_widths"].update(
+                {r"^1\.qkv_proj\.weight$": [[4]]}
+            ),
+            "not a width for each rank",
+        ),
+        (
+            lambda tree: tree[INFO].update(tp_replicated_parameter_patterns=["(a*)*b", "("]),
+            "a pattern that is not tried",
+        ),
+        (lambda tree: tree[INFO].update(tp_replicated_parameter_patterns=["("]), "not a pattern"),
+        (lambda tree: tree[INFO].update(tp_replicated_parameter_patterns=4), "list of patterns"),
+        (
+            lambda tree: tree["checkpoint_parallel_dimensions"].update(pp_degree=2),
+            "2 stages of 2 ranks",
+        ),
+    ],
+)
+def test_parts_of_tensors_that_nobody_knows_to_join_are_refused(
+    change: Callable[[Any], object], what: str, written: Path, stand_ins: None, tmp_path: Path
+) -> None:
+    place = Path(shutil.copytree(tag_of(written / "tp"), tmp_path / "x"))
+    for file in files_of(place, "model"):
+        changed(file, change)
+    if what == "^$":  # cut evenly, as it was before the widths were told
+        ckptkit.open(place).close()
+        return
+    with pytest.raises(FormatError, match=what):
+        ckptkit.open(place)
+
+
+def test_ranks_and_stages_at_different_steps_are_refused(
+    written: Path, stand_ins: None, tmp_path: Path
+) -> None:
+    for case in ("tp", "pipe"):
+        place = Path(shutil.copytree(tag_of(written / case), tmp_path / case))
+
+        def other_step(_: Any, inner: Any) -> None:
+            inner["state"][0]["step"] -= 1
+
+        for rank in (0, 1):
+            changed(
+                place / f"zero_pp_rank_{rank}_mp_rank_01_optim_states.pt", of_optimizer(other_step)
+            )
+        with pytest.raises(FormatError, match="step is not the same in all files"):
+            ckptkit.open(place)
+        shutil.copytree(tag_of(written / case), tmp_path / f"{case}-old")
+        model = tmp_path / f"{case}-old" / "mp_rank_01_model_states.pt"
+        changed(model, lambda tree: tree.update(global_steps=4))
+        with pytest.raises(FormatError, match="global_steps is not that of rank 0"):
+            ckptkit.open(model.parent)
+
+
+def test_a_file_of_a_layer_or_of_a_parameter_that_is_missing_is_named(
+    written: Path, tmp_path: Path
+) -> None:
+    place = Path(shutil.copytree(tag_of(written / "pipe"), tmp_path / "pipe"))
+    (place / "layer_01-model_states.pt").unlink()
+    with pytest.raises(FormatError, match=r"the model has no 1.(weight|bias) of"):
+        ckptkit.open(place)
+    place = Path(shutil.copytree(tag_of(written / "zero3-universal"), tmp_path / "universal"))
+    (place / "zero" / "up.bias" / "exp_avg_sq.pt").unlink()
+    with pytest.raises(FormatError, match=r"a file of a parameter is missing") as caught:
+        ckptkit.open(place)
+    assert "up.bias/exp_avg_sq.pt" in str(caught.value)
+
+
+def test_a_universal_checkpoint_keeps_what_only_the_model_has_as_it_was(
+    written: Path, tmp_path: Path
+) -> None:
+    """Beside the weights DeepSpeed writes buffers as float32, and of tied weights the copy."""
+    place = tmp_path / "run"
+    shutil.copytree(written / "zero1-bf16", place)
+    shutil.copytree(written / "zero1-bf16-universal", place, dirs_exist_ok=True)
+    (place / "latest").unlink()
+    with ckptkit.open(place) as checkpoint:
+        assert checkpoint["model/seen"][...].dtype == np.int64
+        assert checkpoint.foreign is not None
+        assert all("_universal/" in key for key in checkpoint.foreign.files)
 
 
 class Custom:
@@ -416,7 +566,6 @@ class Model(torch.nn.Module):
         self.frozen = torch.nn.Linear(5, 5).requires_grad_(requires_grad=False)
         self.norm = torch.nn.LayerNorm(5)
         self.up = torch.nn.Linear(5, 11)
-        self.down = torch.nn.Linear(11, 5, bias=False)
         self.head = torch.nn.Linear(5, 7, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.zeros(2))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import socket
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
@@ -23,7 +27,6 @@ from torch import nn
 # By name: ranks, precision, and what is said of ZeRO. More than DeepSpeed are told `groups` of
 # parameters, whether some are `frozen`, and in what to `accumulate`.
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "zero0": (2, "fp32", {"stage": 0}),
     "zero0-all": (2, "fp32", {"stage": 0, "frozen": False}),
     "zero0-bf16": (2, "bf16", {"stage": 0}),
     "zero1": (2, "fp32", {"stage": 1}),
@@ -47,7 +50,6 @@ class Model(nn.Module):
         self.frozen = nn.Linear(5, 5)
         self.norm = nn.LayerNorm(5)
         self.up = nn.Linear(5, 11)
-        self.down = nn.Linear(11, 5, bias=False)
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.tensor([1.5, 0.3]))
@@ -55,7 +57,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.frozen(self.embed(x)) * self.get_buffer("scale")[0]
-        found: torch.Tensor = self.head(self.norm(x + self.down(torch.relu(self.up(x)))))
+        found: torch.Tensor = self.head(self.norm(x + torch.relu(self.up(x))[..., :5]))
         return found
 
 
@@ -177,36 +179,194 @@ def write(case: str, out: Path, rank: int) -> None:
         kept = ["scale", "seen", *(["frozen.weight", "frozen.bias"] if zero["stage"] < 3 else [])]
         arrays |= {f"model/{name}": as_numpy(states["module"][name]) for name in kept}
         arrays["other/rng"] = np.arange(5)
-        for script in place.glob("*.py"):
-            script.unlink()
         np.savez(out / f"{case}.npz", **arrays)
 
 
-def worker(rank: int, world: int, port: int, out: str) -> None:
+class Embedding(nn.Module):
+    """The first layer of a pipeline, and the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 5))
+        self.register_buffer("scale", torch.tensor([1.5]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight[x] * self.get_buffer("scale").to(self.weight.dtype)
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 5)
+        self.up.weight.requires_grad = False
+        self.register_buffer("seen", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.up(x))
+
+
+def logits(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = torch.nn.functional.linear(x, embedding.weight)
+    return found
+
+
+def distance(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return x.float().square().mean()
+
+
+class Data(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index % 7, 3, index % 5, 1]), torch.zeros(4)
+
+
+def write_pipe(case: str, out: Path, rank: int) -> None:
+    """Two stages of two ranks, which share a module."""
+    torch.manual_seed(7)
+    layers = [
+        TiedLayerSpec("embed", Embedding),
+        LayerSpec(nn.Linear, 5, 5),
+        LayerSpec(Hidden),
+        nn.ReLU(),
+        LayerSpec(nn.LayerNorm, 5),
+        TiedLayerSpec("embed", Embedding, forward_fn=logits),
+    ]
+    net = PipelineModule(layers, num_stages=2, loss_fn=distance, partition_method="uniform")
+    precision, stage = ("bf16", 0) if case == "pipe-bf16" else ("fp32", 1)
+    made = config(precision, {"stage": stage}) | {"gradient_accumulation_steps": 2}
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=parameters, config=made)
+    data = iter(deepspeed.utils.RepeatingLoader(engine.deepspeed_io(Data())))
+    for _ in range(3):
+        engine.train_batch(data)
+    engine.save_checkpoint(str(out / case))
+    mine: dict[str, Any] = {f"model/{k}": as_numpy(v) for k, v in net.state_dict().items()}
+    for name, parameter in net.named_parameters():
+        if parameter.requires_grad:
+            mine[f"model/{name}"] = as_numpy(safe_get_full_fp32_param(parameter))
+            for key in ("exp_avg", "exp_avg_sq"):
+                value = safe_get_full_optimizer_state(parameter, key)
+                mine[f"optimizer/{name}/{key}"] = as_numpy(value)
+            mine[f"optimizer/{name}/step"] = as_numpy(torch.tensor(3.0))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    arrays: dict[str, Any] = {}
+    for each in found:
+        for name, value in each.items():
+            assert np.array_equal(arrays.setdefault(name, value), value), name
+    if rank == 0:
+        np.savez(out / f"{case}.npz", **arrays)
+
+
+class Block(nn.Module):
+    """What ranks of tensor parallelism cut by columns, by rows, and in three parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj = nn.Linear(6, 12)
+        self.o_proj = nn.Linear(4, 6)
+        self.up_proj = nn.Linear(6, 10)
+        self.down_proj = nn.Linear(10, 6)
+        self.norm = nn.LayerNorm(6)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv_proj(x).chunk(3, -1)
+        x = x + self.o_proj(q * torch.sigmoid(k) + v)
+        found: torch.Tensor = x + self.down_proj(torch.relu(self.up_proj(self.norm(x))))
+        return found
+
+
+def write_tensor_parallel(case: str, out: Path, rank: int) -> None:
+    """Two ranks of tensor parallelism, two of data parallelism. What is wanted is what DeepSpeed's
+    own converter makes of it.
+    """
+    torch.manual_seed(7)
+    specs: list[dict[str, Any]] = [
+        {"patterns": [r".*qkv_proj\.weight$"], "partition_type": "column", "shape": [3, -1]},
+        {"patterns": [r".*(o_proj|down_proj)\.weight$"], "partition_type": "row"},
+        {"patterns": [r".*up_proj\.weight$"], "partition_type": "column"},
+    ]
+    specs[0]["partition_dim"] = 0
+    tensor_parallel = {"use_default_specs": False, "layer_specs": specs}
+    made = config("fp32", {"stage": 1})
+    made["tensor_parallel"] = {"autotp_size": 2, "partition_config": tensor_parallel}
+    net = nn.Sequential(nn.Embedding(7, 6), Block(), nn.Linear(6, 7, bias=False))
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=made)
+    for step in range(3):
+        torch.manual_seed(100 * step + rank // 2)
+        engine.backward(engine(torch.randint(7, (2, 4))).square().mean())
+        engine.step()
+    engine.save_checkpoint(str(out / case))
+    if rank == 0:
+        arrays = universal(out / case, out / "converted")
+        shutil.rmtree(out / "converted")
+        arrays["model/1.scale"] = np.ones(2, "float32")
+        np.savez(out / f"{case}.npz", **arrays)
+
+
+def universal(place: Path, out: Path) -> dict[str, Any]:
+    """A Universal Checkpoint of one, and what is in it."""
+    tag = out / "global_step3_universal"
+    given: dict[str, Any] = {
+        "num_extract_workers": 1,
+        "num_merge_workers": 1,
+        "keep_temp_folder": False,
+    }
+    given |= {"strict": True, "inject_missing_state": True}
+    given |= {"input_folder": str(place / "global_step3"), "output_folder": str(tag)}
+    ds_to_universal.main(types.SimpleNamespace(**given))
+    steps = torch.load(tag / "zero" / "optimizer_state.pt", weights_only=False)
+    arrays = {}
+    for file in sorted(tag.glob("zero/*/*.pt")):
+        value = torch.load(file, weights_only=False)
+        value = value["param"] if isinstance(value, dict) else value
+        name = file.parent.name
+        key = f"model/{name}" if file.stem == "fp32" else f"optimizer/{name}/{file.stem}"
+        arrays[key] = as_numpy(value)
+        if "optimizer_state_dict" in steps:  # of stage 3
+            step = steps["optimizer_state_dict"]["state"][0]["step"]
+            arrays[f"optimizer/{name}/step"] = as_numpy(step)
+    return arrays
+
+
+def worker(rank: int, world: int, port: int, out: str, cases: list[str]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
     torch.set_num_threads(1)
     # It runs there, slowly.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    for case, (ranks, *_) in CASES.items():
-        if ranks == world:
-            write(case, Path(out), rank)
+    for case in cases:
+        kind = write_pipe if case.startswith("pipe") else write_tensor_parallel
+        (write if case in CASES else kind)(case, Path(out), rank)
 
 
 def main(out: str) -> None:
-    for world in (1, 2, 3):
+    jobs = [(world, [c for c, it in CASES.items() if it[0] == world]) for world in (1, 2, 3)]
+    # Their groups of ranks are global: one in a process.
+    jobs += [(4, [case]) for case in ("pipe", "pipe-bf16", "tp")]
+    for world, cases in jobs:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=worker, args=(n, world, port, out)) for n in range(world)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if any(rank.exitcode for rank in ranks):
-            raise SystemExit(f"a job on {world} ranks failed")
+        ranks = [
+            context.Process(target=worker, args=(rank, world, port, out, cases))
+            for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit(f"a job on {world} ranks failed: {cases}")
+    for case in ("zero1-bf16", "zero3"):
+        universal(Path(out) / case, Path(out) / f"{case}-universal")
+    for script in Path(out).glob("*/zero_to_*.py"):
+        script.unlink()
 
 
 if __name__ == "__main__":

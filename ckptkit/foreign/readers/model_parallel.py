@@ -1,0 +1,320 @@
+"""What ranks of model parallelism have, put together: the layers of a pipeline by their names, and
+parts of tensors by the patterns that DeepSpeed keeps for its Universal Checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptkit.errors import FormatError
+from ckptkit.foreign.extents import Extent
+from ckptkit.foreign.states import StateTensor
+from ckptkit.model import Box, Placement, Replicate, Shard, document
+from ckptkit.model.box import flat_boxes
+
+_TIED = "tied_modules."
+
+
+@dataclass(slots=True)
+class Model:
+    """A model and the state of its optimizer, whole or what one rank has of them."""
+
+    tensors: dict[str, StateTensor] = field(default_factory=dict)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
+    """By the names of `tensors`."""
+    copies: dict[str, str] = field(default_factory=dict)
+    """The types of the weights that are left out for those in full precision."""
+    of_rank_0: set[str] = field(default_factory=set)
+    """What differs between ranks that should have the same."""
+    stages: dict[str, int] = field(default_factory=dict)
+    """Of a pipeline, by the names of `tensors`; not of what several stages have."""
+    cuts: dict[str, Placement] = field(default_factory=dict)
+    """Over the ranks of tensor parallelism."""
+
+
+def named(
+    layers: Mapping[int, Mapping[str, Any]], known: Collection[str], where: str
+) -> dict[str, Any]:
+    """The tensors of the layers of a pipeline by their names in the model, some of which are known.
+    A module that is in several layers is in the files of all of these, and has one name.
+    """
+    tied: dict[str, set[str]] = {}
+    for name in known:
+        if name.startswith(_TIED):
+            module, _, inner = name.removeprefix(_TIED).partition(".")
+            tied.setdefault(f"{_TIED}{module}", set()).add(inner)
+    found: dict[str, Any] = {}
+    for layer, tensors in sorted(layers.items()):
+        prefix = str(layer)
+        if tensors and not any(f"{layer}.{name}" in known for name in tensors):
+            fitting = [module for module, names in tied.items() if names <= tensors.keys()]
+            if len(fitting) > 1:
+                raise FormatError(
+                    f"layer {layer} may be any of several modules that layers share",
+                    where=where,
+                    value=sorted(fitting),
+                )
+            prefix = fitting[0] if fitting else prefix
+        for name, value in tensors.items():
+            found.setdefault(f"{prefix}.{name}", value)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A region of what a rank has, and where in the whole tensor it begins."""
+
+    rank: int
+    region: Box
+    begin: tuple[int, ...]
+
+
+def joined(ranks: Sequence[Model], info: Any, whole: Iterable[str], where: str) -> Model:
+    """One model of those of all ranks of tensor parallelism; the parameters `whole` are not cut."""
+    patterns = _Patterns(info, len(ranks), where)
+    first = ranks[0]
+    found = replace(first, tensors={}, states={}, cuts={})
+    uncut = set(whole)
+    by_identity: dict[object, StateTensor] = {}
+    for name in dict.fromkeys(name for rank in ranks for name in rank.tensors):
+        parts = [rank.tensors[name] for rank in ranks if name in rank.tensors]
+        states = [rank.states.get(name, {}) for rank in ranks]
+        if len(parts) < len(ranks) or any(each.keys() != states[0].keys() for each in states):
+            raise FormatError(f"not all ranks have {name}", where=where)
+        mine = parts[0]
+        if mine.identity in by_identity:
+            found.tensors[name] = by_identity[mine.identity]
+            continue
+        if name in uncut or (name in first.buffers and patterns.is_alike(name, parts)):
+            found.tensors[name], found.cuts[name] = mine, Replicate()
+        else:
+            shape, moves, found.cuts[name] = patterns.moves(name, [part.shape for part in parts])
+            found.tensors[name] = _moved(name, shape, moves, parts, where)
+            states[0] = {
+                key: _moved(name, shape, moves, [state[key] for state in states], where)
+                if isinstance(value, StateTensor) and value.shape == mine.shape
+                else same_on_all(f"{name}/{key}", [state[key] for state in states], where)
+                for key, value in states[0].items()
+            }
+        by_identity[mine.identity] = found.tensors[name]
+        if states[0]:
+            found.states[name] = states[0]
+    return found
+
+
+def same_on_all(name: str, values: Sequence[Any], where: str) -> Any:
+    """A value that is no part of a tensor, of the first of several files."""
+    told = {value.content if isinstance(value, StateTensor) else repr(value) for value in values}
+    if len(told) > 1:
+        raise FormatError(
+            f"{name} is not the same in all files",
+            where=where,
+            hint="the files are of different saves; copy the folder of one of them again",
+        )
+    return values[0]
+
+
+class _Patterns:
+    """What `universal_checkpoint_info` says of how each parameter is cut."""
+
+    def __init__(self, info: Any, ranks: int, where: str) -> None:
+        self._where = where
+        self._ranks = ranks
+        if not isinstance(info, dict):
+            raise FormatError(
+                f"{ranks} ranks of tensor parallelism have a part of each weight, and nothing says "
+                "how they are cut",
+                where=where,
+                hint="save with `universal_checkpoint_info` in the checkpoint, as AutoTP and "
+                "Megatron-DeepSpeed do, or gather the weights before they are saved",
+            )
+        self._info = info
+
+    def _has(self, key: str, name: str) -> bool:
+        said = self._info.get(key) or ()
+        if isinstance(said, dict):
+            said = list(said)
+        if not isinstance(said, (list, tuple)):
+            raise FormatError("not a list of patterns", where=self._where, value=key)
+        return any(_matches(pattern, name, self._where) for pattern in said)
+
+    def is_alike(self, name: str, parts: Sequence[Any]) -> bool:
+        """Whether what is no parameter is the same on all ranks; FormatError where nobody knows."""
+        if len({part.content for part in parts}) == 1 and parts[0].content is not None:
+            return True
+        if self._has("tp_replicated_parameter_patterns", name):
+            return True
+        known = ("parameter_with_row_parallelism_patterns", "vocabulary_parameter_patterns")
+        if any(self._has(key, name) for key in known) or self._sub_parameters(name):
+            return False
+        raise FormatError(
+            f"nothing says how ranks have cut {name}, which is not alike on all", where=self._where
+        )
+
+    def moves(
+        self, name: str, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[tuple[int, ...], list[_Move], Placement]:
+        """The shape of the whole parameter, what of each rank is where in it, and how it is cut."""
+        for key in ("autotp_unsupported_parameter_patterns", "parameter_to_average_patterns"):
+            if self._has(key, name):
+                raise FormatError(
+                    f"{name} cannot be put together from the parts of ranks",
+                    where=self._where,
+                    value=key,
+                )
+        if self._has("tp_replicated_parameter_patterns", name):
+            if len(set(shapes)) > 1:
+                raise FormatError(f"{name} is not alike on all ranks", where=self._where)
+            begin = (0,) * len(shapes[0])
+            return shapes[0], [_Move(0, Box.whole(shapes[0]), begin)], Replicate()
+        dim, blocks = 0, None
+        if self._has("parameter_with_2_sub_params_cat_dim_0", name):
+            if any(not shape or shape[0] % 2 for shape in shapes):
+                raise FormatError(f"{name} has no two halves", where=self._where, value=shapes)
+            each = [shape[0] // 2 for shape in shapes]
+            widths = [each, each]
+        elif sub_parameters := self._sub_parameters(name):
+            dim, widths = sub_parameters
+        else:
+            dim = int(self._has("parameter_with_row_parallelism_patterns", name))
+            if any(len(shape) <= dim for shape in shapes):
+                raise FormatError(f"{name} has no dim {dim} to be cut", where=self._where)
+            widths = [[shape[dim] for shape in shapes]]
+        rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+        sums = [sum(part[rank] for part in widths) for rank in range(self._ranks)]
+        if len(rest) > 1 or any(
+            shape[dim : dim + 1] != (n,) for shape, n in zip(shapes, sums, strict=True)
+        ):
+            raise FormatError(
+                f"the parts of {name} do not fit together along dim {dim}",
+                where=self._where,
+                value=list(shapes),
+            )
+        total = sum(sums)
+        shape = (*shapes[0][:dim], total, *shapes[0][dim + 1 :])
+        if self._has("vocabulary_parameter_patterns", name) and dim == 0:
+            # Its last rows are padding.
+            rows = document.integer(
+                self._info.get("original_vocab_size"), f"{self._where}: original_vocab_size"
+            )
+            total = min(rows, total)
+            shape = (total, *shape[1:])
+        moves: list[_Move] = []
+        starts, at = [0] * self._ranks, 0
+        for part in widths:
+            for rank, width in enumerate(part):
+                take = max(0, min(width, total - at))
+                offset = tuple(starts[rank] if d == dim else 0 for d in range(len(shape)))
+                size = tuple(take if d == dim else n for d, n in enumerate(shape))
+                begin = tuple(at if d == dim else 0 for d in range(len(shape)))
+                if take:
+                    moves.append(_Move(rank, Box(offset, size), begin))
+                starts[rank] += width
+                at += width
+        if len(widths) > 1:
+            blocks = tuple(sum(part) for part in widths)
+        return shape, moves, Shard(dim, blocks if blocks and all(blocks) else None)
+
+    def _sub_parameters(self, name: str) -> tuple[int, list[list[int]]] | None:
+        """The dim along which a parameter of several is cut, and how wide what each rank has of
+        each of them is.
+        """
+        said = self._info.get("parameter_with_sub_params") or ()
+        widths = self._info.get("sub_param_shard_widths") or {}
+        for each in said if isinstance(said, (list, tuple)) else ():
+            fields = each if isinstance(each, dict) else {}
+            for pattern in fields.get("patterns") or ():
+                if not _matches(pattern, name, self._where):
+                    continue
+                dim = document.integer(fields.get("partition_dim"), f"{self._where}: {name}")
+                where = f"{self._where}: sub_param_shard_widths of {name}"
+                told = widths.get(pattern) if isinstance(widths, dict) else None
+                shape = fields.get("shape")
+                if told is None and isinstance(shape, (list, tuple)) and dim < len(shape):
+                    # Before version 0.4 all are cut evenly.
+                    sizes = document.integers(shape[dim], where)
+                    if any(size % self._ranks for size in sizes):
+                        raise FormatError(
+                            "its parts cannot be cut evenly", where=where, value=sizes
+                        )
+                    told = [[size // self._ranks] * self._ranks for size in sizes]
+                if not isinstance(told, (list, tuple)):
+                    raise FormatError("nothing says how wide its parts are", where=where)
+                found = [list(document.integers(part, where)) for part in told]
+                if any(len(part) != self._ranks for part in found):
+                    raise FormatError("not a width for each rank", where=where, value=found[:8])
+                return dim, found
+        return None
+
+
+def _matches(pattern: Any, name: str, where: str) -> bool:
+    """Whether a name begins as a pattern of theirs says. Only plain ones are tried: somebody else's
+    regular expression may take for ever.
+    """
+    text = document.text(pattern, where)
+    repeats = re.findall(r"(?<!\\)[*+{]", text)
+    if len(repeats) > 3 or (repeats and (len(name) > 256 or re.search(r"\)[*+{?]", text))):
+        raise FormatError("a pattern that is not tried", where=where, value=text[:80])
+    try:
+        return re.match(text, name) is not None
+    except re.error as error:
+        raise FormatError("not a pattern", where=where, value=text[:80]) from error
+
+
+def _moved(
+    name: str, shape: tuple[int, ...], moves: Sequence[_Move], parts: Sequence[Any], where: str
+) -> StateTensor:
+    """A tensor whose extents are those of the parts, where they belong in the whole."""
+    dtypes = {part.dtype.name: part.dtype for part in parts}
+    if len(dtypes) > 1:
+        raise FormatError(f"the parts of {name} are of several types", where=where)
+    extents: list[Extent] = []
+    for move in moves:
+        part = parts[move.rank]
+        size = part.dtype.itemsize
+        steps = _steps(part.shape)
+        for extent in part.extents:
+            if part.is_flat:
+                begin = extent.box.offset[0]
+                pieces = [
+                    Extent(
+                        box,
+                        extent.file,
+                        extent.offset + (_dot(box.offset, steps) - begin) * size,
+                        steps,
+                    )
+                    for box in flat_boxes(part.shape, begin, extent.box.stop[0])
+                ]
+            else:
+                pieces = [replace(extent, strides=extent.strides or _steps(extent.box.shape))]
+            for piece in pieces:
+                inside = piece.box.intersect(move.region)
+                if inside is None or inside.is_empty or piece.strides is None:
+                    continue
+                skipped = _dot(
+                    [a - b for a, b in zip(inside.offset, piece.box.offset, strict=True)],
+                    piece.strides,
+                )
+                to = tuple(
+                    a - b + c
+                    for a, b, c in zip(inside.offset, move.region.offset, move.begin, strict=True)
+                )
+                extents.append(
+                    replace(piece, box=Box(to, inside.shape), offset=piece.offset + skipped * size)
+                )
+    (dtype,) = dtypes.values()
+    return StateTensor(shape, dtype, tuple(extents), identity=object())
+
+
+def _dot(numbers: Sequence[int], steps: Sequence[int]) -> int:
+    return sum(n * step for n, step in zip(numbers, steps, strict=True))
+
+
+def _steps(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of C order."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
