@@ -26,8 +26,8 @@ from ckptkit.foreign.extents import (
     ForeignStep,
     Stretch,
     cells_of,
-    gather,
     span_of,
+    strided_view,
 )
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import MAX_DIMS, TOO_LARGE, Alias, ArrayInfo, ArrayKind, is_addressable
@@ -103,12 +103,7 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
     columns: list[tuple[Any, Any, Any]] = []
     end = 0
     for array in arrays:
-        if len(array.shape) > MAX_DIMS:
-            raise FormatError(
-                f"more than {MAX_DIMS} dims", where=array.name, value=len(array.shape)
-            )
-        if not is_addressable(array.shape, array.dtype):
-            raise FormatError(TOO_LARGE, where=array.name, value=array.shape)
+        _check_shape(array)
         cells = cells_of(array)
         kind = ArrayKind(array.shape, array.dtype, cells.grid, array.role, array.placements)
         infos.append(ArrayInfo(array.name, kind, array.of))
@@ -127,16 +122,13 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
         packs.append(PackInfo(_NOWHERE, end, None))
     aliases = [Alias(name, of) for name, of in sorted(found.aliases.items())]
     table = ArrayTable.of(infos, aliases)
-    digest = hashlib.sha256(fingerprint)
-    for part in (found.format.encode(), *table.packed):
-        digest.update(len(part).to_bytes(8, "little") + part)
     joined = [
         np.concatenate([np.zeros(0, dtype), *(row[place] for row in columns)]).astype(dtype)
         for place, dtype in enumerate(("<u4", "<u8", "<u8"))
     ]
     return ForeignManifest(
         save=SaveInfo(
-            save_id=SAVE_ID_PREFIX + digest.hexdigest()[:40],
+            save_id=_save_id(found, table, fingerprint),
             step=found.step,
             time=found.time,
             writer=found.format,
@@ -156,16 +148,31 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
     )
 
 
+def _check_shape(array: ForeignArray) -> None:
+    if len(array.shape) > MAX_DIMS:
+        raise FormatError(f"more than {MAX_DIMS} dims", where=array.name, value=len(array.shape))
+    if not is_addressable(array.shape, array.dtype):
+        raise FormatError(TOO_LARGE, where=array.name, value=array.shape)
+
+
+def _save_id(found: ForeignStep, table: ArrayTable, fingerprint: bytes) -> str:
+    """What stands for the id of a save: another one where a file or what was found is another."""
+    digest = hashlib.sha256(fingerprint)
+    for part in (found.format.encode(), *table.packed):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return SAVE_ID_PREFIX + digest.hexdigest()[:40]
+
+
 def _placed(array: ForeignArray, cells: Cells, number_of: dict[str, int]) -> tuple[Any, Any]:
     """The columns `pack` and `offset` of an array's chunks that are runs of bytes of a file."""
     for extent in array.extents:
         if extent.file not in number_of:
             raise FormatError("a file of it is missing", where=array.name, value=extent.file)
     if not array.extents:
-        nothing = np.zeros(len(cells.extent), dtype=np.int64)
+        nothing = np.zeros(len(cells.owner), dtype=np.int64)
         return nothing, nothing.copy()
-    pack = np.array([number_of[extent.file] for extent in array.extents])[cells.extent]
-    return pack, np.array([e.offset for e in array.extents])[cells.extent] + cells.offset
+    pack = np.array([number_of[extent.file] for extent in array.extents])[cells.owner]
+    return pack, np.array([e.offset for e in array.extents])[cells.owner] + cells.offset
 
 
 def _check_inside(entry: Gathered, found: ForeignStep, name: str) -> None:
@@ -238,7 +245,7 @@ def _read_strided(
     span = span_of(shape, strides) * size
     if span <= _DENSE * target.nbytes:
         data = np.frombuffer(source.fetch(offset, span), dtype=np.uint8)
-        target[...] = gather(data, shape, strides, size)
+        target[...] = strided_view(data, shape, strides, size)
         return
     # Along the dim whose neighbours lie farthest apart.
     dim = max(range(len(shape)), key=lambda d: strides[d] if shape[d] > 1 else -1)

@@ -93,8 +93,10 @@ class Cells:
     """An array as chunks, each of one extent: columns with a row for each chunk."""
 
     grid: Grid
-    extent: I64
-    """-1 for chunks that do not lie in their file as they are: those in `gathered`."""
+    owner: I64
+    """The number of the extent that it is in; -1 for chunks that are no run of bytes of a file:
+    those in `gathered`.
+    """
     offset: I64
     """In bytes, from where the extent begins."""
     gathered: Mapping[int, tuple[Stretch, ...]]
@@ -201,14 +203,14 @@ def _flat_cells(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...]) -
     grid = Grid.rectilinear(shape, tuple(tuple(along[1:-1]) for along in borders))
     ends = np.cumsum(grid.stored_elements())
     begins = ends - grid.stored_elements()
-    extent = np.full(grid.chunk_count, -1, dtype=np.int64)
+    owner = np.full(grid.chunk_count, -1, dtype=np.int64)
     offset = np.zeros(grid.chunk_count, dtype=np.int64)
     gathered: dict[int, tuple[Stretch, ...]] = {}
     for chunk, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
         first = int(np.searchsorted(starts, begin, side="right")) - 1
         last = int(np.searchsorted(starts, end, side="left"))
         if last - first == 1:
-            extent[chunk], offset[chunk] = order[first], (begin - starts[first]) * itemsize
+            owner[chunk], offset[chunk] = order[first], (begin - starts[first]) * itemsize
             continue
         parts = []
         for place in range(first, last):
@@ -218,7 +220,7 @@ def _flat_cells(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...]) -
                 at = (low - starts[place]) * itemsize
                 parts.append(Stretch((low - begin) * itemsize, number, at, (high - low,), (1,)))
         gathered[chunk] = tuple(parts)
-    return Cells(grid, extent, offset, gathered)
+    return Cells(grid, owner, offset, gathered)
 
 
 def _split(borders: list[list[int]], itemsize: int, steps: Sequence[int]) -> None:
@@ -248,9 +250,10 @@ def _finer(along: Sequence[int], size: int) -> Iterator[int]:
 
 
 def c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of an array whose last dim lies together."""
     steps = [1]
-    for extent in reversed(shape[1:]):
-        steps.append(steps[-1] * extent)
+    for length in reversed(shape[1:]):
+        steps.append(steps[-1] * length)
     return tuple(reversed(steps)) if shape else ()
 
 
@@ -259,7 +262,7 @@ def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
 
 
-def gather(
+def strided_view(
     memory: npt.NDArray[np.uint8], shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
 ) -> npt.NDArray[Any]:
     """Elements that lie apart in memory, as a view."""

@@ -198,7 +198,7 @@ def _optimizer(
     """Add the tensors of one optimizer; what else it says, as a save of ours writes it, and what is
     of no parameter. None and all of it where nobody knows whose parameters' state it is.
     """
-    by_parameter, groups, more = _nested(state)
+    by_parameter, groups, more = _by_parameter_and_group(state)
     names = _told_names(by_parameter, groups)
     if names:
         inside = _wrapped([*names.values()])
@@ -242,37 +242,42 @@ def _optimizer(
     return {"kind": kind, "groups": documents, "values": values}, more
 
 
-def _nested(
+def _by_parameter_and_group(
     state: Mapping[Any, Any],
 ) -> tuple[dict[Any, dict[Any, Any]], list[dict[Any, Any]], dict[Any, Any]]:
     """The state by parameter and the groups of parameters, of a dictionary that may be flat:
     `state.<name>.exp_avg`, `param_groups.<name>.lr`; and what is neither.
     """
-    more: dict[Any, Any]
-    if isinstance(state.get("state"), dict) or isinstance(state.get("param_groups"), list):
-        said, listed = state.get("state", {}), state.get("param_groups", [])
-        by_parameter = {}
-        if isinstance(said, dict):
-            by_parameter = {k: v for k, v in said.items() if isinstance(v, dict)}
-            said = {k: v for k, v in said.items() if not isinstance(v, dict)}
-        groups = []
-        if isinstance(listed, list):
-            groups = [dict(group) for group in listed if isinstance(group, dict)]
-            listed = [group for group in listed if not isinstance(group, dict)]
-        more = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
-        for key, rest in (("state", said), ("param_groups", listed)):
-            if rest not in ({}, []):
-                more[key] = rest
-        for group in groups:
-            # Of a flat dictionary with lists as they are, an empty list is left out.
-            params = group.get("params", [])
-            group["params"] = list(params) if isinstance(params, (list, tuple)) else []
-        if any(type(index) is int for group in groups for index in group["params"]):
-            # DCP makes text of keys that are numbers.
-            is_number = {k: type(k) is str and k.isdecimal() for k in by_parameter}
-            by_parameter = {int(k) if is_number[k] else k: v for k, v in by_parameter.items()}
-        return by_parameter, groups, more
-    more = {}
+    if not (isinstance(state.get("state"), dict) or isinstance(state.get("param_groups"), list)):
+        return _from_flat(state)
+    said, listed = state.get("state", {}), state.get("param_groups", [])
+    by_parameter = {}
+    if isinstance(said, dict):
+        by_parameter = {k: v for k, v in said.items() if isinstance(v, dict)}
+        said = {k: v for k, v in said.items() if not isinstance(v, dict)}
+    groups = []
+    if isinstance(listed, list):
+        groups = [dict(group) for group in listed if isinstance(group, dict)]
+        listed = [group for group in listed if not isinstance(group, dict)]
+    more = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+    rest = (("state", said), ("param_groups", listed))
+    more |= {key: value for key, value in rest if value not in ({}, [])}
+    for group in groups:
+        # Of a flat dictionary with lists as they are, an empty list is left out.
+        params = group.get("params", [])
+        group["params"] = list(params) if isinstance(params, (list, tuple)) else []
+    if any(type(index) is int for group in groups for index in group["params"]):
+        # DCP makes text of keys that are numbers.
+        is_number = {k: type(k) is str and k.isdecimal() for k in by_parameter}
+        by_parameter = {int(k) if is_number[k] else k: v for k, v in by_parameter.items()}
+    return by_parameter, groups, more
+
+
+def _from_flat(
+    state: Mapping[Any, Any],
+) -> tuple[dict[Any, dict[Any, Any]], list[dict[Any, Any]], dict[Any, Any]]:
+    """The same of a flat dictionary."""
+    more: dict[Any, Any] = {}
     by_name: dict[Any, dict[Any, Any]] = {}
     options: dict[str, dict[Any, Any]] = {}
     told = [str(path).partition(".")[2] for path in state if str(path).startswith("param_groups.")]

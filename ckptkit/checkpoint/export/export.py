@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.checkpoint.check.unpack import appearing
 from ckptkit.checkpoint.export.file import write_file
-from ckptkit.checkpoint.export.finished import FinishedFiles, identity
+from ckptkit.checkpoint.export.finished import FinishedFiles, export_name
 from ckptkit.checkpoint.places import Place, store_at, stored_size
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY
@@ -32,12 +32,13 @@ from ckptkit.foreign.output.dcp import dcp_folder
 from ckptkit.foreign.output.files import (
     EMBEDDINGS,
     NewFile,
+    NewFiles,
     NewTensor,
     hugging_face,
     plain_name,
     safetensors_file,
 )
-from ckptkit.foreign.output.opcodes import Path as Keys
+from ckptkit.foreign.output.opcodes import Keys
 from ckptkit.foreign.output.torch_save import torch_file
 from ckptkit.foreign.readers.safetensors import CONFIG, parsed
 from ckptkit.format.names import MODEL, OPTIMIZER, inner_name, split
@@ -46,7 +47,9 @@ from ckptkit.model.document import parse_size
 from ckptkit.storage import Options, Store, open_store
 
 FORMATS = ("hf", "safetensors", "torch", "dcp")
+# How the files are laid out: of a folder by the most bytes of each, one file by its name.
 _FOLDERS: Mapping[str, Any] = {"hf": hugging_face, "dcp": dcp_folder}
+_FILES: Mapping[str, Any] = {"safetensors": safetensors_file, "torch": torch_file}
 _WITH_OPTIMIZER = ("dcp", "torch")
 
 # What is taken along of the folder of a model: all small files that are no weights.
@@ -102,16 +105,7 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     optimizer, as `get_optimizer_state_dict` of torch has it. `storage_options` reach all places,
     unless `source_options` are those of `src` and `beside`.
     """
-    if to_format not in FORMATS:
-        raise UsageError("no such format to write", value=to_format, hint=f"{', '.join(FORMATS)}")
-    if beside is not None and to_format != "hf":
-        raise UsageError("only a Hugging Face folder has files beside the model", value=to_format)
-    if optimizer and to_format not in _WITH_OPTIMIZER:
-        raise UsageError(
-            "this format has no place for the state of an optimizer",
-            value=to_format,
-            hint=f"{' and '.join(_WITH_OPTIMIZER)} have",
-        )
+    _check_format(to_format, beside=beside, optimizer=optimizer)
     own = storage_options if source_options is None else source_options
     place, is_file = open_store(out, storage_options or {}), to_format not in _FOLDERS
     config = None if beside is None else store_at(beside, own)
@@ -119,20 +113,17 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     before = resident_bytes()
     with open_checkpoint(src, storage_options=own) as checkpoint:
         selection = replace(selection or Selection(), optimizer=optimizer)
-        arrays, tensors, objects, left_out = _chosen(
+        arrays, tensors, objects, left_out = _tensors_of(
             checkpoint, selection, {**said, **(sizes or {})}
         )
-        more = {"objects": objects} if optimizer else {}
         if to_format == "hf":
-            # Without a word of it that is another thing for each kind of model, and so is what the
-            # config of a part says.
+            # Where the config does not say it, each kind of model has a default of its own. What
+            # the config of a part of the model says does not count either.
             ties = said.get("tie_word_embeddings") is True
             arrays, tensors = _untied(arrays, tensors, EMBEDDINGS if ties else ())
-        if not is_file:
-            new = _FOLDERS[to_format](tensors, parse_size(max_file_size), **more)
-        else:
-            layout: Any = torch_file if to_format == "torch" else safetensors_file
-            new = layout(place.location.name, tensors, **more)
+        new = _laid_out(
+            to_format, place, tensors, objects if optimizer else None, parse_size(max_file_size)
+        )
         budget = Budget.of(
             parse_size(memory),
             max(4, copy_threads()) if workers is None else workers,
@@ -142,15 +133,18 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
             pack_bytes=sum(tensor.nbytes for tensor in tensors) // len(new.files),
             fixed=max(0, resident_bytes() - before),
         )
-        name = identity(checkpoint.save_id, arrays, new)
-        with _appearing(place, name, is_file=is_file) as store, _removing(store) as keys:
+        name = export_name(checkpoint.save_id, arrays, new)
+        with (
+            _place_to_write(place, name, is_file=is_file) as store,
+            _removed_on_failure(store) as keys,
+        ):
             finished = FinishedFiles(store, "" if is_file else name)
             resumed = finished.begin([file.key for file in new.files], progress)
             keys.extend([finished.note, *resumed] if finished.note else [])
             missing = [file for file in new.files if file.key not in resumed]
             _check_room(store, place, missing, tensors)
             if config is not None:
-                keys.extend(_copied(config, store))
+                keys.extend(_copy_beside(config, store))
             check_huge_chunks(arrays, checkpoint, budget)
             copier = ChunkCopier(checkpoint, budget, None, None)
             for file in missing:
@@ -172,7 +166,37 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
         )
 
 
-def _chosen(
+def _check_format(to_format: str, *, beside: Place | None, optimizer: bool) -> None:
+    """Refuse what a format has no place for."""
+    if to_format not in FORMATS:
+        raise UsageError("no such format to write", value=to_format, hint=f"{', '.join(FORMATS)}")
+    if beside is not None and to_format != "hf":
+        raise UsageError("only a Hugging Face folder has files beside the model", value=to_format)
+    if optimizer and to_format not in _WITH_OPTIMIZER:
+        raise UsageError(
+            "this format has no place for the state of an optimizer",
+            value=to_format,
+            hint=f"{' and '.join(_WITH_OPTIMIZER)} have",
+        )
+
+
+def _laid_out(
+    to_format: str,
+    place: Store,
+    tensors: Sequence[NewTensor],
+    objects: Mapping[Keys, Any] | None,
+    most: int,
+) -> NewFiles:
+    """The files of a format, none of them written; a folder's with at most so many bytes each."""
+    more = {} if objects is None else {"objects": objects}
+    if to_format in _FOLDERS:
+        new: NewFiles = _FOLDERS[to_format](tensors, most, **more)
+    else:
+        new = _FILES[to_format](place.location.name, tensors, **more)
+    return new
+
+
+def _tensors_of(
     checkpoint: Checkpoint, selection: Selection, sizes: Mapping[str, Any]
 ) -> tuple[list[Chosen], list[NewTensor], dict[Keys, Any], list[str]]:
     """The arrays that go over, what each will be; the objects, by their places in nested
@@ -264,7 +288,7 @@ def _untied(
 
 
 @contextmanager
-def _appearing(place: Store, name: str, *, is_file: bool) -> Iterator[Store]:
+def _place_to_write(place: Store, name: str, *, is_file: bool) -> Iterator[Store]:
     """Where to write the files of an export of this name; AlreadyExistsError where something else
     is at the place.
     """
@@ -290,9 +314,9 @@ def _appearing(place: Store, name: str, *, is_file: bool) -> Iterator[Store]:
 
 
 @contextmanager
-def _removing(store: Store) -> Iterator[list[str]]:
-    """Keys of what is written, which goes again where the block fails; what is interrupted may be
-    gone on with.
+def _removed_on_failure(store: Store) -> Iterator[list[str]]:
+    """The block adds the keys of what it writes: they are removed where it fails. An interruption
+    removes nothing, for the same call goes on from there.
     """
     keys: list[str] = []
     try:
@@ -315,9 +339,9 @@ def _check_room(
         )
 
 
-def _copied(source: Store, target: Store) -> Iterator[str]:
-    """Copy what says how a model is built and how its texts are cut; the name of each file, once it
-    is there.
+def _copy_beside(source: Store, target: Store) -> Iterator[str]:
+    """Copy the config, the tokenizer and other small files; yields the name of each file once it is
+    there, so that it can be removed again.
     """
     names = source.children("")
     if CONFIG not in names:

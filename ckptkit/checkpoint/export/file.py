@@ -22,7 +22,7 @@ from ckptkit.storage import Store
 # As much of a file is filled and written at a time.
 _SEGMENT = 8 << 20
 
-_Piece: TypeAlias = "bytes | Checked | FileBand"
+_Content: TypeAlias = "bytes | Checked | FileBand"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class FileSegment:
     """Neighbours in a file that are filled and written together, and where each begins."""
 
     nbytes: int
-    pieces: tuple[tuple[int, _Piece], ...]
+    pieces: tuple[tuple[int, _Content], ...]
 
 
 class _Checksums:
@@ -90,11 +90,11 @@ def write_file(
 ) -> tuple[int, int]:
     """Write a file; its size, and its checksum."""
     segments = list(_segments(file, arrays, copier.budget.batch_bytes))
-    extents = [segment.nbytes for segment in segments]
+    sizes = [segment.nbytes for segment in segments]
     checksums = None
     if any(isinstance(piece, Checked) for piece in file.pieces):
         checksums = _Checksums([array.info.nbytes for array in arrays])
-    sink = store.create(file.key, extents, memory=copier.budget.sink_bytes)
+    sink = store.create(file.key, sizes, memory=copier.budget.sink_bytes)
     crcs = [0] * len(segments)
 
     def write(number: int) -> None:
@@ -107,7 +107,7 @@ def write_file(
                 checksums.stop()
             raise
         if progress:
-            progress(extents[number])
+            progress(sizes[number])
 
     try:
         share_out(range(len(segments)), write, copier.budget.workers)
@@ -115,7 +115,7 @@ def write_file(
     except BaseException:
         sink.abort()
         raise
-    return sum(extents), combined(crcs, extents)
+    return sum(sizes), combined(crcs, sizes)
 
 
 def combined(crcs: Sequence[int], sizes: Sequence[int]) -> int:
@@ -128,9 +128,9 @@ def combined(crcs: Sequence[int], sizes: Sequence[int]) -> int:
 
 def _segments(file: NewFile, arrays: Sequence[Chosen], most: int) -> Iterator[FileSegment]:
     """The bytes of a file in order, small tensors together, large ones a band at a time."""
-    held: list[tuple[int, _Piece]] = []
+    held: list[tuple[int, _Content]] = []
     end = 0
-    for piece, nbytes in _pieces(file, arrays, most):
+    for piece, nbytes in _contents(file, arrays, most):
         if held and end + nbytes > _SEGMENT:
             yield FileSegment(end, tuple(held))
             held, end = [], 0
@@ -139,7 +139,8 @@ def _segments(file: NewFile, arrays: Sequence[Chosen], most: int) -> Iterator[Fi
     yield FileSegment(end, tuple(held))
 
 
-def _pieces(file: NewFile, arrays: Sequence[Chosen], most: int) -> Iterator[tuple[_Piece, int]]:
+def _contents(file: NewFile, arrays: Sequence[Chosen], most: int) -> Iterator[tuple[_Content, int]]:
+    """What comes next in a file, and how many bytes that is."""
     for piece in file.pieces:
         if isinstance(piece, Checked):
             yield piece, piece.nbytes
@@ -177,6 +178,7 @@ def _fill(
     copier.fill_boxes(boxes)
     if checksums is None:
         return
+    # All of this segment before any wait: others may wait for it (see `_Checksums`).
     for band, data in filled:
         checksums.add(band, int(isal_zlib.crc32(data)))
     for begin, piece in segment.pieces:

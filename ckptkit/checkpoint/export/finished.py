@@ -24,8 +24,8 @@ _NOTE = ".ckptkit-export-"
 _MOST_BYTES = 64 << 20
 
 
-def identity(save_id: str, arrays: Sequence[Chosen], new: NewFiles) -> str:
-    """What names an export: equal for those that write the same bytes."""
+def export_name(save_id: str, arrays: Sequence[Chosen], new: NewFiles) -> str:
+    """The name of an export: the same for all that write the same bytes."""
     digest = hashlib.sha256(f"{__version__} {save_id}".encode())
     for chosen in arrays:
         rows = [(rows.number, rows.start, rows.count, rows.at) for rows in chosen.rows]

@@ -25,7 +25,7 @@ from ckptkit.errors import (
 from ckptkit.foreign.contents import SAVE_ID_PREFIX as FOREIGN
 from ckptkit.foreign.contents import ForeignManifest
 from ckptkit.foreign.extents import ForeignStep
-from ckptkit.foreign.readers.formats import recognise
+from ckptkit.foreign.readers.formats import find_foreign
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import whole
@@ -43,8 +43,8 @@ UNKNOWN = "an unknown strategy"
 
 
 def open_checkpoint(location: Place, *, storage_options: Options | None = None) -> Checkpoint:
-    """Open a step, or the newest committed step of a run; or a foreign checkpoint:
-    safetensors, files of torch.save, or of torch.distributed.checkpoint.
+    """Open a step, or the newest committed step of a run; or what another program saved, in any
+    format that docs/migration.md lists.
 
     `storage_options` say how to reach an object store: `endpoint`, `region`, `profile` and others;
     what they leave out comes from the environment, as is usual there.
@@ -62,7 +62,7 @@ def open_foreign(store: Store, error: NotFoundError) -> Checkpoint:
     """Open the foreign checkpoint of a place that has no step of ours, as an error says; it is
     raised where there is nothing foreign either, or a step that was begun.
     """
-    found = None if isinstance(error, NotCommittedError) else recognise(store)
+    found = None if isinstance(error, NotCommittedError) else find_foreign(store)
     if found is None:
         raise error
     return Checkpoint(*found)

@@ -108,15 +108,16 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """All that goes over, sorted by name; `names` leads from the source's names to the target's."""
+    """All that goes over, sorted by name."""
 
     arrays: tuple[Chosen, ...]
     aliases: tuple[Alias, ...]
     objects: tuple[ObjectInfo, ...]
     names: dict[str, str]
-    leads: dict[str, tuple[str, ...]]
-    """As `names`, and from names that are left out to that under which their array goes over; to
-    all names of one that is cut.
+    """The name in the target, by each name in the source that is taken; the first one of a cut."""
+    targets: dict[str, tuple[str, ...]]
+    """All names in the target, by each name in the source of an array that goes over. So references
+    by a second name that is left out arrive, and those to an array that is cut find all its parts.
     """
     left_out: frozenset[str]
     """Names of the source that do not go over."""
@@ -134,7 +135,7 @@ def choose(
     casts = (pattern for pattern, _ in selection.cast if pattern)
     patterns = (*selection.include, *selection.exclude, *casts)
     names: dict[str, str] = {}
-    leads: dict[str, tuple[str, ...]] = {}
+    targets: dict[str, tuple[str, ...]] = {}
     arrays: list[Chosen] = []
     aliases: list[Alias] = []
     kinds: dict[tuple[int, DType], ArrayKind] = {}
@@ -148,7 +149,7 @@ def choose(
             names[name] = _target_name(name, array, selection)
         first = names[taken[0]]
         for name in called:
-            leads[name] = (first,)
+            targets[name] = (first,)
         arrays.append(Chosen(number, array, _changed(array, first, selection, called, kinds), ()))
         aliases += [Alias(names[name], first) for name in taken[1:]]
     if patterns:
@@ -157,18 +158,18 @@ def choose(
         check_used(patterns, inner, "no array has such a name")
     if manifest.arrays and not arrays:
         raise UsageError("nothing is left of the step", value=selection, hint=NAMES_HINT)
-    leads |= {old: (new,) for old, new in names.items()}
+    targets |= {old: (new,) for old, new in names.items()}
     if isinstance(selection.names, Translation):
         seconds = {alias.name: alias.alias_of for alias in aliases}
         known = {**manifest.sizes, **(sizes or {})}
         arrays, new = selection.names.applied(arrays, seconds, known)
         aliases = [Alias(new[name][0], new[first][0]) for name, first in seconds.items()]
         names = {old: new[name][0] for old, name in names.items()}
-        leads = {old: new[name] for old, (name,) in leads.items()}
+        targets = {old: new[name] for old, (name,) in targets.items()}
     if selection.rename or selection.names:  # the source's own names fit together
         _check_names(arrays, aliases)
     for number, each in enumerate(arrays):
-        of = _parameter(each.info.of, leads, selection)
+        of = _parameter(each.info.of, targets, selection)
         if of != each.info.of:
             arrays[number] = replace(each, info=each.info._replace(of=of))
     choice = Choice(
@@ -176,7 +177,7 @@ def choose(
         tuple(sorted(aliases, key=lambda alias: alias.name)),
         (),
         names,
-        leads,
+        targets,
         frozenset({*manifest.table.names, *(a.name for a in manifest.aliases)} - names.keys()),
     )
     return replace(choice, objects=_chosen_objects(manifest.objects, choice, selection))
@@ -214,11 +215,11 @@ def _target_name(name: str, array: ArrayInfo, selection: Selection) -> str:
 
 
 def _parameter(
-    name: str | None, leads: Mapping[str, Sequence[str]], selection: Selection
+    name: str | None, targets: Mapping[str, Sequence[str]], selection: Selection
 ) -> str | None:
     """What a parameter is called in the target, also where it does not go over itself."""
-    if name is None or name in leads:
-        return leads[name][0] if name is not None else None
+    if name is None or name in targets:
+        return targets[name][0] if name is not None else None
     nodes = split(name)
     new = selection.renamed("/".join(nodes[1:]))
     return checked_path(join(nodes[0], *new.split("/"))) if len(nodes) > 1 else name
@@ -326,7 +327,7 @@ def _chosen_objects(
         group, _, rest = item.name.partition("/")
         if group == OPTIMIZER and not rest and not selection.optimizer:
             continue
-        if _is_gone(item.value, choice.leads):
+        if _is_gone(item.value, choice.targets):
             continue
         if group == ALIKE and rest in cast | choice.left_out:
             continue
@@ -337,9 +338,9 @@ def _chosen_objects(
         value = item.value
         if not is_as_before:
             if item.name == OPTIMIZER and item.semantics == "replicated":
-                value = _optimizers(value, choice.leads)
+                value = _optimizers(value, choice.targets)
             # What optimizers keep besides refers to arrays too.
-            value = _pointing(value, choice.leads)
+            value = _pointing(value, choice.targets)
         found.append(ObjectInfo(name, item.semantics, value, item.ranks))
     return tuple(found)
 
@@ -358,13 +359,13 @@ def _record(
     return [ObjectInfo(f"{WRAPPED}/{each}", item.semantics, item.value) for each in sorted(new)]
 
 
-def _optimizers(value: Any, leads: Mapping[str, Sequence[str]]) -> Any:
+def _optimizers(value: Any, targets: Mapping[str, Sequence[str]]) -> Any:
     """What optimizers say, of the parameters that are left and by their new names."""
     if not isinstance(value, list) or not all(isinstance(document, dict) for document in value):
         return value
     # They call parameters as the model does.
     names: dict[str, list[str]] = {}
-    for name, new in leads.items():
+    for name, new in targets.items():
         group, *nodes = split(name)
         if group == MODEL and nodes:
             names["/".join(nodes)] = ["/".join(split(each)[1:]) for each in new]

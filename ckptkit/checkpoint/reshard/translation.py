@@ -27,12 +27,15 @@ _OPTIONS = ("shares", "groups", "rows")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """So many rows of an array of the source, from `start` on, and where they go."""
+    """`count` rows of an array of the source that go over together."""
 
     number: int
+    """Of the array, in the source's manifest."""
     source: ArrayInfo
     start: int
+    """The first of them in the source."""
     at: int
+    """The first of them in the target."""
     count: int
 
 
@@ -216,6 +219,8 @@ def _made(
 def _merged_or_cut(
     line: NameLine, parts: Sequence[Chosen], targets: Sequence[str], sizes: Mapping[str, int]
 ) -> Iterator[Chosen]:
+    """Several arrays as one, one as several, or one whose padding goes."""
+    first, is_merge = parts[0], len(parts) > 1
     groups = _value(line.groups, sizes)
     shares = [_value(share, sizes) for share in line.shares]
     lengths = [part.info.shape[0] for part in parts]
@@ -223,44 +228,41 @@ def _merged_or_cut(
     if len(parts) == len(targets) == 1:
         # What is padding on one side is not there on the other.
         length = min(lengths[0], limit or lengths[0])
-        yield _of_rows(parts[0], targets[0], [(parts[0], 0, 0, length)], None)
+        rows = [Rows(first.number, first.source, 0, 0, length)]
+        yield _of_rows(first, targets[0], rows, None)
         return
     unit, rest = divmod(sum(lengths), sum(shares))
     sought = [unit * share for share in shares]
-    if rest or any(length % groups for length in sought) or (len(parts) > 1 and sought != lengths):
+    if rest or any(length % groups for length in sought) or (is_merge and sought != lengths):
         said = f"{sum(lengths)} rows do not divide as {shares}, in {groups} groups"
-        if len(parts) > 1:
+        if is_merge:
             said = f"rows {lengths} are not as {shares}, in {groups} groups"
         raise InvalidNameError(
-            said, where=parts[0].name, hint="pass the config.json of the model (--config, --set)"
+            said, where=first.name, hint="pass the config.json of the model (--config, --set)"
         )
-    runs: list[tuple[int, int, int, int]] = []  # which of the several, where in it, where in one
-    at = 0
+    made: list[list[Rows]] = [[] for _ in targets]
+    # Through the one tensor, row by row: group by group, in each those of the several in order.
+    row = 0
     for group in range(groups):
         for number, length in enumerate(sought):
             count = length // groups
-            runs.append((number, group * count, at, count))
-            at += count
-    if len(parts) > 1:
-        rows = [(parts[number], start, at, count) for number, start, at, count in runs]
-        cut = Shard(0, tuple(sought)) if groups == 1 else Shard(0, None, at // groups)
-        yield _of_rows(parts[0], targets[0], rows, cut)
-        return
-    for number, name in enumerate(targets):
-        rows = [(parts[0], at, start, count) for n, start, at, count in runs if n == number]
-        yield _of_rows(parts[0], name, rows, Shard(0))
+            inside = group * count  # of the one of the several
+            if is_merge:
+                part = parts[number]
+                made[0].append(Rows(part.number, part.source, inside, row, count))
+            else:
+                made[number].append(Rows(first.number, first.source, row, inside, count))
+            row += count
+    cut = Shard(0)
+    if is_merge:
+        cut = Shard(0, tuple(sought)) if groups == 1 else Shard(0, None, sum(sought) // groups)
+    for name, rows in zip(targets, made, strict=True):
+        yield _of_rows(first, name, rows, cut)
 
 
-def _of_rows(
-    like: Chosen, name: str, rows: Iterable[tuple[Chosen, int, int, int]], cut: Shard | None
-) -> Chosen:
+def _of_rows(like: Chosen, name: str, rows: Iterable[Rows], cut: Shard | None) -> Chosen:
     """An array of rows of others: `cut` is how it is cut where these were, along their rows."""
-    made = []
-    for part, start, at, count in rows:
-        if part.rows:
-            raise InvalidNameError("made of rows already", where=part.name)
-        if count:
-            made.append(Rows(part.number, part.source, start, at, count))
+    made = tuple(each for each in rows if each.count)
     shape = (sum(each.count for each in made), *like.info.shape[1:])
     grid = like.source.grid
     chunk_shape = grid.chunk_shape if grid.is_regular else grid.box(grid.index(0)).shape
@@ -276,7 +278,7 @@ def _of_rows(
     kind = replace(like.source.kind, shape=shape, grid=new, placements=placements)
     source = like.source._replace(name=origins, kind=kind)
     info = source._replace(name=name, kind=replace(kind, dtype=like.info.dtype))
-    return Chosen(like.number, source, info, tuple(made))
+    return Chosen(like.number, source, info, made)
 
 
 def _state(name: str, role: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from ckptkit.foreign.output.opcodes import (
     END,
     FALSE,
     NONE,
-    Path,
+    Keys,
     called,
     flat,
     instance,
@@ -35,7 +35,7 @@ _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 class _Written:
     """A tensor or an object in the files: what `.metadata` says of it."""
 
-    paths: Sequence[Path]
+    paths: Sequence[Keys]
     offsets: bytes
     """Of its only part."""
     index: bytes
@@ -44,7 +44,7 @@ class _Written:
 
 
 def dcp_folder(
-    tensors: Sequence[NewTensor], most: int, objects: Mapping[Path, Any] | None = None
+    tensors: Sequence[NewTensor], most: int, objects: Mapping[Keys, Any] | None = None
 ) -> NewFiles:
     """A folder that `dcp.load({"model": ...})` reads under any layout, with the objects of
     `get_optimizer_state_dict` also `"optimizer"`; its files have at most `most` bytes of tensors,

@@ -11,11 +11,11 @@ from ckptkit.errors import UnsupportedTypeError
 BEGIN, END = b"\x80\x02", b"."
 NONE, TRUE, FALSE = b"N", b"\x88", b"\x89"
 
-Path: TypeAlias = tuple[str | int, ...]
+Keys: TypeAlias = tuple[str | int, ...]
 """Keys of nested dictionaries, and numbers of lists among them."""
 
 
-def flat(path: Path) -> str:
+def flat(path: Keys) -> str:
     """What torch.distributed.checkpoint calls it."""
     return ".".join(map(str, path))
 
@@ -81,7 +81,7 @@ def plain(value: Any, where: str = "") -> bytes:
     )
 
 
-def nested(leaves: Iterable[tuple[Path, bytes]]) -> bytes:
+def nested(leaves: Iterable[tuple[Keys, bytes]]) -> bytes:
     """Dictionaries and lists of values, each at its path."""
     tree: dict[Any, Any] = {}
     for path, data in leaves:

@@ -17,7 +17,7 @@ from ckptkit.foreign.output.opcodes import (
     BEGIN,
     END,
     FALSE,
-    Path,
+    Keys,
     called,
     flat,
     integer,
@@ -65,14 +65,14 @@ class _Member(NamedTuple):
 
 
 def torch_file(
-    key: str, tensors: Sequence[NewTensor], objects: Mapping[Path, Any] | None = None
+    key: str, tensors: Sequence[NewTensor], objects: Mapping[Keys, Any] | None = None
 ) -> NewFiles:
     """One file that `torch.load(weights_only=True)` reads as a dictionary of all tensors, or with
     objects as nested ones; tied tensors share their memory.
     """
     values = [(tensor, tensor_value(number, tensor)) for number, tensor in enumerate(tensors)]
     top = 1 if objects is None else 0
-    leaves: list[tuple[Path, bytes]] = []
+    leaves: list[tuple[Keys, bytes]] = []
     leaves += [(path[top:], value) for tensor, value in values for path in tensor.paths]
     leaves += [(path, plain(value, flat(path))) for path, value in (objects or {}).items()]
     pieces, _ = archive(BEGIN + nested(leaves) + END, tensors, range(len(tensors)))

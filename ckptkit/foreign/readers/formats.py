@@ -147,24 +147,24 @@ def format_of(store: Store, names: Sequence[str] | None = None) -> Format | None
     return next((known for known in FORMATS if known.fits(looks)), None)
 
 
-def recognise(store: Store) -> tuple[Store, str, ForeignManifest] | None:
-    """The foreign checkpoint at the location of a store: the store of its folder, the one file that
-    it is, if so, and what is in it; None where there is none that can be read. Of a folder of
-    numbered checkpoints it is the newest.
+def find_foreign(store: Store) -> tuple[Store, str, ForeignManifest] | None:
+    """Read the foreign checkpoint at the location of a store, of numbered ones the newest. The
+    store of its folder, the file that it is (empty for a folder), and what is in it; None where
+    there is none that can be read.
     """
     names = store.children("")
     known = format_of(store, names)
     if known and known.read:
         if isinstance(known.pattern, str):
-            return store, "", _read(known.read, Folder(store, _files(store)))
+            return store, "", _manifest(known.read, Folder(store, _files(store)))
         name = store.location.name
         store = open_store(replace(store.address, location=store.location.parent))
         # One file is itself, whatever lies beside it; an index says which files it means.
         files = {it.key: it for it in store.list("") if "/" not in it.key}
-        return store, name, _read(known.read, Folder(store, files, name))
+        return store, name, _manifest(known.read, Folder(store, files, name))
     for _, below, known in numbered(store, names):
         if known.read:
-            return below, "", _read(known.read, Folder(below, _files(below)))
+            return below, "", _manifest(known.read, Folder(below, _files(below)))
     return None
 
 
@@ -189,7 +189,7 @@ def _files(store: Store) -> dict[str, Stored]:
     return files
 
 
-def _read(read: Callable[[Folder], ForeignStep], folder: Folder) -> ForeignManifest:
+def _manifest(read: Callable[[Folder], ForeignStep], folder: Folder) -> ForeignManifest:
     from ckptkit.foreign.contents import manifest_of  # noqa: PLC0415 — as the readers
 
     found = read(folder)
@@ -207,8 +207,8 @@ def _read(read: Callable[[Folder], ForeignStep], folder: Folder) -> ForeignManif
         found = replace(found, time=max(it.modified for it in used))
     # What a resumed reshard goes on with must be of the same bytes: where a file was written anew,
     # its time has changed.
-    looks = "".join(f"{it.key}\0{it.size}\0{it.modified}\0" for it in used)
-    fingerprint = hashlib.sha256(looks.encode() + folder.seen.digest()).digest()
+    files = "".join(f"{it.key}\0{it.size}\0{it.modified}\0" for it in used)
+    fingerprint = hashlib.sha256(files.encode() + folder.seen.digest()).digest()
     try:
         return manifest_of(found, fingerprint)
     except FormatError as error:
