@@ -18,7 +18,7 @@ import torch
 import ckptkit
 from ckptkit.errors import CkptkitError, FormatError
 from tests.foreign.contract import same
-from tests.foreign.frameworks.deepspeed import tag_of, wanted
+from tests.foreign.frameworks.deepspeed_folders import tag_of, wanted
 
 
 def changed(file: Path, change: Callable[[Any], object]) -> None:
