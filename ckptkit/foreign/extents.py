@@ -106,6 +106,8 @@ def cells_of(array: ForeignArray) -> Cells:
     strides = tuple(extent.strides for extent in array.extents)
     try:
         if array.is_flat:
+            if any(strides):
+                raise FormatError("elements of what is cut as one row lie apart in a file")
             return _flat_cells(array.shape, array.dtype.itemsize, boxes)
         return _cells(array.shape, array.dtype.itemsize, boxes, strides)
     except FormatError as error:

@@ -9,6 +9,7 @@ parameter is.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ _STACKED = (
     re.compile(r"((?:.+\.)?layers\.)([^\d.][^.]*\..+)"),
     re.compile(r"((?:.+\.)?experts\.)((?!experts\.)[^\d.][^.]*\..+)"),
 )
+_MOST_LAYERS = 1 << 14
 _HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
 
 
@@ -232,14 +234,24 @@ def _apart(key: str, tensor: StateTensor) -> Iterator[tuple[str, str, StateTenso
             if match
             else (name, suffix, whole)
             for name, suffix, whole in parts
-            for match in [pattern.fullmatch(name) if whole.shape else None]
-            for number, one in (_rows(whole) if match else [(0, whole)])
+            for match in [
+                pattern.fullmatch(name) if whole.shape and math.prod(whole.shape) > 0 else None
+            ]
+            for number, one in (_rows(whole, name) if match else [(0, whole)])
         ]
     yield from parts
 
 
-def _rows(tensor: StateTensor) -> Iterator[tuple[int, StateTensor]]:
+def _rows(tensor: StateTensor, name: str) -> Iterator[tuple[int, StateTensor]]:
     """What is at each place along the first dim of a tensor."""
+    # Before any list is made: the shape may be what only the metadata says.
+    has = sum(extent.box.size for extent in tensor.extents)
+    if tensor.shape[0] > _MOST_LAYERS or has < math.prod(tensor.shape):
+        raise FormatError(
+            f"of layers or experts, as one tensor of {tensor.shape}, elements are missing",
+            where=name,
+            value=has,
+        )
     rows: list[list[Extent]] = [[] for _ in range(tensor.shape[0])]
     for extent in tensor.extents:
         box, steps = extent.box, extent.strides or c_order(extent.box.shape)

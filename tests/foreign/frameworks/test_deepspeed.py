@@ -283,6 +283,11 @@ def swap(shapes: Any) -> None:
         (of_shapes(lambda s: s.append(s[0])), "a parameter is twice"),
         (lambda tree: tree.update(param_shapes=[[1]]), "no list of shapes"),
         (lambda tree: tree.update(param_shapes={}), "no list of shapes"),
+        (
+            lambda tree: tree.update(shared_params={"head.weight": "up.weight"}),
+            "head.weight is not of the shape of up.weight|no file has the values",
+        ),
+        (lambda tree: tree.update(global_steps=np.ones(2)), "global_steps: must be an integer"),
         (lambda tree: tree.update(dp_world_size=5), "5 ranks belong together"),
         (lambda tree: tree.update(dp_world_size="x"), "must be an integer"),
         (lambda tree: tree.update(module=[]), "no model"),
@@ -348,6 +353,7 @@ def weights(said: Any) -> Any:
     [
         (lambda said, _: said.update(partition_count=4), "cut for .* ranks, there are the files"),
         (lambda said, _: said.update(partition_count=[4, 2]), "cut for .* ranks"),
+        (lambda said, _: said.update(partition_count=np.ones(2)), "cut for .* ranks"),
         (lambda said, _: weights(said).pop(), "groups"),
         (
             lambda said, _: weights(said).__setitem__(0, torch.ones(7)),

@@ -18,7 +18,10 @@ import torch
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
 from ckptkit.foreign.extents import ForeignArray
+from ckptkit.foreign.readers.megatron import _apart
 from ckptkit.foreign.readers.megatron_buckets import _sampled
+from ckptkit.foreign.states import StateTensor
+from ckptkit.model import DType
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import ForeignContract, Sample, same
 from tests.foreign.frameworks.written import written_by
@@ -105,6 +108,12 @@ def test_what_is_no_tensor_is_plain_values(written: Path) -> None:
         (optimizer,) = objects["optimizer"]
         assert optimizer["values"]["output_layer.weight"] == {"step": 2.0}
         assert {group["lr"] for group in objects["extra/optimizer"]} == {0.01}
+
+
+def test_more_layers_than_there_are_elements_are_refused_before_any_is_made() -> None:
+    tensor = StateTensor((1 << 40, 8), DType.of("float32"), ())
+    with pytest.raises(FormatError, match=r"decoder.layers.mlp.weight: .* elements are missing"):
+        list(_apart("decoder.layers.mlp.weight", tensor))
 
 
 class Unknown:
