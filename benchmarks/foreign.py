@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +20,11 @@ from benchmarks.ranks import Ranks, isolated
 from benchmarks.reshard import converted, copied, cpu_seconds, warmed
 from benchmarks.state import Tensor, llama, total_bytes
 from benchmarks.table import Bar, Section, speed_columns, speeds
+from benchmarks.zero3 import RANKS
+from tests.foreign.frameworks.written import PYTHON
 
 _TURNS = 5
-_COPY, _PEER = "cp -r && sync", "dcp_to_torch_save"
+_COPY, _PEER, _ZERO = "cp -r && sync", "dcp_to_torch_save", "zero_to_fp32.py"
 _OURS, _DCP = "hf: ckptkit", "hf: DCP"
 _LOADERS = (_OURS, _DCP, f"{_DCP}, thread_count=2")
 _SHOWN = 10_000
@@ -58,6 +61,8 @@ def benches(folder: Path, gib: float, repeat: int) -> Iterator[Callable[[], Sect
     ):
         yield partial(_load, folder, strategy, tensors, what, notes, repeat)
     yield partial(show, folder, repeat)
+    if PYTHON:
+        yield partial(zero, folder, PYTHON, (16, 4096 // narrower), repeat)
 
 
 def export(folder: Path, tensors: list[Tensor], repeat: int) -> Section:
@@ -78,19 +83,7 @@ def export(folder: Path, tensors: list[Tensor], repeat: int) -> Section:
     ways["ckptkit"]()
     if not ckptkit.diff(origin, result / "hf").same:
         raise RuntimeError("what was exported is not what was saved")
-    measured, growth = Measured(), list[float]()
-    for turn in range(repeat):
-        for name in in_turn(list(ways), turn):
-            shutil.rmtree(result, ignore_errors=True)
-            result.mkdir()
-            os.sync()
-            warmed(origin)
-            start, cpu = time.monotonic(), cpu_seconds()
-            found = ways[name]()
-            measured.add(name, Taken(time.monotonic() - start, cpu_seconds() - cpu, []))
-            if isinstance(found, float):
-                growth.append(found)
-    shutil.rmtree(result)
+    measured, growth = _by_turns(ways, origin, result, repeat)
     shutil.rmtree(origin)
     ours = measured.median("ckptkit")
     what = "DCP fsdp:8 → Hugging Face"
@@ -101,7 +94,7 @@ def export(folder: Path, tensors: list[Tensor], repeat: int) -> Section:
         [
             Bar(f"{what}: time / {_COPY}", ours / measured.median(_COPY), 1.2, at_least=False),
             Bar(f"{what}: speed / {_PEER}", measured.median(_PEER) / ours, 8),
-            Bar(f"{what}: growth of memory", max(growth), 256, at_least=False, unit="MiB"),
+            Bar(f"{what}: growth of memory", growth, 256, at_least=False, unit="MiB"),
         ],
         [_EXPORT_NOTE],
         measured.seconds,
@@ -170,6 +163,63 @@ def show(folder: Path, repeat: int) -> Section:
         samples=measured.seconds,
         cpu=measured.cpu,
     )
+
+
+def zero(folder: Path, python: str, sizes: tuple[int, int], repeat: int) -> Section:
+    """A checkpoint of DeepSpeed's ZeRO-3 as a Hugging Face folder; `python` has DeepSpeed."""
+    origin, result = folder / "zero", folder / "to"
+    script = Path(__file__).with_name("zero3.py")
+    _quietly([python, str(script), str(origin), *map(str, sizes)])
+    line = [python, str(origin / "zero_to_fp32.py"), str(origin), str(result / "theirs")]
+    ways: dict[str, Callable[[], object]] = {
+        "ckptkit": lambda: isolated(_exported, origin, result / "hf"),
+        _ZERO: lambda: _quietly([*line, "--safe_serialization"]),
+    }
+    result.mkdir()
+    for work in ways.values():
+        work()
+    if not ckptkit.diff(result / "hf", result / "theirs").same:
+        raise RuntimeError("what was exported is not what DeepSpeed makes of it")
+    with ckptkit.open(result / "hf") as found:
+        size = sum(array.nbytes for array in found.arrays.values())
+    measured, growth = _by_turns(ways, origin, result, repeat)
+    shutil.rmtree(origin)
+    what, ours = "DeepSpeed ZeRO-3 → Hugging Face", measured.median("ckptkit")
+    return Section(
+        f"{what}: {size / 1e9:.2f} GB of fp32, {RANKS} ranks",
+        speed_columns(_ZERO),
+        speeds(measured, size, _ZERO),
+        [
+            Bar(f"{what}: speed / {_ZERO}", measured.median(_ZERO) / ours, 5),
+            Bar(f"{what}: growth of memory", growth, 256, at_least=False, unit="MiB"),
+        ],
+        ["A process of its own each, starting included. Only the folder of ckptkit is durable."],
+        measured.seconds,
+        measured.cpu,
+    )
+
+
+def _by_turns(
+    ways: Mapping[str, Callable[[], object]], origin: Path, result: Path, repeat: int
+) -> tuple[Measured, float]:
+    """What each way of making `result` of `origin` takes, and the most that ours grows by."""
+    measured, growth = Measured(), 0.0
+    for turn in range(repeat):
+        for name in in_turn(list(ways), turn):
+            shutil.rmtree(result, ignore_errors=True)
+            result.mkdir()
+            os.sync()
+            warmed(origin)
+            start, cpu = time.monotonic(), cpu_seconds()
+            found = ways[name]()
+            measured.add(name, Taken(time.monotonic() - start, cpu_seconds() - cpu, []))
+            growth = max(growth, found) if isinstance(found, float) else growth
+    shutil.rmtree(result)
+    return measured, growth
+
+
+def _quietly(line: Sequence[str]) -> None:
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _parameters(gib: float, narrower: int) -> list[Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import ckptkit
+from ckptkit.checkpoint.check import unpack
 from ckptkit.checkpoint.export import export as engine
 from ckptkit.checkpoint.export.file import write_file
 from ckptkit.errors import AlreadyExistsError
@@ -129,6 +130,16 @@ def test_another_export_does_not_go_on_with_it(run: Path, tmp_path: Path) -> Non
             for path in (tmp_path / name).iterdir():
                 path.unlink()
             (tmp_path / name).rmdir()
+
+
+def test_without_locks_nobody_goes_on_with_what_may_be_written_now(
+    run: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = killed(run, tmp_path / "out", after=2)
+    monkeypatch.setattr(unpack, "_is_locked", lambda *_: False)
+    assert ckptkit.export(run, tmp_path / "out", **HOW).finished == ()
+    assert contents(tmp_path / "out") == whole
+    assert left.is_dir()
 
 
 def interrupted(after: int) -> Any:

@@ -1,7 +1,10 @@
-"""How much of a foreign checkpoint is read for a part of it, and that it is the right part."""
+"""How much of a foreign checkpoint is read for a part of it, and that it is the right part; and how
+many requests it takes to look at one.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +14,11 @@ import torch
 import ckptkit
 from ckptkit.checkpoint.read import reader
 from ckptkit.model import Box
+from tests.cli.programs import ckpt
 from tests.foreign.contract import same
 from tests.foreign.test_safetensors import random, write
+from tests.servers.proxy import Proxy
+from tests.servers.s3_server import Bucket
 from tests.storage.counting import CountingStore
 
 ROWS = random(1, (40, 1 << 16), np.float16)
@@ -93,3 +99,26 @@ def test_any_box_is_that_of_the_array(tmp_path: Path, monkeypatch: pytest.Monkey
                     found = memory if memory.ndim == box.ndim else memory[..., 1]
                     assert np.array_equal(found, arrays[name][index]), (place, name, box)
                     assert memory.ndim == box.ndim or not memory[..., 0].any()
+
+
+def test_a_folder_in_a_bucket_takes_a_request_for_each_file_and_one_for_the_index(
+    bucket: Bucket,
+) -> None:
+    store = ckptkit.open_store(bucket.url + "/llama", bucket.options)
+    index = {}
+    for number in range(3):
+        name, file = f"layers.{number}.w", f"model-{number + 1:05d}-of-00003.safetensors"
+        header = {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+        text = json.dumps(header).encode()
+        store.put(file, len(text).to_bytes(8, "little") + text + bytes(24))
+        index[name] = file
+    store.put("model.safetensors.index.json", json.dumps({"weight_map": index}).encode())
+    with Proxy(str(bucket.options["endpoint"])) as proxy:
+        reached = [f"{k}={v}" for k, v in bucket.through(proxy.endpoint).items()]
+        options = [word for each in reached for word in ("--storage-option", each)]
+        assert "in 3 files" in ckpt("show", f"{bucket.url}/llama", *options).stdout
+    asked = [each.target for each in proxy.requests]
+    listings = [each for each in asked if "list-type" in each]
+    read = [each.rpartition("/")[2] for each in asked if "list-type" not in each]
+    assert sorted(read) == sorted([*index.values(), "model.safetensors.index.json"])
+    assert len(listings) <= 3

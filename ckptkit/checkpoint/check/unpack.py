@@ -78,7 +78,10 @@ def appearing(target: Path, only: str = "", name: str = "") -> Iterator[Path]:
         with refusals(str(target)):
             make_folders(target.parent)
             written = target.with_name(f".{target.name}.partial-{name or secrets.token_hex(4)}")
-            with _turn(target, written):
+            with _turn(target, written) as is_alone:
+                if not is_alone:  # another may be writing there
+                    name = ""
+                    written = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
                 try:
                     if written.is_symlink():
                         written.unlink()
@@ -109,9 +112,9 @@ def _unfinished(target: Path) -> list[Path]:
 
 
 @contextmanager
-def _turn(target: Path, kept: Path | None = None) -> Iterator[None]:
+def _turn(target: Path, kept: Path | None = None) -> Iterator[bool]:
     """Be the only one that unpacks to this name, and remove what those left that were killed, but
-    what is to be kept.
+    what is to be kept. False where nobody can tell whether it is the only one.
 
     The system unlocks what a process has locked however that ends, so a lock tells the living from
     the dead, on other machines too. Where there are no locks, nothing is removed.
@@ -120,11 +123,12 @@ def _turn(target: Path, kept: Path | None = None) -> Iterator[None]:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     try:
-        if _is_locked(descriptor, path):
+        is_alone = _is_locked(descriptor, path)
+        if is_alone:
             for left in set(_unfinished(target)) - {path, kept}:
                 shutil.rmtree(left, ignore_errors=True)
         try:
-            yield
+            yield is_alone
         finally:
             with suppress(OSError):
                 path.unlink()

@@ -19,7 +19,7 @@ from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import ForeignArray, ForeignStep
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.interpreter import Placeholder
-from ckptkit.foreign.readers.model_parallel import Model, joined, named, same_on_all
+from ckptkit.foreign.readers.model_parallel import ParallelModel, joined, named, same_on_all
 from ckptkit.foreign.readers.safetensors import config_of
 from ckptkit.foreign.readers.universal import FOLDER, read_universal
 from ckptkit.foreign.readers.zero import (
@@ -111,7 +111,7 @@ def read_deepspeed(folder: Folder) -> ForeignStep:
         read_universal(folder, tag, [_shapes(part, {}) for part in parts]) if universal else None
     )
     zeros = [whole] if whole else []
-    models: list[Model] = []
+    models: list[ParallelModel] = []
     for column in range(columns):
         mine = [parts[stage * columns + column] for stage in range(stages)]
         trees = {n: _tree(folder, key) for n, key in layers.get(column, {}).items()}
@@ -316,14 +316,14 @@ def _model(
     layers: Mapping[int, Mapping[str, Any]],
     whole: Zero | None,
     zeros: list[Zero],
-) -> Model:
+) -> ParallelModel:
     """What the stages of a pipeline, or a single part, have: the weights of the optimizer, in place
     of their copies, and what only the model's files have. What was read is added to `zeros`.
     """
     first, where = mine[0], mine[0].where
     module: Any = first.tree.get("module")
     known = {name for part in mine for row in _shapes(part, {}) for name in row}
-    model = Model(buffers={name for part in mine for name in part.names("buffer_names")})
+    model = ParallelModel(buffers={name for part in mine for name in part.names("buffer_names")})
     if layers:
         module = named(layers, known | model.buffers, where)
     elif module is None and whole:  # of a pipeline, whose layers' files are not copied along
@@ -368,7 +368,7 @@ def _model(
 
 
 def _add_rest(
-    model: Model, module: Mapping[str, Any], weights: Mapping[str, StateTensor], part: _Part
+    model: ParallelModel, module: Mapping[str, Any], weights: Mapping[str, StateTensor], part: _Part
 ) -> None:
     """Add the tensors of the model, its weights in place of their copies."""
     tied = part.tree.get("shared_params")
@@ -426,7 +426,7 @@ def _step(
     folder: Folder,
     tag: str,
     parts: Sequence[_Part],
-    model: Model,
+    model: ParallelModel,
     zeros: Sequence[Zero],
     files: Iterable[str],
     sizes: Mapping[str, int],
@@ -477,7 +477,7 @@ def _step(
 
 
 def _strategy(
-    part: _Part, model: Model, arrays: Sequence[ForeignArray], sizes: Mapping[str, int]
+    part: _Part, model: ParallelModel, arrays: Sequence[ForeignArray], sizes: Mapping[str, int]
 ) -> tuple[Strategy, list[ForeignArray]]:
     """What wrote the arrays, in our words, and how that cuts them. DeepSpeed's own cuts go by
     elements, which no placement can say: what is stored is where the extents are.

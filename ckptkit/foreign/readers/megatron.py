@@ -9,7 +9,6 @@ parameter is.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.globals import Global
 from ckptkit.foreign.pickles.interpreter import Placeholder
 from ckptkit.foreign.readers.dcp import Contents, contents_of
-from ckptkit.foreign.readers.megatron_buckets import BUCKETS, placed_in
+from ckptkit.foreign.readers.megatron_buckets import BUCKETS, differing, placed_in
 from ckptkit.foreign.readers.torch_save import counted
 from ckptkit.foreign.states import StateTensor, states_of
 from ckptkit.foreign.torch_file import read_file
@@ -36,7 +35,11 @@ _STACKED = (
     re.compile(r"((?:.+\.)?layers\.)([^\d.][^.]*\..+)"),
     re.compile(r"((?:.+\.)?experts\.)((?!experts\.)[^\d.][^.]*\..+)"),
 )
-_MOST_LAYERS = 1 << 14
+# Of groups of parameters, what Adam of torch has as well.
+_OPTIONS = (
+    *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable"),
+    *("differentiable", "fused", "decoupled_weight_decay"),
+)
 _HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
 
 
@@ -47,26 +50,18 @@ def read_megatron(folder: Folder) -> ForeignStep:
     has = contents_of(folder)
     unread = dict(has.unread)
     common = _common(folder, has, unread)
-    model: dict[str, StateTensor] = {}
-    states: dict[str, dict[str, Any]] = {}
-    theirs: dict[str, str] = {}
-    for stored, tensor in has.tensors.items():
-        if _OF_RANKS.fullmatch(stored):
-            continue
-        match = _OF_OPTIMIZER.fullmatch(stored)
-        state, key = match.groups() if match else (None, stored)
-        for name, suffix, one in _apart(key, tensor):
-            into = model if state is None else states.setdefault(name, {})
-            into[state or name] = one
-            theirs[f"optimizer/{name}/{state}" if state else f"model/{name}"] = stored + suffix
-    _join_halves(model, theirs)
-    for state in {state for has in states.values() for state in has}:
-        of_all = {name: has.pop(state) for name, has in states.items() if state in has}
-        _join_halves(of_all, theirs, state)
-        for name, one in of_all.items():
-            states.setdefault(name, {})[state] = one
+    model, states, theirs = _named(has.tensors)
+    args = common.get("args")
+    sizes = _sizes(args if isinstance(args, dict) else {})
     of_ranks, objects = _objects(has.objects)
-    options = _options({**common.pop("optimizer", {}), **of_ranks})
+    options = _options([common.pop("optimizer", None), of_ranks])
+    noted: dict[str, Any] = {key: n for key, n in sizes.items() if key.endswith("vocab_size")}
+    masters = {name: has["param"] for name, has in states.items() if "param" in has}
+    if others := differing(folder, model, masters):
+        noted["not_rounded"] = (
+            f"of {_some(others, model)} the optimizer's own copy is not what was rounded to the "
+            "model's: the optimizer is of other weights, or was saved wrong"
+        )
     if any(BUCKETS.fullmatch(name) for name in has.tensors):
         placed = placed_in(folder, has.tensors, model)
         for name, of_one in placed.states.items():
@@ -74,10 +69,17 @@ def read_megatron(folder: Folder) -> ForeignStep:
         for (name, state), key in placed.theirs.items():
             theirs[f"optimizer/{name}/{state}"] = key
         if placed.lost:
-            unread["optimizer.distributed"] = _lost(placed.lost, len(model))
-    optimizer = _optimizer({name: has for name, has in states.items() if has}, options)
-    found = states_of({"model": model, **optimizer, **objects, **common}, where)
-    found.keep("extra/optimizer", options)
+            unread["optimizer.distributed"] = (
+                f"of {_some(placed.lost, model)} no state was found in the buckets of the "
+                "distributed optimizer, or nothing tells whose it is; where they are not frozen, "
+                "load it with Megatron, and save it with --dist-ckpt-optim-fully-reshardable"
+            )
+    optimizer = _optimizer(states, options)
+    # What of the model was the same on all ranks, and no tensor of Megatron.
+    beside = {key: common.pop(key) for key in ("model",) if common.get(key)}
+    found = states_of({**objects, **common, "model": model, **optimizer}, where)
+    for key, value in {**beside, "optimizer": options}.items():
+        found.keep(f"extra/{key}", value)
     found.theirs |= {name: key for name, key in theirs.items() if name in found.theirs}
     found.left_out |= unread
     used = sorted({*has.files, *(key for key in (CONFIG, COMMON) if key in folder.files)})
@@ -89,18 +91,49 @@ def read_megatron(folder: Folder) -> ForeignStep:
         aliases=found.aliases,
         objects=found.objects,
         theirs=found.theirs,
-        details={**found.details, **_vocabulary(common.get("args"))},
+        details={**found.details, **noted},
+        sizes=sizes,
         step=counted(common),
     )
 
 
-def _lost(names: Sequence[str], count: int) -> str:
+def _named(
+    tensors: Mapping[str, StateTensor],
+) -> tuple[dict[str, StateTensor], dict[str, dict[str, Any]], dict[str, str]]:
+    """The parameters of the model and the states of each, by the names of the parameters, but for
+    what is in buckets; and what Megatron calls each of our names.
+    """
+    model: dict[str, StateTensor] = {}
+    states: dict[str, dict[str, Any]] = {}
+    theirs: dict[str, str] = {}
+    for stored, tensor in tensors.items():
+        whole = Box.whole(tensor.shape)
+        for extent in tensor.extents:
+            if len(extent.box.shape) != len(tensor.shape) or not whole.contains(extent.box):
+                what = f"a part that is not inside of {tensor.shape}"
+                raise FormatError(what, where=stored, value=extent.box)
+        if _OF_RANKS.fullmatch(stored):
+            continue
+        match = _OF_OPTIMIZER.fullmatch(stored)
+        state, key = match.groups() if match else (None, stored)
+        for name, suffix, one in _apart(key, tensor):
+            into = model if state is None else states.setdefault(name, {})
+            if (state or name) in into:
+                raise FormatError("two tensors have this name", where=stored, value=name)
+            into[state or name] = one
+            theirs[f"optimizer/{name}/{state}" if state else f"model/{name}"] = stored + suffix
+    _join_halves(model, theirs)
+    for state in {state for has in states.values() for state in has}:
+        of_all = {name: has.pop(state) for name, has in states.items() if state in has}
+        _join_halves(of_all, theirs, state)
+        for name, one in of_all.items():
+            states.setdefault(name, {})[state] = one
+    return model, {name: has for name, has in states.items() if has}, theirs
+
+
+def _some(names: Sequence[str], of: Mapping[str, Any]) -> str:
     some = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")
-    return (
-        f"of {len(names)} of {count} parameters no state was found in the buckets of the "
-        f"distributed optimizer, or nothing tells whose it is: {some}; where they are not frozen, "
-        "load it with Megatron, and save it with --dist-ckpt-optim-fully-reshardable"
-    )
+    return f"{len(names)} of {len(of)} parameters ({some})"
 
 
 def _check(folder: Folder) -> None:
@@ -192,35 +225,56 @@ def _objects(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return optimizer, found
 
 
-def _options(said: dict[Any, Any]) -> list[dict[str, Any]]:
+def _options(said: Any) -> list[dict[str, Any]]:
     """The options of all groups of parameters, of one optimizer or of several."""
-    found: list[dict[str, Any]] = []
-    for key, value in said.items():
-        if key == "param_groups" and isinstance(value, list):
-            found += [group for group in value if isinstance(group, dict)]
-        elif isinstance(value, dict):
-            found += _options(value)
-    return found
+    if isinstance(said, dict) and isinstance(said.get("param_groups"), list):
+        return [group for group in said["param_groups"] if isinstance(group, dict)]
+    inner = said.values() if isinstance(said, dict) else said if isinstance(said, list) else ()
+    return [group for each in inner for group in _options(each)]
 
 
 def _optimizer(
     states: Mapping[str, dict[str, Any]], options: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """An optimizer as torch has it. Which parameter is in which of several groups nothing says."""
+    """An optimizer as torch has it. Which parameter is in which of several groups nothing says: so
+    all are in one, with the options that all groups have alike.
+    """
     if not states:
         return {}
     steps = {step for each in options if type(step := each.get("step")) in (int, float)}
     if len(steps) == 1:
         states = {name: {**has, "step": step} for name, has in states.items() for step in steps}
-    groups = [{**options[0], "params": list(states)}] if len(options) == 1 else []
-    return {"optimizer": {"state": states, "param_groups": groups}}
+    first = options[0] if options else {}
+    alike = {
+        key: first[key]
+        for key in _OPTIONS
+        if key in first and all(key in each and each[key] == first[key] for each in options)
+    }
+    group = {**alike, "params": list(states)}
+    return {"optimizer": {"state": states, "param_groups": [group]}}
 
 
-def _vocabulary(args: Any) -> dict[str, int]:
-    """How many rows of the embedding are of the vocabulary; Megatron fills it up to some size."""
-    said = args if isinstance(args, dict) else {}
-    keys = ("vocab_size", "padded_vocab_size")
-    return {key: said[key] for key in keys if type(said.get(key)) is int}
+# What `config.json` of transformers calls the arguments of a training script.
+_SIZES = {
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "num_layers": "num_hidden_layers",
+    "ffn_hidden_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "padded_vocab_size": "padded_vocab_size",
+    "num_experts": "num_local_experts",
+}
+
+
+def _sizes(args: Mapping[Any, Any]) -> dict[str, int]:
+    """The sizes of the model. Its embedding has more rows than the vocabulary: Megatron pads it."""
+    found = {name: args[key] for key, name in _SIZES.items() if type(args.get(key)) is int}
+    if args.get("group_query_attention") is False:
+        # The number of groups means nothing then.
+        found.pop("num_key_value_heads", None)
+    return found
 
 
 def _apart(key: str, tensor: StateTensor) -> Iterator[tuple[str, str, StateTensor]]:
@@ -228,30 +282,24 @@ def _apart(key: str, tensor: StateTensor) -> Iterator[tuple[str, str, StateTenso
     name of the one for each.
     """
     parts = [(key, "", tensor)]
+    # The metadata may say any number of layers; it is refused where they are not in the files.
+    if not 0 < Box.whole(tensor.shape).size <= sum(extent.box.size for extent in tensor.extents):
+        yield from parts
+        return
     for pattern in _STACKED:
         parts = [
             (f"{match[1]}{number}.{match[2]}", f"{suffix}[{number}]", one)
             if match
             else (name, suffix, whole)
             for name, suffix, whole in parts
-            for match in [
-                pattern.fullmatch(name) if whole.shape and math.prod(whole.shape) > 0 else None
-            ]
-            for number, one in (_rows(whole, name) if match else [(0, whole)])
+            for match in [pattern.fullmatch(name) if whole.shape else None]
+            for number, one in (_rows(whole) if match else [(0, whole)])
         ]
     yield from parts
 
 
-def _rows(tensor: StateTensor, name: str) -> Iterator[tuple[int, StateTensor]]:
+def _rows(tensor: StateTensor) -> Iterator[tuple[int, StateTensor]]:
     """What is at each place along the first dim of a tensor."""
-    # Before any list is made: the shape may be what only the metadata says.
-    has = sum(extent.box.size for extent in tensor.extents)
-    if tensor.shape[0] > _MOST_LAYERS or has < math.prod(tensor.shape):
-        raise FormatError(
-            f"of layers or experts, as one tensor of {tensor.shape}, elements are missing",
-            where=name,
-            value=has,
-        )
     rows: list[list[Extent]] = [[] for _ in range(tensor.shape[0])]
     for extent in tensor.extents:
         box, steps = extent.box, extent.strides or c_order(extent.box.shape)

@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate, product
 
 import numpy as np
@@ -155,6 +156,31 @@ def placed_in(
         else:
             found.lost.append(name)
     return found
+
+
+def differing(
+    folder: Folder, model: Mapping[str, StateTensor], masters: Mapping[str, StateTensor]
+) -> list[str]:
+    """The parameters that, as the optimizer has them, are not those of the model when rounded."""
+    pairs = [
+        (name, mine.row, its.row)
+        for name, master in masters.items()
+        if name in model and master.dtype.name.startswith(("float", "bfloat"))
+        for mine, its in zip(
+            _parts_of(name, model[name], model), _parts_of(name, master, masters), strict=False
+        )
+        if mine.row.size == its.row.size
+    ]
+    rounded = _samples(folder, [(row, 0, row.size) for _, row, _ in pairs])
+    exact = _samples(folder, [(row, 0, row.size) for _, _, row in pairs])
+    with np.errstate(over="ignore"):
+        return sorted(
+            {
+                name
+                for (name, *_), one, other in zip(pairs, rounded, exact, strict=True)
+                if one.tobytes() != other.astype(one.dtype).tobytes()
+            }
+        )
 
 
 def _buckets(tensors: Mapping[str, StateTensor]) -> list[_Bucket]:
@@ -388,6 +414,7 @@ def _negative(rank: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-number for number in rank)
 
 
+@lru_cache(maxsize=1 << 16)
 def _rank(name: str, *, is_apart: bool, is_grouped: bool, is_tied: bool) -> tuple[int, ...] | None:
     """Where a parameter is in the order of the modules of a model; None where it is not known.
 

@@ -20,7 +20,7 @@ _TIED = "tied_modules."
 
 
 @dataclass(slots=True)
-class Model:
+class ParallelModel:
     """A model and the state of its optimizer, whole or what one rank has of them."""
 
     tensors: dict[str, StateTensor] = field(default_factory=dict)
@@ -66,7 +66,7 @@ def named(
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
+class _Shift:
     """A region of what a rank has, and where in the whole tensor it begins."""
 
     rank: int
@@ -74,7 +74,9 @@ class _Move:
     begin: tuple[int, ...]
 
 
-def joined(ranks: Sequence[Model], info: Any, whole: Iterable[str], where: str) -> Model:
+def joined(
+    ranks: Sequence[ParallelModel], info: Any, whole: Iterable[str], where: str
+) -> ParallelModel:
     """One model of those of all ranks of tensor parallelism; the parameters `whole` are not cut."""
     patterns = _Patterns(info, len(ranks), where)
     first = ranks[0]
@@ -158,7 +160,7 @@ class _Patterns:
 
     def moves(
         self, name: str, shapes: Sequence[tuple[int, ...]]
-    ) -> tuple[tuple[int, ...], list[_Move], Placement]:
+    ) -> tuple[tuple[int, ...], list[_Shift], Placement]:
         """The shape of the whole parameter, what of each rank is where in it, and how it is cut."""
         for key in ("autotp_unsupported_parameter_patterns", "parameter_to_average_patterns"):
             if self._has(key, name):
@@ -171,7 +173,7 @@ class _Patterns:
             if len(set(shapes)) > 1:
                 raise FormatError(f"{name} is not alike on all ranks", where=self._where)
             begin = (0,) * len(shapes[0])
-            return shapes[0], [_Move(0, Box.whole(shapes[0]), begin)], Replicate()
+            return shapes[0], [_Shift(0, Box.whole(shapes[0]), begin)], Replicate()
         dim, blocks = 0, None
         if self._has("parameter_with_2_sub_params_cat_dim_0", name):
             if any(not shape or shape[0] % 2 for shape in shapes):
@@ -204,7 +206,7 @@ class _Patterns:
             )
             total = min(rows, total)
             shape = (total, *shape[1:])
-        moves: list[_Move] = []
+        moves: list[_Shift] = []
         starts, at = [0] * self._ranks, 0
         for part in widths:
             for rank, width in enumerate(part):
@@ -213,7 +215,7 @@ class _Patterns:
                 size = tuple(take if d == dim else n for d, n in enumerate(shape))
                 begin = tuple(at if d == dim else 0 for d in range(len(shape)))
                 if take:
-                    moves.append(_Move(rank, Box(offset, size), begin))
+                    moves.append(_Shift(rank, Box(offset, size), begin))
                 starts[rank] += width
                 at += width
         if len(widths) > 1:
@@ -267,7 +269,7 @@ def _matches(pattern: Any, name: str, where: str) -> bool:
 
 
 def _moved(
-    name: str, shape: tuple[int, ...], moves: Sequence[_Move], parts: Sequence[Any], where: str
+    name: str, shape: tuple[int, ...], moves: Sequence[_Shift], parts: Sequence[Any], where: str
 ) -> StateTensor:
     """A tensor whose extents are those of the parts, where they belong in the whole."""
     dtypes = {part.dtype.name: part.dtype for part in parts}

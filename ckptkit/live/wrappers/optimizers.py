@@ -146,6 +146,10 @@ class PlainOptimizer:
                     group[key].fill_(value)
                 else:
                     group[key] = value
+        if any(type(kept.get("step")) in (int, float) for kept in values.values()):
+            # Torch counts steps in tensors, and makes one of a number when it loads.
+            its = {"state": self._optimizer.state, "param_groups": self._optimizer.param_groups}
+            self._optimizer.__setstate__(its)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -14,19 +14,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
 from ckptkit.foreign.extents import ForeignArray
-from ckptkit.foreign.readers.megatron import _apart
 from ckptkit.foreign.readers.megatron_buckets import _sampled
-from ckptkit.foreign.states import StateTensor
-from ckptkit.model import DType
+from ckptkit.live import load
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import ForeignContract, Sample, same
 from tests.foreign.frameworks.written import written_by
 
 STEP = "iter_0000002"
+
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 12,
+    "vocab_size": 30,
+    "rms_norm_eps": 1e-5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +118,23 @@ def test_what_is_no_tensor_is_plain_values(written: Path) -> None:
         (optimizer,) = objects["optimizer"]
         assert optimizer["values"]["output_layer.weight"] == {"step": 2.0}
         assert {group["lr"] for group in objects["extra/optimizer"]} == {0.01}
+        (group,) = optimizer["groups"]
+        assert group["options"]["lr"] == 0.01
+        assert len(group["params"]) == 15
 
 
-def test_more_layers_than_there_are_elements_are_refused_before_any_is_made() -> None:
-    tensor = StateTensor((1 << 40, 8), DType.of("float32"), ())
-    with pytest.raises(FormatError, match=r"decoder.layers.mlp.weight: .* elements are missing"):
-        list(_apart("decoder.layers.mlp.weight", tensor))
+def test_an_optimizer_of_other_weights_is_told(place: Path) -> None:
+    with ckptkit.open(place) as checkpoint:
+        assert checkpoint.foreign is not None
+        assert "not_rounded" not in checkpoint.details
+        name = "optimizer/decoder.layers.1.mlp.linear_fc2.weight/param"
+        (array,) = (a for a in checkpoint.foreign.arrays if a.name == name)
+    with (place / array.extents[1].file).open("r+b") as file:
+        file.seek(array.extents[1].offset + 3)
+        file.write(b"\x42")
+    with ckptkit.open(place) as checkpoint:
+        told = checkpoint.details["not_rounded"]
+        assert "1 of 15 parameters (decoder.layers.1.mlp.linear_fc2.weight)" in told
 
 
 class Unknown:
@@ -121,6 +142,11 @@ class Unknown:
 
 
 def test_common_values_of_unknown_classes_are_named_and_the_model_read(place: Path) -> None:
+    plain = {"model": {"count": 3, "scale": torch.ones(2)}, "optimizer": 7, "iteration": 2}
+    torch.save(plain, place / "common.pt")
+    with ckptkit.open(place) as checkpoint:
+        assert checkpoint["model/output_layer.weight"].shape == (32, 8)
+        assert "extra/model" in checkpoint.details["left_out"]
     torch.save({"args": Namespace(what=Unknown()), "iteration": 2}, place / "common.pt")
     with ckptkit.open(place) as checkpoint:
         assert "Unknown" in checkpoint.details["left_out"]["common.pt"]
@@ -167,6 +193,45 @@ def test_commands_take_it(written: Path, tmp_path: Path) -> None:
     assert ckpt("diff", run, tmp_path / "hf", "--include", "model/*").exit_code == 0
 
 
+def test_transformers_computes_what_megatron_does(written: Path, tmp_path: Path) -> None:
+    """Its arguments tell how many heads there are, and how many rows are of the vocabulary."""
+    run, out = written / "reshardable", tmp_path / "hf"
+    names = ("--names", "llama-megatron")
+    assert ckpt("export", run, out, "--to-format", "hf", *names).exit_code == 0
+    LlamaConfig(**LLAMA).save_pretrained(out)
+    model: Any = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with np.load(written / "reshardable.logits.npz") as file, torch.no_grad():
+        logits = model(torch.from_numpy(file["words"])).logits.numpy()
+        np.testing.assert_allclose(logits, file["logits"][..., :30], atol=1e-5)
+    assert ckpt("reshard", "--to", "tp:2", *names, run, tmp_path / "tp").exit_code == 0
+    sizes = [f"--set={key}={n}" for key, n in (("num_attention_heads", 4), ("vocab_size", 30))]
+    sizes.append("--set=num_key_value_heads=2")
+    back = ("reshard", "--to", "single", *names, *sizes, tmp_path / "tp", tmp_path / "back")
+    assert ckpt(*back).exit_code == 0
+    # But for the rows that are of no word.
+    ends = ("embeddings.weight", "output_layer.weight")
+    with ckptkit.open(run) as before, ckptkit.open(tmp_path / "back") as after:
+        assert set(after.arrays) == set(before.arrays)
+        for name, array in after.arrays.items():
+            rows = 30 if any(end in name for end in ends) else None
+            assert same(array[...], before[name][:rows]), name
+
+
+def test_a_job_of_torch_goes_on_with_it(written: Path, tmp_path: Path) -> None:
+    names = ckptkit.Selection(names="llama-megatron", exclude=("optimizer/*/param",))
+    ckptkit.reshard(written / "reshardable", tmp_path, to="single", selection=names)
+    model: Any = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3.0)
+    load(tmp_path, model=model, optimizer=optimizer, cast=True)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    head = model.lm_head.weight
+    told = wanted(written, "reshardable")["optimizer/output_layer.weight/exp_avg"]
+    assert same(optimizer.state[head]["exp_avg"].numpy(), told[:30])
+    head.grad = torch.ones_like(head)
+    optimizer.step()
+    assert optimizer.state[head]["step"] == 3
+
+
 def rename(place: Path, change: Callable[[str], str]) -> None:
     """Give what is in a checkpoint other names; what gets an empty one is gone."""
     file = place / ".metadata"
@@ -178,6 +243,13 @@ def rename(place: Path, change: Callable[[str], str]) -> None:
     }
     metadata.all_local_plans = None
     file.write_bytes(pickle.dumps(metadata))
+
+
+def test_a_layer_that_is_there_twice_is_refused(place: Path) -> None:
+    name = "decoder.layers.1.self_attention.linear_proj.weight"
+    rename(place, lambda old: name if old == "output_layer.weight" else old)
+    with pytest.raises(FormatError, match="two tensors have this name"):
+        ckptkit.open(place)
 
 
 class TestBuckets:

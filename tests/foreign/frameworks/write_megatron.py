@@ -17,6 +17,7 @@ import sys
 import tempfile
 import warnings
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.multiprocessing.spawn import start_processes
@@ -120,6 +122,8 @@ def on_cpu() -> None:
         setattr(library, name, placed(getattr(library, name)))
     library.cuda.current_device = lambda: "cpu"
     library.cuda.synchronize = lambda *_: None
+    # No random numbers are drawn where nothing is dropped out.
+    CudaRNGStatesTracker.fork = lambda *_: nullcontext()
     of_tensors.cuda = lambda self, *_, **__: self
     of_tensors.type = typed
     # Adam of torch counts steps in a tensor for each parameter, which is in no file, and which
@@ -251,7 +255,12 @@ def besides(case: Case) -> dict[str, Any]:
     args = Namespace(
         attention_backend=AttnBackend.auto,
         betas=(0.9, 0.95),
+        group_query_attention=True,
+        hidden_size=8,
+        kv_channels=2,
+        num_attention_heads=4,
         num_layers=2,
+        num_query_groups=2,
         padded_vocab_size=32,
         params_dtype=case.dtype,
         pipeline_model_parallel_size=case.pipeline,
@@ -359,6 +368,22 @@ def want(_: int, port: int, out: str, between: str) -> None:
                     value = as_numpy(found[key]).reshape(parameter.shape)
                     wanted[f"optimizer/{named[name]}/{key}"] = value
         np.savez_compressed(Path(out, f"{case.name}.npz"), **wanted)
+        if case.name == "reshardable":
+            logits = logits_of(case, model.module)
+            np.savez_compressed(Path(out, f"{case.name}.logits.npz"), **logits)
+
+
+def logits_of(case: Case, model: Any) -> dict[str, Any]:
+    """Some words, and what a model says of them, computed in 32 bits."""
+    wide, _ = made(replace(case, dtype=torch.float32), 1)
+    for parameter, value in zip(wide.module.parameters(), model.parameters(), strict=True):
+        parameter.data.copy_(value.data)
+    words = torch.tensor([[3, 1, 4, 1, 5, 29, 2, 6]])
+    places = torch.arange(words.shape[1])[None]
+    is_later = places[0] > places[0][:, None]
+    with torch.no_grad():
+        logits = wide.module.eval()(words, places, is_later[None, None])
+    return {"words": words.numpy(), "logits": logits.numpy()}
 
 
 def stored_names(model: Any) -> dict[str, str]:

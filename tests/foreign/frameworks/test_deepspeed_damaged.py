@@ -1,0 +1,359 @@
+"""Folders of DeepSpeed that something is wrong with are refused: what is missing, of another save,
+or says something else than the rest.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import sys
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.errors import CkptkitError, FormatError
+from tests.foreign.contract import same
+from tests.foreign.frameworks.deepspeed import tag_of, wanted
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes of DeepSpeed's names, so that torch loads its files and saves them again."""
+    for full in (
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    ):
+        module, _, name = full.rpartition(".")
+        bases = (int,) if name == "ZeroStageEnum" else ()
+        stand_in = type(name, bases, {"__module__": module})
+        made = types.ModuleType(module)
+        setattr(made, name, stand_in)
+        parts = module.split(".")
+        for end in range(1, len(parts)):
+            above = ".".join(parts[:end])
+            monkeypatch.setitem(sys.modules, above, types.ModuleType(above))
+        monkeypatch.setitem(sys.modules, module, made)
+
+
+def changed(file: Path, change: Callable[[Any], object]) -> None:
+    tree = torch.load(file, weights_only=False)
+    change(tree)
+    torch.save(tree, file)
+
+
+@pytest.fixture(params=["zero1", "zero2-three", "zero3-three"])
+def folder(request: pytest.FixtureRequest, written: Path, tmp_path: Path) -> Path:
+    """A copy of a checkpoint's folder, to be damaged."""
+    return Path(shutil.copytree(tag_of(written / request.param), tmp_path / "global_step3"))
+
+
+def files_of(folder: Path, what: str) -> list[Path]:
+    return sorted(folder.glob(f"*{what}_states.pt"))
+
+
+def test_every_file_that_is_missing_is_named(folder: Path) -> None:
+    for file in sorted(folder.iterdir()):
+        moved = file.rename(folder.parent / "aside")
+        with pytest.raises(FormatError) as caught:
+            ckptkit.open(folder)
+        assert file.name in str(caught.value)
+        moved.rename(file)
+
+
+def test_without_any_file_of_the_optimizer_the_weights_are_missing(folder: Path) -> None:
+    for file in files_of(folder, "optim"):
+        file.unlink()
+    with pytest.raises(FormatError, match="files of the optimizer are missing"):
+        ckptkit.open(folder)
+
+
+def test_files_of_two_saves_are_not_mixed(folder: Path, stand_ins: None) -> None:
+    """The step of the optimizer is another one, or its rate; or the model is older."""
+
+    def other_step(tree: Any) -> None:
+        said = tree["optimizer_state_dict"]
+        said = said.get("base_optimizer_state", said.get("optimizer_state_dict"))
+        said["state"][0]["step"] += 1
+
+    def other_rate(tree: Any) -> None:
+        said = tree["optimizer_state_dict"]
+        said = said.get("base_optimizer_state", said.get("optimizer_state_dict"))
+        said["param_groups"][0]["lr"] = 0.5
+
+    file = files_of(folder, "optim")[1]
+    whole = file.read_bytes()
+    for change, what in ((other_step, "its step is not"), (other_rate, "its options of")):
+        changed(file, change)
+        with pytest.raises(FormatError, match=what) as caught:
+            ckptkit.open(folder)
+        assert file.name in str(caught.value)
+        file.write_bytes(whole)
+    for model in files_of(folder, "model"):
+        changed(model, lambda tree: tree.update(global_steps=2))
+    with pytest.raises(FormatError, match="the model is of step 2, the optimizer has made 3"):
+        ckptkit.open(folder)
+
+
+def test_more_files_than_the_checkpoint_has_ranks_are_refused(folder: Path) -> None:
+    last = files_of(folder, "optim")[-1]
+    number = int(re.findall(r"pp_rank_(\d)", last.name)[0])
+    shutil.copy(last, folder / last.name.replace(f"rank_{number}", f"rank_{number + 1}"))
+    with pytest.raises(FormatError, match="there are files of"):
+        ckptkit.open(folder)
+    (folder / last.name.replace(f"rank_{number}", f"rank_{number + 1}")).unlink()
+    shutil.copy(last, folder / f"bf16_{last.name}")
+    with pytest.raises(FormatError, match="two files of one rank"):
+        ckptkit.open(folder)
+
+
+def of_shapes(change: Callable[[Any], object]) -> Callable[[Any], object]:
+    return lambda tree: change(tree["param_shapes"])
+
+
+def swap(shapes: Any) -> None:
+    items = list(shapes[0].items())
+    shapes[0] = dict([items[1], items[0], *items[2:]])
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (of_shapes(lambda s: s[0].update({"up.weight": torch.Size([11, 500])})), "by param_shapes"),
+        (
+            of_shapes(lambda s: s[0].update(more=torch.Size([40]))),
+            "by param_shapes|not one padding",
+        ),
+        (of_shapes(lambda s: s[0].pop("up.weight")), "by param_shapes|not one padding"),
+        (of_shapes(lambda s: s.append(s[0])), "a parameter is twice"),
+        (lambda tree: tree.update(param_shapes=[[1]]), "no list of shapes"),
+        (lambda tree: tree.update(param_shapes={}), "no list of shapes"),
+        (lambda tree: tree.update(global_steps=np.ones(2)), "global_steps: must be an integer"),
+        (lambda tree: tree.update(dp_world_size=5), "5 ranks belong together"),
+        (lambda tree: tree.update(dp_world_size="x"), "must be an integer"),
+        (lambda tree: tree.update(module=[]), "no model"),
+        (lambda tree: tree["module"].pop("norm.bias"), "has no norm.bias"),
+    ],
+)
+def test_a_model_that_says_something_else_than_the_optimizer_is_refused(
+    change: Callable[[Any], object], what: str, folder: Path, stand_ins: None
+) -> None:
+    for file in files_of(folder, "model"):
+        changed(file, change)
+    with pytest.raises(FormatError, match=what):
+        ckptkit.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (
+            lambda tree: tree.update(shared_params={"head.weight": "up.weight"}),
+            "head.weight is not of the shape of up.weight",
+        ),
+        (of_shapes(swap), r"the file says that .* is at \(35, 5\)"),
+        (of_shapes(lambda s: s.append({})), "the model has 2 groups of parameters"),
+        (lambda tree: tree["module"].update({"norm.bias": torch.ones(6)}), r"has no norm.bias of"),
+    ],
+)
+def test_stages_1_and_2_say_where_each_parameter_is(
+    change: Callable[[Any], object], what: str, written: Path, stand_ins: None, tmp_path: Path
+) -> None:
+    place = Path(shutil.copytree(tag_of(written / "zero1"), tmp_path / "x"))
+    changed(place / "mp_rank_00_model_states.pt", change)
+    with pytest.raises(FormatError, match=what):
+        ckptkit.open(place)
+
+
+def test_fragments_name_the_parameters_where_they_are_in_order(
+    written: Path, stand_ins: None, tmp_path: Path
+) -> None:
+    """Those of gradients by turns (`round_robin_gradients`) are not."""
+    for case in ("zero1", "zero2"):
+        place = Path(shutil.copytree(tag_of(written / case), tmp_path / case))
+        changed(place / "mp_rank_00_model_states.pt", lambda tree: tree.update(param_shapes=None))
+    with ckptkit.open(tmp_path / "zero1") as checkpoint:
+        name = "optimizer/up.weight/exp_avg"
+        assert same(checkpoint[name][...], wanted(written, "zero1")[name])
+    with pytest.raises(FormatError, match="no list of shapes"):
+        ckptkit.open(tmp_path / "zero2")
+
+
+def of_optimizer(change: Callable[[Any, Any], object]) -> Callable[[Any], object]:
+    """Change what an optimizer's file says, and the state of torch in it."""
+
+    def apply(tree: Any) -> None:
+        said = tree["optimizer_state_dict"]
+        change(said, said.get("base_optimizer_state", said.get("optimizer_state_dict")))
+
+    return apply
+
+
+def weights(said: Any) -> Any:
+    return said.get("fp32_flat_groups", said.get("single_partition_of_fp32_groups"))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda said, _: said.update(partition_count=4), "cut for .* ranks, there are the files"),
+        (lambda said, _: said.update(partition_count=[4, 2]), "cut for .* ranks"),
+        (lambda said, _: said.update(partition_count=np.ones(2)), "cut for .* ranks"),
+        (lambda said, _: weights(said).pop(), "groups"),
+        (
+            lambda said, _: weights(said).__setitem__(0, torch.ones(7)),
+            "of one length|as long as|by param_shapes",
+        ),
+        (lambda said, _: weights(said).__setitem__(0, torch.ones(7, 2)), "no row of numbers"),
+        (lambda said, _: weights(said).__setitem__(0, None), "no row of numbers"),
+        (lambda _, inner: inner["state"][0].update(exp_avg=torch.ones(3)), "of exp_avg are not"),
+        (lambda _, inner: inner["state"][0].pop("exp_avg"), "of exp_avg are not|is missing"),
+        (lambda _, inner: inner.pop("param_groups"), "not the state of an optimizer"),
+        (lambda said, _: said.clear(), "no master weights"),
+        (
+            lambda said, _: weights(said).__setitem__(0, weights(said)[0].to(torch.float16)),
+            "are of several types",
+        ),
+    ],
+)
+def test_a_rank_that_says_something_else_than_the_others_is_refused(
+    change: Callable[[Any, Any], object], what: str, folder: Path, stand_ins: None
+) -> None:
+    file = files_of(folder, "optim")[-1]
+    changed(file, of_optimizer(change))
+    with pytest.raises(FormatError, match=what) as caught:
+        ckptkit.open(folder)
+    assert str(folder) in str(caught.value)
+
+
+INFO = "universal_checkpoint_info"
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda tree: tree.pop(INFO), "nothing says how they are cut"),
+        (
+            lambda tree: tree[INFO].update(parameter_to_average_patterns=[".*norm.*"]),
+            r"1.norm.weight cannot be put together",
+        ),
+        (
+            lambda tree: tree[INFO]["autotp_unsupported_parameter_patterns"].update({".*": "x"}),
+            "cannot be put together",
+        ),
+        (lambda tree: tree[INFO].update(sub_param_shard_widths={}, version=0.3), "^$"),
+        (
+            lambda tree: tree[INFO]["sub_param_shard_widths"].update(
+                {r"^1\.qkv_proj\.weight$": [[1, 3], [2, 2], [2, 2]]}
+            ),
+            "do not fit together along dim 0",
+        ),
+        (
+            lambda tree: tree[INFO]["sub_param_shard_widths"].update(
+                {r"^1\.qkv_proj\.weight$": [[4]]}
+            ),
+            "not a width for each rank",
+        ),
+        (
+            lambda tree: tree[INFO].update(tp_replicated_parameter_patterns=["(a*)*b", "("]),
+            "a pattern that is not tried",
+        ),
+        (lambda tree: tree[INFO].update(tp_replicated_parameter_patterns=["("]), "not a pattern"),
+        (lambda tree: tree[INFO].update(tp_replicated_parameter_patterns=4), "list of patterns"),
+        (
+            lambda tree: tree["checkpoint_parallel_dimensions"].update(pp_degree=2),
+            "2 stages of 2 ranks",
+        ),
+    ],
+)
+def test_parts_of_tensors_that_nobody_knows_to_join_are_refused(
+    change: Callable[[Any], object], what: str, written: Path, stand_ins: None, tmp_path: Path
+) -> None:
+    place = Path(shutil.copytree(tag_of(written / "tp"), tmp_path / "x"))
+    for file in files_of(place, "model"):
+        changed(file, change)
+    if what == "^$":  # cut evenly, as it was before the widths were told
+        ckptkit.open(place).close()
+        return
+    with pytest.raises(FormatError, match=what):
+        ckptkit.open(place)
+
+
+def test_ranks_and_stages_at_different_steps_are_refused(
+    written: Path, stand_ins: None, tmp_path: Path
+) -> None:
+    for case in ("tp", "pipe"):
+        place = Path(shutil.copytree(tag_of(written / case), tmp_path / case))
+
+        def other_step(_: Any, inner: Any) -> None:
+            inner["state"][0]["step"] -= 1
+
+        for rank in (0, 1):
+            changed(
+                place / f"zero_pp_rank_{rank}_mp_rank_01_optim_states.pt", of_optimizer(other_step)
+            )
+        with pytest.raises(FormatError, match="step is not the same in all files"):
+            ckptkit.open(place)
+        shutil.copytree(tag_of(written / case), tmp_path / f"{case}-old")
+        model = tmp_path / f"{case}-old" / "mp_rank_01_model_states.pt"
+        changed(model, lambda tree: tree.update(global_steps=4))
+        with pytest.raises(FormatError, match="global_steps is not that of rank 0"):
+            ckptkit.open(model.parent)
+
+
+def test_a_file_of_a_layer_or_of_a_parameter_that_is_missing_is_named(
+    written: Path, tmp_path: Path
+) -> None:
+    place = Path(shutil.copytree(tag_of(written / "pipe"), tmp_path / "pipe"))
+    (place / "layer_01-model_states.pt").unlink()
+    with pytest.raises(FormatError, match=r"the model has no 1.(weight|bias) of"):
+        ckptkit.open(place)
+    place = Path(shutil.copytree(tag_of(written / "zero3-universal"), tmp_path / "universal"))
+    (place / "zero" / "up.bias" / "exp_avg_sq.pt").unlink()
+    with pytest.raises(FormatError, match=r"a file of a parameter is missing") as caught:
+        ckptkit.open(place)
+    assert "up.bias/exp_avg_sq.pt" in str(caught.value)
+
+
+class Custom:
+    pass
+
+
+def test_a_class_of_somebody_else_is_refused_by_name(folder: Path, stand_ins: None) -> None:
+    file = files_of(folder, "optim")[0]
+    changed(file, lambda tree: tree.update(client=Custom()))
+    with pytest.raises(FormatError, match="Custom") as caught:
+        ckptkit.open(folder)
+    assert file.name in str(caught.value)
+
+
+def test_experts_are_refused_by_the_name_of_the_file(folder: Path) -> None:
+    (folder / "layer_0_expert_1_mp_rank_00_model_states.pt").touch()
+    with pytest.raises(FormatError, match="experts, which ranks") as caught:
+        ckptkit.open(folder)
+    assert "layer_0_expert_1" in str(caught.value)
+
+
+def test_a_byte_that_changed_gives_a_checkpoint_or_an_error_of_ours(folder: Path) -> None:
+    store = ckptkit.open_store("memory://changed-deepspeed")
+    for path in folder.iterdir():
+        store.put(path.name, path.read_bytes())
+    dice = random.Random(7)
+    for file in (files_of(folder, "model")[-1], files_of(folder, "optim")[0]):
+        whole = file.read_bytes()
+        end = whole.index(b"PK\x03\x04", 100)
+        for _ in range(100):
+            data = bytearray(whole)
+            data[dice.randrange(end)] = dice.choice([0, 1, 3, 75, dice.randrange(256)])
+            store.put(file.name, bytes(data))
+            with suppress(CkptkitError):
+                ckptkit.open(store).close()
+        store.put(file.name, whole)
