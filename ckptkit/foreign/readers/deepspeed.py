@@ -373,8 +373,10 @@ def _add_rest(
     """Add the tensors of the model, its weights in place of their copies."""
     tied = part.tree.get("shared_params")
     tied = tied if isinstance(tied, dict) else {}
+    # Only the very first rank says which parameters are tied; their copies are one tensor.
+    copies = {getattr(module.get(n), "identity", None): n for n in model.copies}
     for name, value in module.items():
-        of = str(tied.get(name))
+        of = str(tied.get(name) or copies.get(getattr(value, "identity", None)))
         if name in weights or of in weights:
             shapes = {getattr(each, "shape", None) for each in (value, module.get(of, value))}
             if name not in weights and len(shapes) > 1:  # in stage 3 the copies are empty
