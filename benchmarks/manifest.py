@@ -15,9 +15,9 @@ from benchmarks.ranks import isolated
 from benchmarks.table import Bar, Section
 from ckptkit.checkpoint.write.assemble import assemble
 from ckptkit.format.array_table import ArrayTable
-from ckptkit.format.arrays import ArrayInfo, key_of
+from ckptkit.format.arrays import ArrayInfo, ArrayKind, key_of
 from ckptkit.format.manifest import Manifest, PackInfo, pack_name
-from ckptkit.format.pack import Entry
+from ckptkit.format.pack import Entries, Entry
 from ckptkit.format.record import Record, SaveInfo
 from ckptkit.model import DType, Grid, Shard, Strategy
 from ckptkit.storage import open_store
@@ -87,7 +87,7 @@ def _record(rank: int, table: ArrayTable) -> Record:
         save=SaveInfo("20260101T000000Z-000000000000", 1, 0.0, "bench", WRITERS, _STRATEGY, {}),
         rank=rank,
         table=table,
-        documents=tuple(Entry(key, 0, 1, 0) for key in keys),
+        documents=Entries.of(Entry(key, 0, 1, 0) for key in keys),
         array=np.repeat(np.arange(ARRAYS, dtype=np.uint32), mine),
         chunk=chunk,
         offset=np.arange(rows, dtype=np.uint64) * np.uint64(CHUNK),
@@ -104,4 +104,4 @@ def _array(number: int) -> ArrayInfo:
     shape = (PER_ARRAY, CHUNK // 4)
     grid = Grid.regular(shape, (1, CHUNK // 4))
     name = f"model/layers.{number:04d}.weight"
-    return ArrayInfo(name, shape, DType.of("float32"), grid, "param", (Shard(0),))
+    return ArrayInfo(name, ArrayKind(shape, DType.of("float32"), grid, "param", (Shard(0),)))

@@ -12,7 +12,7 @@ from benchmarks.ranks import isolated
 from benchmarks.reshard import RULES
 from benchmarks.table import Bar, Section
 from ckptkit.checkpoint.reshard.target import ReshardOptions, cost_of, target_of
-from ckptkit.format.arrays import ArrayInfo
+from ckptkit.format.arrays import ArrayInfo, ArrayKind
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import DType, Rules, Strategy, layout_of
@@ -124,5 +124,5 @@ def _arrays(strategy: Strategy) -> tuple[ArrayInfo, ...]:
         known = DType.of(dtype)
         layout = layout_of(shape, strategy, rows[name])
         grid = choose_grid(shape, known.itemsize, layout.edges)
-        found.append(ArrayInfo(name, shape, known, grid, role, rows[name], of))
+        found.append(ArrayInfo(name, ArrayKind(shape, known, grid, role, rows[name]), of))
     return tuple(found)

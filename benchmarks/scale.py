@@ -20,7 +20,7 @@ from ckptkit.checkpoint.write.commit import commit, gather
 from ckptkit.checkpoint.write.pack import Pack
 from ckptkit.checkpoint.write.plan import PackedArray, PackPlan, documents_of
 from ckptkit.format.array_table import ArrayTable
-from ckptkit.format.arrays import ArrayInfo
+from ckptkit.format.arrays import ArrayInfo, ArrayKind
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import DType, Grid, Replicate, Strategy, layout_of
 from ckptkit.plan.write import Owned
@@ -127,7 +127,8 @@ def _commit_of_many(count: int, ranks: int) -> float:
     row = (Replicate(),)
     layout, grid = layout_of(shape, strategy, row), Grid.regular(shape, shape)
     names = [f"model/layers.{n // 50:05}.experts.{n % 50:02}.weight" for n in range(count)]
-    infos = [ArrayInfo(name, shape, float32, grid, "param", row) for name in names]
+    kind = ArrayKind(shape, float32, grid, "param", row)
+    infos = [ArrayInfo(name, kind) for name in names]
     table, store = ArrayTable.of(infos, ()), MemoryStore()
     owned = [Owned(name, layout, grid, float32.itemsize) for name in names]
     save_id = "20260101T000000Z-000000000000"
@@ -136,9 +137,11 @@ def _commit_of_many(count: int, ranks: int) -> float:
     for rank in range(ranks):
         # As chunks of one size are shared out, a stretch of the names to each.
         stretch = slice(rank * count // ranks, (rank + 1) * count // ranks)
-        writes = dict.fromkeys(names, none) | dict.fromkeys(names[stretch], first)
         known = list(zip(owned, infos, strict=True))
-        documents = documents_of(known if rank == 0 else known[stretch], writes, rank)
+        writes = [none] * count
+        writes[stretch] = [first] * len(names[stretch])
+        part = stretch if rank else slice(count)  # rank 0 writes the documents of groups too
+        documents = documents_of(known[part], writes[part], rank)
         mine = [PackedArray(info, first) for info in infos[stretch]]
         pack = Pack(rank, PackPlan(table, documents, mine), (), lambda slots: slots)
         segments = pack.segments_of(64 << 20)

@@ -128,7 +128,7 @@ def describe(
 
 
 def _arrays(checkpoint: ckptkit.Checkpoint, pattern: str | None, rank: int | None) -> list[Doc]:
-    names: Iterable[str] = checkpoint.arrays
+    names: Iterable[str] = checkpoint.names
     if pattern is not None:
         matches = re.compile(translate(pattern)).match
         names = [name for name in names if matches(name)]
@@ -139,35 +139,30 @@ def _arrays(checkpoint: ckptkit.Checkpoint, pattern: str | None, rank: int | Non
                 value=pattern,
                 hint=f"`ckpt show {checkpoint.location}` lists them; * stands for any text",
             )
+    is_foreign = checkpoint.foreign is not None
     theirs = {} if checkpoint.foreign is None else checkpoint.foreign.theirs
-    arrays, known, found = checkpoint.arrays, dict[Any, Doc](), list[Doc]()
+    known, found = dict[int, Doc](), list[Doc]()
     for name in names:
-        array = arrays[name]
-        info = array.info
-        # How they lie on the ranks is worked out once for all that are alike.
-        key = (info.shape, info.dtype.itemsize, info.placements)
-        if key not in known:
-            known[key] = _cuts(array, rank)
+        info = checkpoint.info(name)
+        # What is the same for all that are alike is worked out once.
+        kind = id(info.kind)
+        if kind not in known:
+            known[kind] = _of_kind(checkpoint[name], rank)
         found.append(
             {
                 "name": name,
-                "theirs": theirs.get(name, name) if checkpoint.foreign else None,
-                "alias_of": array.alias_of,
-                "shape": info.shape,
-                "dtype": info.dtype.name,
-                "role": info.role,
+                "theirs": theirs.get(name, name) if is_foreign else None,
+                "alias_of": None if info.name == name else info.name,
                 "of": info.of,
-                "bytes": info.nbytes,
-                "chunks": info.grid.chunk_count,
-                **known[key],
+                **known[kind],
             }
         )
     return found
 
 
-def _cuts(array: Any, rank: int | None) -> Doc:
-    """The fields that shape and placements decide."""
-    layout, held = array.layout, None
+def _of_kind(array: Any, rank: int | None) -> Doc:
+    """The fields that do not depend on names."""
+    info, layout, held = array.info, array.layout, None
     first = layout.part(layout.first_rank)
     axes = [axis.name for axis in layout.strategy.mesh.axes]
     if rank is not None:
@@ -178,6 +173,11 @@ def _cuts(array: Any, rank: int | None) -> Doc:
             "bytes": sum(box.size for box in part.boxes) * array.dtype.itemsize,
         }
     return {
+        "shape": info.shape,
+        "dtype": info.dtype.name,
+        "role": info.role,
+        "bytes": info.nbytes,
+        "chunks": info.grid.chunk_count,
         "placements": dict(zip(axes, map(str, layout.placements), strict=True)),
         "parts": {
             "count": sum(1 for _ in layout.distinct_ranks()),
@@ -258,13 +258,7 @@ def _tree(arrays: Sequence[Doc], *, by_rank: bool) -> list[Row]:
                 size = size_text(totals["/".join(groups[: depth + 1])])
                 rows.append(("  " * depth + f"{groups[depth]}/", "", "", "", "", size))
             before, indent = group, "  " * len(groups)
-        kind = (
-            array["alias_of"],
-            array["dtype"],
-            array["role"],
-            array["bytes"],
-            id(array["parts"]),
-        )
+        kind = array["alias_of"], id(array["parts"])
         cells = known.get(kind)
         if cells is None:
             cells = known[kind] = cells_of(array)

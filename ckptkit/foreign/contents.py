@@ -30,8 +30,7 @@ from ckptkit.foreign.extents import (
     span_of,
 )
 from ckptkit.format.array_table import ArrayTable
-from ckptkit.format.arrays import MAX_DIMS, TOO_LARGE, Alias, ArrayInfo, is_addressable
-from ckptkit.format.columns import chunk_starts
+from ckptkit.format.arrays import MAX_DIMS, TOO_LARGE, Alias, ArrayInfo, ArrayKind, is_addressable
 from ckptkit.format.manifest import Manifest, PackInfo
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import Strategy
@@ -111,12 +110,8 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
         if not is_addressable(array.shape, array.dtype):
             raise FormatError(TOO_LARGE, where=array.name, value=array.shape)
         cells = cells_of(array)
-        placements = array.placements
-        infos.append(
-            ArrayInfo(
-                array.name, array.shape, array.dtype, cells.grid, array.role, placements, array.of
-            )
-        )
+        kind = ArrayKind(array.shape, array.dtype, cells.grid, array.role, array.placements)
+        infos.append(ArrayInfo(array.name, kind, array.of))
         lengths = cells.grid.stored_elements().astype(np.uint64) * array.dtype.itemsize
         pack, offset = _placed(array, cells, number_of)
         for chunk, stretches in cells.gathered.items():
@@ -151,7 +146,6 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
         ),
         packs=tuple(packs),
         table=table,
-        starts=chunk_starts(table.arrays),
         pack=joined[0],
         offset=joined[1],
         length=joined[2],

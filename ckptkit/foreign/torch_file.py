@@ -109,8 +109,8 @@ def read_file(folder: Folder, key: str, rank: int = 0) -> TorchFile:
     for name in storages:
         member = members[f"{top}/data/{name}"]
         begin = offsets[member.name]
-        content: object = member.crc or key
-        if not member.crc and member.size <= _SMALL_BYTES:
+        content: object = member.crc or (key if member.size else b"")
+        if not member.crc and 0 < member.size <= _SMALL_BYTES:
             # Torch may be told to compute no checksums. Then there is a zero in place of each.
             content = folder.read(key, begin, member.size)
         found[name] = (begin, content)

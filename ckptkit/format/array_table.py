@@ -16,14 +16,17 @@ from ckptkit.errors import CorruptionError, FormatError, NotFoundError
 from ckptkit.format.arrays import (
     MAX_ARRAYS,
     Alias,
+    ArrayColumns,
     ArrayInfo,
+    ArrayKind,
     arrays_from_docs,
     arrays_to_docs,
     check_names,
 )
-from ckptkit.format.columns import U32, U64
+from ckptkit.format.columns import MAX_ROWS, U32, U64
 from ckptkit.format.leaves import unpack, unpack_items
 from ckptkit.model.document import Fields
+from ckptkit.model.grid import I64
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAP_HEADS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
@@ -33,52 +36,108 @@ _HINT = "all packs of a save are read with rank 0's: put the right rank-00000.zi
 @dataclass(frozen=True, eq=False)
 class ArrayTable:
     """What a record says of arrays; `packed` is its fields `placements` and `arrays`, and `is_read`
-    whether they were made of these, as every later reader will make them.
+    whether the columns were made of these, as every later reader will make them.
     """
 
-    arrays: tuple[ArrayInfo, ...]
-    aliases: tuple[Alias, ...]
+    columns: ArrayColumns
     packed: tuple[bytes, bytes]
     is_read: bool = False
 
     @classmethod
     def of(cls, arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> ArrayTable:
         """The table of arrays that are sorted by name."""
-        check_names(arrays, aliases)
-        placements, entries = arrays_to_docs(arrays, aliases)
-        packed = msgpack.packb(placements), msgpack.packb(entries)
-        return cls(tuple(arrays), tuple(aliases), packed)
+        names, kinds, ofs = zip(*arrays, strict=True) if arrays else ((), (), ())
+        columns = ArrayColumns(names, kinds, ofs, tuple(aliases))
+        check_names(columns)
+        return cls(columns, arrays_to_docs(columns))
 
     @classmethod
     def read(cls, packed: tuple[bytes, bytes], axes: int) -> ArrayTable:
         """The table that a document with so many axes has, once it is checked."""
-        return cls(*arrays_from_docs(packed, axes), packed, is_read=True)
+        return cls(arrays_from_docs(packed, axes), packed, is_read=True)
 
     @cached_property
     def digest(self) -> bytes:
         """What a reference to the table has to say."""
         return _digest(self.packed)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arrays, sorted."""
+        return self.columns.names
+
+    @property
+    def kinds(self) -> tuple[ArrayKind, ...]:
+        """What each of them is."""
+        return self.columns.kinds
+
+    @property
+    def aliases(self) -> tuple[Alias, ...]:
+        return self.columns.aliases
+
+    @cached_property
+    def arrays(self) -> tuple[ArrayInfo, ...]:
+        """All of them as objects: 100,000 are made only where somebody asks for them."""
+        return tuple(map(ArrayInfo, *self.columns[:3]))
+
     @cached_property
     def by_name(self) -> dict[str, ArrayInfo]:
-        return {array.name: array for array in self.arrays}
+        return dict(zip(self.names, self.arrays, strict=True))
 
     @cached_property
     def chunk_counts(self) -> U64:
-        return np.array([array.grid.chunk_count for array in self.arrays], dtype=np.uint64)
+        return np.array([kind.grid.chunk_count for kind in self.kinds], dtype=np.uint64)
+
+    @cached_property
+    def starts(self) -> I64:
+        """The row of each array's chunk 0 in a table over all arrays, and the number of rows
+        last.
+        """
+        # None counts for more than is refused, so that no sum of so many wraps.
+        ends = np.cumsum(np.minimum(self.chunk_counts, MAX_ROWS + 1).astype(np.int64))
+        beyond = ends > MAX_ROWS
+        if beyond.any():
+            number = int(beyond.argmax())
+            raise FormatError(
+                f"more than {MAX_ROWS} chunks", where=self.names[number], value=int(ends[number])
+            )
+        return np.concatenate([np.zeros(1, np.int64), ends])
+
+    def chunk_at(self, row: int) -> tuple[ArrayInfo, int]:
+        """The array, and the number of its chunk, that a row of a table over all arrays is of."""
+        number = int(np.searchsorted(self.starts, row, side="right")) - 1
+        names, kinds, ofs, _ = self.columns
+        info = ArrayInfo(names[number], kinds[number], ofs[number])
+        return info, row - int(self.starts[number])
+
+    def stored_bytes(self) -> U64:
+        """The stored length of every chunk of all arrays, in the order of rows."""
+        distinct = {id(kind): kind for kind in self.kinds}
+        sizes = {place: kind.chunk_bytes for place, kind in distinct.items()}
+        each = np.array([sizes[id(kind)] for kind in self.kinds], np.uint64)
+        lengths = np.repeat(each, np.diff(self.starts))
+        if all(kind.grid.is_regular for kind in distinct.values()):
+            return lengths
+        for kind, first, last in zip(self.kinds, self.starts, self.starts[1:], strict=False):
+            if not kind.grid.is_regular:
+                lengths[first:last] = kind.grid.stored_elements() * kind.dtype.itemsize
+        return lengths
 
     @cached_property
     def places(self) -> U32:
         """Where each array stands in the list that has the aliases too."""
-        names = sorted([a.name for a in self.arrays] + [a.name for a in self.aliases])
-        place = {name: number for number, name in enumerate(names)}
-        return np.array([place[array.name] for array in self.arrays], dtype=np.uint32)
+        if not self.aliases:
+            return np.arange(len(self.names), dtype=np.uint32)
+        every = sorted([*self.names, *(alias.name for alias in self.aliases)])
+        place = {name: number for number, name in enumerate(every)}
+        return np.array([place[name] for name in self.names], dtype=np.uint32)
 
     @cached_property
     def _numbers(self) -> U32:
         """At each place the number of the array, or how many arrays there are for an alias."""
-        numbers = np.full(len(self.arrays) + len(self.aliases), len(self.arrays), dtype=np.uint32)
-        numbers[self.places] = np.arange(len(self.arrays), dtype=np.uint32)
+        count = len(self.names)
+        numbers = np.full(count + len(self.aliases), count, dtype=np.uint32)
+        numbers[self.places] = np.arange(count, dtype=np.uint32)
         return numbers
 
     def numbers(self, places: U32) -> U32:
@@ -86,7 +145,7 @@ class ArrayTable:
         if len(places) and int(places.max()) >= len(self._numbers):
             raise FormatError("a chunk of an array that is not listed", where="chunks.array")
         found = self._numbers[places]
-        if len(found) and int(found.max()) == len(self.arrays):
+        if len(found) and int(found.max()) == len(self.names):
             raise FormatError("a chunk of an alias", where="chunks.array")
         return found
 

@@ -6,10 +6,10 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from operator import lt
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -29,16 +29,49 @@ TOO_LARGE = "an array of 2**63 bytes or more, dims of size zero not counted"
 
 
 @dataclass(frozen=True, slots=True)
-class ArrayInfo:
-    """One array of a step: everything but its bytes."""
+class ArrayKind:
+    """What an array is, but for names. Layers are alike: the arrays of one kind share this object,
+    so that what follows from it is found out once for all of them.
+    """
 
-    name: str
     shape: tuple[int, ...]
     dtype: DType
     grid: Grid
     role: str
     placements: tuple[Placement, ...]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The stored length of every chunk if the grid is regular, of the largest if not."""
+        return self.grid.chunk_elements * self.dtype.itemsize
+
+
+class ArrayInfo(NamedTuple):
+    """One array of a step: everything but its bytes."""
+
+    name: str
+    kind: ArrayKind
     of: str | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.kind.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.kind.dtype
+
+    @property
+    def grid(self) -> Grid:
+        return self.kind.grid
+
+    @property
+    def role(self) -> str:
+        return self.kind.role
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self.kind.placements
 
     @property
     def nbytes(self) -> int:
@@ -54,114 +87,117 @@ class Alias:
     alias_of: str
 
 
-_Kind: TypeAlias = tuple[tuple[int, ...], DType, Grid, str, tuple[Placement, ...]]
-"""What an array is, but for names; as `ArrayInfo` has it."""
+class ArrayColumns(NamedTuple):
+    """Arrays sorted by name, as the columns that an `ArrayInfo` is a row of; and their aliases."""
+
+    names: tuple[str, ...]
+    kinds: tuple[ArrayKind, ...]
+    ofs: tuple[str | None, ...]
+    aliases: tuple[Alias, ...]
 
 
-def arrays_to_docs(
-    arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]
-) -> tuple[list[Any], list[Any]]:
-    """(table of placements, entries sorted by name)."""
+def arrays_to_docs(columns: ArrayColumns) -> tuple[bytes, bytes]:
+    """The fields `placements` and `arrays` of a document, packed; entries are sorted by name."""
+    packer, pack = msgpack.Packer(), cache(msgpack.packb)
     table: dict[tuple[Placement, ...], int] = {}
-    entries: list[dict[str, Any]] = [{"name": a.name, "alias_of": a.alias_of} for a in aliases]
-    grids: dict[int, Any] = {}  # by their place in memory: layers that are alike share theirs
-    for array in arrays:
-        if (grid := grids.get(id(array.grid))) is None:
-            grid = grids[id(array.grid)] = array.grid.to_doc()
-        entry = {
-            "name": array.name,
-            "shape": array.shape,
-            "dtype": array.dtype.name,
-            "grid": grid,
-            "role": array.role,
-            "placements": table.setdefault(array.placements, len(table)),
-        }
-        if array.of is not None:
-            entry["of"] = array.of
-        entries.append(entry)
-    entries.sort(key=lambda entry: entry["name"])
-    return [[placement_to_doc(p) for p in row] for row in table], entries
+    packed: dict[int, bytes] = {}  # by the place of a kind in memory
+    entries: dict[str, bytes] = {}
+    for name, kind, of in zip(columns.names, columns.kinds, columns.ofs, strict=True):
+        if (rest := packed.get(id(kind))) is None:
+            row = table.setdefault(kind.placements, len(table))
+            fields = {
+                "shape": kind.shape,
+                "dtype": kind.dtype.name,
+                "grid": kind.grid.to_doc(),
+                "role": kind.role,
+                "placements": row,
+            }
+            rest = packed[id(kind)] = msgpack.packb(fields)[1:]
+        entry = _NAME + packer.pack(name) + rest
+        entries[name] = _WITHOUT_OF + entry if of is None else _WITH_OF + entry + _OF + pack(of)
+    for alias in columns.aliases:
+        names = packer.pack(alias.name), packer.pack(alias.alias_of)
+        entries[alias.name] = _ALIAS + _NAME + names[0] + _ALIAS_OF + names[1]
+    placements = msgpack.packb([[placement_to_doc(p) for p in row] for row in table])
+    head = packer.pack_array_header(len(entries))
+    return placements, b"".join([head, *(entries[name] for name in sorted(entries))])
 
 
-def arrays_from_docs(
-    packed: tuple[bytes, bytes], axes: int
-) -> tuple[tuple[ArrayInfo, ...], tuple[Alias, ...]]:
+def arrays_from_docs(packed: tuple[bytes, bytes], axes: int) -> ArrayColumns:
     """What the fields `placements` and `arrays` of a document say, both still packed."""
     table = _placements(unpack_items(packed[0], "placements", MAX_ARRAYS), axes)
     return _as_written(packed[1], table) or _one_by_one(packed[1], table)
 
 
-_Arrays: TypeAlias = tuple[tuple[ArrayInfo, ...], tuple[Alias, ...]]
-
 _NAME, _OF, _ALIAS_OF = map(msgpack.packb, ("name", "of", "alias_of"))
 # The heads of maps of 2, 5, 6 and 7 keys.
-_ALIAS, _KIND_ONLY, _WITHOUT_OF, _WITH_OF = 0x82, b"\x85", 0x86, 0x87
+_ALIAS, _KIND_ONLY, _WITHOUT_OF, _WITH_OF = b"\x82", b"\x85", b"\x86", b"\x87"
 
 
-def _as_written(data: bytes, table: list[tuple[Placement, ...]]) -> _Arrays | None:
+def _as_written(data: bytes, table: list[tuple[Placement, ...]]) -> ArrayColumns | None:
     """The arrays of a list that is spelled as a save spells it, and has nothing against it: of an
     entry only the names are decoded, the rest is known by its bytes. None for any other list.
 
     A cut at a wrong place is found: a name has the length that it says, what follows it has been
     decoded, to its last byte, as the fields that it is, and a name ends the entry.
     """
-    first = data.find(_NAME) - 1
-    head = data[: max(0, first)]
-    count = _count_of(head)
+    first = data.find(_NAME)
+    count = _count_of(data[: max(0, first - 1)])
     if count is None:
+        return None
+    _, *entries = data.split(_NAME, min(count, MAX_ARRAYS))
+    if len(entries) != count:
         return None
     names: list[bytes] = []
     others: list[bytes | None] = []
-    kinds: list[_Kind | None] = []
-    known: dict[bytes, _Kind] = {}
-    start, end = first, first
-    while end < len(data):
-        if len(names) == min(count, MAX_ARRAYS):
+    kinds: list[ArrayKind | None] = []
+    known: dict[bytes, ArrayKind] = {}
+    head = data[first - 1 : first]
+    entries[-1] += b"\0"  # each ends with the head of the next one
+    for entry in entries:
+        name, rest = _first_text(entry)
+        here, head, rest = head, rest[-1:], rest[:-1]
+        of, kind = None, None
+        if here == _ALIAS and rest.startswith(_ALIAS_OF):
+            of = rest[len(_ALIAS_OF) :]
+        elif here in (_WITHOUT_OF, _WITH_OF):
+            if here == _WITH_OF:
+                rest, _, of = rest.rpartition(_OF)
+            if (kind := known.get(rest)) is None:
+                try:
+                    kind = known[rest] = _kind(Fields(unpack(_KIND_ONLY + rest, ""), ""), table)
+                except CkptkitError:
+                    return None
+        else:
             return None
-        start = end
-        end = data.find(_NAME, start + 1 + len(_NAME)) - 1
-        end = len(data) if end < 0 else end
-        spelled, rest = _first_text(data[start + 1 + len(_NAME) : end])
-        of, behind = None, b""
-        if data[start] == _ALIAS and rest.startswith(_ALIAS_OF):
-            of, behind = _first_text(rest[len(_ALIAS_OF) :])
-            rest = b""
-        elif data[start] == _WITH_OF:
-            rest, _, told = rest.rpartition(_OF)
-            of, behind = _first_text(told)
-        elif data[start] != _WITHOUT_OF:
-            return None
-        if of == b"" or behind:
-            return None
-        kind = known.get(rest)
-        if kind is None and data[start] != _ALIAS:
-            try:
-                kind = known[rest] = _kind(Fields(unpack(_KIND_ONLY + rest, ""), ""), table)
-            except CkptkitError:
-                return None
-        names.append(spelled)
+        names.append(name)
         others.append(of)
         kinds.append(kind)
-    texts = _plain_texts(names)
-    distinct = list(dict.fromkeys(of for of in others if of is not None))
-    of_texts = _plain_texts(distinct)
-    rises = texts is not None and all(map(lt, texts, texts[1:]))
-    if len(names) != count or texts is None or of_texts is None or not rises:
+    spelled = list(dict.fromkeys(of for of in others if of is not None))
+    read = [_first_text(of) for of in spelled]
+    texts, of_texts = _plain_texts(names), _plain_texts([text for text, _ in read])
+    if texts is None or of_texts is None or any(behind for _, behind in read):
+        return None
+    if not all(map(lt, texts, texts[1:])):
         return None
     of_name: dict[bytes | None, str | None] = {None: None}
-    of_name.update(zip(distinct, of_texts, strict=True))
-    arrays = [
-        ArrayInfo(name, *kind, of_name[of])
-        for name, kind, of in zip(texts, kinds, others, strict=True)
-        if kind is not None
-    ]
-    aliases = [
-        Alias(name, str(of_name[of]))
-        for name, kind, of in zip(texts, kinds, others, strict=True)
-        if kind is None
-    ]
-    check_names(arrays, aliases)
-    return tuple(arrays), tuple(aliases)
+    of_name.update(zip(spelled, of_texts, strict=True))
+    return _columns(texts, kinds, [of_name[of] for of in others])
+
+
+def _columns(
+    names: Sequence[str], kinds: Sequence[ArrayKind | None], others: Sequence[str | None]
+) -> ArrayColumns:
+    """Those of a list of names: what is of no kind is an alias of the other name."""
+    rows = list(zip(names, kinds, others, strict=True))
+    found = ArrayColumns(
+        tuple([name for name, kind, _ in rows if kind is not None]),
+        tuple([kind for kind in kinds if kind is not None]),
+        tuple([of for _, kind, of in rows if kind is not None]),
+        tuple([Alias(name, str(of)) for name, kind, of in rows if kind is None]),
+    )
+    check_names(found)
+    return found
 
 
 def _count_of(head: bytes) -> int | None:
@@ -197,32 +233,31 @@ def _plain_texts(names: list[bytes]) -> list[str] | None:
     return texts if len(texts) == len(names) and are_plain(texts) else None
 
 
-def _one_by_one(data: bytes, table: list[tuple[Placement, ...]]) -> _Arrays:
+def _one_by_one(data: bytes, table: list[tuple[Placement, ...]]) -> ArrayColumns:
     """The arrays and aliases of any list; FormatError says of which entry what is wrong."""
-    arrays: list[ArrayInfo] = []
-    aliases: list[Alias] = []
     names: list[str] = []
+    others: list[str | None] = []
+    kinds: list[ArrayKind | None] = []
     # Layers are alike: of 100,000 arrays some dozens differ in more than their names. What is alike
     # is read once, and known again by its bytes.
-    kinds: dict[bytes | None, _Kind] = {}
+    known: dict[bytes | None, ArrayKind] = {}
     for number, doc in enumerate(unpack_items(data, "arrays", MAX_ARRAYS)):
         entry = Fields(doc, f"arrays.{number}")
         names.append(name_from_file(entry.any("name"), entry.at("name")))
-        if entry.has("alias_of"):
-            alias_of = name_from_file(entry.any("alias_of"), entry.at("alias_of"))
-            aliases.append(Alias(names[-1], alias_of))
+        is_alias = entry.has("alias_of")
+        of = "alias_of" if is_alias else "of"
+        others.append(name_from_file(entry.any(of), entry.at(of)) if entry.has(of) else None)
+        if is_alias:
+            kinds.append(None)
             entry.finish()
             continue
-        of = name_from_file(entry.any("of"), entry.at("of")) if entry.has("of") else None
-        kind = _packed(entry.rest)
-        known = kinds.get(kind) or _kind(entry, table)
-        if kind is not None:
-            kinds[kind] = known
-        arrays.append(ArrayInfo(names[-1], *known, of))
+        spelled = _packed(entry.rest)
+        kinds.append(kind := known.get(spelled) or _kind(entry, table))
+        if spelled is not None:
+            known[spelled] = kind
     if any(first >= second for first, second in pairwise(names)):
         raise FormatError("the arrays are not sorted by distinct names", where="arrays")
-    check_names(arrays, aliases)
-    return tuple(arrays), tuple(aliases)
+    return _columns(names, kinds, others)
 
 
 def _placements(rows: Iterable[Any], axes: int) -> list[tuple[Placement, ...]]:
@@ -244,7 +279,7 @@ def _packed(rest: dict[str, Any]) -> bytes | None:
         return None
 
 
-def _kind(fields: Fields, table: list[tuple[Placement, ...]]) -> _Kind:
+def _kind(fields: Fields, table: list[tuple[Placement, ...]]) -> ArrayKind:
     spelled = fields.text("dtype")
     try:
         dtype = DType.of(spelled)
@@ -270,7 +305,7 @@ def _kind(fields: Fields, table: list[tuple[Placement, ...]]) -> _Kind:
         raise FormatError(f"not one of {', '.join(ROLES)}", where=fields.at("role"), value=role)
     row = fields.integer("placements", below=len(table))
     fields.finish()
-    return shape, dtype, grid, role, table[row]
+    return ArrayKind(shape, dtype, grid, role, table[row])
 
 
 def is_addressable(shape: tuple[int, ...], dtype: DType) -> bool:
@@ -280,13 +315,14 @@ def is_addressable(shape: tuple[int, ...], dtype: DType) -> bool:
     return math.prod([extent or 1 for extent in shape]) * dtype.itemsize < 1 << 63
 
 
-def check_names(arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> None:
+def check_names(columns: ArrayColumns) -> None:
     """Names are distinct, none lies below another, and aliases are of arrays that are there."""
-    names = [array.name for array in arrays] + [alias.name for alias in aliases]
+    sorted_ones, aliases = columns.names, columns.aliases
+    names = [*sorted_ones, *(alias.name for alias in aliases)]
     if len(names) > MAX_ARRAYS:
         raise FormatError(f"more than {MAX_ARRAYS} arrays", where="arrays", value=len(names))
     known = set(names)
-    rises = all(map(lt, names[: len(arrays)], names[1 : len(arrays)]))
+    rises = all(map(lt, sorted_ones, sorted_ones[1:]))
     if len(known) < len(names) or not rises:
         raise FormatError("the arrays are not sorted by distinct names", where="arrays")
     groups: set[str] = set()
@@ -299,7 +335,7 @@ def check_names(arrays: Sequence[ArrayInfo], aliases: Sequence[Alias]) -> None:
                 )
             groups.add(group)
             group = group.rpartition("/")[0]
-    real = set(names[: len(arrays)])
+    real = set(sorted_ones) if aliases else known
     for alias in aliases:
         if alias.alias_of not in real:
             raise FormatError(

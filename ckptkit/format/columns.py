@@ -9,9 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.errors import FormatError
-from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model.document import Fields
-from ckptkit.model.grid import I64
 
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
@@ -45,37 +43,6 @@ def columns_from_doc(value: object, where: str, names: Sequence[str]) -> dict[st
         columns[name] = np.frombuffer(data, dtype=dtype)
     fields.finish()
     return columns
-
-
-def chunk_starts(arrays: Sequence[ArrayInfo]) -> I64:
-    """The row of each array's chunk 0 in a table over all arrays, and the number of rows last."""
-    starts = np.zeros(len(arrays) + 1, dtype=np.int64)
-    total = 0
-    for index, array in enumerate(arrays):
-        total += array.grid.chunk_count
-        if total > MAX_ROWS:
-            raise FormatError(f"more than {MAX_ROWS} chunks", where=array.name, value=total)
-        starts[index + 1] = total
-    return starts
-
-
-def chunk_of_row(arrays: Sequence[ArrayInfo], starts: I64, row: int) -> tuple[ArrayInfo, int]:
-    """The array, and the number of its chunk, that a row of a table over all arrays is about."""
-    number = int(np.searchsorted(starts, row, side="right")) - 1
-    return arrays[number], row - int(starts[number])
-
-
-def stored_bytes(arrays: Sequence[ArrayInfo], starts: I64) -> U64:
-    """The stored length of every chunk of all arrays, in table order."""
-    constant = np.fromiter(
-        (a.grid.chunk_elements * a.dtype.itemsize for a in arrays), np.uint64, len(arrays)
-    )
-    lengths = np.repeat(constant, np.diff(starts))
-    for index, array in enumerate(arrays):
-        if not array.grid.is_regular:
-            exact = array.grid.stored_elements() * array.dtype.itemsize
-            lengths[starts[index] : starts[index + 1]] = exact
-    return lengths
 
 
 def check_placed(

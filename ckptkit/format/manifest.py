@@ -15,11 +15,8 @@ from ckptkit.format.columns import (
     U32,
     U64,
     check_placed,
-    chunk_of_row,
-    chunk_starts,
     columns_from_doc,
     columns_to_doc,
-    stored_bytes,
 )
 from ckptkit.format.envelope import check_head, packed_fields, seal, unseal
 from ckptkit.format.leaves import unpack, unpack_items
@@ -67,7 +64,6 @@ class Manifest:
     save: SaveInfo
     packs: tuple[PackInfo, ...]
     table: ArrayTable
-    starts: I64
     pack: U32
     offset: U64
     length: U64
@@ -82,10 +78,10 @@ class Manifest:
                 where="chunks.count",
             )
         check_placed(self.pack, self.offset, self.length, [p.size for p in self.packs], "chunks")
-        wrong = np.flatnonzero(self.length != stored_bytes(self.arrays, self.starts))
+        wrong = np.flatnonzero(self.length != self.table.stored_bytes())
         if len(wrong):
             row = int(wrong[0])
-            array, _ = chunk_of_row(self.arrays, self.starts, row)
+            array, _ = self.table.chunk_at(row)
             raise FormatError(
                 f"a chunk of {array.name} has a length that its grid does not give",
                 where=f"chunks.length.{row}",
@@ -98,13 +94,18 @@ class Manifest:
         return self.table.arrays
 
     @property
+    def starts(self) -> I64:
+        """The row of each array's chunk 0, and the number of rows last."""
+        return self.table.starts
+
+    @property
     def aliases(self) -> tuple[Alias, ...]:
         """The second names of tied tensors."""
         return self.table.aliases
 
     def chunk_key(self, row: int) -> str:
         """The Zarr key of the chunk of a row."""
-        array, chunk = chunk_of_row(self.arrays, self.starts, row)
+        array, chunk = self.table.chunk_at(row)
         return chunk_key(array.name, array.grid.index(chunk))
 
     def to_bytes(self) -> bytes:
@@ -143,8 +144,7 @@ class Manifest:
                     raise FormatError(f"not a list of {save.world_size} values", where=at)
                 check_values(item.semantics, item.value, at)
             fields.finish()
-            starts = chunk_starts(table.arrays)
-            return cls(save, packs, table, starts, objects=objects, **columns)
+            return cls(save, packs, table, objects=objects, **columns)
 
     @staticmethod
     def head(data: bytes, where: str) -> tuple[SaveInfo, int]:

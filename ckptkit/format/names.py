@@ -98,6 +98,12 @@ def _with_ancestors(group: str) -> tuple[str, ...]:
     return (*ancestors(group), group) if group else ("",)
 
 
+def groups_of(names: Iterable[str]) -> set[str]:
+    """All groups above some arrays."""
+    inner = {name.rpartition("/")[0] for name in names}
+    return {above for group in inner for above in _with_ancestors(group)}
+
+
 def checked_path(name: str, *, where: str = "") -> str:
     """The name itself if it is spelled as the format demands, else an InvalidNameError."""
     problem = _problem(name)

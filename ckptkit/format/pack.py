@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -84,6 +84,11 @@ class Entries(NamedTuple):
         columns = np.frombuffer(numbers, dtype=np.int64).reshape(-1, 3).T if names else _NONE
         return cls(names, columns[0], columns[1], columns[2].astype(np.uint32))
 
+    def each(self) -> Iterator[Entry]:
+        """One after the other."""
+        numbers = (column.tolist() for column in (self.offsets, self.lengths, self.crcs))
+        return map(Entry, self.names, *numbers)
+
     def part(self, first: int, last: int) -> Entries:
         """Some of them."""
         span = slice(first, last)
@@ -107,8 +112,7 @@ def local_headers(entries: Entries, header_offset: int) -> list[bytes]:
     names, offsets, lengths, crcs = entries
     headers = entries.headers(header_offset)
     if lengths.max(initial=0) >= _LIMIT32:
-        each = map(Entry, names, offsets.tolist(), lengths.tolist(), crcs.tolist())
-        return list(map(local_header, each, headers.tolist()))
+        return list(map(local_header, entries.each(), headers.tolist()))
     rows = np.empty(len(names), _LOCAL_ROW)
     rows["f0"] = _LOCAL.pack(b"PK\3\4", 20, 0, 0, 0, _DATE, 0, 0, 0, 0, 0)[:14]
     rows["f1"], rows["f2"], rows["f3"] = crcs, lengths, lengths
@@ -175,11 +179,10 @@ def directory_length(name_bytes: int, lengths: I64, headers: I64, offset: int) -
 
 
 def _centrals(entries: Entries, header_offset: int) -> bytes:
-    names, offsets, lengths, crcs = entries
+    names, _, lengths, crcs = entries
     headers = entries.headers(header_offset)
     if max(headers[-1], lengths.max()) >= _LIMIT32:
-        each = map(Entry, names, offsets.tolist(), lengths.tolist(), crcs.tolist())
-        return b"".join(map(_central, each, headers.tolist()))
+        return b"".join(map(_central, entries.each(), headers.tolist()))
     rows = np.empty(len(names), _CENTRAL_ROW)
     blank = _CENTRAL.pack(b"PK\1\2", _MADE_BY, 20, 0, 0, 0, _DATE, 0, 0, 0, 0, 0, 0, 0, 0, _MODE, 0)
     rows["f0"], rows["f5"] = blank[:16], blank[30:42]

@@ -87,7 +87,7 @@ class Record:
     save: SaveInfo
     rank: int
     table: ArrayTable
-    documents: tuple[Entry, ...]
+    documents: Entries
     array: U32
     chunk: U64
     offset: U64
@@ -97,12 +97,11 @@ class Record:
     refers: bool = False
 
     def to_bytes(self) -> bytes:
-        documents = Entries.of(self.documents)
         return record_bytes(
             self.save,
             self.rank,
             self.table,
-            documents_to_doc(documents),
+            documents_to_doc(self.documents),
             {name: getattr(self, name) for name in _COLUMNS},
             msgpack.packb(objects_to_docs(self.objects)),
             refers=self.refers,
@@ -145,9 +144,7 @@ class Record:
 
 def documents_to_doc(documents: Entries) -> bytes:
     """What a record says of documents, packed: it is the same for all packs of a plan."""
-    numbers = (documents.offsets, documents.lengths, documents.crcs)
-    columns = [documents.names, *(column.tolist() for column in numbers)]
-    return bytes(msgpack.packb(list(zip(*columns, strict=True))))
+    return bytes(msgpack.packb(list(documents.each())))
 
 
 def record_bytes(
@@ -173,9 +170,9 @@ def record_bytes(
     return seal(_KIND, fields, (*TABLE_FIELDS, "documents", "objects"))
 
 
-def _documents(rows: list[Any]) -> tuple[Entry, ...]:
-    if _are_usual(rows):
-        return tuple(map(Entry._make, rows))
+def _documents(rows: list[Any]) -> Entries:
+    if (usual := _usual(rows)) is not None:
+        return usual
     documents = []
     seen = set()
     for number, row in enumerate(rows):
@@ -194,23 +191,27 @@ def _documents(rows: list[Any]) -> tuple[Entry, ...]:
         if extents[2] >= 1 << 32:
             raise FormatError("not a CRC-32", where=where, value=extents[2])
         documents.append(Entry(name, *extents))
-    return tuple(documents)
+    return Entries.of(documents)
 
 
-def _are_usual(rows: list[Any]) -> bool:
-    """Whether there is nothing to say against any of the rows, nor a name that has to be looked at
-    by itself: they are checked column by column, since a save of many arrays has as many rows.
+def _usual(rows: list[Any]) -> Entries | None:
+    """The entries of rows that have nothing against them, and no name that has to be looked at by
+    itself: they are checked column by column, since a save of many arrays has as many rows.
     """
     if not rows or not all(type(row) is list and len(row) == 4 for row in rows):
-        return False
+        return None
     names, *numbers = zip(*rows, strict=True)
     if not all(type(name) is str for name in names) or len(set(names)) < len(names):
-        return False
+        return None
     mosts = (LIMIT - 1, LIMIT - 1, (1 << 32) - 1)
-    return are_plain_documents(names) and all(
+    is_usual = are_plain_documents(names) and all(
         all(type(number) is int for number in column) and min(column) >= 0 and max(column) <= most
         for column, most in zip(numbers, mosts, strict=True)
     )
+    if not is_usual:
+        return None
+    offsets, lengths, crcs = (np.array(column, dtype=np.int64) for column in numbers)
+    return Entries(names, offsets, lengths, crcs.astype(np.uint32))
 
 
 def _check_chunks(columns: dict[str, Any], table: ArrayTable) -> None:

@@ -15,7 +15,7 @@ from ckptkit.live.state.tensors import is_plain
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.wrappers.entries import ModelEntry, StateEntry
 
-_NOWHERE = torch.empty(0)
+_NO_MEMORY = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,15 +37,15 @@ class Outline:
         if not look.is_usual or any(held.own is not None for held in tensors):
             return None
         # No memory is kept alive from one save to the next.
-        return cls(topology, look.seen, [held.in_memory(_NOWHERE) for held in tensors], tied)
+        return cls(topology, look.seen, [held.in_memory(_NO_MEMORY) for held in tensors], tied)
 
 
 class Look:
-    """A look at tensors, which is much shorter than to collect them: one flat list of what all they
-    are, to be compared with the last one, and what this rank holds of each.
+    """A look at tensors, which takes much less time than to collect them: `seen` is one flat list
+    of what they are, to be compared with that of the last look; `locals` is what this rank holds.
 
-    All that `Collector` asks of an entry or a tensor has to be in it. Values are: they are read
-    from where the tensors lie now.
+    All that `Collector` asks of an entry or a tensor has to be in `seen`. Values need not be: they
+    are read from where the tensors lie now.
     """
 
     def __init__(self, seen: list[object], *, is_usual: bool) -> None:
@@ -63,7 +63,7 @@ class Look:
         first: dict[int, int] = {}
         for number, entry in enumerate(entries):
             name, value, is_parameter, shared, _, is_kept, is_broadcast = entry
-            is_tensor = torch.is_tensor(value)
+            is_tensor = isinstance(value, torch.Tensor)
             known = first.setdefault(id(value), number) if is_tensor else None
             self.seen += (name, is_parameter, shared, is_kept, is_broadcast, known)
             if is_tensor:
@@ -77,7 +77,7 @@ class Look:
         self.seen.append(len(entries))
         for parameter, key, value, shared in entries:
             self.seen += (parameter, key, shared)
-            if torch.is_tensor(value):
+            if isinstance(value, torch.Tensor):
                 self._at(value)
 
     def at_tree(self, tensors: Mapping[str, torch.Tensor], *, is_replicated: bool) -> None:

@@ -5,11 +5,12 @@ what it gives back writes and commits. The call itself is in `checkpointer`.
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import threading
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, OneRank, Ranks
 from ckptkit.checkpoint.rules_file import fitting_presets, of_first_layer
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, uncollected
 from ckptkit.checkpoint.write.plan import PackPlan
-from ckptkit.checkpoint.write.writer import Writer
+from ckptkit.checkpoint.write.writer import HeldKind, Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import canonical, dumps
 from ckptkit.format.names import inner_name, join, matches
@@ -33,7 +34,7 @@ from ckptkit.live.state.tensors import bits_of, checksum, dtype_of
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import Keys, is_mark, own_apart, tensors_inline
 from ckptkit.live.wrappers.training import TrainingState
-from ckptkit.model import Placement, Shard, Strided
+from ckptkit.model import Shard, Strided
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, may_cut
 from ckptkit.storage import AlignedBuffer, BufferPool, Store
 
@@ -58,16 +59,18 @@ class SaveOptions:
     """Whether the state may change as soon as a save is prepared."""
 
 
-class Found(NamedTuple):
-    """What a save found out, which its plan holds for: the next save has the same plan if all of
-    this is the same again.
+class Basis(NamedTuple):
+    """What the plan of a save rests on: where all of it is the same again, the next save has the
+    same plan.
     """
 
     outline: Outline
-    asked: list[tuple[int, int]]
-    """The tensors that are compared between ranks; see `_replicas`."""
+    replicas: list[tuple[int, int]]
+    """The tensors that are compared between ranks, by `_replicas`."""
     elsewhere: frozenset[str]
     preset: str | None
+    nbytes: int
+    """Of the whole job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class PreparedSave:
     cancelled: threading.Event
     nbytes: int
     """Of the whole job."""
-    found: Found | None
+    basis: Basis | None
     """None where there is something to find out each time."""
 
     def cancel(self) -> None:
@@ -104,7 +107,7 @@ def prepare(
     """
     # Look at what this rank holds. Where that is not as its placements say it is moved, and what
     # lies on devices is copied into host memory. For tensors on the CPU only `stage` sees to that.
-    last = arena.found
+    last = arena.basis
     snapshot = take_snapshot(
         world,
         training,
@@ -117,7 +120,7 @@ def prepare(
     )
     topology, trees = snapshot.topology, snapshot.open_trees
     tensors: Sequence[LiveTensor] = [held.moved(topology) for held in snapshot.tensors]
-    on_devices = any(held.local.device.type != "cpu" for held in tensors)
+    on_devices = not all(held.local.is_cpu for held in tensors)
     tensors = arena.hold(tensors) if on_devices else tensors
 
     # Agree on what only some pipeline stages have, or owners of ZeRO-1.
@@ -138,10 +141,10 @@ def prepare(
     # Agree on the step and its details, which stages may tell differently, and on what ranks may
     # have of their own: values that nothing keeps the same, and keys of nested dictionaries. Only
     # where there can be such do ranks meet here: a rank that is late keeps nobody waiting.
-    same = last if last and last.outline is snapshot.outline else None
-    asked = same.asked if same else _replicas(snapshot, options.differing)
-    compared = [(snapshot.tensors[number], first) for number, first in asked]
-    replicas = [(held.name, first, checksum(held.name, held.local)) for held, first in compared]
+    unchanged = last if last and last.outline is snapshot.outline else None
+    numbered = unchanged.replicas if unchanged else _replicas(snapshot, options.differing)
+    copies = [(snapshot.tensors[number], first) for number, first in numbered]
+    replicas = [(held.name, first, checksum(held.name, held.local)) for held, first in copies]
     plain = _plain_values(snapshot, values, options.differing)
     # In whatever order they are, the same keys have the same digest.
     ordered = sorted((list(keys) for keys in _keys(trees)), key=dumps)
@@ -149,11 +152,11 @@ def prepare(
     # The first stage may have none of the buffers of the others.
     compares = bool(replicas) or bool(trees) or topology.pipeline is not None
 
-    def said() -> tuple[int, dict[str, Any], bytes, bool, dict[str, int], str | None]:
-        preset = same.preset if same else _preset(snapshot, options.chunk_bytes)
+    def as_rank_0_has_it() -> tuple[int, dict[str, Any], bytes, bool, dict[str, int], str | None]:
+        preset = unchanged.preset if unchanged else _preset(snapshot, options.chunk_bytes)
         return step, training.details(), keys, compares and world.size > 1, plain, preset
 
-    wanted, details, first_keys, compares, theirs, preset = ranks.share(said)
+    wanted, details, first_keys, compares, theirs, preset = ranks.share(as_rank_0_has_it)
     if wanted != step:
         raise UsageError(f"rank 0 saves step {wanted}, rank {world.rank} another one", value=step)
     if compares:
@@ -192,11 +195,11 @@ def prepare(
         progress=progress,
     )
     mine = [held for held in tensors if held.name not in agreement.elsewhere]
-    found = None
+    basis, nbytes = None, unchanged.nbytes if unchanged else _whole_bytes(snapshot)
     if snapshot.outline is not None and not some:
-        found = Found(snapshot.outline, asked, agreement.elsewhere, preset)
+        basis = Basis(snapshot.outline, numbered, agreement.elsewhere, preset, nbytes)
     writer.like = arena.plan
-    if arena.plan is not None and found is not None and found == last:
+    if arena.plan is not None and basis is not None and basis == last:
         parts = zip(mine, arena.plan.parts, strict=True)
         writer.add_again([None if p.is_empty else bits_of(h.name, h.local) for h, p in parts])
     else:
@@ -205,14 +208,14 @@ def prepare(
         _add(writer, topology, mine, tied, rules, options.chunk_bytes)
     if world.rank == 0:
         of_all = {"model": dict(agreement.values), "optimizer": agreement.optimizers}
-        objects |= {group: said for group, said in of_all.items() if said}
+        objects |= {group: values for group, values in of_all.items() if values}
     for key, value in objects.items():
         writer.add_object(key, value)
 
     # Stage: what came from devices is a copy already.
     if options.copies_first and not on_devices:
         writer.stage(arena.pool, threads=copying_threads(world))
-    return PreparedSave(writer, ranks, cancelled, _whole_bytes(snapshot), found)
+    return PreparedSave(writer, ranks, cancelled, nbytes, basis)
 
 
 def _add(
@@ -226,24 +229,18 @@ def _add(
     """Add this rank's tensors to what it writes."""
     sliced = _sliced(topology, rules)
     # Layers are alike: what one has found out holds for all.
-    kinds: dict[Hashable, tuple[dict[str, Placement], bool]] = {}
+    kinds: dict[Hashable, HeldKind] = {}
     for held in tensors:
-        kind = held.shape, tuple(held.placements.items()), held.alike_along
-        if kind not in kinds:
+        name, shape, dtype = held.name, held.shape, dtype_of(held.name, held.local)
+        is_large = may_cut(math.prod(shape) * dtype.itemsize, chunk_bytes)
+        dims = sliced(held) if is_large else None
+        key = shape, dtype.name, id(held.placements), held.alike_along, held.role, dims
+        if key not in kinds:
             placements = held.saved_placements(topology)
-            part = topology.part(held.name, held.shape, placements)
-            kinds[kind] = placements, part.is_empty
-        placements, is_empty = kinds[kind]
-        writer.add(
-            held.name,
-            None if is_empty else bits_of(held.name, held.local),
-            shape=held.shape,
-            dtype=dtype_of(held.name, held.local),
-            placements=placements,
-            role=held.role,
-            of=held.of,
-            sliced=sliced(held) if may_cut(held.nbytes, chunk_bytes) else None,
-        )
+            kinds[key] = writer.kind(name, shape, dtype, placements, held.role, dims)
+        kind = kinds[key]
+        data = None if kind.part.is_empty else bits_of(name, held.local)
+        writer.add_alike(name, kind, data, held.of)
     for each in tied:
         writer.add_alias(each.name, each.of)
 
@@ -274,13 +271,13 @@ def _sliced(
     says_all = any(axis.kind in ("tp", "ep") for axis in topology.strategy.mesh.axes)
 
     @cache
-    def asked(name: str, of: str | None, shape: tuple[int, ...]) -> Collection[int] | None:
-        found = (said.sliced(name, shape, of=of) for said in rules)
+    def by_rules(name: str, of: str | None, shape: tuple[int, ...]) -> Collection[int] | None:
+        found = (each.sliced(name, shape, of=of) for each in rules)
         return next((dims for dims in found if dims is not None), None)
 
     def sliced(held: LiveTensor) -> tuple[int, ...] | None:
         of = None if held.of is None else of_first_layer(held.of)
-        dims = asked(of_first_layer(held.name), of, held.shape)
+        dims = by_rules(of_first_layer(held.name), of, held.shape)
         if dims is None and says_all:
             dims = {how.dim for how in held.placements.values() if isinstance(how, Shard | Strided)}
         # The first one sharded data parallelism may cut, whatever else does.
@@ -337,8 +334,11 @@ def _replicas(snapshot: Snapshot, differing: Sequence[str]) -> list[tuple[int, i
     cutting = {axis.name for axis in mesh.axes if axis.kind not in ("ddp", "zero1", "pp")}
     coords = list(zip(mesh.axes, mesh.coords(snapshot.topology.rank), strict=True))
     found = []
+    kinds: dict[Hashable, frozenset[str]] = {}  # layers are alike
     for number, held in enumerate(snapshot.tensors):
-        copied = held.unsure(snapshot.topology) - held.placements.keys()
+        kind = id(held.placements), held.alike_along
+        if (copied := kinds.get(kind)) is None:
+            copied = kinds[kind] = held.unsure(snapshot.topology) - held.placements.keys()
         if not copied - held.of_first:
             continue
         is_asked = held.role in ("buffer", "other") or copied & cutting
@@ -435,7 +435,7 @@ class Arena:
 
     def __init__(self) -> None:
         self.plan: PackPlan | None = None
-        self.found: Found | None = None
+        self.basis: Basis | None = None
         self.pool = _PoolOfOne()
         self._memory: torch.Tensor | None = None
 
@@ -456,18 +456,18 @@ class Arena:
             local = held.local
             copy = memory[start : start + local.nbytes].view(local.dtype).view(local.shape)
             copy.copy_(local, non_blocking=True)
-            copies.append(replace(held, local=copy))
+            copies.append(held.in_memory(copy))
         for device in devices:
             torch.get_device_module(device).synchronize(device)
         return copies
 
     def keep(self, save: PreparedSave) -> None:
         """Remember what was found out for a save that is committed."""
-        self.plan, self.found = save.writer.plan, save.found
+        self.plan, self.basis = save.writer.plan, save.basis
 
     def close(self) -> None:
         """Free the memory."""
-        self._memory = self.plan = self.found = None
+        self._memory = self.plan = self.basis = None
         self.pool.clear()
 
 

@@ -47,6 +47,8 @@ Trees: TypeAlias = Mapping[str, tuple[Any, dict[str, torch.Tensor]]]
 SaidLayout: TypeAlias = tuple[tuple[int, ...], Mapping[str, Placement]]
 """The global shape of a tensor, and how the axes cut it."""
 
+_NOT_CUT: Mapping[str, Placement] = {}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
@@ -90,9 +92,9 @@ def take_snapshot(
     outlined: bool = False,
     last: Outline | None = None,
 ) -> Snapshot:
-    """Look at everything; nothing is copied yet. With `outlined` for the next time too: where all
-    is as it was for the `last` outline, but for values and where they lie in memory, that is the
-    outline of this one.
+    """Look at everything; nothing is copied yet. `outlined` also makes the outline that the next
+    call takes as `last`: where only values and their places in memory have changed since, all that
+    was found out then is used again, and the outline stays the same object.
     """
     nested = _trees(training)
     topology = topology_of(world, training, mesh, ranks, nested)
@@ -111,7 +113,7 @@ def take_snapshot(
         entries = training.model.entries()
         look.at_model(entries)
         # What `get_extra_state` gave has no tensors of its own.
-        if made := {e.name: e.value for e in entries if not torch.is_tensor(e.value)}:
+        if made := {e.name: e.value for e in entries if not isinstance(e.value, torch.Tensor)}:
             objects["model"] = made
         states, documents = _optimizers(training, entries)
         for state in states:
@@ -121,7 +123,7 @@ def take_snapshot(
         objects[group] = skeleton
         trees |= tensors
         look.at_tree(tensors, is_replicated=isinstance(training.stateful[group], Replicated))
-    collector = Collector(topology, known, staged=staged)
+    collector = Collector(topology, known, staged=staged, are_plain=look.is_usual)
     if last is not None and look.is_usual and last.seen == look.seen:
         collector.take(last, look.locals)
         outline: Outline | None = last
@@ -190,7 +192,7 @@ def _optimizers(
         states.append(state)
         values: dict[str, dict[str, Any]] = {}
         for entry in state:
-            if not torch.is_tensor(entry.value):
+            if not isinstance(entry.value, torch.Tensor):
                 values.setdefault(entry.parameter, {})[entry.key] = entry.value
         groups = optimizer.options(names)
         documents.append({"kind": optimizer.kind, "groups": groups, "values": values})
@@ -267,10 +269,14 @@ def rules_of(training: TrainingState, rules: HandCuts | None) -> HandCuts:
 class Collector:
     """Collects tensors as the topology lays them out."""
 
-    def __init__(self, topology: Topology, rules: HandCuts, *, staged: bool) -> None:
+    def __init__(
+        self, topology: Topology, rules: HandCuts, *, staged: bool, are_plain: bool = False
+    ) -> None:
+        """`are_plain` says that all tensors have been found to have elements of their own."""
         self._topology = topology
         self._rules = rules
-        self._stage = topology.staged() if staged else {}
+        self._are_plain = are_plain
+        self._stage = topology.staged() if staged else _NOT_CUT
         self._seen: dict[int, str] = {}
         self._names: set[str] = set()
         self._locals: dict[str, tuple[int, ...]] = {}
@@ -293,7 +299,7 @@ class Collector:
         """Parameters and buffers; a tensor of two names is stored once."""
         replicas = self._topology.replicas
         for entry in entries:
-            if not torch.is_tensor(entry.value):
+            if not isinstance(entry.value, torch.Tensor):
                 continue
             name = join("model", entry.name)
             known = self._seen.setdefault(id(entry.value), name)
@@ -322,7 +328,7 @@ class Collector:
                 parameter = entry.parameter
                 of = join("model", parameter)
                 along = self._alike_along.get(of, self._topology.replicas)
-            if torch.is_tensor(entry.value):
+            if isinstance(entry.value, torch.Tensor):
                 name = join("optimizer", parameter, entry.key)
                 said = self._said(name, entry)
                 self._add(name, entry.value, "optimizer", said=said, alike_along=along, of=of)
@@ -356,42 +362,45 @@ class Collector:
                 hint="optimizers that share parameters go into state={…}, each under its own key",
             )
         self._names.add(name)
-        parts = parts_of_tensor(tensor)
-        if not parts:
+        parts: Mapping[str, torch.Tensor] = {}
+        if not self._are_plain and not (parts := parts_of_tensor(tensor)):
             check_plain(name, tensor)
         topology = self._topology
         is_dtensor = isinstance(tensor, DTensor)
-        placements = {} if role == "other" else dict(self._stage)
+        placements = _NOT_CUT if role == "other" else self._stage
         own = None
         if isinstance(tensor, DTensor):
-            of_mesh, own = topology.of_dtensor(name, tensor)
-            placements |= of_mesh
-            alike_along |= topology.mesh_axes(tensor)
-        shape, cuts = said or (tuple(tensor.shape), {})
-        placements |= cuts
+            of_mesh, axes, own = topology.of_dtensor(name, tensor)
+            # Not a copy, where one will do: what is alike is known again by its place in memory.
+            placements = {**placements, **of_mesh} if placements else of_mesh
+            alike_along |= axes
+        shape = tuple(tensor.shape)
+        if said is not None:
+            shape, cuts = said
+            placements = {**placements, **cuts}
         local = local_of(tensor)
-        # What an optimizer keeps in another shape than the parameter's is cut as it says itself.
-        is_like = self._locals.setdefault(of or name, local.shape) == local.shape
         ruled: Mapping[str, HowCut] = {}
-        if self._rules.said and (is_like or local.ndim):
-            ruled = self._rules.find(name, local.shape, of=of if is_like else None)
+        if self._rules.said:
+            # What an optimizer keeps in another shape than the parameter's is cut as it says.
+            is_like = self._locals.setdefault(of or name, local.shape) == local.shape
+            if is_like or local.ndim:
+                ruled = self._rules.find(name, local.shape, of=of if is_like else None)
         for axis in topology.strategy.mesh.axes if ruled else ():
             if axis.kind in ruled:
                 size = 1 if is_dtensor else axis.size
                 placement, whole = self._rules.placement(name, ruled[axis.kind], shape, size)
                 shape = shape if is_dtensor else whole
-                placements[axis.name] = placement
+                placements = {**placements, axis.name: placement}
         is_whole = role == "optimizer" and local.ndim and not parts and not is_dtensor
         if is_whole and self._is_cut.get(of or "") and not ruled and said is None:
             # Whether it is a part or the same on all ranks cannot be seen: the commit compares.
             self.compared[f"{ALIKE}/{name}"] = checksum(name, local)
-        cutting = [p for p in placements.values() if isinstance(p, (Shard, Strided))]
-        self._is_cut[name] = bool(cutting)
+        self._is_cut[name] = any(isinstance(p, (Shard, Strided)) for p in placements.values())
         held = LiveTensor(name, shape, placements, local, role, of, alike_along, of_first)
         if parts:
             self._add_parts(held, record_of(tensor), parts)
         elif own is not None and isinstance(tensor, DTensor):
-            self.tensors.append(replace(held, own=own, tensor=tensor))
+            self.tensors.append(held._replace(own=own, tensor=tensor))
         else:
             self.tensors.append(held)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 from urllib.parse import unquote
 
 from ckptkit.errors import LayoutError, RulesError
@@ -162,8 +163,7 @@ def _edges(placement: Shard, subject: Subject, axis: Axis) -> set[int]:
     return set(DimCut(subject.tensor.shape[placement.dim], (cut,)).edges())
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """What has to be known of a tensor to place it; `placements` are those of the source."""
 
     name: str
@@ -183,8 +183,7 @@ class Tensor:
         return self.role == "param" or (self.role == "other" and self.name.startswith("model/"))
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(NamedTuple):
     """A tensor, its name inside of its group, and the parameter that it follows: often itself."""
 
     tensor: Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import (
@@ -27,8 +27,7 @@ _SHARDERS = ("fsdp", "zero2", "zero3")
 _LISTED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """How a tensor is cut: one placement per axis of the target's mesh, and who says so.
 
     `unknown` are the axes for which nobody said anything, so that they replicate; `unknown_sizes`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +17,7 @@ _NOTHING = np.zeros(0, dtype=np.int64)
 _NOTHING.flags.writeable = False  # it is handed out for many arrays
 
 
-@dataclass(frozen=True, slots=True)
-class Owned:
+class Owned(NamedTuple):
     """What has to be known of an array to decide who writes its chunks."""
 
     name: str

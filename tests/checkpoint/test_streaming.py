@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptkit
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.stream import Limits, bands, stored_arrays, stream
-from ckptkit.errors import UsageError
+from ckptkit.errors import CorruptionError, UsageError
 from ckptkit.model import Box, Grid
 from tests.checkpoint.saving import Tensor, random_values, same, save
 from tests.checkpoint.sharded import saved
@@ -85,6 +86,57 @@ def test_bands_come_in_order_from_many_threads() -> None:
         use = lambda band, _: order.setdefault(band.item, []).append(band.number)  # noqa: E731
         stream(items, use, limits, ordered=True)
     assert all(order[item] == sorted(order[item]) and len(order[item]) > 50 for item in range(3))
+
+
+def test_small_arrays_are_read_together_and_each_is_what_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kinds = [((), "float32"), ((3,), "uint8"), ((5, 7), "complex128"), ((0, 4), "int16")]
+    kinds += [((129,), "float16"), ((1 << 11,), "float64")]
+    state = {
+        f"model/{i}": Tensor(random_values(*kinds[i % len(kinds)], i))
+        for i in range(6 * len(kinds))
+    }
+    store = saved(state, chunk_bytes=64)
+    reads: list[int] = []
+    read_many = Checkpoint.read_many
+
+    def counted(self: Checkpoint, wanted: Any, **options: Any) -> None:
+        reads.append(len(wanted))
+        read_many(self, wanted, **options)
+
+    monkeypatch.setattr(Checkpoint, "read_many", counted)
+    found: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in state}
+    names = list(state)
+
+    def use(band: Any, sides: Any) -> None:
+        assert same(sides[0], sides[1])
+        found[names[band.item]].append(sides[0].reshape(-1).copy())
+
+    limits = Limits(3, 32 << 10, 1 << 20)
+    with ckptkit.open(store) as one, ckptkit.open(store) as other:
+        sides = [stored_arrays(each, limits.chunk_bytes) for each in (one, other)]
+        stream([[side[name] for side in sides] for name in names], use, limits, ordered=True)
+    for name, tensor in state.items():
+        empty = np.empty(0, np.uint8)
+        raw = np.concatenate([empty, *(each.view(np.uint8) for each in found[name])])
+        assert raw.tobytes() == tensor.whole.tobytes(), name
+    assert sum(reads) == 2 * sum(tensor.whole.size > 0 for tensor in state.values())
+    assert len(reads) < sum(reads) / 3
+
+
+def test_one_damaged_chunk_among_many_small_arrays_is_found() -> None:
+    state = {f"model/{i}": Tensor(random_values((16,), "float32", i)) for i in range(20)}
+    store = saved(state)
+    with ckptkit.open(store) as checkpoint:
+        row = checkpoint.first_row("model/7")
+        at = int(checkpoint.manifest.offset[row])
+        (key,) = [entry.key for entry in store.list("") if entry.key.endswith(".zip")]
+    pack = bytearray(store.read(key))
+    pack[at] ^= 1
+    store.put(key, bytes(pack))
+    with pytest.raises(CorruptionError, match="model/7"):
+        ckptkit.digest(store)
 
 
 def test_an_error_in_one_thread_ends_those_that_wait_for_it() -> None:

@@ -66,7 +66,7 @@ def test_some_rows_go_straight_to_where_they_belong(
 def test_any_box_is_that_of_the_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is read together, row by row, or straight into memory that has gaps itself."""
     monkeypatch.setattr(reader, "_ROW_GAP", 8)
-    monkeypatch.setattr(reader, "GAP_BYTES", 4)
+    monkeypatch.setattr(reader, "WIDEST_GAP", 4)
     monkeypatch.setattr("ckptkit.foreign.extents._CHUNK_BYTES", 256)
     arrays = {f"{len(s)}": random(3, s) for s in ((97,), (11, 23), (5, 6, 7), (3, 4, 5, 6))}
     write(tmp_path / "st" / "model.safetensors", arrays)

@@ -10,11 +10,10 @@ import msgpack
 import numpy as np
 
 from ckptkit.format.array_table import ArrayTable
-from ckptkit.format.arrays import Alias, ArrayInfo
-from ckptkit.format.columns import chunk_starts
+from ckptkit.format.arrays import Alias, ArrayInfo, ArrayKind
 from ckptkit.format.manifest import Manifest, PackInfo
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.format.pack import Entry
+from ckptkit.format.pack import Entries, Entry
 from ckptkit.format.record import Record, SaveInfo
 from ckptkit.model import DType, Grid, Replicate, Shard, Strategy
 
@@ -32,23 +31,18 @@ SAVE = SaveInfo(
 )
 ARRAYS = (
     ArrayInfo(
-        "model/a", (4, 6), DType.of("float32"), Grid.regular((4, 6), (2, 4)), "param", (Shard(0),)
+        "model/a",
+        ArrayKind((4, 6), DType.of("float32"), Grid.regular((4, 6), (2, 4)), "param", (Shard(0),)),
     ),
     ArrayInfo(
         "model/b",
-        (5,),
-        DType.of("bfloat16"),
-        Grid.rectilinear((5,), ((1, 3),)),
-        "buffer",
-        (Replicate(),),
+        ArrayKind(
+            (5,), DType.of("bfloat16"), Grid.rectilinear((5,), ((1, 3),)), "buffer", (Replicate(),)
+        ),
     ),
     ArrayInfo(
         "optimizer/a/step",
-        (),
-        DType.of("int64"),
-        Grid.regular((), ()),
-        "optimizer",
-        (Replicate(),),
+        ArrayKind((), DType.of("int64"), Grid.regular((), ()), "optimizer", (Replicate(),)),
         "model/a",
     ),
 )
@@ -67,7 +61,6 @@ def manifest() -> Manifest:
             PackInfo("groups.zip", 300, None),
         ),
         table=ArrayTable.of(ARRAYS, ALIASES),
-        starts=chunk_starts(ARRAYS),
         pack=np.array([0, 0, 1, 1, 0, 0, 1, 1], np.uint32),
         offset=np.arange(count, dtype=np.uint64) * 64 + 64,
         length=LENGTHS,
@@ -87,7 +80,9 @@ def record() -> Record:
         save=SAVE,
         rank=0,
         table=ArrayTable.of(ARRAYS, ALIASES),
-        documents=(Entry("zarr.json", 64, 50, 1), Entry("model/a/zarr.json", 192, 300, 2**32 - 1)),
+        documents=Entries.of(
+            [Entry("zarr.json", 64, 50, 1), Entry("model/a/zarr.json", 192, 300, 2**32 - 1)]
+        ),
         array=np.array([0, 0, 1, 1], np.uint32),
         chunk=np.array([0, 1, 0, 1], np.uint64),
         offset=rows.astype(np.uint64) * 64 + 640,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import msgpack
@@ -18,7 +19,6 @@ from ckptkit.format.arrays import (
     _one_by_one,
     _placements,
     arrays_from_docs,
-    arrays_to_docs,
 )
 from ckptkit.format.record import Record
 from tests.format import samples
@@ -171,8 +171,9 @@ def test_an_entry_that_looks_like_the_one_before_is_refused_all_the_same(
     }
     alike = entry | {"name": "b"}
     placements = msgpack.packb([[]])
-    arrays, _ = arrays_from_docs((placements, msgpack.packb([entry, alike])), 0)
-    assert [array.name for array in arrays] == ["a", "b"]
+    found = arrays_from_docs((placements, msgpack.packb([entry, alike])), 0)
+    assert found.names == ("a", "b")
+    assert found.kinds[0] is found.kinds[1]
     wrong = msgpack.packb([entry, alike | {field: value}])
     with pytest.raises(FormatError, match=r"arrays\.1"):
         arrays_from_docs((placements, wrong), 0)
@@ -189,10 +190,9 @@ def test_an_entry_too_deep_to_be_packed_again_is_refused_as_any_other() -> None:
 
 @pytest.mark.parametrize("change", [1, 2, 0x80, 0xFF], ids=hex)
 def test_a_list_read_by_its_bytes_is_what_it_is_read_as_entry_by_entry(change: int) -> None:
-    arrays, aliases = samples.ARRAYS, [Alias("model/tied", samples.ARRAYS[0].name)]
-    placements, entries = arrays_to_docs(arrays, aliases)
-    packed, whole = msgpack.packb(placements), msgpack.packb(entries)
-    assert arrays_from_docs((packed, whole), 1) == (arrays, tuple(aliases))
+    table = ArrayTable.of(samples.ARRAYS, [Alias("model/tied", samples.ARRAYS[0].name)])
+    packed, whole = table.packed
+    assert arrays_from_docs((packed, whole), 1) == table.columns
 
     def outcome(data: bytes, read: Any) -> Any:
         try:
@@ -200,11 +200,22 @@ def test_a_list_read_by_its_bytes_is_what_it_is_read_as_entry_by_entry(change: i
         except CkptkitError as error:
             return str(error)
 
-    table = _placements(placements, 1)
-    assert _as_written(whole, table) is not None
+    rows = _placements(msgpack.unpackb(packed), 1)
+    assert _as_written(whole, rows) is not None
     for at in range(len(whole)):
         changed = bytearray(whole)
         changed[at] ^= change
         for data in (bytes(changed), whole[:at], whole[:at] + whole[at + 1 :]):
             found = outcome(data, lambda data: arrays_from_docs((packed, data), 1))
-            assert found == outcome(data, lambda data: _one_by_one(data, table)), at
+            assert found == outcome(data, lambda data: _one_by_one(data, rows)), at
+
+
+def test_what_a_table_says_of_chunks_is_what_its_arrays_say() -> None:
+    table = ArrayTable.of(samples.ARRAYS, samples.ALIASES)
+    rows = [(array, chunk) for array in table.arrays for chunk in range(array.grid.chunk_count)]
+    assert table.arrays == samples.ARRAYS
+    assert int(table.starts[-1]) == len(rows) == len(samples.LENGTHS)
+    assert [table.chunk_at(row) for row in range(len(rows))] == rows
+    stored = [array.grid.stored_shape(array.grid.index(chunk)) for array, chunk in rows]
+    lengths = [math.prod(s) * a.dtype.itemsize for (a, _), s in zip(rows, stored, strict=True)]
+    assert table.stored_bytes().tolist() == lengths

@@ -9,7 +9,14 @@ import pytest
 import tensorstore
 import zarr
 
-from ckptkit.format.arrays import ArrayInfo, array_document, chunk_key, group_document, key_of
+from ckptkit.format.arrays import (
+    ArrayInfo,
+    ArrayKind,
+    array_document,
+    chunk_key,
+    group_document,
+    key_of,
+)
 from ckptkit.format.zarr_dtypes import register
 from ckptkit.model import DTYPES, Box, DType, Grid
 
@@ -19,7 +26,7 @@ TENSORSTORE_LACKS = {"complex_float16", "float8_e8m0fnu"}
 
 
 def info(shape: tuple[int, ...], dtype: str, grid: Grid) -> ArrayInfo:
-    return ArrayInfo("model/a", shape, DType.of(dtype), grid, "param", ())
+    return ArrayInfo("model/a", ArrayKind(shape, DType.of(dtype), grid, "param", ()))
 
 
 def some(dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

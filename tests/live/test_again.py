@@ -68,8 +68,8 @@ class Job:
 
     def save(self, checkpointer: Checkpointer, step: int) -> dict[str, Any]:
         """All that the step says, and how often an array was added to it one by one."""
-        added, add = [], Writer.add
-        Writer.add = lambda *args, **keywords: (added.append(1), add(*args, **keywords))  # type: ignore[method-assign, assignment, func-returns-value]
+        added, add = [], Writer.add_alike
+        Writer.add_alike = lambda *args, **keywords: (added.append(1), add(*args, **keywords))  # type: ignore[method-assign, assignment, func-returns-value]
         try:
             checkpointer.save(
                 step,
@@ -79,7 +79,7 @@ class Job:
                 extra=self.extra,
             )
         finally:
-            Writer.add = add  # type: ignore[method-assign]
+            Writer.add_alike = add  # type: ignore[method-assign]
         with ckptkit.open(f"{checkpointer.location}/step-{step:010d}") as opened:
             arrays = {
                 name: (array.info, opened.read(name).tobytes())

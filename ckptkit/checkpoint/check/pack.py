@@ -219,7 +219,7 @@ def _expected(found: PackRecord) -> Iterator[Expected]:
 def _entries(found: PackRecord) -> Iterator[tuple[Entry, bytes | None]]:
     """All entries in pack order, with the content of those whose content is known."""
     record = found.record
-    for document in record.documents:
+    for document in record.documents.each():
         array = record.table.by_name.get(document.name.removesuffix(f"/{DOCUMENT}"))
         yield document, group_document() if array is None else array_document(array)
     for row in range(len(record.chunk)):

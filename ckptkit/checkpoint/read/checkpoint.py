@@ -98,9 +98,9 @@ def open_alike(store: Store, prefix: str, location: str, digest: bytes) -> Check
     return found
 
 
-def _inside(array: ArrayInfo, name: str, box: Box) -> Box:
-    if len(box.shape) != len(array.shape) or not Box.whole(array.shape).contains(box):
-        raise LayoutError(f"the box is not inside of {array.shape}", where=name, value=box)
+def _inside(shape: tuple[int, ...], name: str, box: Box) -> Box:
+    if len(box.shape) != len(shape) or not Box.whole(shape).contains(box):
+        raise LayoutError(f"the box is not inside of {shape}", where=name, value=box)
     return box
 
 
@@ -115,7 +115,7 @@ class Checkpoint(Closing):
         self.prefix = prefix
         self.manifest = manifest
         self.packs = packs_of(store, prefix, manifest)
-        self._places = {array.name: index for index, array in enumerate(manifest.arrays)}
+        self._places = {name: place for place, name in enumerate(manifest.table.names)}
         for alias in manifest.aliases:
             self._places[alias.name] = self._places[alias.alias_of]
 
@@ -217,7 +217,7 @@ class Checkpoint(Closing):
     ) -> npt.NDArray[Any]:
         """A box of an array (all of it without one), into `out` where given."""
         array = self[name]
-        box = _inside(array.info, name, box or Box.whole(array.shape))
+        box = _inside(array.shape, name, box or Box.whole(array.shape))
         if out is None:
             out = np.empty(box.shape, dtype=array.dtype.numpy)
         self.read_many([(name, box, out)], verify=verify)
@@ -241,25 +241,25 @@ class Checkpoint(Closing):
         how much is asked of the store at a time: without, what it likes best.
         """
         checked: list[Wanted] = []
-        arrays, fitting = self.manifest.arrays, set[tuple[Any, ...]]()
+        kinds, fitting = self.manifest.table.kinds, set[tuple[Any, ...]]()
         for name, box, target in wanted:
             place = self._place(name)
-            array = arrays[place]
-            kind = array.shape, box.offset, box.shape
-            if kind not in fitting:
-                _inside(array, name, box)
-                fitting.add(kind)
-            dtypes = (array.dtype.bits, array.dtype.numpy)
+            kind = kinds[place]
+            what = id(kind), box.offset, box.shape
+            if what not in fitting:
+                _inside(kind.shape, name, box)
+                fitting.add(what)
+            dtypes = (kind.dtype.bits, kind.dtype.numpy)
             if target.shape != box.shape or target.dtype not in dtypes:
                 raise LayoutError(
-                    f"the memory does not fit {box.shape} of {array.dtype.name}",
+                    f"the memory does not fit {box.shape} of {kind.dtype.name}",
                     where=name,
                     value=(target.shape, str(target.dtype)),
                 )
             if not target.flags.writeable:
                 raise LayoutError("the memory is read-only", where=name)
-            is_raw = target.dtype is array.dtype.bits
-            checked.append(Wanted(place, box, target if is_raw else target.view(array.dtype.bits)))
+            is_raw = target.dtype is kind.dtype.bits
+            checked.append(Wanted(place, box, target if is_raw else target.view(kind.dtype.bits)))
         pace = pace or self.packs.pace
         if threads:
             pace = replace(pace, requests=threads)

@@ -16,7 +16,6 @@ from isal import isal_zlib
 
 from ckptkit.checkpoint.read.packs import OpenPacks
 from ckptkit.checkpoint.workers import Pace, Progress
-from ckptkit.format.arrays import chunk_key
 from ckptkit.model import Box
 from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, side_by_side
 from ckptkit.storage import Source, default_pool
@@ -34,11 +33,11 @@ _CACHED = 256 << 10
 _SHORT = 32 << 10
 
 # So many bytes between two pieces are read along everywhere: headers are no longer.
-GAP_BYTES = 4 << 10
+WIDEST_GAP = 4 << 10
 # Where nothing is compared and as many lie between two rows of a chunk, it takes no longer to ask
 # for each row, and up to twice as long where fewer do (measured, 2 to 8 rows of 2 to 128 KiB).
 _ROW_GAP = 16 << 10
-_NEEDED_BY_NOBODY = memoryview(bytearray(GAP_BYTES))
+_NEEDED_BY_NOBODY = memoryview(bytearray(WIDEST_GAP))
 _KEPT_PIECES = 4096
 
 
@@ -282,8 +281,8 @@ class ReadPlan:
         if actual == int(self.crc32[row]):
             return
         wanted, piece = self.piece(row)
-        array = self.packs.manifest.arrays[wanted.array]
-        key = chunk_key(array.name, array.grid.index(piece.chunk))
+        manifest = self.packs.manifest
+        key = manifest.chunk_key(int(manifest.starts[wanted.array]) + piece.chunk)
         pack, start = int(self.pack[row]), int(self.start[row])
         raise self.packs.corrupt(key, actual, int(self.crc32[row]), pack, start)
 
@@ -303,19 +302,18 @@ def plan_read(
     # found once for each kind of box, and looked up there: row `at` of what the kinds have, joined.
     manifest = packs.manifest
     verify = verify and manifest.is_checked
-    arrays, pieces, sizes = manifest.arrays, list[Pieces](), list[int]()
+    pieces, sizes = list[Pieces](), list[int]()
     known: dict[tuple[Any, ...], int] = {}
-    kinds: list[int] = []
+    numbers: list[int] = []
     for each in wanted:
-        info, box = arrays[each.array], each.box
-        # Grids that are alike are one object nearly always, and long to compare.
-        key = id(info.grid), info.dtype.itemsize, box.offset, box.shape
-        kind_of_it = known.setdefault(key, len(pieces))
-        if kind_of_it == len(pieces):
-            pieces.append(Pieces(info.grid, box))
-            sizes.append(info.dtype.itemsize)
-        kinds.append(kind_of_it)
-    kind = np.array(kinds, np.int64)
+        what, box = manifest.table.kinds[each.array], each.box
+        # Arrays that are alike share their kind, which is long to compare.
+        found = known.setdefault((id(what), box.offset, box.shape), len(pieces))
+        if found == len(pieces):
+            pieces.append(Pieces(what.grid, box))
+            sizes.append(what.dtype.itemsize)
+        numbers.append(found)
+    kind = np.array(numbers, np.int64)
     lengths = np.array([len(each) for each in pieces], np.int64)
     counts = lengths[kind]
     number = np.repeat(np.arange(len(wanted)), counts)
@@ -340,7 +338,7 @@ def plan_read(
     order = np.lexsort((start, pack))
     pack, start, stop = pack[order], start[order], stop[order]
     number, place = number[order], place[order]
-    gap, limit = min(GAP_BYTES, pace.gap_bytes), pace.request_bytes
+    gap, limit = min(WIDEST_GAP, pace.gap_bytes), pace.request_bytes
     if pace.waits_for_answers:
         runs = coalesce(pack, start, stop, gap=gap, limit=limit)
         runs = join_runs(runs, pack, start, stop, gap=pace.gap_bytes, limit=limit)

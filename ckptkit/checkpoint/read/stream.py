@@ -7,6 +7,8 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.read.reader import BAND_BYTES
 from ckptkit.checkpoint.workers import Pace, Progress, copy_threads, cores, share_out
 from ckptkit.errors import UsageError
-from ckptkit.format.arrays import ArrayInfo
+from ckptkit.format.arrays import ArrayKind
 from ckptkit.model import Box, DType, Grid
 from ckptkit.plan.read import Pieces, pieces_within
 from ckptkit.storage import BufferPool, Store, default_pool
@@ -31,20 +33,33 @@ _SHARE = 64 * _MIB
 # Larger bands only where a row of chunks is larger: what is in the cache is used from there.
 _WANTED = 8 * _MIB
 _NOTHING = np.empty(0, np.uint8)
+# Where each band begins that is read together with others.
+_ALIGNMENT = 64
 # How often two grids are asked for a border that both have.
 _TRIES = 64
 
 
+Wanted = tuple[str, Box, npt.NDArray[Any]]
+"""A box of an array of this name, and memory of its shape and of the type `dtype.bits`."""
+Fill = Callable[[Sequence[Wanted]], None]
+"""Fills what is wanted, compared with checksums as it is read; any thread calls it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Readable:
-    """What can be streamed: a box of values at a time, compared with checksums as it is read."""
+    """An array that can be streamed."""
 
+    name: str
     shape: tuple[int, ...]
     dtype: DType
     grid: Grid
     """The chunks that are read whole at best."""
-    read_into: Callable[[Box, npt.NDArray[Any]], None]
-    """Fills memory of the box's shape and of the type `dtype.bits`; from any thread."""
+    fill: Fill
+    """The same for the arrays of one step, whose small ones are read together."""
+
+    def read_into(self, box: Box, out: npt.NDArray[Any]) -> None:
+        """Fill memory with one box of it."""
+        self.fill([(self.name, box, out)])
 
     @property
     def size(self) -> int:
@@ -139,35 +154,48 @@ def stream(
     """Read the arrays of each item side by side, and call `use` with each band and the elements
     that they have there, from several threads.
 
-    The arrays of one item have one shape. Where it matters, the bands of an item come in order;
-    what `use` gets is overwritten once it has returned.
+    The arrays of one item have one shape, and each item has as many of them. Where it matters, the
+    bands of an item come in order; what `use` gets is overwritten once it has returned.
     """
     turns = _Turns(len(items))
     sides = max(map(len, items), default=0)
     # As many as there are threads; each band takes one, and leaves it to the next.
     memories = [[_NOTHING] * sides for _ in range(limits.workers)]
 
-    def read(band: Band) -> None:
+    def read(together: Sequence[Band]) -> None:
         memory = memories.pop()
         try:
-            arrays = []
-            for side, readable in enumerate(items[band.item]):
-                nbytes = band.box.size * readable.dtype.itemsize
-                if memory[side].nbytes < nbytes:
+            found: list[list[npt.NDArray[Any]]] = [[] for _ in together]
+            for side in range(sides):
+                there = [items[band.item][side] for band in together]
+                sizes = [
+                    band.box.size * readable.dtype.itemsize
+                    for band, readable in zip(together, there, strict=True)
+                ]
+                begins = [0, *accumulate(map(_rounded, sizes))]
+                if memory[side].nbytes < begins[-1]:
                     # First the old one goes: both together may be too much.
                     memory[side] = _NOTHING
                     # Not numpy's own: what is freed of that need not go back to the system.
-                    taken = BufferPool(limit=0).take(nbytes)
+                    taken = BufferPool(limit=0).take(begins[-1])
                     memory[side] = np.frombuffer(taken.view, np.uint8)
-                raw = memory[side][:nbytes].view(readable.dtype.bits)
-                arrays.append(raw.reshape(band.box.shape))
-                readable.read_into(band.box, arrays[-1])
-            if ordered and not turns.wait(band):
-                return
-            use(band, arrays)
-            turns.done(band)
+                wanted: dict[Fill, list[Wanted]] = {}
+                for arrays, band, readable, begin, size in zip(
+                    found, together, there, begins, sizes, strict=False
+                ):
+                    raw = memory[side][begin : begin + size].view(readable.dtype.bits)
+                    arrays.append(raw.reshape(band.box.shape))
+                    boxes = wanted.setdefault(readable.fill, [])
+                    boxes.append((readable.name, band.box, arrays[-1]))
+                for fill, boxes in wanted.items():
+                    fill(boxes)
+            for band, arrays in zip(together, found, strict=True):
+                if ordered and not turns.wait(band):
+                    return
+                use(band, arrays)
+                turns.done(band)
             if progress:
-                progress(sum(array.nbytes for array in arrays))
+                progress(sum(array.nbytes for arrays in found for array in arrays))
             _forget(limits.kept_bytes)
         except BaseException:
             turns.stop()
@@ -178,7 +206,7 @@ def stream(
     # What was kept of another size before is no use now, and what is kept now is none later.
     _forget(limits.workers * BAND_BYTES)
     try:
-        share_out(_all_bands(items, limits), read, limits.workers)
+        share_out(_together(items, limits), read, limits.workers)
     finally:
         _forget(limits.workers * 2 * BAND_BYTES)
 
@@ -207,15 +235,37 @@ def bands(grids: Sequence[Grid], wanted: int, most: int) -> Iterator[Box]:
             low = high
 
 
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _together(items: Sequence[Sequence[Readable]], limits: Limits) -> Iterator[list[Band]]:
+    """All bands in order; small ones several at a time, which takes less than to read each."""
+    some, held = list[Band](), 0
+    for band in _all_bands(items, limits):
+        itemsize = max([readable.dtype.itemsize for readable in items[band.item]])
+        nbytes = _rounded(band.box.size * itemsize)
+        if some and held + nbytes > min(limits.band_bytes, limits.wanted_bytes):
+            yield some
+            some, held = [], 0
+        some.append(band)
+        held += nbytes
+    if some:
+        yield some
+
+
 def _all_bands(items: Sequence[Sequence[Readable]], limits: Limits) -> Iterator[Band]:
+    whole = cache(Box.whole)  # arrays are alike
     for item, readables in enumerate(items):
-        grids = list(dict.fromkeys(readable.grid for readable in readables))
-        itemsize = max(readable.dtype.itemsize for readable in readables)
+        itemsize = max([readable.dtype.itemsize for readable in readables])
         most = max(1, limits.band_bytes // itemsize)
+        wanted = min(most, limits.wanted_bytes // itemsize)
+        if 0 < readables[0].size <= wanted:
+            yield Band(item, 0, 0, whole(readables[0].shape))
+            continue
+        grids = list(dict.fromkeys(readable.grid for readable in readables))
         start = 0
-        for number, box in enumerate(
-            bands(grids, min(most, limits.wanted_bytes // itemsize), most)
-        ):
+        for number, box in enumerate(bands(grids, wanted, most)):
             yield Band(item, number, start, box)
             start += box.size
 
@@ -297,53 +347,62 @@ def stored_arrays(
     Two names of one array have the same object.
     """
     pace = pace or Pace.of(checkpoint.store).shared(cores())
-    manifest = checkpoint.manifest
+    aliases = checkpoint.manifest.aliases
+    kinds = dict(zip(checkpoint.manifest.table.names, checkpoint.manifest.table.kinds, strict=True))
+    lock = threading.Lock()
+    checked: dict[str, npt.NDArray[np.bool_]] = {}
+    known: dict[tuple[Any, ...], bool] = {}  # arrays are alike
+
+    def fill(wanted: Sequence[Wanted]) -> None:
+        """Fill memory with elements as they were written; CorruptionError where they are not."""
+        together: list[Wanted] = []
+        for name, box, out in wanted:
+            kind = kinds[name]
+            what = id(kind), box.offset, box.shape
+            if what not in known:
+                known[what] = _is_read_whole(kind, box, chunk_bytes)
+            if known[what]:
+                together.append((name, box, out))
+            else:
+                fill_exactly(name, kind, box, out)
+        checkpoint.read_many(together, pace=pace)
+
+    def fill_exactly(name: str, kind: ArrayKind, box: Box, out: npt.NDArray[Any]) -> None:
+        """What would be read whole too often, or is too large for that, is compared with its
+        checksum first, a little at a time, and then read exactly.
+        """
+        grid, first_row = kind.grid, checkpoint.first_row(name)
+        chunks = Pieces(grid, box).chunks()
+        with lock:
+            marks = checked.setdefault(name, np.zeros(grid.chunk_count, np.bool_))
+            # Marked before it is checked: a thread that finds it marked goes on, and the one that
+            # checks raises for both.
+            chunks = chunks[~marks[chunks]]
+            marks[chunks] = True
+        for chunk in chunks:
+            check_chunk(checkpoint, first_row + int(chunk))
+        limit = min(BAND_BYTES, chunk_bytes)
+        for piece in pieces_within(grid, box, kind.dtype.itemsize, limit):
+            inside: Any = (*piece.within(box), ...)
+            checkpoint.read_many([(name, piece, out[inside])], verify=False, pace=pace)
+
     found = {
-        array.name: _stored(checkpoint, array, int(first), chunk_bytes, pace)
-        for array, first in zip(manifest.arrays, manifest.starts, strict=False)
+        name: Readable(name, kind.shape, kind.dtype, kind.grid, fill)
+        for name, kind in kinds.items()
     }
-    found |= {alias.name: found[alias.alias_of] for alias in manifest.aliases}
+    found |= {alias.name: found[alias.alias_of] for alias in aliases}
     return dict(sorted(found.items()))
 
 
-def _stored(
-    checkpoint: Checkpoint, info: ArrayInfo, first_row: int, chunk_bytes: int, pace: Pace
-) -> Readable:
-    grid, itemsize = info.grid, info.dtype.itemsize
-    lock = threading.Lock()
-    checked: npt.NDArray[np.bool_] | None = None
-
-    def read_into(box: Box, out: npt.NDArray[Any]) -> None:
-        """Fill `out` with elements as they were written; CorruptionError where they are not.
-
-        What would be read whole too often, or is too large for that, is compared with its checksum
-        first, a little at a time, and then read exactly.
-        """
-        nonlocal checked
-        largest = touched = 1
-        for dim, span in enumerate(grid.span(box)):
-            lengths = [grid.interval(dim, index)[2] for index in span]
-            largest *= max(lengths, default=0)
-            touched *= sum(lengths)
-        worth_it = max(BAND_BYTES, _MOST_TIMES * box.size * itemsize)
-        if largest * itemsize <= chunk_bytes and touched * itemsize <= worth_it:
-            checkpoint.read_many([(info.name, box, out)], pace=pace)
-            return
-        chunks = Pieces(grid, box).chunks()
-        with lock:
-            if checked is None:
-                checked = np.zeros(grid.chunk_count, np.bool_)
-            # Marked before it is checked: a thread that finds it marked goes on, and the one that
-            # checks raises for both.
-            chunks = chunks[~checked[chunks]]
-            checked[chunks] = True
-        for chunk in chunks:
-            check_chunk(checkpoint, first_row + int(chunk))
-        for piece in pieces_within(grid, box, itemsize, min(BAND_BYTES, chunk_bytes)):
-            inside: Any = (*piece.within(box), ...)
-            checkpoint.read_many([(info.name, piece, out[inside])], verify=False, pace=pace)
-
-    return Readable(info.shape, info.dtype, grid, read_into)
+def _is_read_whole(kind: ArrayKind, box: Box, chunk_bytes: int) -> bool:
+    """Whether the chunks of a box are not too large to be read whole, and that not too much."""
+    largest = touched = kind.dtype.itemsize
+    for dim, span in enumerate(kind.grid.span(box)):
+        lengths = [kind.grid.interval(dim, index)[2] for index in span]
+        largest *= max(lengths, default=0)
+        touched *= sum(lengths)
+    worth_it = max(BAND_BYTES, _MOST_TIMES * box.size * kind.dtype.itemsize)
+    return largest <= chunk_bytes and touched <= worth_it
 
 
 def check_chunk(checkpoint: Checkpoint, row: int) -> None:

@@ -33,7 +33,6 @@ from ckptkit.checkpoint.write.plan import PackedArray, PackPlan, chunk_view, doc
 from ckptkit.errors import AlreadyExistsError, CkptkitError, PeerError, UsageError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.model import Box, DType
-from ckptkit.model.grid import I64
 from ckptkit.plan.read import Piece, Pieces, batches, pieces_within
 from ckptkit.storage import Store
 from ckptkit.storage.base.buffers import copy_elements
@@ -141,14 +140,13 @@ def _begin_pack(
     """Begin the pack of a rank; every segment of it can be written by any thread."""
     writes = target.chunks_of(rank)
     known = [(owned, a.info) for owned, a in zip(target.owned, target.arrays, strict=True)]
-    by_name = {array.name: chunks for array, chunks in zip(target.arrays, writes, strict=True)}
     mine = [(a, chunks) for a, chunks in zip(target.arrays, writes, strict=True) if len(chunks)]
     origins = [array for array, _ in mine]
     pack = Pack(
         rank,
         PackPlan(
             target.table,
-            documents_of(known, by_name, rank),
+            documents_of(known, writes, rank),
             [PackedArray(array.info, chunks) for array, chunks in mine],
         ),
         objects_of(target.choice.objects, rank, target.world_size),
@@ -183,21 +181,15 @@ def _lasts(plan: PackPlan, origins: Sequence[TargetArray], budget: Budget) -> li
     lasts: list[int] = []
     usual = min(_USUAL, budget.batch_bytes)
     held = sum(len(data) for _, data in plan.documents)
-    sizes_of: dict[tuple[int, int], tuple[I64, int]] = {}
-    for array, origin in zip(plan.arrays, origins, strict=True):
-        # By chunks and grid, which arrays that are alike share.
-        kind = id(array.info.grid), id(array.chunks)
-        if kind not in sizes_of:
-            elements = array.info.grid.stored_elements(array.chunks)
-            sizes_of[kind] = elements, int(elements.sum())
-        elements, total = sizes_of[kind]
-        limit = usual if origin.is_kept else budget.batch_bytes
-        itemsize, ends = origin.itemsize, [(len(elements), total * origin.itemsize)]
-        if ends[0][1] > limit:
-            sizes = elements * itemsize
-            ends = [(last, int(sizes[first:last].sum())) for first, last in batches(sizes, limit)]
+    ends: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    for (info, chunks), origin in zip(plan.arrays, origins, strict=True):
+        kind = id(origin.source.kind), id(info.kind), id(chunks)
+        if kind not in ends:
+            sizes = info.grid.stored_elements(chunks) * origin.itemsize
+            limit = usual if origin.is_kept else budget.batch_bytes
+            ends[kind] = [(last, int(sizes[i:last].sum())) for i, last in batches(sizes, limit)]
         base = end
-        for last, nbytes in ends:
+        for last, nbytes in ends[kind]:
             if held and held + nbytes > usual:
                 lasts.append(end)
                 held = 0

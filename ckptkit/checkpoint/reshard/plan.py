@@ -13,7 +13,6 @@ from typing import Any, Required, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.check.pack import PackBytes, PackFile
 from ckptkit.checkpoint.check.state import digest_of
 from ckptkit.checkpoint.places import (
     DATA,
@@ -28,7 +27,6 @@ from ckptkit.checkpoint.places import (
     under,
 )
 from ckptkit.checkpoint.read.checkpoint import UNKNOWN, Checkpoint, open_checkpoint
-from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.read.stream import LEAST_MEMORY, Limits, Readable, stored_arrays
 from ckptkit.checkpoint.reshard.copy import (
     Budget,
@@ -38,6 +36,7 @@ from ckptkit.checkpoint.reshard.copy import (
     resident_bytes,
 )
 from ckptkit.checkpoint.reshard.engines import copy_elsewhere, ranks_to_copy
+from ckptkit.checkpoint.reshard.finished import finished_packs
 from ckptkit.checkpoint.reshard.selection import Selection
 from ckptkit.checkpoint.reshard.target import (
     SAVE_ID_PREFIX,
@@ -52,21 +51,14 @@ from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.workers import Progress, copy_threads, share_out, uncollected
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
-    FormatError,
     NoSpaceError,
-    NotFoundError,
-    PeerError,
     StepExistsError,
     UsageError,
 )
-from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import pack_name
 from ckptkit.model import Box, Strategy
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Options, Store, default_pool
-
-# What has not been written for so long is taken for abandoned.
-QUIET_SECONDS = 5.0
 
 # What a chunk adds to a manifest, and about what an array does.
 _CHUNK_BYTES, _ARRAY_BYTES = 24, 160
@@ -93,6 +85,7 @@ class ReshardKeywords(TypedDict, total=False):
     overwrite: bool
 
 
+@uncollected()
 def reshard(
     src: Place,
     dst: Place,
@@ -155,7 +148,7 @@ def plan_reshard(
             hint="leave --from out: what is known of the strategy is in the step",
         )
     target = target_of(checkpoint.manifest, options)
-    stored = (a for a in target.arrays if a.info.grid.chunk_count)
+    stored = (a for a, _ in target.alike if a.info.grid.chunk_count)
     budget = Budget.of(
         memory,
         workers,
@@ -163,7 +156,7 @@ def plan_reshard(
         store,
         largest=max((a.info.grid.chunk_elements * a.itemsize for a in stored), default=0),
         # Twice the mean: packs need not be alike.
-        pack_bytes=2 * sum(a.info.nbytes for a in target.arrays) // target.world_size,
+        pack_bytes=2 * sum(n * a.info.nbytes for a, n in target.alike) // target.world_size,
         fixed=max(0, resident_bytes() - before),
         is_here=options.is_here,
     )
@@ -324,91 +317,6 @@ def _check_room(store: Store, cost: ReshardCost, ranks: Sequence[int]) -> None:
         )
 
 
-def finished_packs(
-    target: ReshardTarget, store: Store, ranks: Sequence[int], progress: Progress | None = None
-) -> set[int]:
-    """The ranks of these whose packs are there, whole and of these bytes; what is left of others is
-    removed.
-    """
-    prefix, save_id = step_name(target.save.step), target.save.save_id
-    folder = data_prefix(prefix, save_id)
-    there = set(store.children(folder))
-    finished = set()
-    for rank in ranks:
-        key = f"{folder}/{pack_name(rank)}"
-        if pack_name(rank) not in there:
-            continue
-        if not _is_finished(target, store, folder, rank, progress):
-            # Where a pack is visible before it is finished, another run may still be writing it.
-            may_be_open = store.abilities.claims_names
-            if may_be_open:
-                _wait_until_quiet(store, key)
-            # Another run may have finished it meanwhile, or even have made the step.
-            if not (may_be_open and _is_finished(target, store, folder, rank, progress)):
-                if committed_save_id(store, prefix) == save_id:
-                    raise _at_work(described(store, key))
-                store.delete([key])
-                continue
-        if store.abilities.claims_names:
-            # Its writer may have died between the last byte and making it durable.
-            store.sync([key])
-        finished.add(rank)
-    return finished
-
-
-def _is_finished(
-    target: ReshardTarget, store: Store, folder: str, rank: int, progress: Progress | None
-) -> bool:
-    """Whether a pack has the record that it has to have, and the bytes that this says."""
-    tables = ArrayTables()
-    tables.add(target.table, len(target.strategy.mesh.axes))
-    try:
-        found = read_record(store, folder, rank, target.save.save_id, tables)
-    except (FormatError, NotFoundError):
-        return False
-    record, chunks = found.record, target.chunks_of(rank)
-    numbers = np.repeat(np.arange(len(chunks)), [len(each) for each in chunks])
-    if not (
-        record.save.strategy == target.save.strategy
-        and record.table.digest == target.table.digest
-        and np.array_equal(record.array, numbers)
-        and np.array_equal(record.chunk, np.concatenate([*chunks, np.zeros(0, np.int64)]))
-    ):
-        return False
-    key = f"{folder}/{pack_name(rank)}"
-    file = PackFile(store, key, found.pack.size, progress=progress)
-    try:
-        return not file.faults(PackBytes.of_rank(found, described(store, key)))
-    except FormatError:
-        return False
-
-
-def _wait_until_quiet(store: Store, key: str) -> None:
-    """Return when nobody has written an unfinished pack for a while: it may belong to another run,
-    which must not lose it.
-    """
-    last = _modified(store, key)
-    age = QUIET_SECONDS if last is None else time.time() - last
-    if age < QUIET_SECONDS:
-        # Whatever the server's clock says: what has not changed since then is quiet.
-        time.sleep(min(QUIET_SECONDS, QUIET_SECONDS - age))
-        if _modified(store, key) not in (last, None):
-            raise _at_work(described(store, key))
-
-
-def _modified(store: Store, key: str) -> float | None:
-    folder = key.rpartition("/")[0]
-    return next((entry.modified for entry in store.list(folder) if entry.key == key), None)
-
-
-def _at_work(where: str) -> PeerError:
-    return PeerError(
-        "another reshard of the same step is writing here",
-        where=where,
-        hint="wait for it; the same command again goes on with what it leaves, should it fail",
-    )
-
-
 def _digest(source: Checkpoint, target: ReshardTarget) -> str:
     """The digest that a target will have, from its source, in bounded memory."""
     # Values that are cast are in memory twice.
@@ -429,17 +337,18 @@ def _readable(array: TargetArray, stored: Mapping[str, Readable]) -> Readable:
     if not array.rows and not array.is_cast:
         return stored[source.name]
 
-    def read_into(box: Box, out: npt.NDArray[Any]) -> None:
-        values = np.empty(box.shape, source.dtype.bits) if array.is_cast else out
-        for _, part, inside, there in array.parts(box, values):
-            stored[part.name].read_into(inside, there)
-        if array.is_cast:
-            given, found = values.reshape(-1), out.reshape(-1)
-            for start in range(0, len(given), block):
-                some = slice(start, start + block)  # so many elements at a time
-                cast(array.name, given[some], found[some], (source.dtype, dtype))
+    def fill(wanted: Sequence[tuple[str, Box, npt.NDArray[Any]]]) -> None:
+        for _, box, out in wanted:
+            values = np.empty(box.shape, source.dtype.bits) if array.is_cast else out
+            for _, part, inside, there in array.parts(box, values):
+                stored[part.name].read_into(inside, there)
+            if array.is_cast:
+                given, found = values.reshape(-1), out.reshape(-1)
+                for start in range(0, len(given), block):
+                    some = slice(start, start + block)  # so many elements at a time
+                    cast(array.name, given[some], found[some], (source.dtype, dtype))
 
-    return Readable(source.shape, dtype, source.grid, read_into)
+    return Readable(array.name, source.shape, dtype, source.grid, fill)
 
 
 def _seconds(

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptkit.checkpoint.reshard.translation import Chosen, Translation, TranslationLike, with_inner
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
-from ckptkit.format.arrays import Alias, ArrayInfo
+from ckptkit.format.arrays import Alias, ArrayInfo, ArrayKind
 from ckptkit.format.leaves import dumps
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.names import (
@@ -131,28 +131,31 @@ def choose(
     tied: dict[str, list[str]] = {}
     for alias in manifest.aliases:
         tied.setdefault(alias.alias_of, []).append(alias.name)
-    every = [(array, [array.name, *tied.get(array.name, ())]) for array in manifest.arrays]
-    roles = {name: array.role for array, called in every for name in called}
     casts = (pattern for pattern, _ in selection.cast if pattern)
     patterns = (*selection.include, *selection.exclude, *casts)
     names: dict[str, str] = {}
     leads: dict[str, tuple[str, ...]] = {}
     arrays: list[Chosen] = []
     aliases: list[Alias] = []
-    for number, (array, called) in enumerate(every):
+    kinds: dict[tuple[int, DType], ArrayKind] = {}
+    for number, array in enumerate(manifest.arrays):
+        called = [array.name, *tied.get(array.name, ())]
         # The name of its own first: an alias steps in only where that is left out.
         taken = [name for name in called if selection.takes(name, array.role)]
         if not taken:
             continue
-        first, *others = [_target_name(name, array, selection) for name in taken]
-        names.update(zip(taken, [first, *others], strict=True))
-        leads.update(dict.fromkeys(called, (first,)))
-        arrays.append(Chosen(number, array, _changed(array, first, selection, called), ()))
-        aliases += [Alias(other, first) for other in others]
+        for name in taken:
+            names[name] = _target_name(name, array, selection)
+        first = names[taken[0]]
+        for name in called:
+            leads[name] = (first,)
+        arrays.append(Chosen(number, array, _changed(array, first, selection, called, kinds), ()))
+        aliases += [Alias(names[name], first) for name in taken[1:]]
     if patterns:
-        inner = [(name, inner_name(name, role)) for name, role in roles.items()]
+        every = ((n, a.role) for a in manifest.arrays for n in (a.name, *tied.get(a.name, ())))
+        inner = [(name, inner_name(name, role)) for name, role in every]
         check_used(patterns, inner, "no array has such a name")
-    if every and not arrays:
+    if manifest.arrays and not arrays:
         raise UsageError("nothing is left of the step", value=selection, hint=NAMES_HINT)
     leads |= {old: (new,) for old, new in names.items()}
     if isinstance(selection.names, Translation):
@@ -167,24 +170,37 @@ def choose(
     for number, each in enumerate(arrays):
         of = _parameter(each.info.of, leads, selection)
         if of != each.info.of:
-            arrays[number] = replace(each, info=replace(each.info, of=of))
+            arrays[number] = replace(each, info=each.info._replace(of=of))
     choice = Choice(
         tuple(sorted(arrays, key=lambda chosen: chosen.name)),
         tuple(sorted(aliases, key=lambda alias: alias.name)),
         (),
         names,
         leads,
-        frozenset(roles.keys() - names.keys()),
+        frozenset({*manifest.table.names, *(a.name for a in manifest.aliases)} - names.keys()),
     )
     return replace(choice, objects=_chosen_objects(manifest.objects, choice, selection))
 
 
-def _changed(array: ArrayInfo, name: str, selection: Selection, called: Sequence[str]) -> ArrayInfo:
-    """An array under its new name, and as what it is cast to: mostly the very same."""
+def _changed(
+    array: ArrayInfo,
+    name: str,
+    selection: Selection,
+    called: Sequence[str],
+    kinds: dict[tuple[int, DType], ArrayKind],
+) -> ArrayInfo:
+    """An array under its new name, and as what it is cast to: mostly the very same. Arrays that
+    were alike still share their kind, one of `kinds`.
+    """
     dtype = selection.dtype_of(array, called) if selection.cast else array.dtype
     if name == array.name and dtype == array.dtype:
         return array
-    return replace(array, name=name, dtype=dtype)
+    kind = array.kind
+    if dtype != array.dtype:
+        if (id(kind), dtype) not in kinds:
+            kinds[id(kind), dtype] = replace(kind, dtype=dtype)
+        kind = kinds[id(kind), dtype]
+    return array._replace(name=name, kind=kind)
 
 
 def _target_name(name: str, array: ArrayInfo, selection: Selection) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from isal import isal_zlib
@@ -23,7 +23,7 @@ from ckptkit.storage.base.buffers import PAGE
 # same time.
 _SMALL = 128 << 10
 # So many bytes between two chunks are read along: another read would take as long.
-GAP_BYTES = 32 << 10
+READ_ALONG = 32 << 10
 
 
 class _Move(NamedTuple):
@@ -34,7 +34,8 @@ class _Move(NamedTuple):
     chunk: int
     source: int
     target: int
-    nbytes: int
+    run: np.dtype[Any]
+    """So many bytes as one element."""
     counts: tuple[int, ...]
     source_steps: tuple[int, ...]
     target_steps: tuple[int, ...]
@@ -55,8 +56,9 @@ class SmallChunks:
     def __init__(self, source: Checkpoint) -> None:
         self._source = source
         self._starts: list[int] = source.manifest.starts.tolist()
-        # By grids, dtypes and the number of the chunk; None where it is filled in another way.
-        self._known: dict[tuple[int, ...], _Filling | None] = {}
+        # By what an array is here and there, and the number of a chunk; None where that is filled
+        # in another way.
+        self._known: dict[tuple[int, int, int], _Filling | None] = {}
 
     def fill(self, origins: Sequence[TargetArray], slots: Iterable[Slot]) -> list[Slot]:
         """Fill slots, whose arrays are made of `origins`; gives back those that it leaves."""
@@ -66,10 +68,7 @@ class SmallChunks:
         for slot in slots:
             _, number, chunk, memory = slot
             array = origins[number]
-            source, info = array.source, array.info
-            # By their places in memory: arrays that are alike share them.
-            grids, dtypes = (id(source.grid), id(info.grid)), (id(source.dtype), id(info.dtype))
-            key = (*grids, *dtypes, bool(array.rows), chunk)
+            key = id(array.source.kind), id(array.info.kind), chunk
             if key not in self._known:
                 self._known[key] = _filling(array, chunk)
             filling = self._known[key]
@@ -93,7 +92,7 @@ class SmallChunks:
         order = np.lexsort((offset, pack))
         pack, start = pack[order], offset[order]
         stop = start + manifest.length[rows].astype(np.int64)[order]
-        runs = coalesce(pack, start, stop, gap=GAP_BYTES, limit=BAND_BYTES)
+        runs = coalesce(pack, start, stop, gap=READ_ALONG, limit=BAND_BYTES)
         starts, stops = start.tolist(), stop.tolist()
         written, places = manifest.crc32[rows][order].tolist(), order.tolist()
 
@@ -107,12 +106,12 @@ class SmallChunks:
                     if found != written[i]:
                         key = manifest.chunk_key(rows[places[i]])
                         raise packs.corrupt(key, found, written[i], int(pack[i]), at)
-                target, (_, inside, there, size, counts, from_steps, to_steps) = jobs[places[i]]
+                target, (_, inside, there, run, counts, from_steps, to_steps) = jobs[places[i]]
                 if counts:
-                    row = np.dtype((np.void, size))
-                    taken = np.ndarray(counts, row, data, inside, from_steps)
-                    np.ndarray(counts, row, target, there, to_steps)[...] = taken
+                    taken = np.ndarray(counts, run, data, inside, from_steps)
+                    np.ndarray(counts, run, target, there, to_steps)[...] = taken
                 else:
+                    size = run.itemsize
                     target[there : there + size] = data[inside : inside + size]
 
         # Always as much, so that loans find each other again.
@@ -158,4 +157,4 @@ def _move(piece: Piece, stored: tuple[int, ...], itemsize: int) -> _Move:
             from_steps.insert(0, from_step)
             to_steps.insert(0, to_step)
     steps = tuple(from_steps), tuple(to_steps)
-    return _Move(piece.chunk, inside, there, run, tuple(counts), *steps)
+    return _Move(piece.chunk, inside, there, np.dtype((np.void, run)), tuple(counts), *steps)

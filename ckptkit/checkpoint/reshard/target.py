@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -20,12 +21,12 @@ from ckptkit.checkpoint.rules_file import RulesLike, rules_between
 from ckptkit.errors import LayoutError
 from ckptkit.foreign.contents import ForeignManifest
 from ckptkit.format.array_table import ArrayTable
-from ckptkit.format.arrays import ArrayInfo
+from ckptkit.format.arrays import ArrayInfo, ArrayKind
 from ckptkit.format.leaves import dumps
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.names import DIGEST_ALGORITHM, inner_name
 from ckptkit.format.record import SaveInfo
-from ckptkit.model import Grid, Layout, Rules, Strategy, layout_of
+from ckptkit.model import Layout, Rules, Strategy, layout_of
 from ckptkit.model.document import parse_size
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, target_grid
 from ckptkit.plan.cuts import Tensor
@@ -160,6 +161,13 @@ class ReshardTarget:
         )
 
     @cached_property
+    def alike(self) -> list[tuple[TargetArray, int]]:
+        """One array of each kind, and how many are what it is, here and in the source."""
+        counts = Counter((id(array.source.kind), id(array.info.kind)) for array in self.arrays)
+        one = {(id(array.source.kind), id(array.info.kind)): array for array in self.arrays}
+        return [(one[kind], count) for kind, count in counts.items()]
+
+    @cached_property
     def owned(self) -> list[Owned]:
         """The arrays as planning knows them."""
         return [Owned(a.name, a.layout, a.info.grid, a.info.dtype.itemsize) for a in self.arrays]
@@ -185,10 +193,10 @@ def target_of(manifest: Manifest, options: ReshardOptions, digest: str = "") -> 
     by_name = {each.name: each for each in placed}
     arrays = []
     # Layers are alike: what is decided of one array holds for all of its kind.
-    kinds: dict[tuple[Any, ...], tuple[Grid, Layout]] = {}
+    kinds: dict[tuple[int, int], tuple[ArrayKind, Layout]] = {}
     for chosen in choice.arrays:
         source, info, found = chosen.source, chosen.info, by_name[chosen.name]
-        kind = id(source.grid), info.dtype.itemsize, id(found.placements)
+        kind = id(info.kind), id(found.placements)
         if kind not in kinds:
             try:
                 layout = layout_of(info.shape, strategy, found.placements)
@@ -196,12 +204,11 @@ def target_of(manifest: Manifest, options: ReshardOptions, digest: str = "") -> 
                 error.where = f"{chosen.name}: {error.where}" if error.where else chosen.name
                 error.hint = error.hint or f"{found.why} says so: `ckpt rules` shows all of them"
                 raise
-            itemsize = info.dtype.itemsize
-            kinds[kind] = target_grid(source.grid, itemsize, layout.edges, chunk_bytes), layout
-        grid, layout = kinds[kind]
-        info = ArrayInfo(
-            info.name, info.shape, info.dtype, grid, info.role, found.placements, info.of
-        )
+            grid = target_grid(source.grid, info.dtype.itemsize, layout.edges, chunk_bytes)
+            cut = replace(info.kind, grid=grid, placements=found.placements)
+            kinds[kind] = cut, layout
+        cut, layout = kinds[kind]
+        info = ArrayInfo(info.name, cut, info.of)
         arrays.append(TargetArray(chosen.number, source, info, chosen.rows, layout, found.why))
     decided, save = replace(options, rules=rules), manifest.save
     if options.step is not None:
@@ -260,17 +267,10 @@ class ReshardCost:
 
 
 def cost_of(target: ReshardTarget, batch_bytes: int) -> ReshardCost:
-    """Add up what all arrays take; those of one shape and layout are looked at once."""
+    """Add up what all arrays take; those of one kind are looked at once."""
     by_rank = np.zeros(target.world_size)
     needed = read = requests = chunks = 0
-    # By what is alike, and how often: by place in memory, since grids are long to compare.
-    kinds: dict[tuple[int, ...], list[TargetArray]] = {}
-    for array in target.arrays:
-        source, info = array.source, array.info
-        kind = id(array.layout), id(source.grid), id(info.grid)
-        kinds.setdefault((*kind, source.dtype.itemsize, info.dtype.itemsize), []).append(array)
-    for alike in kinds.values():
-        array, count = alike[0], len(alike)
+    for array, count in target.alike:
         source, info = array.source, array.info
         itemsizes = source.dtype.itemsize, info.dtype.itemsize
         found = spread(array.layout, source.grid, info.grid, itemsizes, batch_bytes)

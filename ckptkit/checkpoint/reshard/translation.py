@@ -190,13 +190,13 @@ def _made(
     """The arrays of a line on the other side."""
     first = parts[0]
     if len(parts) == len(targets) == 1 and line.rows is None:
-        yield replace(first, info=replace(first.info, name=targets[0]))
+        yield replace(first, info=first.info._replace(name=targets[0]))
         return
     shapes = {part.info.shape[1:] for part in parts if part.info.shape}
     if not shapes and len(parts) == 1:
         # A number for each parameter: each part of it has the same.
         for name in targets:
-            yield replace(first, info=replace(first.info, name=name))
+            yield replace(first, info=first.info._replace(name=name))
         return
     kinds = {(part.info.dtype, part.source.dtype) for part in parts}
     if len(shapes) != 1 or len(kinds) != 1 or not all(part.info.shape for part in parts):
@@ -273,8 +273,9 @@ def _of_rows(
     )
     new = Grid.regular(shape, chunks)
     origins = " + ".join(dict.fromkeys(each.source.name for each in made)) or like.source.name
-    source = replace(like.source, name=origins, shape=shape, grid=new, placements=placements)
-    info = replace(source, name=name, dtype=like.info.dtype)
+    kind = replace(like.source.kind, shape=shape, grid=new, placements=placements)
+    source = like.source._replace(name=origins, kind=kind)
+    info = source._replace(name=name, kind=replace(kind, dtype=like.info.dtype))
     return Chosen(like.number, source, info, tuple(made))
 
 

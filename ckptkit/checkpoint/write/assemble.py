@@ -13,10 +13,9 @@ import numpy.typing as npt
 from ckptkit.errors import CorruptionError, FormatError, PeerError
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import Alias, ArrayInfo, key_of
-from ckptkit.format.columns import chunk_of_row, chunk_starts
 from ckptkit.format.leaves import canonical
 from ckptkit.format.manifest import Manifest, PackInfo
-from ckptkit.format.names import DATA_RANK, ancestors
+from ckptkit.format.names import DATA_RANK, groups_of
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.format.record import Record
 
@@ -29,10 +28,8 @@ def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
     _check_same_save(records)
     tables = _tables(records)
     table = first.table if len(tables) == 1 else _merged(tables)
-    arrays = table.arrays
-    _check_documents(records, arrays)
-    starts = chunk_starts(arrays)
-    rows = _rows(records, tables, arrays, starts)
+    _check_documents(records, table)
+    rows = _rows(records, tables, table)
     columns = {}
     for name in ("offset", "length", "crc32"):
         columns[name] = _scatter(rows, [getattr(record, name) for record in records])
@@ -42,7 +39,6 @@ def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
         save=first.save,
         packs=tuple(packs),
         table=table,
-        starts=starts,
         pack=_scatter(rows, [pack]),
         objects=_merge_objects(records),
         **columns,
@@ -51,9 +47,9 @@ def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
 
 def missing_groups(records: Sequence[Record]) -> list[str]:
     """The groups whose documents are in no pack, sorted."""
-    keys = {document.name for record in records for document in record.documents}
-    groups = {g for table in _tables(records) for a in table.arrays for g in ancestors(a.name)}
-    return sorted(group for group in groups if key_of(group) not in keys)
+    keys = {name for record in records for name in record.documents.names}
+    names = (name for table in _tables(records) for name in table.names)
+    return sorted(group for group in groups_of(names) if key_of(group) not in keys)
 
 
 def _tables(records: Sequence[Record]) -> dict[ArrayTable, int]:
@@ -120,37 +116,33 @@ def _disagreement(a: ArrayInfo, rank_a: int, b: ArrayInfo, rank_b: int) -> PeerE
     )
 
 
-def _check_documents(records: Sequence[Record], arrays: Sequence[ArrayInfo]) -> None:
+def _check_documents(records: Sequence[Record], table: ArrayTable) -> None:
     seen: set[str] = set()
     for record in records:
-        for document in record.documents:
-            if document.name in seen:
-                raise PeerError("the document is in two packs", where=document.name)
-            seen.add(document.name)
-    for array in arrays:
-        if key_of(array.name) not in seen:
+        for name in record.documents.names:
+            if name in seen:
+                raise PeerError("the document is in two packs", where=name)
+            seen.add(name)
+    for name in table.names:
+        if key_of(name) not in seen:
             raise PeerError(
                 "no rank wrote the array's document",
-                where=array.name,
+                where=name,
                 hint="every rank that holds a part of the array has to add it",
             )
 
 
 def _rows(
-    records: Sequence[Record],
-    tables: Iterable[ArrayTable],
-    arrays: Sequence[ArrayInfo],
-    starts: npt.NDArray[np.int64],
+    records: Sequence[Record], tables: Iterable[ArrayTable], table: ArrayTable
 ) -> npt.NDArray[np.int64]:
     """For each chunk of each record in order: its row in the table over all arrays, each row
     once.
     """
-    place = {array.name: index for index, array in enumerate(arrays)}
+    place = {name: index for index, name in enumerate(table.names)}
     numbers = {
-        table: np.array([place[array.name] for array in table.arrays], dtype=np.int64)
-        for table in tables
+        each: np.array([place[name] for name in each.names], dtype=np.int64) for each in tables
     }
-    counts = np.diff(starts).astype(np.uint64)
+    starts, counts = table.starts, table.chunk_counts
     parts = [np.zeros(0, dtype=np.int64)]
     for record in records:
         array = numbers[record.table][record.array]
@@ -159,39 +151,35 @@ def _rows(
             row = int(outside.argmax())
             raise CorruptionError(
                 f"rank {record.rank} lists a chunk that its grid does not have",
-                where=arrays[int(array[row])].name,
+                where=table.names[int(array[row])],
                 value=int(record.chunk[row]),
             )
         parts.append(starts[array] + record.chunk.astype(np.int64))
     rows = np.concatenate(parts)
-    _check_each_once(rows, arrays, starts)
+    _check_each_once(rows, table)
     return rows
 
 
-def _check_each_once(
-    rows: npt.NDArray[np.int64], arrays: Sequence[ArrayInfo], starts: npt.NDArray[np.int64]
-) -> None:
+def _check_each_once(rows: npt.NDArray[np.int64], table: ArrayTable) -> None:
     # Sorted, and never a table of the size the grids claim: that size is only a number in a file.
     ordered = np.sort(rows)
     twice = np.flatnonzero(ordered[1:] == ordered[:-1])
     if len(twice):
         raise PeerError(
             "two ranks wrote the same chunk: what they hold overlaps",
-            **_chunk_at(int(ordered[twice[0]]), arrays, starts),
+            **_chunk_at(int(ordered[twice[0]]), table),
         )
-    if len(ordered) != int(starts[-1]):
+    if len(ordered) != int(table.starts[-1]):
         gaps = np.flatnonzero(ordered != np.arange(len(ordered)))
         hole = int(gaps[0]) if len(gaps) else len(ordered)
         raise PeerError(
             "no rank wrote a chunk: what the ranks hold leaves a hole",
-            **_chunk_at(hole, arrays, starts),
+            **_chunk_at(hole, table),
         )
 
 
-def _chunk_at(
-    row: int, arrays: Sequence[ArrayInfo], starts: npt.NDArray[np.int64]
-) -> dict[str, Any]:
-    array, chunk = chunk_of_row(arrays, starts, row)
+def _chunk_at(row: int, table: ArrayTable) -> dict[str, Any]:
+    array, chunk = table.chunk_at(row)
     box = array.grid.box(array.grid.index(chunk))
     return {
         "where": array.name,

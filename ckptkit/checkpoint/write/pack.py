@@ -51,8 +51,6 @@ from ckptkit.plan.write import Owned, chunks_to_write
 from ckptkit.storage import AlignedBuffer, BufferPool, Sink, Store
 from ckptkit.storage.base.buffers import copy_bytes, copy_elements
 
-I64 = npt.NDArray[np.int64]
-
 _STAGED_SEGMENT = 8 << 20
 # To copy fewer bytes takes no longer than letting other threads go on meanwhile.
 _SMALL = 32 << 10
@@ -171,7 +169,7 @@ class Pack:
         self._left = len(segments)
         self._writing = threading.Lock()
         # Of no arrays the tables are the same for any strategies: these have to be compared then.
-        self._refers = refers and len(self.plan.table.arrays) > 0
+        self._refers = refers and len(self.plan.table.names) > 0
         name, record, plan = record_name(self._rank), len(self._record()), self.plan
         offset = data_offset(name, record, plan.end)
         # The last header is where the data ends, and the directory begins where the record ends.
@@ -194,7 +192,7 @@ class Pack:
         on return that is complete and durable.
         """
         segment = self.segments[number]
-        if self._staged is not None and not self._is_gathered(segment):
+        if self._staged is not None and self._is_in_place(segment):
             memory = self._staged.view[segment.start : segment.stop]
             self._note_checksums(self._slots(segment, memory))
             self._put_headers(segment, memory)
@@ -284,11 +282,13 @@ class Pack:
             )
         )
 
-    def _is_gathered(self, segment: Segment) -> bool:
-        """Whether chunks of a staged pack are not yet where they will be."""
+    def _is_in_place(self, segment: Segment) -> bool:
+        """Whether all chunks of a staged segment are where they will be in the pack: those of
+        arrays that were copied whole are not.
+        """
         rows = len(self.plan.documents)
         span = slice(max(segment.first - rows, 0), max(segment.last - rows, 0))
-        return not self._whole.isdisjoint(self.plan.array[span].tolist())
+        return self._whole.isdisjoint(self.plan.array[span].tolist())
 
     def _fill_from_staged(self, slots: Iterable[Slot]) -> Iterator[Slot]:
         assert self._staged is not None  # noqa: S101 — see `write_segment`
@@ -333,8 +333,7 @@ class Pack:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Holding:
+class Holding(NamedTuple):
     """One array as its rank added it; `data` is the part, None where there is none."""
 
     info: ArrayInfo
@@ -358,13 +357,15 @@ def plan_of(
     if like is not None and like.made_for == made_for:
         return like
     # Shared out in the order of names, the same on all ranks however they were added.
-    named = [arrays[name] for name in sorted(arrays)]
-    known = [Owned(h.info.name, h.layout, h.info.grid, h.info.dtype.itemsize) for h in named]
-    writes = dict(zip(sorted(arrays), chunks_to_write(known, rank), strict=True))
+    names = sorted(arrays)
+    infos = [arrays[name].info for name in names]
+    owned = [Owned(i.name, arrays[i.name].layout, i.grid, i.dtype.itemsize) for i in infos]
+    writes = chunks_to_write(owned, rank)
+    chunks = dict(zip(names, writes, strict=True))
     return PackPlan(
-        ArrayTable.of([holding.info for holding in named], aliases),
-        documents_of([(each, arrays[each.name].info) for each in known], writes, rank),
-        [PackedArray(holding.info, writes[holding.info.name]) for holding in order],
+        ArrayTable.of(infos, aliases),
+        documents_of(list(zip(owned, infos, strict=True)), writes, rank),
+        [PackedArray(holding.info, chunks[name]) for name, holding in arrays.items()],
         [holding.part for holding in order],
         made_for,
     )
@@ -377,16 +378,16 @@ def pack_of(
     objects: Iterable[ObjectInfo] = (),
 ) -> Pack:
     """The pack of a saving rank that holds this of each array of the plan."""
-    runs, first, data = plan.runs, len(plan.documents), list(holds)
+    begins, first, data = plan.begins, len(plan.documents), list(holds)
 
     def fill(slots: Iterable[Slot]) -> Iterator[Slot]:
         # One by one, so that each is still in the processor's cache when it is given back.
         for slot in slots:
             entry, number, chunk, memory = slot
-            held, run = data[number], runs[entry - first]
-            is_run = run >= 0 and number not in plan.scattered
+            held, begin = data[number], begins[entry - first]
+            is_run = begin >= 0 and number not in plan.scattered
             if is_run and held is not None and held.flags.c_contiguous:
-                source = held.data.cast("B")[run : run + len(memory)]
+                source = held.data.cast("B")[begin : begin + len(memory)]
                 if len(memory) > _SMALL:
                     copy_bytes(source, memory)
                 else:

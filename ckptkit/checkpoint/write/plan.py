@@ -5,7 +5,7 @@ from where in a rank's memory a chunk comes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,12 +16,13 @@ from isal import isal_zlib
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import (
     ArrayInfo,
+    ArrayKind,
     array_document,
     chunk_key,
     group_document,
     key_of,
 )
-from ckptkit.format.names import ancestors
+from ckptkit.format.names import groups_of
 from ckptkit.format.pack import Entries, data_offsets
 from ckptkit.format.record import documents_to_doc
 from ckptkit.model import Box, Grid, Part
@@ -62,7 +63,7 @@ class PackPlan:
         self.arrays = arrays
         self.made_for = made_for
         self.parts = parts
-        self.runs = _runs(arrays, parts) if parts else []
+        self.begins = _begins(arrays, parts) if parts else []
         """For each chunk where it begins in what the rank holds of its array, in bytes, if it lies
         there as it is stored; else -1."""
         counts = [len(array.chunks) for array in arrays]
@@ -75,13 +76,12 @@ class PackPlan:
         # Layers are alike: of 100,000 arrays a few dozen differ in how their chunks end.
         ends: dict[tuple[int, int], list[tuple[str, int]]] = {}
         for info, chunks in arrays:
-            kind = id(info.grid), id(chunks)
+            kind = id(info.kind), id(chunks)
             if kind not in ends:
-                ends[kind] = list(_ends(info.grid, chunks))
-            itemsize = info.dtype.itemsize
-            for end, elements in ends[kind]:
+                ends[kind] = list(_ends(info.kind, chunks))
+            for end, nbytes in ends[kind]:
                 self.names.append(info.name + end)
-                lengths.append(elements * itemsize)
+                lengths.append(nbytes)
         self.lengths: I64 = np.array(lengths, dtype=np.int64)
         name_lengths = np.fromiter(map(len, self.names), np.int64, len(self.names))
         self.offsets: I64 = data_offsets(name_lengths, self.lengths)
@@ -93,7 +93,7 @@ class PackPlan:
         self.crcs[: len(documents)] = [isal_zlib.crc32(data) for _, data in documents]
         self.packed_documents = documents_to_doc(self.entries(0, len(documents), self.crcs))
         # Arrays are sorted by name in the record, and in the order they were added in the pack.
-        place = {array.name: index for index, array in enumerate(table.arrays)}
+        place = {name: index for index, name in enumerate(table.names)}
         in_table = np.array([place[array.info.name] for array in arrays], dtype=np.uint32)
         self.array_in_table = in_table[self.array]
         self.scattered = self._scattered()
@@ -102,9 +102,9 @@ class PackPlan:
 
     def _scattered(self) -> dict[int, int]:
         rows = len(self.documents)
-        runs = np.array(self.runs, dtype=np.int64)
+        begins = np.array(self.begins, dtype=np.int64)
         found: dict[int, int] = {}
-        numbers, counts = np.unique(self.array[: len(runs)][runs < 0], return_counts=True)
+        numbers, counts = np.unique(self.array[: len(begins)][begins < 0], return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             first, after = np.searchsorted(self.array, [number, number + 1]).tolist()
             start, end = int(self.offsets[rows + first]), int(self.ends[rows + after - 1])
@@ -119,50 +119,50 @@ class PackPlan:
 
 
 def documents_of(
-    known: Sequence[tuple[Owned, ArrayInfo]], writes: Mapping[str, I64], rank: int
+    known: Sequence[tuple[Owned, ArrayInfo]], writes: Sequence[I64], rank: int
 ) -> list[tuple[str, bytes]]:
-    """The Zarr documents in the pack of a rank that writes these chunks."""
-    documents: dict[str, bytes] = {}
+    """The Zarr documents in the pack of a rank that writes these chunks of the arrays."""
+    documents: list[tuple[str, bytes]] = []
     if rank == 0:
-        names = {group for held, _ in known for group in ancestors(held.name)} | {""}
-        documents = {key_of(name): group_document() for name in sorted(names)}
+        groups = groups_of(held.name for held, _ in known) | {""}
+        document = group_document()
+        documents = [(key_of(name), document) for name in sorted(groups)]
     # Layers are alike: of 100,000 arrays a few dozen differ in what their documents say.
     said: dict[tuple[int, ...], bytes | None] = {}
-    for held, info in known:
-        chunks = writes[held.name]
+    for (held, info), chunks in zip(known, writes, strict=True):
         # All of them are there until the end, so that a place in memory stands for one of them.
-        kind = id(held.layout), id(held.grid), id(chunks), id(info.dtype), id(info.role)
+        kind = id(info.kind), id(held.layout), id(chunks)
         if kind not in said:
             is_mine = writes_document(held, chunks, rank)
             said[kind] = array_document(info) if is_mine else None
-        if (document := said[kind]) is not None:
-            documents[key_of(held.name)] = document
-    return list(documents.items())
+        if (own := said[kind]) is not None:
+            documents.append((key_of(info.name), own))
+    return documents
 
 
-def _ends(grid: Grid, chunks: I64) -> Iterator[tuple[str, int]]:
-    """How the keys of some chunks end, and as how many elements they are stored."""
-    elements = grid.chunk_elements
+def _ends(kind: ArrayKind, chunks: I64) -> Iterator[tuple[str, int]]:
+    """How the keys of some chunks end, and in how many bytes they are stored."""
+    grid, nbytes = kind.grid, kind.chunk_bytes
     for chunk in chunks.tolist():
         index = grid.index(chunk)
         if not grid.is_regular:
-            elements = math.prod(grid.stored_shape(index))
-        yield chunk_key("", index), elements
+            nbytes = math.prod(grid.stored_shape(index)) * kind.dtype.itemsize
+        yield chunk_key("", index), nbytes
 
 
-def _runs(arrays: Sequence[PackedArray], parts: Sequence[Part]) -> list[int]:
-    known: dict[tuple[int, int, int, int], list[int]] = {}
+def _begins(arrays: Sequence[PackedArray], parts: Sequence[Part]) -> list[int]:
+    known: dict[tuple[int, int, int], list[int]] = {}
     found: list[int] = []
     for (info, chunks), part in zip(arrays, parts, strict=True):
-        itemsize = info.dtype.itemsize
-        kind = id(info.grid), id(chunks), id(part), itemsize
+        kind = id(info.kind), id(chunks), id(part)
         if kind not in known:
-            known[kind] = [_run(info.grid, chunk, part, itemsize) for chunk in chunks.tolist()]
+            grid, itemsize = info.grid, info.dtype.itemsize
+            known[kind] = [_begin(grid, chunk, part, itemsize) for chunk in chunks.tolist()]
         found += known[kind]
     return found
 
 
-def _run(grid: Grid, chunk: int, part: Part, itemsize: int) -> int:
+def _begin(grid: Grid, chunk: int, part: Part, itemsize: int) -> int:
     box, stored_shape = _box_of(grid, chunk)
     at = place_in(part, box)
     if at is None or box.shape != stored_shape or 0 in box.shape:

@@ -4,19 +4,23 @@ at all.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place, new_save_id, step_name, store_at
 from ckptkit.checkpoint.ranks import OneRank, Ranks, in_one_line
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, share_out, uncollected
+from ckptkit.checkpoint.write.arguments import (
+    check_sliced,
+    dtype_of_data,
+    placements_of,
+    raw_elements,
+)
 from ckptkit.checkpoint.write.commit import (
     commit,
     commit_together,
@@ -35,7 +39,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.format.array_table import ArrayTables
-from ckptkit.format.arrays import ROLES, TOO_LARGE, Alias, ArrayInfo, is_addressable
+from ckptkit.format.arrays import ROLES, TOO_LARGE, Alias, ArrayInfo, ArrayKind, is_addressable
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.format.manifest import pack_name
 from ckptkit.format.names import ancestors, checked_path
@@ -51,18 +55,23 @@ from ckptkit.format.objects import (
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import (
     DType,
-    Grid,
     Layout,
     Part,
     Placement,
-    Replicate,
     Strategy,
     layout_of,
-    parse_placement,
 )
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid
 from ckptkit.storage import BufferPool, Options, default_pool
 from ckptkit.version import __version__
+
+
+class HeldKind(NamedTuple):
+    """What a rank holds of each of the arrays that are alike."""
+
+    array: ArrayKind
+    layout: Layout
+    part: Part
 
 
 class Writer:
@@ -101,7 +110,7 @@ class Writer:
         self._progress = progress
         self._arrays: dict[str, Holding] = {}
         # Layers are alike: what one has found out holds for all.
-        self._kinds: dict[Hashable, tuple[tuple[Placement, ...], Layout, Grid, Part]] = {}
+        self._kinds: dict[Hashable, HeldKind] = {}
         self._aliases: dict[str, Alias] = {}
         self._objects: dict[str, ObjectInfo] = {}
         self._groups: set[str] = set()
@@ -137,35 +146,55 @@ class Writer:
         read faster. Without it all may be.
         """
         self._check_new(name)
-        if role not in ROLES:
-            raise UsageError(f"a role is one of {', '.join(ROLES)}", where=name, value=role)
-        known = _dtype(name, data, dtype)
+        known = dtype_of_data(name, data, dtype)
         if shape is None and (data is None or not hasattr(data, "shape")):
             raise UsageError("the shape cannot be seen", where=name, hint="pass shape=…")
         whole = tuple(data.shape if shape is None else shape)  # type: ignore[attr-defined]
-        if not is_addressable(whole, known):
-            raise LayoutError(TOO_LARGE, where=name, value=whole)
         later = None if sliced is None else tuple(sliced)
-        kind = whole, known.name, tuple((placements or {}).items()), later
-        if kind not in self._kinds:
-            row = _row(self.strategy, name, placements or {})
-            try:
-                layout = layout_of(whole, self.strategy, row)
-                _check_sliced(later, len(whole))
-                chunk_bytes = self._chunk_bytes
-                grid = choose_grid(whole, known.itemsize, layout.edges, chunk_bytes, later)
-            except LayoutError as error:
-                error.where = f"{name}: {error.where}" if error.where else name
-                raise
-            self._kinds[kind] = row, layout, grid, layout.part(self.rank)
-        row, layout, grid, part = self._kinds[kind]
-        local = None if data is None else _as_local(name, data, part.shape, known)
+        key = whole, known.name, tuple((placements or {}).items()), role, later
+        if key not in self._kinds:
+            row = placements_of(self.strategy, name, placements or {})
+            self._kinds[key] = self.kind(name, whole, known, row, role, later)
+        self._hold(name, self._kinds[key], data, of)
+
+    def kind(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: DType,
+        placements: tuple[Placement, ...],
+        role: str,
+        sliced: tuple[int, ...] | None,
+    ) -> HeldKind:
+        """What this rank holds of arrays as `name` is, to add many of them by `add_alike`."""
+        if role not in ROLES:
+            raise UsageError(f"a role is one of {', '.join(ROLES)}", where=name, value=role)
+        if not is_addressable(shape, dtype):
+            raise LayoutError(TOO_LARGE, where=name, value=shape)
+        try:
+            layout = layout_of(shape, self.strategy, placements)
+            check_sliced(sliced, len(shape))
+            chunk_bytes = self._chunk_bytes
+            grid = choose_grid(shape, dtype.itemsize, layout.edges, chunk_bytes, sliced)
+        except LayoutError as error:
+            error.where = f"{name}: {error.where}" if error.where else name
+            raise
+        kind = ArrayKind(shape, dtype, grid, role, placements)
+        return HeldKind(kind, layout, layout.part(self.rank))
+
+    def add_alike(self, name: str, kind: HeldKind, data: object, of: str | None = None) -> None:
+        """Add this rank's part of an array of a kind, as `add` does."""
+        self._check_new(name)
+        self._hold(name, kind, data, of)
+
+    def _hold(self, name: str, kind: HeldKind, data: object, of: str | None) -> None:
+        array, layout, part = kind
+        local = None if data is None else raw_elements(name, data, part.shape, array.dtype)
         if local is None and not part.is_empty:
             raise UsageError("this rank holds a part, but no data was passed", where=name)
         if of is not None and of not in self._arrays:
             checked_path(of, where=name)
-        info = ArrayInfo(name, whole, known, grid, role, row, of)
-        self._arrays[name] = Holding(info, layout, part, local)
+        self._arrays[name] = Holding(ArrayInfo(name, array, of), layout, part, local)
         self._note_groups(name)
 
     def add_alias(self, name: str, alias_of: str) -> None:
@@ -411,80 +440,6 @@ def _checked_ranks(ranks: Ranks | None, rank: int, strategy: Strategy) -> Ranks:
             value=(ranks.rank, ranks.world_size),
         )
     return ranks
-
-
-def _row(
-    strategy: Strategy, name: str, given: Mapping[str, Placement | str]
-) -> tuple[Placement, ...]:
-    """A placement for each axis."""
-    axes = [axis.name for axis in strategy.mesh.axes]
-    unknown = sorted(set(given) - set(axes))
-    if unknown:
-        raise LayoutError(
-            f"{strategy} has the axes {', '.join(axes) or 'none'}", where=name, value=unknown[0]
-        )
-    row = (given.get(axis, Replicate()) for axis in axes)
-    return tuple(parse_placement(p) if isinstance(p, str) else p for p in row)
-
-
-def _check_sliced(dims: tuple[int, ...] | None, count: int) -> None:
-    wrong = [dim for dim in dims or () if type(dim) is not int or not 0 <= dim < count]
-    if wrong:
-        raise LayoutError(f"sliced= are dims of an array that has {count}", value=wrong[0])
-
-
-def _dtype(name: str, data: object, dtype: object) -> DType:
-    if dtype is None:
-        dtype = getattr(data, "dtype", None)
-    if dtype is None:
-        raise UsageError("the dtype cannot be seen", where=name, hint="pass dtype=…")
-    try:
-        return DType.of(dtype)
-    except UnsupportedTypeError as error:
-        error.where = name
-        raise
-
-
-def _as_local(name: str, data: object, shape: tuple[int, ...], dtype: DType) -> npt.NDArray[Any]:
-    """Any buffer as an array of raw elements in the shape of the part, without a copy."""
-    try:
-        array = data if isinstance(data, np.ndarray) else np.asarray(memoryview(data))  # type: ignore[arg-type]  # what is no buffer raises
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            "neither an array nor a buffer",
-            where=name,
-            value=type(data).__name__,
-            hint="pass a numpy array, or anything with the buffer protocol and dtype=…",
-        ) from error
-    # What numpy lacks may come as raw bits, or as the signed integers that torch's `view` offers.
-    spellings = [dtype.numpy, dtype.bits]
-    if dtype.numpy.type.__module__ != "numpy":
-        spellings.append(np.dtype(f"<i{dtype.itemsize}"))
-    if array.dtype not in spellings:
-        # Bytes are taken for elements; elements of another type never for the bytes of this one.
-        if array.dtype not in (np.uint8, np.int8, np.dtype("S1")) or not array.flags.c_contiguous:
-            raise LayoutError(
-                f"the buffer is not of {dtype.name}",
-                where=name,
-                value=array.dtype,
-                hint="pass little-endian elements of that dtype, or their contiguous bytes",
-            )
-        if array.nbytes % dtype.itemsize:
-            raise LayoutError(
-                f"{array.nbytes} bytes are not a whole number of {dtype.name} elements", where=name
-            )
-        array = array.reshape(-1)
-    array = array.view(dtype.bits)
-    if array.ndim == 1 and array.flags.c_contiguous and array.size == math.prod(shape):
-        array = array.reshape(shape)
-    if array.shape != shape:
-        raise LayoutError(
-            f"the buffer does not fit: this rank holds {shape} of {dtype.name}",
-            where=name,
-            value=array.shape,
-            hint="pass the local part, in its own shape, or as flat bytes",
-        )
-    return array
 
 
 def _is_text(name: str) -> bool:

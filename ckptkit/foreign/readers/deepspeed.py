@@ -371,8 +371,10 @@ def _add_rest(
     """Add the tensors of the model, its weights in place of their copies."""
     tied = part.tree.get("shared_params")
     tied = tied if isinstance(tied, dict) else {}
+    # Only the very first rank says which parameters are tied; their copies are one tensor.
+    copies = {getattr(module.get(n), "identity", None): n for n in model.copies}
     for name, value in module.items():
-        of = tied.get(name)
+        of = tied.get(name) or copies.get(getattr(value, "identity", None))
         if name in weights or of in weights:
             model.tensors[name] = weights[name] if name in weights else weights[str(of)]
             continue

@@ -13,15 +13,15 @@ from __future__ import annotations
 import bisect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate
 
 import numpy as np
 
 from ckptkit.foreign.extents import Extent
 from ckptkit.foreign.folder import Folder
+from ckptkit.foreign.readers.megatron_order import told_by_order
 from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box, DType
 from ckptkit.model.box import flat_boxes
@@ -35,26 +35,6 @@ _ALIGNED = 64
 _SAMPLES, _SAMPLE = 4, 64
 # So many different numbers are no accident; norms and biases may all be ones or zeros.
 _TELLING = 16
-
-_EMBEDDING, _LAYERS, _NORM, _OUTPUT = range(4)
-_LAYER = re.compile(r"(?:model\.|module\.)*decoder\.layers\.(\d+)\.(.+)")
-_OTHERS = (
-    (r"embedding\.word_embeddings\.", _EMBEDDING, 0),
-    (r"embedding\.position_embeddings\.", _EMBEDDING, 1),
-    (r"decoder\.final_layernorm\.", _NORM, 0),
-    (r"output_layer\.", _OUTPUT, 0),
-)
-# What a layer is made of, in order. A norm that is a module of its own comes first in Megatron's
-# own layers; in those of Transformer Engine it is a part of what follows it.
-_BEFORE = "self_attention.linear_qkv.layer_norm_"
-_MODULES = (
-    *("input_layernorm.", "self_attention.linear_proj.", "self_attention.linear_qkv."),
-    *("self_attention.q_layernorm.", "self_attention.k_layernorm."),
-    *("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_", "mlp.router."),
-    *("mlp.experts.", "mlp.shared_experts.", "mlp.linear_fc1.", "mlp.linear_fc2."),
-)
-_EXPERT = re.compile(r"mlp\.experts\.(?:experts\.)?(\d+)\.linear_fc([12])\.(.+)")
-_KINDS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -341,8 +321,14 @@ def _decide(slots: Sequence[_Slot], *, is_tied: bool) -> None:
         buffers.setdefault(slot.bucket.buffer, []).append(slot)
     _take_out(slots)
     for each in buffers.values():
-        if not all(slot.is_told and len(slot.fitting) == 1 for slot in each):
-            _by_order(each, is_tied=is_tied)
+        told = [slot.is_told and len(slot.fitting) == 1 for slot in each]
+        if not all(told):
+            choices = [[part.name for part in slot.fitting] for slot in each]
+            found = told_by_order(choices, told, is_tied=is_tied)
+            for slot, name in zip(each, found, strict=True):
+                if name:
+                    slot.fitting = [part for part in slot.fitting if part.name == name]
+                    slot.is_told = True
     _take_out(slots)
     names = Counter(slot.fitting[0].name for slot in slots if len(slot.fitting) == 1)
     # Where two places want one part, any of them may be wrong.
@@ -365,85 +351,6 @@ def _take_out(slots: Sequence[_Slot]) -> None:
         for slot in slots:
             if len(slot.fitting) > 1:
                 slot.fitting = [part for part in slot.fitting if part.name not in taken]
-
-
-def _by_order(slots: Sequence[_Slot], *, is_tied: bool) -> None:
-    """Keep the parts that are in the order of Megatron's modules, where there is one such way."""
-    ways: list[dict[int, _LocalParameter]] = []
-    for is_apart, is_grouped in product((False, True), repeat=2):
-        ranked: list[tuple[int, dict[tuple[int, ...], _LocalParameter]]] = []
-        for number, slot in enumerate(slots):
-            of = {
-                _rank(part.name, is_apart=is_apart, is_grouped=is_grouped, is_tied=is_tied): part
-                for part in slot.fitting
-            }
-            if None not in of:
-                ranked.append((number, {rank: part for rank, part in of.items() if rank}))
-        # The way that takes the last module that it can, and that which takes the first.
-        lasts = _descending([list(of) for _, of in ranked])
-        firsts = _descending([[_negative(rank) for rank in of] for _, of in reversed(ranked)])
-        if lasts is None or firsts is None:
-            continue
-        ways.append(
-            {
-                number: of[last]
-                for (number, of), last, first in zip(ranked, lasts, firsts[::-1], strict=True)
-                if last == _negative(first)
-            }
-        )
-    for number, slot in enumerate(slots):
-        said = {way.get(number) for way in ways}
-        if len(said) == 1 and (part := said.pop()):
-            slot.fitting = [part]
-            slot.is_told = True
-
-
-def _descending(choices: Sequence[Iterable[tuple[int, ...]]]) -> list[tuple[int, ...]] | None:
-    """One of each of some choices, each below the one before, and as high as can be."""
-    found: list[tuple[int, ...]] = []
-    for some in choices:
-        below = [rank for rank in some if not found or rank < found[-1]]
-        if not below:
-            return None
-        found.append(max(below))
-    return found
-
-
-def _negative(rank: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(-number for number in rank)
-
-
-@lru_cache(maxsize=1 << 16)
-def _rank(name: str, *, is_apart: bool, is_grouped: bool, is_tied: bool) -> tuple[int, ...] | None:
-    """Where a parameter is in the order of the modules of a model; None where it is not known.
-
-    With `is_apart` the norm before the attention is a module of its own; with `is_grouped` all
-    experts are one module.
-    """
-    kind = next((number for number, end in enumerate(_KINDS) if name.endswith("." + end)), -1)
-    match = _LAYER.fullmatch(name)
-    if kind < 0:
-        return None
-    if not match:
-        for pattern, block, number in _OTHERS:
-            if re.fullmatch(rf"(?:model\.|module\.)*{pattern}[^.]+", name):
-                # The last stage has a tied embedding as well, as its last module.
-                is_known = block != _EMBEDDING or not is_tied
-                return (block, number, kind, 0, 0, 0) if is_known else None
-        return None
-    layer, rest = int(match[1]), match[2]
-    if is_apart and rest.startswith(_BEFORE):
-        return (_LAYERS, layer, -1, kind, 0, 0)
-    at = next((number for number, module in enumerate(_MODULES) if rest.startswith(module)), -1)
-    if at < 0:
-        return None
-    if expert := _EXPERT.fullmatch(rest):
-        which, linear = int(expert[1]), int(expert[2])
-        within = (linear, kind, which) if is_grouped else (which, linear, kind)
-        return (_LAYERS, layer, at, *within)
-    if rest.startswith("mlp.experts."):
-        return None
-    return (_LAYERS, layer, at, kind, int("linear_fc2." in rest), 0)
 
 
 def _put(

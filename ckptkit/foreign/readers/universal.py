@@ -70,7 +70,8 @@ def read_universal(
         steps = [states["step"] for states in found.states.values()]
         same_on_all("step", steps, folder.where(top))
     groups = said.get("param_groups")
-    for group in groups if isinstance(groups, list) else ():
+    groups = groups if isinstance(groups, list) else []
+    for group in (each for each in groups if isinstance(each, dict)):
         numbers = document.integers(group.get("params"), f"{folder.where(top)}: params")
         params = [name for n in numbers if n < len(rows) for name in rows[n]]
         found.groups.append({**group, "params": params})

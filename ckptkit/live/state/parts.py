@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from os import PathLike
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,6 +30,7 @@ from ckptkit.model import (
     Owner,
     Part,
     Placement,
+    Replicate,
     Rule,
     Rules,
     Shard,
@@ -41,13 +42,13 @@ HowCut: TypeAlias = Placement | Cut | Experts
 Index: TypeAlias = tuple[slice, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LiveTensor:
+class LiveTensor(NamedTuple):
     """A named tensor: its global shape, how the axes cut it, and this rank's own part."""
 
     name: str
     shape: tuple[int, ...]
     placements: Mapping[str, Placement]
+    """One object for those that are cut alike, mostly."""
     local: torch.Tensor
     role: str = "other"
     of: str | None = None
@@ -68,9 +69,10 @@ class LiveTensor:
 
     def in_memory(self, local: torch.Tensor) -> LiveTensor:
         """The same tensor where this rank has other memory for it."""
-        # Not `replace`, which takes several times as long: a job may have 100,000.
-        of_it = self.role, self.of, self.alike_along, self.of_first
-        return LiveTensor(self.name, self.shape, self.placements, local, *of_it)
+        # Not `_replace`, which takes several times as long: a job may have 100,000.
+        name, shape, placements, _, role, of, alike_along, of_first, own, tensor = self
+        of_it = role, of, alike_along, of_first, own, tensor
+        return LiveTensor(name, shape, placements, local, *of_it)
 
     def part(self, topology: Topology) -> Part:
         """What this rank holds of it."""
@@ -96,13 +98,17 @@ class LiveTensor:
         local = torch.empty(part.shape, dtype=whole.dtype)
         for there, here in indices(part, self.shape):
             local[here] = whole[there]
-        return replace(self, local=local, own=None, tensor=None)
+        return self._replace(local=local, own=None, tensor=None)
 
-    def saved_placements(self, topology: Topology) -> dict[str, Placement]:
-        """How the axes cut what is saved. Ranks that hold the same share the writing; where they
+    def saved_placements(self, topology: Topology) -> tuple[Placement, ...]:
+        """How each axis cuts what is saved. Ranks that hold the same share the writing; where they
         may differ, as buffers do, a mixture would be nobody's values: the first rank's are saved.
         """
-        return dict.fromkeys(self.unsure(topology), Owner(0)) | dict(self.placements)
+        unsure = self.unsure(topology)
+        return tuple(
+            self.placements.get(axis.name) or (Owner(0) if axis.name in unsure else Replicate())
+            for axis in topology.strategy.mesh.axes
+        )
 
     def unsure(self, topology: Topology) -> frozenset[str]:
         """The axes along which nothing keeps its values the same on all ranks."""

@@ -109,7 +109,7 @@ def is_plain(local: torch.Tensor) -> bool:
     return (
         type(local) in _USUAL
         and not local.is_nested
-        and local.device.type != "meta"
+        and not local.is_meta
         and local.layout == torch.strided
         and local.dtype in _STORED
         and local.untyped_storage().data_ptr() != 0

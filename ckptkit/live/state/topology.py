@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -44,6 +44,18 @@ _PIPELINES = ("pp", "pipe", "pipeline", "stage")
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 
 
+class DTensorLayout(NamedTuple):
+    """How the axes of a job cut a DTensor. Where no placements along them can say that, they are
+    those of the nearest layout that can be said, in which it is saved, and `own` is what this rank
+    holds.
+    """
+
+    placements: Mapping[str, Placement]
+    axes: frozenset[str]
+    """Those of its mesh, along which it keeps its replicas alike."""
+    own: Part | None
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """The strategy of a job and, for each of its axes, how far its ranks are apart."""
@@ -58,13 +70,8 @@ class Topology:
     _runs_of: dict[DeviceMesh, tuple[AxisRun, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    _found: dict[Hashable, tuple[dict[str, Placement], Part | None]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    _found: dict[Hashable, DTensorLayout] = field(default_factory=dict, compare=False, repr=False)
     """How DTensors lie. Layers are alike: what one has found out holds for all."""
-    _axes_along: dict[DeviceMesh, frozenset[str]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
     _unsure: dict[frozenset[str], frozenset[str]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -94,15 +101,6 @@ class Topology:
         strides = tuple(line.stride for line in along)
         by_rank = frozenset(line.by_mesh for line in chosen)
         return cls(Strategy(Mesh(tuple(axes))), rank, strides, frozenset(kept_alike), by_rank)
-
-    def mesh_axes(self, tensor: DTensor) -> frozenset[str]:
-        """The axes of a DTensor's mesh, along which it keeps its replicas alike."""
-        mesh = tensor.device_mesh
-        if mesh not in self._axes_along:
-            axes = self.strategy.mesh.axes
-            names = frozenset(axes[at].name for run in self._runs(mesh) for at in run)
-            self._axes_along[mesh] = names
-        return self._axes_along[mesh]
 
     def unsure(self, alike_along: frozenset[str]) -> frozenset[str]:
         """The axes of several ranks besides some."""
@@ -148,11 +146,8 @@ class Topology:
             return {}
         return {self.strategy.mesh.axes[self.pipeline].name: Stage(self.stage)}
 
-    def of_dtensor(self, name: str, tensor: DTensor) -> tuple[dict[str, Placement], Part | None]:
-        """How the axes cut a DTensor, as it says itself. Where no placements along them can say
-        that, they are those of the nearest layout that can be said, in which it is saved, beside
-        what this rank holds.
-        """
+    def of_dtensor(self, name: str, tensor: DTensor) -> DTensorLayout:
+        """How the axes cut a DTensor, as it says itself."""
         mesh = tensor.device_mesh
         kind = mesh, tensor.shape, tensor.placements
         if kind in self._found:
@@ -175,8 +170,9 @@ class Topology:
         if not is_exact:
             place = tuple(line.index(self.rank) for line in _lines(mesh))
             part = own.part(own.strategy.mesh.rank(place))
-        self._found[kind] = found, part
-        return found, part
+        of_mesh = (self.strategy.mesh.axes[at].name for run in self._runs(mesh) for at in run)
+        layout = self._found[kind] = DTensorLayout(found, frozenset(of_mesh), part)
+        return layout
 
     def of_shared(self, name: str, shared: SharedOut) -> dict[str, Placement]:
         """How the axes cut a plain tensor that ranks of one line share out."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -261,7 +260,7 @@ def own_apart(
         owners |= dict.fromkeys(arrays_in(value, name), owner)
     # What is cut over the ranks that have it says so itself.
     mine = [
-        replace(held, placements=owners[held.name] | dict(held.placements), alike_along=frozenset())
+        held._replace(placements=owners[held.name] | dict(held.placements), alike_along=frozenset())
         if held.name in owners
         else held
         for held in tensors

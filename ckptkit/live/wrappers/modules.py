@@ -28,32 +28,33 @@ from ckptkit.live.wrappers.entries import ModelEntry, canonical_names, state_of
 from ckptkit.live.wrappers.flat import cut_before
 
 
-def lines(submodules: Sequence[nn.Module]) -> list[Line]:
+def lines(submodules: Sequence[nn.Module], specs: Sequence[DTensorSpec]) -> list[Line]:
     """The lines of ranks that the wrappers of a module and its DTensors join; `submodules` are the
-    module and all inside of it.
+    module and all inside of it, `specs` how its DTensors lie.
     """
     found = [line_of("ddp", wrapper.process_group) for wrapper in _ddp_wrappers(submodules)]
     found += _fully_sharded_lines(submodules)
     # What FSDP cuts says nothing of tensor parallelism.
     fsdp = _fsdp_ranks(submodules)
-    own = dtensor_lines(_dtensors(submodules))
+    own = dtensor_lines(specs)
     return found + [line for line in own if line.ranks not in fsdp]
 
 
-def details(submodules: Sequence[nn.Module]) -> dict[str, Any]:
+def details(submodules: Sequence[nn.Module], specs: Sequence[DTensorSpec]) -> dict[str, Any]:
     """What they say of precision, stages and sizes."""
     dtypes = {p.dtype for each in submodules for p in each._parameters.values() if p is not None}
     names = sorted(str(dtype_name(dtype)) for dtype in dtypes)
     found: dict[str, Any] = {"precision": {"parameters": names}}
     fsdp = _fsdp_ranks(submodules)
     dims: dict[str, int] = {}  # how many tensors are cut along each, by others than FSDP
-    of_mesh: dict[DeviceMesh, list[Line]] = {}
-    for tensor in _dtensors(submodules):
-        mesh = tensor.device_mesh
-        if mesh not in of_mesh:
-            of_mesh[mesh] = mesh_lines(mesh, ("tp",) * mesh.ndim)
-        for line, place in zip(of_mesh[mesh], tensor.placements, strict=bool(of_mesh[mesh])):
-            if line.ranks not in fsdp and line.size > 1 and hasattr(place, "dim"):
+    others: dict[DeviceMesh, list[int]] = {}  # those of its dims along which these do
+    for spec in specs:
+        mesh = spec.device_mesh
+        if mesh not in others:
+            along = enumerate(mesh_lines(mesh, ("tp",) * mesh.ndim))
+            others[mesh] = [n for n, line in along if line.ranks not in fsdp and line.size > 1]
+        for place in (spec.placements[n] for n in others[mesh]):
+            if hasattr(place, "dim"):
                 dims[str(place.dim)] = dims.get(str(place.dim), 0) + 1
     if dims:
         found["tp"] = {"cut_dims": dict(sorted(dims.items()))}
@@ -194,7 +195,7 @@ def _param_groups(submodules: Sequence[nn.Module]) -> list[Any]:
 # Tensor parallelism: `parallelize_module`, or DTensors made by hand.
 
 
-def _dtensors(submodules: Sequence[nn.Module]) -> list[DTensorSpec]:
+def specs_of(submodules: Sequence[nn.Module]) -> list[DTensorSpec]:
     """How the DTensors lie that are a module's parameters and buffers, or that DDP and FSDP1 keep
     plain parameters of.
     """

@@ -53,11 +53,12 @@ class PlainOptimizer:
 
     def entries(self, names: Names) -> list[StateEntry]:
         """All that it keeps on this rank, tensors in memory that a load may fill."""
-        found = []
+        found, kept = list[StateEntry](), self.state
         for parameter in self._parameters():
-            for key, value in self.state.get(parameter, {}).items():
-                name = _name_of(names, parameter)
-                if torch.is_tensor(value):
+            state = kept.get(parameter)
+            name = _name_of(names, parameter) if state else ""
+            for key, value in state.items() if state else ():
+                if isinstance(value, torch.Tensor):
                     found.append(self.entry(name, key, value, parameter))
                     continue
                 # What lies in lists and dictionaries is one entry for each tensor.
@@ -70,7 +71,7 @@ class PlainOptimizer:
 
     def entry(self, name: str, key: str, value: Any, parameter: nn.Parameter) -> StateEntry:
         """One entry; where its value lies is seen from the value itself."""
-        spread = as_spread(value, parameter) if torch.is_tensor(value) else value
+        spread = as_spread(value, parameter) if isinstance(value, torch.Tensor) else value
         return StateEntry(name, key, spread)
 
     def keeps(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002 — others do not keep all
@@ -247,13 +248,14 @@ def _saved_in(item: Any) -> Iterator[Saved]:
 
 
 def _name_of(names: Names, parameter: nn.Parameter) -> str:
-    if parameter not in names:
+    name = names.get(parameter)
+    if name is None:
         raise InvalidNameError(
             "the optimizer has a parameter that is not the model's",
             value=tuple(parameter.shape),
             hint="pass the model that the optimizer was made for, after it was wrapped",
         )
-    return names[parameter]
+    return name
 
 
 def step_without_effect(optimizer: Optimizer, wanted: Sequence[nn.Parameter]) -> None:

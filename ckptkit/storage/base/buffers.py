@@ -42,10 +42,12 @@ def copy_bytes(source: memoryview, target: memoryview) -> None:
 
 
 def copy_elements(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
-    """Copy an array into another of its shape and dtype; many short rows as one element each, which
-    numpy does a fifth faster.
+    """Copy an array into another of its shape and dtype.
 
-    Not few rows: with 500 elements or less numpy keeps the interpreter to itself.
+    - Where both lie in one run of memory, as bytes, while other threads go on.
+    - Many short rows as one element each, which numpy does a fifth faster. Not few rows: with 500
+      elements or less numpy keeps the interpreter to itself.
+    - All else element by element.
     """
     if source.flags.c_contiguous and target.flags.c_contiguous:
         _copy_run(source.reshape(-1).view(np.uint8), target.reshape(-1).view(np.uint8))

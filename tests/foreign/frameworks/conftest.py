@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.foreign.frameworks import deepspeed
 from tests.foreign.frameworks.written import written_by
 
 
@@ -13,3 +15,10 @@ from tests.foreign.frameworks.written import written_by
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What DeepSpeed wrote."""
     return written_by("deepspeed", tmp_path_factory.mktemp("deepspeed"))
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes of DeepSpeed's names, for torch."""
+    for name, module in deepspeed.stand_ins().items():
+        monkeypatch.setitem(sys.modules, name, module)

@@ -17,9 +17,10 @@ from ckptkit.errors import FormatError
 from ckptkit.live import load
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import ForeignContract, Sample, same
-from tests.foreign.frameworks.deepspeed import tag_of, wanted
+from tests.foreign.frameworks.deepspeed import imitated, tag_of, wanted
 from tests.foreign.jobs import Wanted, wanted_of
 from tests.live.pool import Pool
+from tests.storage.counting import CountingStore
 
 STRATEGIES = {
     "zero0-all": "ddp:2",
@@ -74,6 +75,27 @@ def test_the_run_is_opened_at_its_tag_and_says_what_wrote_it(case: str, written:
         assert set(checkpoint.arrays) == wanted(written, case).keys()
         for info in checkpoint.manifest.arrays:
             assert len(info.placements) == len(checkpoint.strategy.mesh.axes)
+
+
+def test_parameters_that_ranks_have_nothing_of_cost_no_request(written: Path) -> None:
+    """Of stage 3 the files of models have all parameters, without elements."""
+    for case in ("zero3", "zero3-three"):
+        store = CountingStore(ckptkit.open_store(tag_of(written / case)))
+        ckptkit.open(store).close()
+        requests = store.operations["read"] + store.operations["read_into"]
+        files = len(list(tag_of(written / case).iterdir()))
+        assert requests <= 6 * files + 1
+
+
+def test_any_number_of_ranks_may_have_cut_what_is_small(stand_ins: None, tmp_path: Path) -> None:
+    """Some have nothing of a parameter, or nothing but padding."""
+    shapes = {"a": (1,), "b": (3, 5), "c": (), "d": (2, 2, 2), "e": (0, 4), "f": (97,)}
+    for ranks in (1, 4, 7):
+        arrays = imitated(tmp_path / f"{ranks}", shapes, ranks)
+        with ckptkit.open(tmp_path / f"{ranks}") as checkpoint:
+            assert set(checkpoint.arrays) == set(arrays)
+            for name, value in arrays.items():
+                assert same(checkpoint[name][...], value), (ranks, name)
 
 
 def objects_of(place: Path) -> dict[str, Any]:

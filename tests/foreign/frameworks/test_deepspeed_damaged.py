@@ -7,8 +7,6 @@ from __future__ import annotations
 import random
 import re
 import shutil
-import sys
-import types
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,26 +19,6 @@ import ckptkit
 from ckptkit.errors import CkptkitError, FormatError
 from tests.foreign.contract import same
 from tests.foreign.frameworks.deepspeed import tag_of, wanted
-
-
-@pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Classes of DeepSpeed's names, so that torch loads its files and saves them again."""
-    for full in (
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-    ):
-        module, _, name = full.rpartition(".")
-        bases = (int,) if name == "ZeroStageEnum" else ()
-        stand_in = type(name, bases, {"__module__": module})
-        made = types.ModuleType(module)
-        setattr(made, name, stand_in)
-        parts = module.split(".")
-        for end in range(1, len(parts)):
-            above = ".".join(parts[:end])
-            monkeypatch.setitem(sys.modules, above, types.ModuleType(above))
-        monkeypatch.setitem(sys.modules, module, made)
 
 
 def changed(file: Path, change: Callable[[Any], object]) -> None:
@@ -165,6 +143,17 @@ def test_stages_1_and_2_say_where_each_parameter_is(
     changed(place / "mp_rank_00_model_states.pt", change)
     with pytest.raises(FormatError, match=what):
         ckptkit.open(place)
+
+
+def test_tied_parameters_are_known_where_only_their_copies_tell(
+    written: Path, stand_ins: None, tmp_path: Path
+) -> None:
+    """Of several files of models only the first says which are tied."""
+    place = Path(shutil.copytree(tag_of(written / "zero1-bf16"), tmp_path / "x"))
+    changed(place / "mp_rank_00_model_states.pt", lambda tree: tree.update(shared_params={}))
+    with ckptkit.open(place) as checkpoint:
+        arrays = wanted(written, "zero1-bf16")
+        assert same(checkpoint["model/head.weight"][...], arrays["model/head.weight"])
 
 
 def test_fragments_name_the_parameters_where_they_are_in_order(
