@@ -103,8 +103,7 @@ def read_deepspeed(folder: Folder) -> ForeignStep:
     ]
     for part in parts[1:]:
         for key in ("global_steps", "dp_world_size"):
-            values = {repr(each.tree.get(key)) for each in (part, parts[0])}
-            if len(values) > 1 or part.stage != parts[0].stage:
+            if len({(repr(each.tree.get(key)), each.stage) for each in (part, parts[0])}) > 1:
                 raise FormatError(f"{key} is not that of rank 0", where=part.where, hint=MIXED)
     stages, columns = _degrees(parts, layers, where)
     whole = (
