@@ -56,6 +56,15 @@ _GONE = object()
 def read_torchsnapshot(folder: Folder) -> ForeignStep:
     """The snapshot in a folder."""
     world, entries = _metadata(folder)
+    ranks = {rank for of_ranks in entries.values() for rank in of_ranks}
+    kinds = {entry.get("type") for of_ranks in entries.values() for entry in of_ranks.values()}
+    # Each rank lists at least the dictionaries that it has.
+    if len(ranks) < world and "ShardedTensor" in kinds:
+        raise FormatError(
+            f"of {world} ranks it has entries of {len(ranks)}",
+            where=folder.where(METADATA),
+            hint="it was cut short or changed; copy it again",
+        )
     snapshot = _Snapshot(folder, world, entries)
     tree = {
         unquote(name): value
