@@ -57,9 +57,10 @@ def read_torchsnapshot(folder: Folder) -> ForeignStep:
     """The snapshot in a folder."""
     world, entries = _metadata(folder)
     ranks = {rank for of_ranks in entries.values() for rank in of_ranks}
-    kinds = {entry.get("type") for of_ranks in entries.values() for entry in of_ranks.values()}
+    entry_of = [entry for of_ranks in entries.values() for entry in of_ranks.values()]
+    is_cut = any(entry.get("type") == "ShardedTensor" for entry in entry_of)
     # Each rank lists at least the dictionaries that it has.
-    if len(ranks) < world and "ShardedTensor" in kinds:
+    if is_cut and len(ranks) < world:
         raise FormatError(
             f"of {world} ranks it has entries of {len(ranks)}",
             where=folder.where(METADATA),
