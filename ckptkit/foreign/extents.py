@@ -108,7 +108,7 @@ def cells_of(array: ForeignArray) -> Cells:
     strides = tuple(extent.strides for extent in array.extents)
     try:
         if array.is_flat:
-            return _flat_cells(array.shape, array.dtype.itemsize, boxes)
+            return _flat_cells(array.shape, array.dtype.itemsize, boxes, strides)
         return _cells(array.shape, array.dtype.itemsize, boxes, strides)
     except FormatError as error:
         error.where = array.name
@@ -182,7 +182,14 @@ def _cells(
 
 
 @lru_cache(maxsize=1024)
-def _flat_cells(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...]) -> Cells:
+def _flat_cells(
+    shape: tuple[int, ...],
+    itemsize: int,
+    boxes: tuple[Box, ...],
+    strides: tuple[tuple[int, ...] | None, ...],
+) -> Cells:
+    if any(strides):
+        raise FormatError("elements of what is cut as one row lie apart in a file")
     total = math.prod(shape)
     order = sorted(range(len(boxes)), key=lambda number: boxes[number].offset)
     starts: list[int] = []

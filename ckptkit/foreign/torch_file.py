@@ -261,7 +261,8 @@ def tensor_of(
         raise FormatError("a tensor with other strides than dims", where=where)
     count = math.prod(shape)
     has = storage.count * DType.of(storage.dtype).itemsize
-    end = (offset + (span_of(shape, strides) if count else 0)) * dtype.itemsize
+    # A part without elements may begin anywhere.
+    end = (offset + span_of(shape, strides)) * dtype.itemsize if count else 0
     if end > has:
         raise FormatError(
             f"a tensor of {shape} reaches past its storage of {has} bytes", where=where

@@ -80,7 +80,15 @@ def test_what_accelerate_writes_is_a_folder_for_the_model_and_one_for_the_optimi
         assert set(checkpoint.arrays) == set(wanted)
         assert all(same(checkpoint[name][...], value) for name, value in wanted.items())
         assert all(info.of for info in checkpoint.manifest.arrays if info.role == "optimizer")
-    shutil.rmtree(place / "pytorch_model_fsdp_0")
+    # Of two models the second would be lost.
+    saved({"model": network().state_dict()}, place / "pytorch_model_fsdp_1")
+    with pytest.raises(FormatError, match="two folders have this, of two models") as caught:
+        ckptkit.open(place)
+    assert "pytorch_model_fsdp_1" in caught.value.hint
+    with ckptkit.open(place / "pytorch_model_fsdp_1") as checkpoint:
+        assert "model/0.weight" in checkpoint.arrays
+    for number in (0, 1):
+        shutil.rmtree(place / f"pytorch_model_fsdp_{number}")
     with pytest.raises(FormatError, match="no tensor is in"):
         ckptkit.open(place)
 
@@ -218,6 +226,8 @@ def deep(metadata: Metadata) -> None:
         (elsewhere(relative_path=None), "must be a string"),
         (of_tensor(size=torch.Size([1 << 34])), "no file has this part"),
         (of_tensor(size=[1] * 70, chunks=[]), "more than 32 dims|no file has this part"),
+        (of_tensor(size=torch.Size([1])), "a part that is not inside of"),
+        (of_tensor(size=torch.Size([3, 1])), "a part that is not inside of"),
         (of_tensor(properties=TensorProperties(cast(Any, []))), "elements of a type"),
         (of_tensor(properties=TensorProperties(cast(Any, {}))), "elements of a type"),
         (deep, "more than 64 levels"),

@@ -116,6 +116,7 @@ def part(offset: tuple[int, ...], shape: tuple[int, ...], at: int = 0) -> Extent
         ([part((0,), (7,)), part((6,), (6,))], True, "two runs overlap"),
         ([part((0,), (13,))], True, "not inside of"),
         ([], True, "no file has these elements"),
+        ([Extent(Box((0,), (12,)), "f", 0, (2,))], True, "lie apart in a file"),
     ],
 )
 def test_what_does_not_make_the_array_is_refused(

@@ -248,6 +248,14 @@ def test_a_tensor_outside_of_its_storage_is_refused(tmp_path: Path) -> None:
             ckptkit.open(changed)
 
 
+def test_a_part_without_elements_may_begin_behind_all(tmp_path: Path) -> None:
+    nothing = torch.ones(4, 0).narrow(0, 2, 2)
+    behind = torch.ones(2, 3, 2)[1:, :0].narrow(2, 1, 1)
+    with opened({"w": torch.ones(2), "nothing": nothing, "behind": behind}, tmp_path) as found:
+        assert found["model/nothing"][...].shape == (2, 0)
+        assert found["model/behind"][...].shape == (1, 0, 1)
+
+
 def test_a_tensor_expanded_to_many_times_its_bytes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="expanded"):
         opened({"w": torch.ones(1).expand(1 << 40)}, tmp_path)

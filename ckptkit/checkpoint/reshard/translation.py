@@ -128,6 +128,11 @@ class Translation:
         inner = {name: inner_name(name, it.source.role) for name, it in by_name.items()}
         side = self._side_of(set(inner.values()))
         states = {name: _state(name, it.source.role) for name, it in by_name.items()}
+        shapes = {
+            inner[name]: it.source.shape
+            for name, it in by_name.items()
+            if it.source.role == "param"
+        }
         known, made, new = sizes_of(sizes), list[Chosen](), dict[str, tuple[str, ...]]()
         for line in self.lines:
             ours, theirs = line.sides[side], line.sides[1 - side]
@@ -137,6 +142,12 @@ class Translation:
                 targets = tuple(with_inner(names[0], role, it) for it in inside)
                 if aliases.keys() & set(names) and len(ours) + len(theirs) > 2:
                     raise InvalidNameError("a tied tensor cannot be merged or cut", where=names[0])
+                if twice := new.keys() & set(names):
+                    raise InvalidNameError(
+                        f"two lines of the table {self.name} have this array", where=min(twice)
+                    )
+                if line.rows is not None or len(ours) + len(theirs) > 2:
+                    _check_states([by_name[name] for name in names], inner, shapes)
                 new |= dict.fromkeys(names, targets)
                 if names[0] not in aliases:
                     made += _made(line, [by_name[name] for name in names], targets, known)
@@ -185,6 +196,23 @@ def _alike(
                 where=next(iter(found.values())),
             )
         yield tuple(found[number] for number in range(len(patterns))), text
+
+
+def _check_states(
+    parts: Iterable[Chosen], inner: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse state of an optimizer whose rows are not those of its parameter: of Adafactor one
+    state is of the columns, and rows of it would be put together, or cut, where there are none.
+    """
+    for part in parts:
+        shape = part.source.shape
+        of = shapes.get(inner[part.name], shape)
+        if part.source.role == "optimizer" and shape not in ((), of):
+            raise InvalidNameError(
+                f"state of the shape {shape}, of a parameter of {of}, cannot be merged or cut",
+                where=part.name,
+                hint="leave optimizer state out (--no-optimizer)",
+            )
 
 
 def _made(

@@ -229,8 +229,17 @@ def _metadata(
         for name, entry in _map(said.get("state_dict_metadata"), where).items():
             if type(name) is not str or not isinstance(entry, Placeholder):
                 raise FormatError("not what DCP says of a tensor", where=where)
+            if name in entries and inside:
+                raise FormatError(
+                    "two folders have this, of two models or optimizers",
+                    where=f"{where}: {name}",
+                    hint=f"name the folder that counts, such as {folder.where(inside)}",
+                )
             if name in entries and entry.kind == "TensorStorageMetadata":
-                entry.fields()["chunks"] += entries[name].fields()["chunks"]
+                parts = [it.fields().get("chunks") for it in (entry, entries[name])]
+                if not all(isinstance(chunks, list) for chunks in parts):
+                    raise FormatError("not what DCP says of a tensor", where=f"{where}: {name}")
+                entry.fields()["chunks"] = [chunk for chunks in parts for chunk in chunks or ()]
                 of_several.add(name)
             entries[name] = entry
         for index, info in _map(said.get("storage_data"), where).items():
@@ -290,17 +299,20 @@ def _described(entry: Placeholder, where: str) -> tuple[tuple[int, ...], DType, 
         raise FormatError("not what DCP says of a tensor", where=where, value=entry.kind)
     state = properties.state
     dtype = state[0] if isinstance(state, tuple) and state else properties.fields().get("dtype")
-    boxes = []
+    shape, boxes = document.integers(said.get("size"), where), []
     chunks = said.get("chunks")
     for chunk in chunks if isinstance(chunks, list) else ():
         at = chunk.fields() if isinstance(chunk, Placeholder) else {}
-        boxes.append(
-            Box(
-                document.integers(at.get("offsets"), where),
-                document.integers(at.get("sizes"), where),
+        offsets = document.integers(at.get("offsets"), where)
+        sizes = document.integers(at.get("sizes"), where)
+        if not len(offsets) == len(sizes) == len(shape) or not Box.whole(shape).contains(
+            box := Box(offsets, sizes)
+        ):
+            raise FormatError(
+                f"a part that is not inside of {shape}", where=where, value=(offsets, sizes)
             )
-        )
-    return document.integers(said.get("size"), where), dtype_of(dtype, where), boxes
+        boxes.append(box)
+    return shape, dtype_of(dtype, where), boxes
 
 
 class _Heads:

@@ -103,7 +103,7 @@ def read_deepspeed(folder: Folder) -> ForeignStep:
     ]
     for part in parts[1:]:
         for key in ("global_steps", "dp_world_size"):
-            if part.tree.get(key) != parts[0].tree.get(key) or part.stage != parts[0].stage:
+            if len({(repr(each.tree.get(key)), each.stage) for each in (part, parts[0])}) > 1:
                 raise FormatError(f"{key} is not that of rank 0", where=part.where, hint=MIXED)
     stages, columns = _degrees(parts, layers, where)
     whole = (
@@ -261,7 +261,8 @@ def _part(folder: Folder, rank: _Rank, *, is_universal: bool) -> _Part:
     _check_all(folder, rank.models, world if stage == 3 else 1)
     for dp, other in enumerate(models):
         for name in ("global_steps", "dp_world_size", "param_shapes", "frozen_param_shapes"):
-            if other.get(name) != tree.get(name):
+            # As text: the order of shapes counts, and an array is equal to nothing.
+            if repr(other.get(name)) != repr(tree.get(name)):
                 raise FormatError(
                     f"{name} is not that of rank 0",
                     where=folder.where(rank.models[dp]),
@@ -374,9 +375,12 @@ def _add_rest(
     # Only the very first rank says which parameters are tied; their copies are one tensor.
     copies = {getattr(module.get(n), "identity", None): n for n in model.copies}
     for name, value in module.items():
-        of = tied.get(name) or copies.get(getattr(value, "identity", None))
+        of = str(tied.get(name) or copies.get(getattr(value, "identity", None)))
         if name in weights or of in weights:
-            model.tensors[name] = weights[name] if name in weights else weights[str(of)]
+            shapes = {getattr(each, "shape", None) for each in (value, module.get(of, value))}
+            if name not in weights and len(shapes) > 1:  # in stage 3 the copies are empty
+                raise FormatError(f"{name} is not of the shape of {of}", where=part.where)
+            model.tensors[name] = weights[name if name in weights else of]
             continue
         if not isinstance(value, StateTensor):
             raise FormatError(f"{name} is no tensor", where=part.where)

@@ -54,7 +54,8 @@ def read_megatron(folder: Folder) -> ForeignStep:
     args = common.get("args")
     sizes = _sizes(args if isinstance(args, dict) else {})
     of_ranks, objects = _objects(has.objects)
-    options = _options([common.pop("optimizer", None), of_ranks])
+    said = [common.pop("optimizer", None), of_ranks]
+    options = _options(said)
     noted: dict[str, Any] = {key: n for key, n in sizes.items() if key.endswith("vocab_size")}
     masters = {name: has["param"] for name, has in states.items() if "param" in has}
     if others := differing(folder, model, masters):
@@ -78,8 +79,9 @@ def read_megatron(folder: Folder) -> ForeignStep:
     # What of the model was the same on all ranks, and no tensor of Megatron.
     beside = {key: common.pop(key) for key in ("model",) if common.get(key)}
     found = states_of({**objects, **common, "model": model, **optimizer}, where)
-    for key, value in {**beside, "optimizer": options}.items():
-        found.keep(f"extra/{key}", value)
+    for key, value in {**beside, "optimizer": [each for each in said if each]}.items():
+        if value:
+            found.keep(f"extra/{key}", value)
     found.theirs |= {name: key for name, key in theirs.items() if name in found.theirs}
     found.left_out |= unread
     used = sorted({*has.files, *(key for key in (CONFIG, COMMON) if key in folder.files)})

@@ -179,6 +179,7 @@ def _buckets(tensors: Mapping[str, StateTensor]) -> list[_Bucket]:
         parts = sorted(tensor.extents, key=lambda extent: extent.box.offset)
         row = _Stretches.of(tensor.dtype, parts)
         is_row = len(tensor.shape) == 1 and row.size == tensor.shape[0]
+        is_row &= not any(part.strides for part in parts)
         if is_row and all(p.box.offset[0] == at for p, at in zip(parts, row.starts, strict=False)):
             bucket.states[match["state"]] = row
     return sorted(found.values(), key=lambda bucket: (*bucket.ranks, *bucket.buffer, bucket.number))

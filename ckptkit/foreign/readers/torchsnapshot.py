@@ -56,6 +56,16 @@ _GONE = object()
 def read_torchsnapshot(folder: Folder) -> ForeignStep:
     """The snapshot in a folder."""
     world, entries = _metadata(folder)
+    ranks = {rank for of_ranks in entries.values() for rank in of_ranks}
+    entry_of = [entry for of_ranks in entries.values() for entry in of_ranks.values()]
+    is_cut = any(entry.get("type") == "ShardedTensor" for entry in entry_of)
+    # Each rank lists at least the dictionaries that it has.
+    if is_cut and len(ranks) < world:
+        raise FormatError(
+            f"of {world} ranks it has entries of {len(ranks)}",
+            where=folder.where(METADATA),
+            hint="it was cut short or changed; copy it again",
+        )
     snapshot = _Snapshot(folder, world, entries)
     tree = {
         unquote(name): value

@@ -217,7 +217,9 @@ def _piece(where: str, said: Any, stage: int, world: int) -> _Piece:
         raise FormatError("no optimizer is in the file", where=where)
     counts = said.get("partition_count", world)
     counts = list(counts) if isinstance(counts, (list, tuple)) else [counts]
-    if "ds_zero_partition_groups" in said or any(count != world for count in counts):
+    if "ds_zero_partition_groups" in said or any(
+        type(count) is not int or count != world for count in counts
+    ):
         raise FormatError(
             f"its groups are cut for {sorted(set(map(str, counts)))} ranks, there are the files of "
             f"{world}",

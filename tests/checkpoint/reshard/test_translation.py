@@ -167,6 +167,30 @@ def test_what_a_table_does_not_fit_is_refused(run: Path) -> None:
         ckptkit.plan_reshard(run, "no", to="fsdp:2", selection=Selection(names="llama-megatron"))
 
 
+def test_state_that_is_not_as_its_parameter_is_neither_merged_nor_cut(tmp_path: Path) -> None:
+    """Adafactor has a state of the columns: rows of two would be put together, or cut."""
+    table = {"names": [{"ours": ["gate", "up"], "theirs": "both"}]}
+    for names in (("gate", "up"), ("both",)):
+        run = tmp_path / names[0]
+        with Writer(run, step=1, strategy="single") as writer:
+            for name in names:
+                writer.add(f"model/{name}", np.ones((4, 6), np.float32), role="param")
+                state = np.ones(6, np.float32)
+                writer.add(f"optimizer/{name}/exp_avg_sq_col", state, role="optimizer")
+        with pytest.raises(InvalidNameError, match=r"state of the shape \(6,\), of a parameter"):
+            ckptkit.reshard(run, tmp_path / "new", to="single", selection=Selection(names=table))
+        selection = Selection(names=table, include=("model/*",))
+        ckptkit.reshard(run, tmp_path / f"{names[0]}-new", to="single", selection=selection)
+
+
+def test_an_array_is_in_one_line_of_a_table(run: Path, tmp_path: Path) -> None:
+    first = {"ours": "*.norm.weight", "theirs": "a.*"}
+    table = {"names": [first, {"ours": "model.*.weight", "theirs": "b.*"}]}
+    selection = Selection(names=table, include=("model/model.norm.weight",))
+    with pytest.raises(InvalidNameError, match="two lines of the table"):
+        ckptkit.reshard(run, tmp_path / "new", to="single", selection=selection)
+
+
 @pytest.mark.parametrize(
     ("line", "what"),
     [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.foreign.frameworks import deepspeed
+from tests.foreign.frameworks import deepspeed_folders
 from tests.foreign.frameworks.written import written_by
 
 
@@ -20,5 +20,5 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Classes of DeepSpeed's names, for torch."""
-    for name, module in deepspeed.stand_ins().items():
+    for name, module in deepspeed_folders.stand_ins().items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -17,7 +17,7 @@ from ckptkit.errors import FormatError
 from ckptkit.live import load
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import ForeignContract, Sample, same
-from tests.foreign.frameworks.deepspeed import imitated, tag_of, wanted
+from tests.foreign.frameworks.deepspeed_folders import imitated, tag_of, wanted
 from tests.foreign.jobs import Wanted, wanted_of
 from tests.live.pool import Pool
 from tests.storage.counting import CountingStore

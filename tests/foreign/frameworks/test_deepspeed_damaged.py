@@ -12,13 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import ckptkit
 from ckptkit.errors import CkptkitError, FormatError
 from tests.foreign.contract import same
-from tests.foreign.frameworks.deepspeed import tag_of, wanted
+from tests.foreign.frameworks.deepspeed_folders import tag_of, wanted
 
 
 def changed(file: Path, change: Callable[[Any], object]) -> None:
@@ -113,6 +114,7 @@ def swap(shapes: Any) -> None:
         (of_shapes(lambda s: s.append(s[0])), "a parameter is twice"),
         (lambda tree: tree.update(param_shapes=[[1]]), "no list of shapes"),
         (lambda tree: tree.update(param_shapes={}), "no list of shapes"),
+        (lambda tree: tree.update(global_steps=np.ones(2)), "global_steps: must be an integer"),
         (lambda tree: tree.update(dp_world_size=5), "5 ranks belong together"),
         (lambda tree: tree.update(dp_world_size="x"), "must be an integer"),
         (lambda tree: tree.update(module=[]), "no model"),
@@ -131,6 +133,10 @@ def test_a_model_that_says_something_else_than_the_optimizer_is_refused(
 @pytest.mark.parametrize(
     ("change", "what"),
     [
+        (
+            lambda tree: tree.update(shared_params={"head.weight": "up.weight"}),
+            "head.weight is not of the shape of up.weight",
+        ),
         (of_shapes(swap), r"the file says that .* is at \(35, 5\)"),
         (of_shapes(lambda s: s.append({})), "the model has 2 groups of parameters"),
         (lambda tree: tree["module"].update({"norm.bias": torch.ones(6)}), r"has no norm.bias of"),
@@ -189,6 +195,7 @@ def weights(said: Any) -> Any:
     [
         (lambda said, _: said.update(partition_count=4), "cut for .* ranks, there are the files"),
         (lambda said, _: said.update(partition_count=[4, 2]), "cut for .* ranks"),
+        (lambda said, _: said.update(partition_count=np.ones(2)), "cut for .* ranks"),
         (lambda said, _: weights(said).pop(), "groups"),
         (
             lambda said, _: weights(said).__setitem__(0, torch.ones(7)),

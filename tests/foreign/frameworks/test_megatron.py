@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptkit
@@ -117,7 +120,9 @@ def test_what_is_no_tensor_is_plain_values(written: Path) -> None:
         assert opaque == b"as Transformer Engine has it"
         (optimizer,) = objects["optimizer"]
         assert optimizer["values"]["output_layer.weight"] == {"step": 2.0}
-        assert {group["lr"] for group in objects["extra/optimizer"]} == {0.01}
+        (said,) = objects["extra/optimizer"]
+        assert said["param_state_sharding_type"] == "fully_reshardable"
+        assert {group["lr"] for group in said["optimizer"]["param_groups"]} == {0.01}
         (group,) = optimizer["groups"]
         assert group["options"]["lr"] == 0.01
         assert len(group["params"]) == 15
@@ -152,6 +157,23 @@ def test_common_values_of_unknown_classes_are_named_and_the_model_read(place: Pa
         assert "Unknown" in checkpoint.details["left_out"]["common.pt"]
         assert checkpoint.step == 2
         assert checkpoint["model/output_layer.weight"].shape == (32, 8)
+
+
+def test_values_of_all_ranks_may_be_an_object(tmp_path: Path) -> None:
+    """As later versions of Megatron have them."""
+    common = {"args": Namespace(vocab_size=5), "iteration": 7, "checkpoint_version": 3.0}
+    state = {"output_layer.weight": torch.ones(6, 2), "common_state/shard_0_1": [common]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process only
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        save(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (tmp_path / "metadata.json").write_text(json.dumps(said))
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert checkpoint.step == 7
+        assert checkpoint.details["vocab_size"] == 5
+        names = {item.name for item in checkpoint.manifest.objects}
+        assert names == {"extra/args", "extra/iteration", "extra/checkpoint_version"}
 
 
 def test_a_save_that_was_not_finished_is_refused(place: Path) -> None:

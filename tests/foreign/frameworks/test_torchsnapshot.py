@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,16 @@ def model(*, ranks: int = 1, **entries: Manifest) -> Manifest:
     for rank in range(ranks):
         found |= {f"{rank}/model/{key}": entry for key, entry in entries.items()}
     return found
+
+
+def test_metadata_that_lost_a_rank_is_refused(snapshots: Path, tmp_path: Path) -> None:
+    """The rows of that rank would be missing, and nothing else says how many there were."""
+    place = Path(shutil.copytree(snapshots / "sharded", tmp_path / "sharded"))
+    said = json.loads((place / ".snapshot_metadata").read_text())
+    said["manifest"] = {k: v for k, v in said["manifest"].items() if not k.startswith("1/")}
+    (place / ".snapshot_metadata").write_text(json.dumps(said))
+    with pytest.raises(FormatError, match="of 2 ranks it has entries of 1"):
+        ckptkit.open(place)
 
 
 def test_a_dtensor_is_put_together_and_tells_its_mesh(tmp_path: Path) -> None:

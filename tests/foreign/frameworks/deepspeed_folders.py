@@ -1,5 +1,6 @@
 """What the tests of DeepSpeed share: what it wrote, and what looks as if it had written it."""
 
+# Not called deepspeed: the script beside it, which imports that, would find this one.
 from __future__ import annotations
 
 import sys
