@@ -155,7 +155,7 @@ class Translation:
             raise InvalidNameError(
                 f"the table {self.name} does not say what {len(missing)} arrays are called",
                 value=", ".join(missing[:3]),
-                hint="put names right with --rename, leave arrays out with --exclude, or write a table",
+                hint="--rename them first, leave them out with --exclude, or write a table",
             )
         return made, new
 
