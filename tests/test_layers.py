@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VALUES = {"errors", "model"}
 ENGINE = VALUES | {"plan", "format", "storage", "foreign", "checkpoint"}
-TORCH = {"live", "parallel", "activation"}
+TORCH = {"live", "parallel", "activation", "plugins"}
 LAYERS: dict[str, tuple[set[str], str]] = {
     "errors": (set(), "every layer raises errors, so they stand on nothing"),
     "model": ({"errors"}, "values are pure: they know no plans, no documents, no bytes"),
@@ -22,7 +22,9 @@ LAYERS: dict[str, tuple[set[str], str]] = {
     ),
     "checkpoint": (ENGINE | {"version"}, "the engine is below torch and commands"),
     "live": (ENGINE, "live is the one door between torch and the engine"),
-    **dict.fromkeys(("parallel", "activation"), (ENGINE | {"live"}, "both stand on live, apart")),
+    **dict.fromkeys(
+        ("parallel", "activation", "plugins"), (ENGINE | {"live"}, "all stand on live, apart")
+    ),
     "schemas": (set(), "the written format is data"),
     "version": (set(), "a number stands on nothing"),
     "ckptkit": (
