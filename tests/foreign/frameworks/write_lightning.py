@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 
-class Module(pl.LightningModule):  # type: ignore[misc]
+class Module(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -31,6 +31,7 @@ class Module(pl.LightningModule):  # type: ignore[misc]
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            assert self.device_mesh is not None
             for module in (self.net[0], self.net[2], self.net):
                 fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
@@ -43,7 +44,7 @@ class Module(pl.LightningModule):  # type: ignore[misc]
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)]
 
 
-class Wanted(pl.Callback):  # type: ignore[misc]
+class Wanted(pl.Callback):
     """Keeps what the job has when it begins."""
 
     def __init__(self) -> None:
