@@ -181,9 +181,16 @@ class Checkpointer:
                 if may_skip and ranks.share(lambda: self._background.is_running):
                     return None
                 self._background.wait()
-                started, target, world = time.perf_counter(), self._tiers.target, self._world
+                started = time.perf_counter()
                 save = prepare(
-                    target, step, ranks, world, training, extra, self._options, self._arena
+                    self._tiers.target,
+                    step,
+                    training,
+                    extra,
+                    self._options,
+                    self._arena,
+                    world=self._world,
+                    ranks=ranks,
                 )
             # All ranks have begun this save, so none can look at what the last but one left in the
             # store any more.
