@@ -181,16 +181,10 @@ class Checkpointer:
                 if may_skip and ranks.share(lambda: self._background.is_running):
                     return None
                 self._background.wait()
-                started = time.perf_counter()
+                started, target = time.perf_counter(), self._tiers.target
+                options, world = self._options, self._world
                 save = prepare(
-                    self._tiers.target,
-                    step,
-                    training,
-                    extra,
-                    self._options,
-                    self._arena,
-                    world=self._world,
-                    ranks=ranks,
+                    target, step, training, extra, options, self._arena, world=world, ranks=ranks
                 )
             # All ranks have begun this save, so none can look at what the last but one left in the
             # store any more.
