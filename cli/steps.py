@@ -95,6 +95,8 @@ def verify(
         lines.append(f"{foreign.format} has no checksums: the bytes were compared with nothing")
         left_out = foreign.details.get("left_out", {})
         lines += [f"left out: {name}: {why}" for name, why in left_out.items()]
+        if unsure := foreign.details.get("not_checked"):
+            lines.append(f"not checked: {unsure}")
     if digest:
         document["digest"] = None
     if found is not None:

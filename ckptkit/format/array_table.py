@@ -23,7 +23,7 @@ from ckptkit.format.arrays import (
     arrays_to_docs,
     check_names,
 )
-from ckptkit.format.columns import MAX_ROWS, U32, U64
+from ckptkit.format.envelope import MAX_ROWS, U32, U64
 from ckptkit.format.leaves import unpack, unpack_items
 from ckptkit.format.pack import Entries
 from ckptkit.model.document import Fields

@@ -1,24 +1,31 @@
-"""What records and manifests have in common: kind, version, and a checksum at the end (FORMAT
-section 6).
+"""What records and manifests have in common: kind, version, a checksum at the end, and tables of
+columns (FORMAT section 6).
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import msgpack
+import numpy as np
+import numpy.typing as npt
 from isal import isal_zlib
 
 from ckptkit.errors import CorruptionError, FormatError, VersionError
 from ckptkit.format.leaves import unpack
+from ckptkit.model.document import Fields
 
 VERSION = 1
 MAX_DOCUMENT_BYTES = 1 << 32
 
 CRC_MARK = 0xCE
 CRC_BYTES = 5  # the mark and four bytes: a msgpack uint32 of fixed width
+
+MAX_ROWS = (1 << 32) - 1  # of a table: one is one chunk
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
 
 
 def seal(kind: str, fields: dict[str, Any], packed: Collection[str] = ()) -> bytes:
@@ -137,3 +144,64 @@ def _skip(walker: msgpack.Unpacker, where: str) -> int:
     except Exception as error:  # as in `unpack`
         raise FormatError(f"not valid msgpack: {error}", where=where) from error
     return int(walker.tell())
+
+
+# Chunk tables: packed integer columns, never an object per chunk.
+
+
+def columns_to_doc(columns: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
+    """A document of little-endian columns of one length."""
+    count = len(next(iter(columns.values())))
+    packed = {
+        name: column.astype(column.dtype.newbyteorder("<")).tobytes()
+        for name, column in columns.items()
+    }
+    return {"count": count, **packed}
+
+
+def columns_from_doc(value: object, where: str, names: Sequence[str]) -> dict[str, Any]:
+    """The columns of a document, as views of its bytes, once their lengths are proven."""
+    fields = Fields(value, where)
+    count = fields.integer("count", below=MAX_ROWS + 1)
+    columns = {}
+    for name in names:
+        dtype = np.dtype("<u8" if name in ("offset", "length", "chunk") else "<u4")
+        data = fields.bytes(name)
+        if len(data) != count * dtype.itemsize:
+            raise FormatError(
+                f"{len(data)} bytes are not {count} values of {dtype.itemsize}",
+                where=fields.at(name),
+            )
+        columns[name] = np.frombuffer(data, dtype=dtype)
+    fields.finish()
+    return columns
+
+
+def check_placed(
+    pack: U32, offset: U64, length: U64, pack_sizes: Sequence[int], where: str
+) -> None:
+    """Every chunk lies inside its pack and apart from every other one."""
+    if not len(pack):
+        return
+    if int(pack.max()) >= len(pack_sizes):
+        raise FormatError(
+            "a chunk in a pack that is not listed", where=where, value=int(pack.max())
+        )
+    sizes = np.array(pack_sizes, dtype=np.uint64)[pack]
+    # The numbers are unsigned: `offset + length` may wrap, and so may `sizes - offset`.
+    outside = (offset > sizes) | (length > sizes - np.minimum(offset, sizes))
+    if outside.any():
+        row = int(outside.argmax())
+        raise FormatError(
+            f"a chunk reaches past the end of its pack of {int(sizes[row])} bytes",
+            where=f"{where}.{row}",
+            value=(int(offset[row]), int(length[row])),
+        )
+    order = np.lexsort((offset, pack))
+    same = pack[order][1:] == pack[order][:-1]
+    clash = same & (offset[order][:-1] + length[order][:-1] > offset[order][1:])
+    if clash.any():
+        row = int(order[int(clash.argmax()) + 1])
+        raise FormatError(
+            "two chunks overlap in their pack", where=f"{where}.{row}", value=int(offset[row])
+        )

@@ -11,14 +11,17 @@ import numpy as np
 from ckptkit.errors import FormatError
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import TABLE_FIELDS, Alias, ArrayInfo, chunk_key
-from ckptkit.format.columns import (
+from ckptkit.format.envelope import (
     U32,
     U64,
+    check_head,
     check_placed,
     columns_from_doc,
     columns_to_doc,
+    packed_fields,
+    seal,
+    unseal,
 )
-from ckptkit.format.envelope import check_head, packed_fields, seal, unseal
 from ckptkit.format.leaves import unpack, unpack_items
 from ckptkit.format.objects import (
     ObjectInfo,

@@ -13,8 +13,7 @@ import numpy as np
 from ckptkit.errors import CorruptionError, FormatError
 from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.arrays import TABLE_FIELDS
-from ckptkit.format.columns import U32, U64, columns_from_doc, columns_to_doc
-from ckptkit.format.envelope import seal, unseal
+from ckptkit.format.envelope import U32, U64, columns_from_doc, columns_to_doc, seal, unseal
 from ckptkit.format.leaves import check_leaf, encode, unpack
 from ckptkit.format.names import are_plain_documents, name_from_file
 from ckptkit.format.objects import (

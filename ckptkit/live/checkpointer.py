@@ -278,6 +278,12 @@ class Checkpointer:
                     )
             return None
 
+    def keep(self, steps: Iterable[int]) -> None:
+        """Keep these steps, such as the best so far, besides those that `keep_last` and
+        `keep_every` do; the next call names others.
+        """
+        self._tiers.keep(steps)
+
     def should_stop(self, step: int) -> bool:
         """Whether SIGTERM came and this is the step, the same on all ranks, to save and leave
         after; ask once in every step, with `on_sigterm="save"`.

@@ -228,8 +228,8 @@ def deep(metadata: Metadata) -> None:
         (of_tensor(size=[1] * 70, chunks=[]), "more than 32 dims|no file has this part"),
         (of_tensor(size=torch.Size([1])), "a part that is not inside of"),
         (of_tensor(size=torch.Size([3, 1])), "a part that is not inside of"),
-        (of_tensor(properties=TensorProperties(cast(Any, []))), "elements of a type"),
-        (of_tensor(properties=TensorProperties(cast(Any, {}))), "elements of a type"),
+        (of_tensor(properties=TensorProperties(cast("Any", []))), "elements of a type"),
+        (of_tensor(properties=TensorProperties(cast("Any", {}))), "elements of a type"),
         (deep, "more than 64 levels"),
     ],
 )

@@ -26,15 +26,15 @@ FILES = [f"model-{n:05d}-of-00006.safetensors" for n in range(1, 7)]
 _KILLED = """
 import os, signal, sys
 import ckptkit
-from ckptkit.checkpoint.export import finished
-was = finished.FinishedFiles.add
+from ckptkit.checkpoint.export.export import FinishedFiles
+was = FinishedFiles.add
 left = [int(sys.argv[3])]
 def add(self, *noted):
     if not left[0]:
         os.kill(os.getpid(), signal.SIGKILL)
     left[0] -= 1
     was(self, *noted)
-finished.FinishedFiles.add = add
+FinishedFiles.add = add
 ckptkit.export(sys.argv[1], sys.argv[2], to_format="hf", max_file_size=5000)
 """
 

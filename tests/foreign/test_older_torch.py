@@ -91,7 +91,7 @@ def test_python_3_13_has_another_module_of_paths(
     file = tmp_path / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     metadata.storage_meta.checkpoint_id = tmp_path
-    module = cast(Any, ModuleType("pathlib._local"))
+    module = cast("Any", ModuleType("pathlib._local"))
     module.PosixPath = pathlib.PosixPath
     monkeypatch.setitem(sys.modules, "pathlib._local", module)
     monkeypatch.setattr(pathlib.PosixPath, "__module__", "pathlib._local")
@@ -161,7 +161,7 @@ class Deflated(StreamTransformExtension):
             def close(self) -> None:
                 output.write(self.packer.flush())
 
-        return cast(IO[bytes], Writer())
+        return cast("IO[bytes]", Writer())
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002
         return input

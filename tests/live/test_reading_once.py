@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptkit
 from ckptkit.checkpoint.places import MANIFEST
 from ckptkit.errors import CkptkitError
-from ckptkit.live import Checkpointer, filling, load, save
+from ckptkit.live import Checkpointer, load, restore, save
 from ckptkit.storage import open_store
 from tests.live.gathering import Arrays, Comparison, gathered, scramble
 from tests.live.pool import Pool
@@ -70,7 +70,7 @@ def load_counting(layout: str, location: str, whole: Arrays) -> list[Any]:
     store = Noting(location)
     for batch, forget in product((64 << 20, 300), (True, False)):
         scramble(job, forget=forget)
-        with patch.object(filling, "_TURN_BYTES", batch):
+        with patch.object(restore, "_TURN_BYTES", batch):
             restored = load(store, model=job.model, optimizer=job.optimizer, read_once=True)
         wrong += [] if restored.report.is_exact else [str(restored.report)]
         wrong += comparison.differences(whole)
@@ -102,7 +102,7 @@ def digests(model: nn.Module) -> list[int]:
 def load_wide(location: str, read_once: bool) -> list[Any]:
     model = DistributedDataParallel(wide_model())
     store = Noting(location)
-    with patch.object(filling, "_PIECE_BYTES", PIECE):
+    with patch.object(restore, "_PIECE_BYTES", PIECE):
         load(store, model=model, read_once=read_once)
     return [store.bytes_read, store.manifests, digests(model)]
 
@@ -180,7 +180,7 @@ def load_without_memory(location: str) -> list[Any]:
     model = DistributedDataParallel(wide_model())
     started = time.monotonic()
 
-    circle = filling._Circle
+    circle = restore._Circle
 
     def with_memory(*args: Any) -> Any:
         if dist.get_rank() == 1:
@@ -188,7 +188,7 @@ def load_without_memory(location: str) -> list[Any]:
         return circle(*args)
 
     with (
-        patch.object(filling, "_Circle", with_memory),
+        patch.object(restore, "_Circle", with_memory),
         pytest.raises((CkptkitError, MemoryError)) as caught,
     ):
         load(location, model=model, read_once=True, timeout=20)
@@ -205,7 +205,7 @@ def test_a_rank_without_memory_keeps_nobody_waiting(gloo: Pool, tmp_path: Path) 
 def load_noting_circles(layout: str, location: str) -> list[int]:
     """How many earlier circles are in memory when each is made."""
     job = build(layout, seed=9)
-    circle, made, left = filling._Circle, list[Any](), list[int]()
+    circle, made, left = restore._Circle, list[Any](), list[int]()
 
     def noted(*args: Any) -> Any:
         left.append(sum(each() is not None for each in made))
@@ -213,7 +213,7 @@ def load_noting_circles(layout: str, location: str) -> list[int]:
         made.append(weakref.ref(new))
         return new
 
-    with patch.object(filling, "_Circle", noted):
+    with patch.object(restore, "_Circle", noted):
         load(location, model=job.model, read_once=True)
     return left
 

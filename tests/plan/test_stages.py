@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from ckptkit.errors import RulesError
 from ckptkit.model import Rules, Strategy
 from ckptkit.plan.cuts import Tensor
-from ckptkit.plan.place import place
-from ckptkit.plan.stages import balanced
+from ckptkit.plan.place import balanced, place
 
 SINGLE = Strategy.parse("single")
 

@@ -4,9 +4,10 @@ some bytes of each at a time, within a budget of memory.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,8 +15,7 @@ from typing import Any
 
 from ckptkit.checkpoint.check.unpack import appearing
 from ckptkit.checkpoint.export.file import write_file
-from ckptkit.checkpoint.export.finished import FinishedFiles, export_name
-from ckptkit.checkpoint.places import Place, store_at, stored_size
+from ckptkit.checkpoint.places import Place, check_room, crc_of, store_at, stored_size
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY
 from ckptkit.checkpoint.reshard.copy import (
@@ -27,24 +27,24 @@ from ckptkit.checkpoint.reshard.copy import (
 from ckptkit.checkpoint.reshard.selection import Selection, choose
 from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.workers import Progress, copy_threads
-from ckptkit.errors import AlreadyExistsError, NoSpaceError, NotFoundError, UsageError
-from ckptkit.foreign.output.dcp import dcp_folder
+from ckptkit.errors import AlreadyExistsError, CkptkitError, NotFoundError, UsageError
 from ckptkit.foreign.output.files import (
     EMBEDDINGS,
-    NewFile,
+    Checked,
     NewFiles,
     NewTensor,
     hugging_face,
     plain_name,
     safetensors_file,
 )
-from ckptkit.foreign.output.opcodes import Keys
-from ckptkit.foreign.output.torch_save import torch_file
+from ckptkit.foreign.output.pickled import Keys, dcp_folder, torch_file
 from ckptkit.foreign.readers.safetensors import CONFIG, parsed
+from ckptkit.format.leaves import dumps, unpack
 from ckptkit.format.names import MODEL, OPTIMIZER, inner_name, split
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Options, Store, open_store
+from ckptkit.version import __version__
 
 FORMATS = ("hf", "safetensors", "torch", "dcp")
 # How the files are laid out: of a folder by the most bytes of each, one file by its name.
@@ -56,6 +56,9 @@ _WITH_OPTIMIZER = ("dcp", "torch")
 _BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "tokenizer*", "LICENSE*")
 _NOT_BESIDE = ("*.index.json", "*.safetensors", "*.bin", "trainer_state.json")
 _MOST_BESIDE = 256 << 20
+
+_NOTE = ".ckptkit-export-"
+_MOST_NOTE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,8 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
             resumed = finished.begin([file.key for file in new.files], progress)
             keys.extend([finished.note, *resumed] if finished.note else [])
             missing = [file for file in new.files if file.key not in resumed]
-            _check_room(store, place, missing, tensors)
+            numbers = (n for file in missing for n in file.pieces if isinstance(n, int))
+            check_room(store, sum(tensors[n].nbytes for n in numbers), place.location)
             if config is not None:
                 keys.extend(_copy_beside(config, store))
             check_huge_chunks(arrays, checkpoint, budget)
@@ -326,19 +330,6 @@ def _removed_on_failure(store: Store) -> Iterator[list[str]]:
         raise
 
 
-def _check_room(
-    store: Store, place: Store, files: Sequence[NewFile], tensors: Sequence[NewTensor]
-) -> None:
-    numbers = [piece for file in files for piece in file.pieces if isinstance(piece, int)]
-    room, needed = store.room(), sum(tensors[number].nbytes for number in numbers)
-    if room is not None and needed > room:
-        raise NoSpaceError(
-            f"{needed} bytes are to be written, {room} are free",
-            where=str(place.location),
-            hint="nothing was written; `ckpt prune` frees what runs do not need",
-        )
-
-
 def _copy_beside(source: Store, target: Store) -> Iterator[str]:
     """Copy the config, the tokenizer and other small files; yields the name of each file once it is
     there, so that it can be removed again.
@@ -358,3 +349,74 @@ def _copy_beside(source: Store, target: Store) -> Iterator[str]:
         if fits(name, _BESIDE) and not fits(name, _NOT_BESIDE):
             target.put(name, source.read_whole(name, _MOST_BESIDE))
             yield name
+
+
+# Which files are there already: an export goes on where an earlier one was killed. What is finished
+# is noted beside the files, under a name that tells what they are made of, until all is there.
+
+
+def export_name(save_id: str, arrays: Sequence[Chosen], new: NewFiles) -> str:
+    """The name of an export: the same for all that write the same bytes."""
+    digest = hashlib.sha256(f"{__version__} {save_id}".encode())
+    for chosen in arrays:
+        rows = [(rows.number, rows.start, rows.count, rows.at) for rows in chosen.rows]
+        digest.update(repr((chosen.number, chosen.info.dtype.name, rows)).encode())
+    for file in new.files:
+        pieces = [hashlib.sha256(p).hexdigest() if type(p) is bytes else p for p in file.pieces]
+        known = [piece.tensors if isinstance(piece, Checked) else piece for piece in pieces]
+        digest.update(repr((file.key, known)).encode())
+    for key, data in new.closing:
+        digest.update(repr((key, data)).encode())
+    return digest.hexdigest()[:16]
+
+
+class FinishedFiles:
+    """The files that an export of this name has written whole; none are noted without a name."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self.note = f"{_NOTE}{name}" if name else ""
+        self.is_resumed = bool(name) and self.note in store.children("")
+        self._known: dict[str, tuple[int, int]] = {}
+
+    def begin(self, keys: Iterable[str], progress: Progress | None) -> list[str]:
+        """Those of these files that an earlier run has completed, with the very bytes that it
+        wrote; what is left of others is removed. AlreadyExistsError where another one begins now.
+        """
+        if not self.note:
+            return []
+        if not self.is_resumed:
+            self._store.put(self.note, dumps([]), exclusive=True)
+            return []
+        said: Any = []
+        with suppress(CkptkitError):  # one that was killed may leave an empty note
+            said = unpack(self._store.read_whole(self.note, _MOST_NOTE), self.note)
+        noted = {key: (size, crc) for key, size, crc in said}
+        self._store.delete([entry.key for entry in self._store.leftovers("")])
+        there = {entry.key: entry.size for entry in self._store.list("")}
+        links = self._store.links("")
+        for key in keys:
+            size, crc = noted.get(key, (-1, 0)) if key not in links else (-1, 0)
+            if there.get(key) == size and self._crc(key, size) == crc:
+                self._known[key] = size, crc
+                if progress:
+                    progress(size)
+            elif key in there:
+                self._store.delete([key])
+        return list(self._known)
+
+    def add(self, key: str, size: int, crc: int) -> None:
+        """One more is there, durable."""
+        self._known[key] = size, crc
+        if self.note:
+            rows = [[key, size, crc] for key, (size, crc) in self._known.items()]
+            self._store.put(self.note, dumps(rows))
+
+    def forget(self) -> None:
+        """All is there."""
+        if self.note:
+            self._store.delete([self.note])
+
+    def _crc(self, key: str, size: int) -> int:
+        with self._store.open(key, size) as source:
+            return crc_of(source, 0, size)

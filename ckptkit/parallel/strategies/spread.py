@@ -360,7 +360,7 @@ def _optimizer_of(modules: Sequence[nn.Module], job: _Job) -> Optimizer | None:
             made = options.optimizer
         elif group is not None and trained:
             # There, because it takes a while to import, and warns.
-            from ckptkit.parallel.strategies.zero1 import zero1_optimizer  # noqa: PLC0415
+            from ckptkit.parallel.strategies.data_parallel import zero1_optimizer  # noqa: PLC0415
 
             made = zero1_optimizer(modules, trained, options, group)
         else:

@@ -19,7 +19,7 @@ from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import LayoutError, UsageError
 from ckptkit.parallel.strategies.data_parallel import CONTAINERS, nbytes_of
 from ckptkit.parallel.strategies.options import StageByHand, StrategyOptions
-from ckptkit.plan.stages import balanced
+from ckptkit.plan.place import balanced
 
 _HOW = "pass split=, a function of the model and the names of a stage's layers; it makes the stage"
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.live.wrappers.entries import canonical_names, every_module
 from ckptkit.parallel import Distributed, as_distributed
-from ckptkit.parallel.strategies.zero1 import OverlappingZero1
+from ckptkit.parallel.strategies.data_parallel import OverlappingZero1
 from tests.live.network import batch, loss_of, network
 
 STEPS = 4
