@@ -160,6 +160,20 @@ def run_from_dcp(gloo: Pool) -> None:
     assert ckpt("show", "runs/from-dcp").exit_code == 0
 
 
+def save_by_dcp_on_a_rank(folder: str) -> None:
+    torch.manual_seed(0)  # the same on all ranks, as DDP sees to
+    job = training(Network())
+    old = job["model"].embed.weight.detach().clone()
+    with chdir(folder):
+        names = run("frameworks.md", job)
+    assert names["state"]["step"] == 1000
+    assert torch.equal(job["model"].embed.weight, old)
+
+
+def run_frameworks(gloo: Pool) -> None:
+    gloo.run(2, save_by_dcp_on_a_rank, str(Path.cwd()))
+
+
 def run_activations(gloo: Pool) -> None:
     layer = nn.TransformerEncoderLayer(4, 1, 8, batch_first=True)
     model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
@@ -267,6 +281,7 @@ PROGRAMS: dict[str, Callable[[Pool], None]] = {
     "README.md": run_readme,
     "activations.md": run_activations,
     "communication.md": run_communication,
+    "frameworks.md": run_frameworks,
     "from-dcp.md": run_from_dcp,
     "migration.md": run_migration,
     "optimizers.md": run_optimizers,
