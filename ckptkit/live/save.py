@@ -25,8 +25,7 @@ from ckptkit.checkpoint.write.writer import HeldKind, Writer
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import canonical, dumps
 from ckptkit.format.names import inner_name, join, matches
-from ckptkit.live.outline import Outline
-from ckptkit.live.snapshot import Snapshot, rules_of, take_snapshot
+from ckptkit.live.snapshot import Outline, Snapshot, rules_of, take_snapshot
 from ckptkit.live.state.agreement import put_together
 from ckptkit.live.state.parts import HandCuts, LiveTensor, Tied
 from ckptkit.live.state.ranks import StoreRanks, World, copying_threads, listed
@@ -95,12 +94,13 @@ class PreparedSave:
 def prepare(
     store: Store,
     step: int,
-    ranks: StoreRanks | OneRank,
-    world: World,
     training: TrainingState,
     extra: Mapping[str, object] | None,
     options: SaveOptions,
     arena: Arena,
+    *,
+    world: World,
+    ranks: StoreRanks | OneRank,
 ) -> PreparedSave:
     """Everything of a save that is done while the training waits. All ranks call it alike; what
     goes wrong on one has to reach the others by the caller's `failing_together`.

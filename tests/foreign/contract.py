@@ -19,7 +19,15 @@ import pytest
 
 import ckptkit
 from ckptkit.errors import CkptkitError
+from tests.foreign import loading
+from tests.live.pool import Pool
 from tests.storage.counting import CountingStore
+
+# Of any architecture: the last dim of what has up to three.
+LAST_DIM: dict[str, Any] = {
+    "rules": [{"match": "*", "ndim": n, "tp": f"shard({n - 1})"} for n in (1, 2, 3)],
+    "default": "replicate",
+}
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,10 @@ def read_all(place: Path, names: Iterable[str] | None = None) -> None:
             checkpoint.read(name)
 
 
-class ForeignContract:
-    """Subclasses have a fixture `sample`."""
+class BitForBit:
+    """However a checkpoint was spread, each of its tensors is what its framework loads, on every
+    way out of it. Subclasses have a fixture `sample`.
+    """
 
     def test_every_tensor_is_what_the_framework_loads(self, sample: Sample) -> None:
         with ckptkit.open(sample.place) as checkpoint:
@@ -57,19 +67,42 @@ class ForeignContract:
             for name, wanted in sample.arrays.items():
                 assert same(checkpoint[name][...], wanted), name
 
+    def test_it_becomes_a_step_that_holds_the_same(self, sample: Sample, tmp_path: Path) -> None:
+        """Of ranks of FSDP, and from there of ranks that cut other dims."""
+        one, other = tmp_path / "fsdp", tmp_path / "tp"
+        ckptkit.reshard(sample.place, one, to="fsdp:3")
+        ckptkit.reshard(one, other, to="tp:2", rules=LAST_DIM)
+        for run in (one, other):
+            assert ckptkit.diff(sample.place, run).same
+            assert not ckptkit.verify(run)
+            with ckptkit.open(run) as checkpoint:
+                for name, wanted in sample.arrays.items():
+                    assert same(checkpoint[name][...], wanted), name
+
+    def test_a_job_of_two_ranks_goes_on_with_it(self, sample: Sample, gloo: Pool) -> None:
+        """Under FSDP, and where each tensor is cut along its last dim."""
+        for found in gloo.run(2, loading.differing, str(sample.place), dict(sample.arrays)):
+            assert found == []
+
+    def test_what_torch_and_others_load_is_the_same(self, sample: Sample, tmp_path: Path) -> None:
+        """Of what it is exported to, in each format, by the format's own library."""
+        wanted = dict(sample.arrays)
+        for to_format, loaded in loading.exported(sample.place, tmp_path).items():
+            groups = ("model/", "optimizer/") if to_format.startswith("all of") else ("model/",)
+            there = {name for name in wanted if name.startswith(groups)}
+            assert set(loaded) == there, to_format
+            for name in there:
+                assert same(loaded[name], wanted[name]), (to_format, name)
+
+
+class ForeignContract(BitForBit):
+    """What else a format is to keep."""
+
     def test_a_slice_is_that_of_the_tensor(self, sample: Sample) -> None:
         with ckptkit.open(sample.place) as checkpoint:
             for name, wanted in sample.arrays.items():
                 index: Any = (*(slice(n // 3, n // 3 + (n + 1) // 2) for n in wanted.shape), ...)
                 assert same(checkpoint[name][index], wanted[index]), name
-
-    def test_it_becomes_a_step_that_holds_the_same(self, sample: Sample, tmp_path: Path) -> None:
-        ckptkit.reshard(sample.place, tmp_path / "run", to="fsdp:3")
-        assert ckptkit.diff(sample.place, tmp_path / "run").same
-        assert not ckptkit.verify(tmp_path / "run")
-        with ckptkit.open(tmp_path / "run") as checkpoint:
-            for name, wanted in sample.arrays.items():
-                assert same(checkpoint[name][...], wanted), name
 
     def test_opening_reads_no_tensor(self, sample: Sample, tmp_path: Path) -> None:
         if sample.place.is_dir():

@@ -167,16 +167,14 @@ def _begin(grid: Grid, chunk: int, part: Part, itemsize: int) -> int:
     at = place_in(part, box)
     if at is None or box.shape != stored_shape or 0 in box.shape:
         return -1
-    begin, is_whole = 0, True
-    strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
-    for place, extent, stride in zip(
-        reversed(at[:-1]), reversed(part.shape), reversed(strides), strict=True
-    ):
+    begin, is_whole, stride = 0, True, 1
+    for place, extent in zip(reversed(at[:-1]), reversed(part.shape), strict=True):
         length = place.stop - place.start
         if not is_whole and length > 1:
             return -1
         is_whole = is_whole and length == extent
         begin += place.start * stride
+        stride *= extent
     return begin * itemsize
 
 

@@ -12,7 +12,7 @@ import yaml
 
 import ckptkit
 from ckptkit.errors import CkptkitError, FormatError
-from tests.foreign.contract import ForeignContract, Sample
+from tests.foreign.contract import BitForBit, ForeignContract, Sample
 from tests.foreign.frameworks.written import written_by
 from tests.storage.counting import CountingStore
 
@@ -104,12 +104,17 @@ class TestSharded(ForeignContract):
             assert "mine/rank" in checkpoint.details["of_rank_0"]
 
 
-def test_what_is_replicated_is_told_to_be(snapshots: Path) -> None:
-    with ckptkit.open(snapshots / "ddp") as checkpoint, np.load(snapshots / "ddp.npz") as wanted:
-        assert checkpoint.written_by == "ddp:2"
-        assert set(checkpoint.arrays) == set(wanted.files)
-        for name in wanted.files:
-            assert checkpoint[name][...].tobytes() == wanted[name].tobytes()
+class TestReplicated(BitForBit):
+    """Each rank wrote a part of what all have."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def sample(cls, snapshots: Path) -> Sample:
+        return sample_of(snapshots, "ddp", "replicated/**/*")
+
+    def test_what_is_replicated_is_told_to_be(self, sample: Sample) -> None:
+        with ckptkit.open(sample.place) as checkpoint:
+            assert checkpoint.written_by == "ddp:2"
 
 
 def test_the_yaml_of_older_versions_says_the_same(snapshots: Path, tmp_path: Path) -> None:
@@ -159,6 +164,45 @@ def test_metadata_that_lost_a_rank_is_refused(snapshots: Path, tmp_path: Path) -
     (place / ".snapshot_metadata").write_text(json.dumps(said))
     with pytest.raises(FormatError, match="of 2 ranks it has entries of 1"):
         ckptkit.open(place)
+
+
+@pytest.mark.parametrize(
+    ("lost", "name"),
+    [
+        (("1/model/0.weight",), "model/0.weight"),
+        (("1/optimizer/state/2.bias/exp_avg",), "optimizer/state/2.bias/exp_avg"),
+        # What is around it is lost with it.
+        (("1/optimizer/state/2.bias", "1/optimizer/state"), "optimizer/state/0.weight/exp_avg"),
+        (("1/model",), "model/0.weight"),
+        (("0/model/2.weight",), "model/2.weight"),
+    ],
+)
+def test_metadata_that_lost_some_entries_of_a_rank_is_refused_by_name(
+    lost: tuple[str, ...], name: str, snapshots: Path, tmp_path: Path
+) -> None:
+    """Without the last rows of a tensor what is left looks like a smaller one."""
+    place = Path(shutil.copytree(snapshots / "sharded", tmp_path / "sharded"))
+    said = json.loads((place / ".snapshot_metadata").read_text())
+    said["manifest"] = {k: v for k, v in said["manifest"].items() if not k.startswith(lost)}
+    (place / ".snapshot_metadata").write_text(json.dumps(said))
+    with pytest.raises(FormatError, match=f"rank {lost[0][0]} has no entry of it") as caught:
+        ckptkit.open(place)
+    assert f"{lost[0][0]}/{name}" in str(caught.value)
+
+
+def test_a_stage_of_a_pipeline_need_not_have_shards_of_the_other(tmp_path: Path) -> None:
+    manifest: Manifest = {}
+    data = np.arange(6, dtype=np.float32).tobytes()
+    for rank in range(4):
+        name = "ab"[rank // 2]
+        said = shard([2 * (rank % 2), 0], [2, 3])
+        manifest[f"{rank}/model"] = {"type": "dict", "keys": [name]}
+        manifest[f"{rank}/model/{name}"] = {"type": "ShardedTensor", "shards": [said]}
+    with ckptkit.open(written(tmp_path, manifest, ranks=4, f=data)) as checkpoint:
+        assert {n: array.shape for n, array in checkpoint.arrays.items()} == {
+            "model/a": (4, 3),
+            "model/b": (4, 3),
+        }
 
 
 def test_a_dtensor_is_put_together_and_tells_its_mesh(tmp_path: Path) -> None:

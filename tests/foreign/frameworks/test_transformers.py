@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 import ckptkit
-from tests.foreign.contract import ForeignContract, Sample
+from tests.foreign.contract import ForeignContract, Sample, same
 from tests.foreign.frameworks.written import written_by
+from tests.foreign.jobs import as_numpy
 
 PLACES = {"sharded": "sharded", "trained": "trained/checkpoint-3"}
 
@@ -46,3 +49,23 @@ def test_what_the_trainer_has_besides_the_model_is_named(written: Path) -> None:
             *("optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"),
             "training_args.bin",
         }
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_transformers_loads_again_what_was_saved_for_another_layout(
+    case: str, written: Path, tmp_path: Path
+) -> None:
+    """With the rules of its architecture, and through a step of tensor parallelism."""
+    place = written / PLACES[case]
+    ckptkit.reshard(place, tmp_path / "fsdp", to="fsdp:2")
+    ckptkit.reshard(tmp_path / "fsdp", tmp_path / "tp", to="tp:2", sizes={"head_dim": 2})
+    out = tmp_path / "out"
+    ckptkit.export(tmp_path / "tp", out, to_format="hf", beside=place, max_file_size="2KB")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+    model, said = loaded
+    assert not said["missing_keys"]
+    assert not said["unexpected_keys"]
+    with np.load(written / f"{case}.npz") as wanted:
+        found = {f"model/{name}": as_numpy(tensor) for name, tensor in model.state_dict().items()}
+        assert found.keys() == set(wanted.files)
+        assert all(same(found[name], wanted[name]) for name in found)
