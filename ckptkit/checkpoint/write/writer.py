@@ -358,6 +358,9 @@ class Writer:
             data = [holding.data for holding in self._arrays.values()]
         if plan is self.like:
             self._tables.add(plan.table, len(self.strategy.mesh.axes))
+            documents = plan.entries(0, len(plan.documents), plan.crcs)
+            self._tables.documents[plan.packed_documents] = documents
+            plan.keep_headers()
         self.plan = plan
         return pack_of(self.rank, plan, data, self._objects.values())
 
