@@ -22,7 +22,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest.register_assert_rewrite(
     "tests.checkpoint.saving",
     "tests.foreign.contract",
-    "tests.pages",
     "tests.storage.contract",
     "tests.storage.sink_contract",
     "tests.faults.scene",

@@ -7,11 +7,15 @@ the model and the data, and the sessions of a shell. A page without a way to run
 from __future__ import annotations
 
 import doctest
+import os
 import re
 import runpy
+import shlex
 import shutil
+import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Callable
 from contextlib import ExitStack, chdir, redirect_stdout
 from io import StringIO
@@ -36,12 +40,14 @@ from ckptkit.parallel import as_distributed, init, run_in_memory
 from tests.cli.programs import ckpt, process
 from tests.live.pool import Pool
 from tests.orbax_stand_in import orbax_with
-from tests.pages import DOCS, PAGES, ROOT, run_session
+from tests.plugins.page import run_sections
 from tests.servers.s3_server import Bucket
 
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *DOCS.glob("*.md"))}
 SESSIONS = ("sh", "console")
 WITH_A_RUN = ("README.md", "commands.md", "migration.md", "resharding.md", "storage.md")
-TRAIN = "print('step 100, loss 2.31')"
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -154,20 +160,6 @@ def run_from_dcp(gloo: Pool) -> None:
     assert ckpt("show", "runs/from-dcp").exit_code == 0
 
 
-def save_by_dcp_on_a_rank(folder: str) -> None:
-    torch.manual_seed(0)  # the same on all ranks, as DDP sees to
-    job = training(Network())
-    old = job["model"].embed.weight.detach().clone()
-    with chdir(folder):
-        names = run("frameworks.md", job)
-    assert names["state"]["step"] == 1000
-    assert torch.equal(job["model"].embed.weight, old)
-
-
-def run_frameworks(gloo: Pool) -> None:
-    gloo.run(2, save_by_dcp_on_a_rank, str(Path.cwd()))
-
-
 def run_activations(gloo: Pool) -> None:
     layer = nn.TransformerEncoderLayer(4, 1, 8, batch_first=True)
     model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
@@ -275,17 +267,100 @@ PROGRAMS: dict[str, Callable[[Pool], None]] = {
     "README.md": run_readme,
     "activations.md": run_activations,
     "communication.md": run_communication,
-    "frameworks.md": run_frameworks,
+    "frameworks.md": lambda gloo: run_sections(PAGES["frameworks.md"], gloo),
     "from-dcp.md": run_from_dcp,
     "migration.md": run_migration,
     "optimizers.md": run_optimizers,
     "python.md": run_python,
-    "resharding.md": run_in_place("resharding.md"),
     "state.md": run_state,
-    "storage.md": run_in_place("storage.md"),
+    **{page: run_in_place(page) for page in ("resharding.md", "storage.md")},
     "strategies.md": run_strategies,
     "training.md": run_training,
 }
+
+
+# What runs the lines of a shell.
+
+
+def run_session(text: str) -> None:
+    """Each line with its command, and, where the block shows it, what that prints."""
+    if "$ " not in text:
+        for line in text.splitlines():
+            run_line(line)
+        return
+    for line, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE):
+        assert_shows(run_line(line), shown)
+
+
+def run_line(line: str) -> str:
+    """What a command prints that ends well."""
+    words = shlex.split(line, comments=True)
+    match words:
+        case ["make", target]:  # to run these from here would be to run the tests within a test
+            assert f"\n{target}: ## " in (ROOT / "Makefile").read_text()
+        case ["pip", "install", what]:  # nothing is installed by a test
+            known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+            name = re.fullmatch(r"ckptkit\[(\w+)\]", what)
+            assert name
+            assert name[1] in known["optional-dependencies"]
+        case ["export", *settings]:  # the test has its own
+            assert all(f"`{each.partition('=')[0]}`" in PAGES["storage.md"] for each in settings)
+        case ["torchrun", "--nproc-per-node", "4", program, "--strategy", strategy]:
+            # tests/test_examples.py runs the program that does just that.
+            assert (ROOT / program).exists()
+            example = (ROOT / "examples" / "kill_and_resume.py").read_text()
+            assert f'train(run, "{strategy}", ' in example
+        case ["ckpt", "launch", *_] | ["mpirun", *_] | ["unzip", *_]:
+            return by_bash(line)
+        case ["ckpt", *arguments]:
+            done = ckpt(*arguments)
+            assert done.exit_code == 0, done.output
+            return done.stdout
+        case ["rm", path]:
+            Path(path).unlink()
+        case _:
+            raise AssertionError(f"nothing runs {line!r}")
+    return ""
+
+
+def by_bash(line: str) -> str:
+    """As it stands there, with the programs beside this Python."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    allowed = {  # Open MPI wants to be asked
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    done = subprocess.run(
+        ["bash", "-c", line],
+        env={**os.environ, **allowed, "PATH": path},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def assert_shows(printed: str, shown: str) -> None:
+    """The lines of a block, in their order; `...` stands for any, and what a day, a folder or an
+    id looks like does not matter.
+    """
+    varying = {
+        re.escape(f"{Path.cwd()}/"): "/data/",
+        r"\d{4}-\d\d-\d\dT[\d:]{8}Z": "<time>",
+        r"\d{8}T\d{6}Z-[0-9a-f]{12}": "<save id>",
+        r"at most [\d.]+ \w+, \d+ workers": "<memory>",
+        r"about [\d.]+ \w+, by a short probe": "<seconds>",
+        " +": " ",  # columns are as wide as their rows ask for
+    }
+    for pattern, name in varying.items():
+        printed, shown = re.sub(pattern, name, printed), re.sub(pattern, name, shown)
+    pattern = "".join(
+        r"(?:.*\n)*?" if line == "..." else re.escape(line) + r"\n" for line in shown.splitlines()
+    )
+    assert re.fullmatch(pattern, printed), f"{shown}\nis not what is printed:\n{printed}"
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +376,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to be in, with the files that sessions name."""
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text('{"head_dim": 8}')
-    Path("train.py").write_text(TRAIN)
+    Path("train.py").write_text("print('step 100, loss 2.31')")
     return tmp_path
 
 

@@ -51,7 +51,7 @@ def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
 
 def missing_groups(records: Sequence[Record]) -> list[str]:
     """The groups whose documents are in no pack, sorted."""
-    keys = {name for record in records for name in record.documents.names}
+    keys = set[str]().union(*(record.documents.names for record in records))
     names = (name for table in _tables(records) for name in table.names)
     return sorted(group for group in groups_of(names) if key_of(group) not in keys)
 
@@ -126,17 +126,16 @@ def _merged(tables: Mapping[ArrayTable, int]) -> ArrayTable:
 def _check_documents(records: Sequence[Record], table: ArrayTable) -> None:
     seen: set[str] = set()
     for record in records:
-        for name in record.documents.names:
-            if name in seen:
-                raise PeerError("the document is in two packs", where=name)
-            seen.add(name)
-    for name in table.names:
-        if key_of(name) not in seen:
-            raise PeerError(
-                "no rank wrote the array's document",
-                where=name,
-                hint="every rank that holds a part of the array has to add it",
-            )
+        if twice := seen.intersection(record.documents.names):
+            raise PeerError("the document is in two packs", where=min(twice))
+        seen.update(record.documents.names)
+    missing = (name for name in table.names if key_of(name) not in seen)
+    if name := next(missing, ""):
+        raise PeerError(
+            "no rank wrote the array's document",
+            where=name,
+            hint="every rank that holds a part of the array has to add it",
+        )
 
 
 def _rows(
