@@ -181,9 +181,10 @@ class Checkpointer:
                 if may_skip and ranks.share(lambda: self._background.is_running):
                     return None
                 self._background.wait()
-                started, target, world = time.perf_counter(), self._tiers.target, self._world
+                started, target = time.perf_counter(), self._tiers.target
+                options, world = self._options, self._world
                 save = prepare(
-                    target, step, ranks, world, training, extra, self._options, self._arena
+                    target, step, training, extra, options, self._arena, world=world, ranks=ranks
                 )
             # All ranks have begun this save, so none can look at what the last but one left in the
             # store any more.

@@ -94,8 +94,12 @@ def bits_of(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 def checksum(name: str, tensor: torch.Tensor) -> int:
     """The CRC-32 of the elements."""
-    elements = np.ascontiguousarray(as_bits(name, tensor.cpu())).reshape(-1)
-    return int(isal_zlib.crc32(elements.view(np.uint8)))
+    return checksum_of(as_bits(name, tensor.cpu()))
+
+
+def checksum_of(bits: npt.NDArray[Any]) -> int:
+    """The CRC-32 of raw elements."""
+    return int(isal_zlib.crc32(np.ascontiguousarray(bits)))
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

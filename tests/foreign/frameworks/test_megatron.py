@@ -246,8 +246,12 @@ def test_transformers_computes_what_the_experts_of_megatron_do(
     names = ("--names", "mixtral-megatron")
     norm, theirs = r"mlp\.linear_fc1\.layer_norm_weight", "pre_mlp_layernorm.weight"
     ckpt("export", run, out, "--to-format", "hf", *names, "--rename", f"{norm}=>{theirs}")
-    experts = {"intermediate_size": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-    MixtralConfig(**LLAMA | experts, rope_theta=1e4).save_pretrained(out)
+    experts: dict[str, Any] = {
+        "intermediate_size": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    MixtralConfig(**LLAMA | experts).save_pretrained(out)
     model: Any = MixtralForCausalLM.from_pretrained(out, dtype=torch.float32)
     with np.load(written / "singletons.logits.npz") as file, torch.no_grad():
         logits = model(torch.from_numpy(file["words"])).logits.numpy()
