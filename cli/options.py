@@ -127,6 +127,13 @@ def names(function: Function) -> Function:
     )(function)
 
 
+def memory(
+    default: str = "256MiB", text: str = "Never use more than this."
+) -> Callable[[Function], Function]:
+    """The option that says how much may be held."""
+    return click.option("--memory", metavar="SIZE", default=default, show_default=True, help=text)
+
+
 def sizes_from(config: str | None, given: tuple[str, ...]) -> dict[str, Any]:
     """The sizes that rules refer to: what --config and --set say; --set wins."""
     found: dict[str, Any] = {}

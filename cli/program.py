@@ -25,7 +25,7 @@ COMMANDS = {
     "ls": "runs",
     "show": "show",
     "verify": "steps",
-    "diff": "diff",
+    "diff": "steps",
     "reshard": "reshard",
     "import": "reshard",
     "export": "steps",

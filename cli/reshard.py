@@ -14,6 +14,7 @@ from ckptkit.cli.options import (
     Options,
     command,
     location,
+    memory,
     names,
     selected,
     sizes_from,
@@ -65,9 +66,7 @@ def _rules(function: Function) -> Function:
     "--cast", metavar="[PATTERN=]DTYPE", multiple=True, help="Convert parameters, or these arrays."
 )
 @names
-@click.option(
-    "--memory", metavar="SIZE", default="1GiB", show_default=True, help="Never use more than this."
-)
+@memory("1GiB")
 @click.option(
     "--chunk-size",
     "chunk_bytes",
@@ -247,9 +246,7 @@ def _some(lines: Sequence[str]) -> list[str]:
 @click.option("--to", metavar="STRATEGY", help="Such as fsdp:8; as SRC has it, or single.")
 @_rules
 @names
-@click.option(
-    "--memory", metavar="SIZE", default="1GiB", show_default=True, help="Never use more than this."
-)
+@memory("1GiB")
 @click.option("--overwrite", is_flag=True, help="Replace the step in RUN.")
 @storage
 @source_storage("SRC")

@@ -87,7 +87,7 @@ def prune(
     dry_run: bool,
     storage_options: Options | None,
     as_json: bool,
-    **kept: int | None,
+    **kept: Any,
 ) -> None:
     """Delete old steps of RUN, and leftovers.
 

@@ -1,26 +1,37 @@
-"""`ckpt verify`, `unpack`, `export`, `rebuild` and `commit`: a step checked, taken apart, written
-for other programs, or made again.
+"""`ckpt verify`, `unpack`, `export`, `rebuild`, `commit` and `diff`: a step checked, taken apart,
+written for other programs, made again, or compared with another.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-from ckptkit.cli.exits import CORRUPT, OK, STORAGE
+from ckptkit.cli.exits import CORRUPT, NO, OK, STORAGE
 from ckptkit.cli.options import (
     Options,
     command,
     location,
+    memory,
     names,
     selected,
     sizes_from,
     source_storage,
     storage,
 )
-from ckptkit.cli.output import Bar, answer, counted, remark, size_text, stored_bytes
+from ckptkit.cli.output import (
+    Bar,
+    answer,
+    counted,
+    in_short,
+    json_value,
+    remark,
+    size_text,
+    stored_bytes,
+)
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError, UsageError
@@ -95,6 +106,8 @@ def verify(
         lines.append(f"{foreign.format} has no checksums: the bytes were compared with nothing")
         left_out = foreign.details.get("left_out", {})
         lines += [f"left out: {name}: {why}" for name, why in left_out.items()]
+        if unsure := foreign.details.get("not_checked"):
+            lines.append(f"not checked: {unsure}")
     if digest:
         document["digest"] = None
     if found is not None:
@@ -111,13 +124,7 @@ def verify(
 @command("ckpt unpack runs/7b plain", "ckpt unpack runs/7b plain --memory 64MiB", codes=[CORRUPT])
 @location("step")
 @click.argument("folder", metavar="DIR", type=click.Path())
-@click.option(
-    "--memory",
-    metavar="SIZE",
-    default="256MiB",
-    show_default=True,
-    help="Hold at most about this much of chunks at once.",
-)
+@memory(text="Hold at most about this much of chunks at once.")
 @storage
 def unpack(
     step: str, folder: str, memory: str, *, storage_options: Options | None, as_json: bool
@@ -183,13 +190,7 @@ def unpack(
 )
 @names
 @click.option("--set", "sizes", metavar="NAME=N", multiple=True, help="A size that names refer to.")
-@click.option(
-    "--memory",
-    metavar="SIZE",
-    default="256MiB",
-    show_default=True,
-    help="Never use more than this.",
-)
+@memory()
 @storage
 @source_storage("STEP and FOLDER")
 def export(  # noqa: PLR0913 - what is not passed on as it is
@@ -333,3 +334,100 @@ def commit(run: str, *, as_json: bool, **given: Any) -> None:
     }
     line = f"step {save.step} is committed: {save.strategy}, {counted(packs, 'pack')}"
     answer(document, [line], as_json=as_json)
+
+
+@command(
+    "ckpt diff runs/7b runs/7b-tp4",
+    "ckpt diff runs/7b runs/7b-bf16 --include 'model/*' --rtol 1e-3",
+    exits={OK: "the same state", NO: "something differs"},
+    codes=[CORRUPT],
+)
+@location("a")
+@location("b")
+@click.option("--include", metavar="PATTERN", multiple=True, help="Compare only these.")
+@click.option("--exclude", metavar="PATTERN", multiple=True, help="Leave these out.")
+@click.option("--atol", type=float, default=0.0, help="Numbers may be this far apart.")
+@click.option("--rtol", type=float, default=0.0, help="Or this many times the size of B's.")
+@memory()
+@click.option("--threads", type=click.IntRange(min=1), help="How many read; a few by default.")
+@storage
+@source_storage("A")
+def diff(
+    a: str,
+    b: str,
+    *,
+    storage_options: Options | None,
+    source_options: Options | None,
+    as_json: bool,
+    **given: Any,
+) -> int:
+    """Compare the steps A and B: names, shapes, dtypes, values, objects.
+
+    How they are sharded is no difference. Elements have to be the same to the bit, unless --atol or
+    --rtol is given: then NaNs are alike, and numbers that are at most ATOL + RTOL * |b| apart.
+    PATTERN, with * and ?, picks by the whole name or by the one inside of the group. Every byte is
+    checked on the way.
+    """
+    total = 0
+    for place, own in ((a, source_options or storage_options), (b, storage_options)):
+        with ckptkit.open(place, storage_options=own) as checkpoint:
+            total += stored_bytes(checkpoint)
+    stores: Any = {"storage_options": storage_options, "source_options": source_options}
+    with Bar("diff", total) as bar:
+        found = ckptkit.diff(a, b, progress=bar, **stores, **given)
+    answer(_document(found), _lines(found), as_json=as_json)
+    return OK if found.same else NO
+
+
+def _lines(found: ckptkit.Diff) -> list[str]:
+    """A line for each difference, and one for all."""
+    lines = [*map(_array_line, found.arrays), *map(_object_line, found.objects)]
+    between = f"A {found.a.strategy}, B {found.b.strategy}"
+    arrays, objects = counted(found.array_count, "array"), counted(found.object_count, "object")
+    if found.same:
+        what = f"{arrays}, {objects}, {size_text(found.nbytes)}"
+        return [*lines, f"the same state: {what} ({between})"]
+    differing = ((found.arrays, arrays), (found.objects, objects))
+    parts = [f"{len(items)} of {every}" for items, every in differing if items]
+    verb = "differs" if len(found.arrays) + len(found.objects) == 1 else "differ"
+    return [*lines, f"{' and '.join(parts)} {verb} ({between})"]
+
+
+def _array_line(found: ckptkit.ArrayDifference) -> str:
+    a, b, values = found.a, found.b, found.values
+    if a is None or b is None:
+        return f"{found.name}: only in {'B' if a is None else 'A'}"
+    if found.kind == "shape":
+        return f"{found.name}: shape {a.shape} != {b.shape}"
+    if values is None:
+        return f"{found.name}: dtype {a.dtype} != {b.dtype}"
+    most = "" if values.max_abs is None else f" by {values.max_abs:.6g} at most"
+    first = f", first at {list(values.first)}" if values.first else ""
+    return f"{found.name}: {values.count} of {counted(values.of, 'element')} differ{most}{first}"
+
+
+def _object_line(found: ckptkit.ObjectDifference) -> str:
+    if found.kind.startswith("only_"):
+        return f"object {found.name}: only in {found.kind[-1].upper()}"
+    what = "semantics " if found.kind == "semantics" else ""
+    return f"object {found.name}: {what}{in_short(found.a, 40)} != {in_short(found.b, 40)}"
+
+
+def _document(found: ckptkit.Diff) -> dict[str, Any]:
+    arrays = [asdict(each) for each in found.arrays]
+    for each in arrays:
+        if (values := each["values"]) is not None:
+            values["max_abs"] = json_value(values["max_abs"])
+    return {
+        "same": found.same,
+        "a": asdict(found.a),
+        "b": asdict(found.b),
+        "arrays": found.array_count,
+        "objects": found.object_count,
+        "bytes": found.nbytes,
+        "array_differences": arrays,
+        "object_differences": [
+            {"name": each.name, "kind": each.kind, "a": json_value(each.a), "b": json_value(each.b)}
+            for each in found.objects
+        ],
+    }

@@ -18,6 +18,7 @@ from ckptkit.checkpoint.workers import ask_all, uncollected
 from ckptkit.errors import (
     AlreadyExistsError,
     FormatError,
+    NoSpaceError,
     NotCommittedError,
     NotFoundError,
     UsageError,
@@ -283,6 +284,17 @@ def stored_size(store: Store, key: str) -> int | None:
         return store.size(key)
     except NotFoundError:
         return None
+
+
+def check_room(store: Store, needed: int, where: Location) -> None:
+    """Raise NoSpaceError, before anything is written, where there is not enough room."""
+    room = store.room()
+    if room is not None and needed > room:
+        raise NoSpaceError(
+            f"{needed} bytes are to be written, {room} are free",
+            where=str(where),
+            hint="nothing was written; `ckpt prune` frees what runs do not need",
+        )
 
 
 def refuse_begun(store: Store, prefix: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptkit.errors import CkptkitError, GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import dumps, unpack
+from ckptkit.model import Strategy
 
 DEFAULT_TIMEOUT = 600.0
 
@@ -134,6 +135,26 @@ class OneRank(Ranks):
         if self._cancelled:
             raise GivenUpError(f"{self.failure}: {self._cancelled}")
         return [] if data is None else [data]
+
+
+def ranks_for(strategy: Strategy, rank: int, ranks: Ranks | None) -> Ranks:
+    """How the ranks of a strategy meet, once it is known to fit them; one alone needs nobody."""
+    count = strategy.world_size
+    if not 0 <= rank < count:
+        raise UsageError(f"{strategy} has the ranks 0 to {count - 1}", value=rank)
+    if ranks is None:
+        if count > 1:
+            raise UsageError(
+                f"{strategy} has {count} ranks, which need a barrier to meet at",
+                hint="pass barrier=FileBarrier(folder, rank, world_size)",
+            )
+        return OneRank()
+    if (ranks.rank, ranks.world_size) != (rank, count):
+        raise UsageError(
+            f"the barrier does not fit rank {rank} of {count}",
+            value=(ranks.rank, ranks.world_size),
+        )
+    return ranks
 
 
 class ThreadBarrier(Ranks):

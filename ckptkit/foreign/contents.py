@@ -103,7 +103,11 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
     columns: list[tuple[Any, Any, Any]] = []
     end = 0
     for array in arrays:
-        _check_shape(array)
+        if len(array.shape) > MAX_DIMS:
+            count = len(array.shape)
+            raise FormatError(f"more than {MAX_DIMS} dims", where=array.name, value=count)
+        if not is_addressable(array.shape, array.dtype):
+            raise FormatError(TOO_LARGE, where=array.name, value=array.shape)
         cells = cells_of(array)
         kind = ArrayKind(array.shape, array.dtype, cells.grid, array.role, array.placements)
         infos.append(ArrayInfo(array.name, kind, array.of))
@@ -122,13 +126,17 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
         packs.append(PackInfo(_NOWHERE, end, None))
     aliases = [Alias(name, of) for name, of in sorted(found.aliases.items())]
     table = ArrayTable.of(infos, aliases)
+    # Where a file is another one, or what was found, so is what stands for the id of the save.
+    digest = hashlib.sha256(fingerprint)
+    for part in (found.format.encode(), *table.packed):
+        digest.update(len(part).to_bytes(8, "little") + part)
     joined = [
         np.concatenate([np.zeros(0, dtype), *(row[place] for row in columns)]).astype(dtype)
         for place, dtype in enumerate(("<u4", "<u8", "<u8"))
     ]
     return ForeignManifest(
         save=SaveInfo(
-            save_id=_save_id(found, table, fingerprint),
+            save_id=SAVE_ID_PREFIX + digest.hexdigest()[:40],
             step=found.step,
             time=found.time,
             writer=found.format,
@@ -146,21 +154,6 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
         foreign=found,
         gathered=gathered,
     )
-
-
-def _check_shape(array: ForeignArray) -> None:
-    if len(array.shape) > MAX_DIMS:
-        raise FormatError(f"more than {MAX_DIMS} dims", where=array.name, value=len(array.shape))
-    if not is_addressable(array.shape, array.dtype):
-        raise FormatError(TOO_LARGE, where=array.name, value=array.shape)
-
-
-def _save_id(found: ForeignStep, table: ArrayTable, fingerprint: bytes) -> str:
-    """What stands for the id of a save: another one where a file or what was found is another."""
-    digest = hashlib.sha256(fingerprint)
-    for part in (found.format.encode(), *table.packed):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return SAVE_ID_PREFIX + digest.hexdigest()[:40]
 
 
 def _placed(array: ForeignArray, cells: Cells, number_of: dict[str, int]) -> tuple[Any, Any]:
@@ -211,9 +204,15 @@ class GatheredSource(Closing):
             while at < end:
                 chunk = self._chunks[place]
                 first, last = at - chunk.start, min(end - chunk.start, chunk.nbytes)
-                whole = bytearray(chunk.nbytes)
-                self._put_together(chunk, np.frombuffer(whole, dtype=np.uint8))
-                buffer[at - begin : at - begin + last - first] = memoryview(whole)[first:last]
+                whole, size = np.zeros(chunk.nbytes, np.uint8), chunk.itemsize
+                for stretch in chunk.stretches:
+                    extent, shape = chunk.extents[stretch.extent], stretch.shape
+                    there = slice(stretch.begin, stretch.begin + math.prod(shape) * size)
+                    target = whole[there].reshape(*shape, size)
+                    start = extent.offset + stretch.offset
+                    with self._use(extent.file) as source:
+                        _read_strided(source, start, shape, stretch.strides, target)
+                buffer[at - begin : at - begin + last - first] = whole[first:last].data
                 at += last - first
                 place += 1
 
@@ -227,17 +226,6 @@ class GatheredSource(Closing):
 
     def close(self) -> None:
         """Nothing is held: the files are the others' packs."""
-
-    def _put_together(self, chunk: Gathered, whole: Any) -> None:
-        size = chunk.itemsize
-        for stretch in chunk.stretches:
-            extent = chunk.extents[stretch.extent]
-            nbytes = math.prod(stretch.shape) * size
-            target = whole[stretch.begin : stretch.begin + nbytes].reshape(*stretch.shape, size)
-            with self._use(extent.file) as source:
-                _read_strided(
-                    source, extent.offset + stretch.offset, stretch.shape, stretch.strides, target
-                )
 
 
 def _read_strided(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ckptkit.errors import FormatError
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.model import Box, DType, Grid, Placement, Strategy
+from ckptkit.model.document import located
 from ckptkit.model.grid import I64
 
 # Foreign tensors are stored whole: they are looked at in chunks of about so many bytes, so that a
@@ -106,13 +107,10 @@ def cells_of(array: ForeignArray) -> Cells:
     """How an array is looked at as chunks; FormatError where its extents leave something out."""
     boxes = tuple(extent.box for extent in array.extents)
     strides = tuple(extent.strides for extent in array.extents)
-    try:
+    with located(array.name):
         if array.is_flat:
             return _flat_cells(array.shape, array.dtype.itemsize, boxes, strides)
         return _cells(array.shape, array.dtype.itemsize, boxes, strides)
-    except FormatError as error:
-        error.where = array.name
-        raise
 
 
 # Cached, because layers are alike: what one has found out holds for all.
@@ -247,20 +245,18 @@ def _split(borders: list[list[int]], itemsize: int, steps: Sequence[int]) -> Non
     if math.prod(counts) > _MOST_CHUNKS:
         raise FormatError("the parts are cut into too many chunks", value=math.prod(counts))
     for dim, size in sizes.items():
-        borders[dim] = [*_finer(borders[dim], size)]
-
-
-def _finer(along: Sequence[int], size: int) -> Iterator[int]:
-    for low, high in pairwise(along):
-        yield from range(low, high, size)
-    yield along[-1]
+        along = borders[dim]
+        finer = (n for low, high in pairwise(along) for n in range(low, high, size))
+        borders[dim] = [*finer, along[-1]]
 
 
 def c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, in elements, of an array whose last dim lies together."""
+    """The strides, in elements, of an array whose last dim lies together; as torch has them where
+    there are no elements.
+    """
     steps = [1]
     for length in reversed(shape[1:]):
-        steps.append(steps[-1] * length)
+        steps.append(steps[-1] * max(1, length))
     return tuple(reversed(steps)) if shape else ()
 
 

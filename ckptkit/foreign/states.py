@@ -50,8 +50,9 @@ class StateTensor:
 
 @dataclass(slots=True)
 class States:
-    """The arrays and objects that a state dictionary is."""
+    """The arrays and objects that the state dictionary of a file is."""
 
+    where: str
     arrays: list[ForeignArray] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     objects: list[ObjectInfo] = field(default_factory=list)
@@ -60,11 +61,44 @@ class States:
     """What is no plain value, by name."""
     is_by_order: bool = False
     """Whether an optimizer counts its parameters, and got their names by the order of the model."""
+    without_group: list[str] = field(default_factory=list)
+    """Parameters that an optimizer has state of, and in none of its groups."""
+    by_identity: dict[object, str] = field(default_factory=dict)
+    """The first name of each tensor of the model."""
 
     @property
     def details(self) -> dict[str, Any]:
-        order = {"optimizer": BY_ORDER} if self.is_by_order else {}
-        return order | ({"left_out": self.left_out} if self.left_out else {})
+        found: dict[str, Any] = {"optimizer": BY_ORDER} if self.is_by_order else {}
+        if self.without_group:
+            first, *others = self.without_group
+            more = f" and {len(others)} more" if others else ""
+            found["without_group"] = f"{first}{more}: they got the options that all groups share"
+        return found | ({"left_out": self.left_out} if self.left_out else {})
+
+    def add(
+        self, name: str, tensor: StateTensor, path: Path, *, of: str | None = None, role: str = ""
+    ) -> str:
+        """The name of the array that a tensor is: another one's where it is the same tensor."""
+        group = name.partition("/")[0]
+        if name in self.theirs:
+            raise FormatError("two tensors have this name", where=self.where, value=name)
+        self.theirs[name] = ".".join(map(str, path))
+        if group == "model" and tensor.identity is not None:
+            first = self.by_identity.setdefault(tensor.identity, name)
+            if first != name:
+                self.aliases[name] = first
+                return first
+        role = role or {"model": "param", "optimizer": "optimizer"}.get(group, "other")
+        if role == "param" and name.endswith(_BUFFERS):
+            role = "buffer"
+        self.arrays.append(
+            ForeignArray(
+                name,
+                *(tensor.shape, tensor.dtype, tensor.extents, role, of),
+                *(tensor.placements, tensor.is_flat),
+            )
+        )
+        return name
 
     def keep(self, name: str, value: Any) -> None:
         """An object, if it is a plain value."""
@@ -82,21 +116,20 @@ def states_of(tree: Mapping[Any, Any], where: str, buffers: Container[str] = ())
 
     `buffers` are those of the model, as far as they are known; more are told by their names.
     """
-    found = States()
+    found = States(where)
     model_key = next((key for key in MODEL_KEYS if _has_tensors(tree.get(key))), None)
     optimizers = dict(_optimizers(tree))
     optimizer_keys = {path[0] for path in optimizers}
     model = tree if model_key is None else tree[model_key]
     inside = _wrapped([k for k, value in model.items() if isinstance(value, StateTensor)])
     rest: dict[Any, Any] = {}
-    by_identity: dict[object, str] = {}
     names: list[tuple[str, StateTensor]] = []
     for key, value in model.items():
         if isinstance(value, StateTensor) and type(key) is str:
             role = "buffer" if key in buffers else ""
-            spelled = (model_key, key)
+            spelled = (key,) if model_key is None else (model_key, key)
             own = key[len(inside) :]
-            name = _add(found, join("model", own), value, spelled, where, by_identity, role=role)
+            name = found.add(join("model", own), value, spelled, role=role)
             if name == join("model", own) and key not in buffers:
                 names.append((own, value))
         elif model_key is None:
@@ -111,7 +144,7 @@ def states_of(tree: Mapping[Any, Any], where: str, buffers: Container[str] = ())
         rest |= {k: v for k, v in tree.items() if k not in taken}
     documents: list[dict[str, Any]] = []
     for (key, *number), state in optimizers.items():
-        document, more = _optimizer(found, state, names, (key, *number), where)
+        document, more = _optimizer(found, state, names, (key, *number))
         if more:
             rest.setdefault(key, {}).update({number[0]: more} if number else more)
         if document is not None:
@@ -120,7 +153,7 @@ def states_of(tree: Mapping[Any, Any], where: str, buffers: Container[str] = ())
         found.objects.append(ObjectInfo("optimizer", "replicated", documents))
     for key, value in rest.items():
         for path, tensor in _tensors({key: value}, ()):
-            _add(found, join("other", *_nodes(path)), tensor, path, where)
+            found.add(join("other", *_nodes(path)), tensor, path)
         plain, has_some = _without_tensors(value)
         if has_some:
             found.keep(join("extra", str(key)), plain)
@@ -155,45 +188,11 @@ def _optimizers(tree: Mapping[Any, Any]) -> Iterator[tuple[Path, Any]]:
             yield (key,), tree[key]
 
 
-def _add(
-    found: States,
-    name: str,
-    tensor: StateTensor,
-    path: Sequence[Any],
-    where: str,
-    by_identity: dict[object, str] | None = None,
-    of: str | None = None,
-    role: str = "",
-) -> str:
-    """The name of the array that a tensor is: another one's where it is the same tensor."""
-    group = name.partition("/")[0]
-    if name in found.theirs:
-        raise FormatError("two tensors have this name", where=where, value=name)
-    found.theirs[name] = ".".join(str(each) for each in path if each is not None)
-    if by_identity is not None and tensor.identity is not None:
-        first = by_identity.setdefault(tensor.identity, name)
-        if first != name:
-            found.aliases[name] = first
-            return first
-    role = role or {"model": "param", "optimizer": "optimizer"}.get(group, "other")
-    if role == "param" and name.endswith(_BUFFERS):
-        role = "buffer"
-    found.arrays.append(
-        ForeignArray(
-            name,
-            *(tensor.shape, tensor.dtype, tensor.extents, role, of),
-            *(tensor.placements, tensor.is_flat),
-        )
-    )
-    return name
-
-
 def _optimizer(
     found: States,
     state: Mapping[str, Any],
     model: Sequence[tuple[str, StateTensor]],
     above: Path,
-    where: str,
 ) -> tuple[dict[str, Any] | None, Mapping[Any, Any]]:
     """Add the tensors of one optimizer; what else it says, as a save of ours writes it, and what is
     of no parameter. None and all of it where nobody knows whose parameters' state it is.
@@ -216,14 +215,14 @@ def _optimizer(
         for key, value in entries.items():
             array = join("optimizer", parameter, str(key))
             if isinstance(value, StateTensor):
-                _add(found, array, value, (*above, "state", index, key), where, of=of)
+                found.add(array, value, (*above, "state", index, key), of=of)
             elif _is_plain(value):
                 values.setdefault(parameter, {})[str(key)] = value
             else:
                 for path, tensor in _tensors(value, (key,)):
                     spelled = "/".join(map(str, path))
                     name = join("optimizer", parameter, spelled)
-                    _add(found, name, tensor, (*above, "state", index, *path), where, of=of)
+                    found.add(name, tensor, (*above, "state", index, *path), of=of)
                 if _without_tensors(value)[1]:
                     found.left_out[array] = "a value that is neither plain nor a tensor"
     documents: list[dict[str, Any]] = []
@@ -238,6 +237,16 @@ def _optimizer(
                 found.left_out[join("optimizer", "param_groups", str(key))] = "not a plain value"
         params = [names[index] for index in group.get("params", ()) if index in names]
         documents.append({"params": params, "options": options})
+    # Where each stage of a pipeline saved a list of its groups, DCP has kept that of one of them.
+    # What is in no group, no job would take over.
+    told = {name for group in documents for name in group["params"]}
+    if lost := [names[index] for index in by_parameter if names[index] not in told]:
+        found.without_group += lost
+        options = dict(documents[0]["options"]) if documents else {}
+        for group in documents:
+            has = group["options"]
+            options = {k: v for k, v in options.items() if repr(has.get(k)) == repr(v)}
+        documents.append({"params": lost, "options": options})
     kind = next((_kind(group["options"]) for group in documents), "")
     return {"kind": kind, "groups": documents, "values": values}, more
 

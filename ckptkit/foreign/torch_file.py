@@ -7,14 +7,14 @@ import math
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.extents import Extent, span_of
+from ckptkit.foreign.extents import Extent, c_order, span_of
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.globals import DTYPES, STORAGES, Global
 from ckptkit.foreign.pickles.interpreter import Placeholder, read_pickle
@@ -274,7 +274,9 @@ def tensor_of(
             value=shape,
             hint="save tensor.contiguous(), or the tensor that it was expanded from",
         )
-    return storage, offset, shape, None if _is_c_order(shape, strides) else strides, dtype
+    order = zip(shape, strides, c_order(shape), strict=True)
+    is_in_order = not count or all(n < 2 or step == own for n, step, own in order)
+    return storage, offset, shape, None if is_in_order else strides, dtype
 
 
 def dtype_of(said: Any, where: str) -> DType:
@@ -323,15 +325,6 @@ def with_tensors(tree: Any, change: Callable[[StateTensor], StateTensor]) -> Any
     if isinstance(tree, (list, tuple)):
         return type(tree)(with_tensors(item, change) for item in tree)
     return tree
-
-
-def _is_c_order(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    step = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size > 1 and stride != step:
-            return 0 in shape
-        step *= size
-    return True
 
 
 def is_whole(data: bytes) -> bool:

@@ -25,6 +25,7 @@ from ckptkit.format.arrays import (
 )
 from ckptkit.format.envelope import MAX_ROWS, U32, U64
 from ckptkit.format.leaves import unpack, unpack_items
+from ckptkit.format.pack import Entries
 from ckptkit.model.document import Fields
 from ckptkit.model.grid import I64
 
@@ -165,6 +166,8 @@ class ArrayTables:
         self._known: dict[tuple[bytes, int], ArrayTable] = {}
         self.first: ArrayTable | None = None
         """That of rank 0's record, once it is read."""
+        self.documents: dict[bytes, Entries] = {}
+        """What records say of Zarr documents, packed, that was read before."""
 
     def add(self, table: ArrayTable, axes: int) -> None:
         """Make a table known that was read before: it is not read again, and stands in for rank 0's

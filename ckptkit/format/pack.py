@@ -37,6 +37,9 @@ _END = struct.Struct("<4sHHHHIIH")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
 
+# Where the two have the checksum.
+_LOCAL_CRC, _CENTRAL_CRC = 14, 16
+
 # The same as numpy has them, to fill in thousands of headers at a time.
 _LOCAL_ROW = np.dtype("V14,<u4,<u4,<u4,<u2,<u2")
 _CENTRAL_ROW = np.dtype("V16,<u4,<u4,<u4,<u2,V12,<u4")
@@ -154,28 +157,71 @@ def _padding(length: int) -> bytes:
     return struct.pack("<HH", _ALIGN_ID, length) + bytes(length)
 
 
+def put_checksums(memory: memoryview, headers: I64, crcs: npt.NDArray[np.uint32]) -> None:
+    """Put the checksums of entries into local headers that begin at these places of some memory."""
+    _put_at(memory, headers + _LOCAL_CRC, crcs)
+
+
+def _put_at(memory: memoryview | bytearray, places: I64, crcs: npt.NDArray[np.uint32]) -> None:
+    digits = crcs.astype("<u4").view(np.uint8).reshape(-1, 4)
+    np.frombuffer(memory, np.uint8)[places[:, None] + np.arange(4)] = digits
+
+
 # No entry needs more.
 _PADDINGS = [_padding(length) for length in range(ALIGNMENT + 1)]
 
 
 def directory(entries: Entries) -> bytes:
     """The central directory and the end records of a pack with these entries."""
-    parts, header, count = bytearray(), 0, len(entries.names)
-    for first in range(0, count, _AT_ONCE):
+    parts = centrals(entries)
+    header = int(entries.offsets[-1] + entries.lengths[-1]) if entries.names else 0
+    return bytes(parts) + end_records(len(entries.names), len(parts), header)
+
+
+def centrals(entries: Entries) -> bytearray:
+    """The directory of a pack with these entries, without its end."""
+    parts, header = bytearray(), 0
+    for first in range(0, len(entries.names), _AT_ONCE):
         some = entries.part(first, first + _AT_ONCE)
         parts += _centrals(some, header)
         header = int(some.offsets[-1] + some.lengths[-1])
-    return bytes(parts) + end_records(count, len(parts), header)
+    return parts
+
+
+class Directory:
+    """The directory of a pack that is written again and again with other checksums: all but these
+    is made once.
+    """
+
+    def __init__(self, entries: Entries) -> None:
+        name_lengths = np.fromiter(map(len, entries.names), np.int64, len(entries.names))
+        lengths = _CENTRAL.size + name_lengths + _extras(entries.lengths, entries.headers(0))
+        self._places = np.cumsum(lengths) - lengths + _CENTRAL_CRC
+        self._centrals = centrals(entries)
+
+    def with_checksums(
+        self, crcs: npt.NDArray[np.uint32], last: Entry, header_offset: int
+    ) -> bytes:
+        """The directory where the entries have these checksums, and one more comes last."""
+        parts = self._centrals.copy()
+        _put_at(parts, self._places, crcs)
+        parts += _central(last, header_offset)
+        return bytes(parts) + end_records(len(crcs) + 1, len(parts), last.offset + last.length)
 
 
 def directory_length(name_bytes: int, lengths: I64, headers: I64, offset: int) -> int:
     """The length of a `directory` that begins at `offset`, of entries whose names have so many
     bytes in all, with these lengths and header offsets.
     """
-    size = name_bytes + len(lengths) * _CENTRAL.size
-    large, far = lengths >= _LIMIT32, headers >= _LIMIT32
-    size += int(np.sum(4 * (large | far) + 16 * large + 8 * far))
+    size = name_bytes + len(lengths) * _CENTRAL.size + int(np.sum(_extras(lengths, headers)))
     return size + len(end_records(len(lengths), size, offset))
+
+
+def _extras(lengths: I64, headers: I64) -> I64:
+    """The bytes that each entry of a directory takes for numbers beyond 32 bits."""
+    large, far = lengths >= _LIMIT32, headers >= _LIMIT32
+    extras: I64 = 4 * (large | far) + 16 * large + 8 * far
+    return extras
 
 
 def _centrals(entries: Entries, header_offset: int) -> bytes:

@@ -14,7 +14,7 @@ from ckptkit.errors import CorruptionError, FormatError
 from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.arrays import TABLE_FIELDS
 from ckptkit.format.envelope import U32, U64, columns_from_doc, columns_to_doc, seal, unseal
-from ckptkit.format.leaves import check_leaf, encode
+from ckptkit.format.leaves import check_leaf, encode, unpack
 from ckptkit.format.names import are_plain_documents, name_from_file
 from ckptkit.format.objects import (
     ObjectInfo,
@@ -116,10 +116,10 @@ class Record:
     ) -> Record:
         """Read and check a record; errors name the field.
 
-        `tables` are those of the save, rank 0's read before any other record; `origin` is the
-        rank and the save id that the record has to be of.
+        `tables` are those of the save, rank 0's read before any other record; what they know of
+        is not read again. `origin` is the rank and the save id that the record has to be of.
         """
-        fields = Fields(unseal(_KIND, data, where, TABLE_FIELDS), "")
+        fields = Fields(unseal(_KIND, data, where, (*TABLE_FIELDS, "documents")), "")
         with located(where):
             save = SaveInfo.from_fields(fields)
             rank = fields.integer("rank", below=save.world_size)
@@ -129,8 +129,13 @@ class Record:
                     hint="it was copied or renamed; put the right file there",
                 )
             axes = len(save.strategy.mesh.axes)
-            table, refers = (tables or ArrayTables()).take(fields, rank, axes)
-            documents = _documents(fields.items("documents"))
+            tables = tables or ArrayTables()
+            table, refers = tables.take(fields, rank, axes)
+            packed = fields.bytes("documents")
+            documents = tables.documents.get(packed)
+            if documents is None:
+                rows = Fields({"documents": unpack(packed, "documents")}, "")
+                documents = _documents(rows.items("documents"))
             columns = columns_from_doc(fields.any("chunks"), "chunks", _COLUMNS)
             objects = objects_from_docs(fields)
             fields.finish()

@@ -181,9 +181,10 @@ class Checkpointer:
                 if may_skip and ranks.share(lambda: self._background.is_running):
                     return None
                 self._background.wait()
-                started, target, world = time.perf_counter(), self._tiers.target, self._world
+                started, target = time.perf_counter(), self._tiers.target
+                options, world = self._options, self._world
                 save = prepare(
-                    target, step, ranks, world, training, extra, self._options, self._arena
+                    target, step, training, extra, options, self._arena, world=world, ranks=ranks
                 )
             # All ranks have begun this save, so none can look at what the last but one left in the
             # store any more.
@@ -277,6 +278,12 @@ class Checkpointer:
                         error,
                     )
             return None
+
+    def keep(self, steps: Iterable[int]) -> None:
+        """Keep these steps, such as the best so far, besides those that `keep_last` and
+        `keep_every` do; the next call names others.
+        """
+        self._tiers.keep(steps)
 
     def should_stop(self, step: int) -> bool:
         """Whether SIGTERM came and this is the step, the same on all ranks, to save and leave

@@ -8,9 +8,9 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakSet
 
 from ckptkit.checkpoint.places import Place, store_at
@@ -63,6 +63,12 @@ class Tiers:
         """Where a save writes."""
         return self._place if self._mirror is None else self._mirror.local
 
+    def keep(self, steps: Iterable[int]) -> None:
+        """Which steps retention leaves from now on, besides those that its rules do."""
+        self._retention = replace(self._retention, keep=frozenset(steps))
+        if self._mirror is not None:
+            self._mirror.retention = self._retention
+
     def at(self, place: str) -> Store:
         """The store of a place that `candidates` names."""
         return self.target if place == LOCAL else self._place
@@ -103,7 +109,10 @@ class Tiers:
         try:
             # What lies above is of a future that was given up, and may be damaged.
             Run(self._place).prune(
-                keep_last=rules.keep_last, keep_every=rules.keep_every, up_to=step
+                keep_last=rules.keep_last,
+                keep_every=rules.keep_every,
+                keep=rules.keep,
+                up_to=step,
             )
         except CkptkitError as error:
             error.what = f"the step was saved, but older ones could not be deleted: {error.what}"

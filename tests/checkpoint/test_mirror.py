@@ -66,7 +66,7 @@ class Two:
     local: Store = field(default_factory=MemoryStore)
     remote: Store = field(default_factory=Remote)
 
-    def mirror(self, overwrite: bool = False, **retention: int) -> Mirror:
+    def mirror(self, overwrite: bool = False, **retention: Any) -> Mirror:
         """What a job that begins now has."""
         options = CopyOptions(overwrite=overwrite)
         return Mirror(self.local, self.remote, Retention(**retention), options)
@@ -99,6 +99,15 @@ def test_retention_is_for_both_places_and_waits_for_the_copy() -> None:
     assert two.steps == ([3, 4], [3, 4])
     two.save(5, mirror=two.mirror(keep_last=2, keep_every=3))
     assert two.steps == ([3, 4, 5], [3, 4, 5])
+
+
+def test_a_step_that_is_named_stays_in_both_places_or_where_all_stay() -> None:
+    two = Two()
+    two.save(1, 2, 3, 4, mirror=two.mirror(keep_last=1, keep=frozenset({2})))
+    assert two.steps == ([2, 4], [2, 4])
+    few = Two()
+    few.save(1, 2, 3, mirror=few.mirror(keep_last=1, local_keep_last=1, keep=frozenset({2})))
+    assert few.steps == ([3], [2, 3])
 
 
 def test_few_steps_may_stay_here_where_all_stay_there() -> None:

@@ -88,6 +88,8 @@ def test_the_listing_says_what_each_step_is() -> None:
         ({"keep_last": 1, "keep_every": 10}, [10, 20, 21]),
         ({"keep_last": 2, "keep_every": 2}, [2, 10, 20, 21]),
         ({"keep_every": 1}, [1, 2, 3, 10, 20, 21]),
+        ({"keep_last": 1, "keep": [3, 20, 99]}, [3, 20, 21]),
+        ({"keep": [3]}, [1, 2, 3, 10, 20, 21]),
     ],
 )
 def test_retention_keeps_the_newest_and_the_regular(

@@ -11,8 +11,8 @@ from ckptkit.foreign.readers.megatron_buckets import (
     _decide,
     _LocalParameter,
     _Slot,
-    _Stretches,
 )
+from ckptkit.foreign.readers.samples import Stretches
 from ckptkit.model import DType
 
 BEFORE = ("self_attention.linear_qkv.layer_norm_weight",)
@@ -36,7 +36,7 @@ def decided(
     """What is found in one buffer with these parameters, where those `like` this are all alike;
     `others` are in no buffer of this group of ranks. Nothing stands for what cannot be told.
     """
-    row = _Stretches.of(DType.of("float32"), ())
+    row = Stretches.of(DType.of("float32"), ())
     parts = {name: _LocalParameter(name, 0, row) for name in (*order, *others)}
     alike = [part for name, part in parts.items() if like in name]
     bucket = _Bucket("", ("", 0), (0, ""), 0)

@@ -17,6 +17,7 @@ from ckptkit.errors import CorruptionError
 from ckptkit.format.pack import (
     ALIGNMENT,
     END_BYTES,
+    Directory,
     Entries,
     Entry,
     data_offset,
@@ -27,6 +28,7 @@ from ckptkit.format.pack import (
     find_record,
     local_header,
     local_headers,
+    put_checksums,
     record_name,
 )
 
@@ -219,3 +221,25 @@ def test_entries_in_a_row_are_laid_out_as_one_by_one(
         int(lengths.sum()), columns.lengths, np.array(headers, dtype=np.int64), position
     )
     assert closing == len(directory(columns))
+
+
+@given(st.lists(st.tuples(names, _SIZES, st.integers(0, (1 << 32) - 1)), min_size=1, max_size=12))
+def test_headers_that_are_kept_take_other_checksums_to_the_byte(
+    given_: list[tuple[str, int, int]],
+) -> None:
+    entries, headers, position = list[Entry](), list[int](), 0
+    for name, length, crc in given_:
+        headers.append(position)
+        entries.append(Entry(name, data_offset(name, length, position), length, crc))
+        position = entries[-1].offset + length
+    *some, last = entries
+    before = Entries.of(entry._replace(crc=7) for entry in some)
+    crcs = Entries.of(some).crcs
+    closing = Directory(before).with_checksums(crcs, last, headers[-1])
+    assert closing == directory(Entries.of(entries))
+    # Next to each other in memory, as nothing else is between them there.
+    kept = local_headers(before, 0)
+    starts = np.cumsum([0, *map(len, kept)])[:-1]
+    memory = bytearray().join(kept)
+    put_checksums(memoryview(memory), starts, crcs)
+    assert memory == b"".join(map(local_header, some, headers[:-1]))

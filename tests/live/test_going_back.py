@@ -41,6 +41,17 @@ def test_a_job_that_went_back_keeps_the_steps_it_saves_then(tmp_path: Path) -> N
     assert ckptkit.Run(tmp_path).steps() == [400]
 
 
+@pytest.mark.parametrize("local", [None, "local"])
+def test_the_best_step_stays_until_another_is_named(local: str | None, tmp_path: Path) -> None:
+    near = local and tmp_path / local
+    with Checkpointer(tmp_path / "run", keep_last=1, local=near) as checkpointer:
+        for step, best in enumerate([1, 1, 3, 3, 4], start=1):
+            checkpointer.keep([best])
+            checkpointer.save(step, model=nn.Linear(2, 2))
+            checkpointer.wait()
+            assert checkpointer.run.steps() == sorted({best, step})
+
+
 def test_a_program_that_ends_right_after_a_save_finishes_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LAST_STATEMENT, str(tmp_path)]
     subprocess.run(command, check=True, timeout=100)

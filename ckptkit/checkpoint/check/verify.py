@@ -51,7 +51,6 @@ from ckptkit.format.array_table import ArrayTable, ArrayTables
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import whole
 from ckptkit.format.record import Record
-from ckptkit.model import DType
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Options, Store
 
@@ -122,7 +121,11 @@ def not_finite(
 ) -> list[Finding]:
     """The arrays that hold NaNs or infinities."""
     stored = stored_arrays(checkpoint, limits.chunk_bytes, limits.pace(checkpoint.store))
-    names = [a.name for a in checkpoint.manifest.arrays if _has_infinities(a.dtype)]
+    names = [
+        a.name
+        for a in checkpoint.manifest.arrays
+        if a.dtype.numpy.names is None and ("float" in a.dtype.name or "complex" in a.dtype.name)
+    ]
     counts = np.zeros((len(names), 2), np.int64)
     lock = threading.Lock()
 
@@ -144,10 +147,6 @@ def not_finite(
             what = f"of {of} elements {nans} are NaN and {infinities} infinite"
             findings.append(Finding("values", f"{checkpoint.location}: {name}", what))
     return findings
-
-
-def _has_infinities(dtype: DType) -> bool:
-    return dtype.numpy.names is None and ("float" in dtype.name or "complex" in dtype.name)
 
 
 def _compared(

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptkit.checkpoint.check.unpack import appearing
 from ckptkit.checkpoint.export.file import write_file
-from ckptkit.checkpoint.places import Place, crc_of, store_at, stored_size
+from ckptkit.checkpoint.places import Place, check_room, crc_of, store_at, stored_size
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY
 from ckptkit.checkpoint.reshard.copy import (
@@ -27,11 +27,10 @@ from ckptkit.checkpoint.reshard.copy import (
 from ckptkit.checkpoint.reshard.selection import Selection, choose
 from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.workers import Progress, copy_threads
-from ckptkit.errors import AlreadyExistsError, CkptkitError, NoSpaceError, NotFoundError, UsageError
+from ckptkit.errors import AlreadyExistsError, CkptkitError, NotFoundError, UsageError
 from ckptkit.foreign.output.files import (
     EMBEDDINGS,
     Checked,
-    NewFile,
     NewFiles,
     NewTensor,
     hugging_face,
@@ -146,7 +145,8 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
             resumed = finished.begin([file.key for file in new.files], progress)
             keys.extend([finished.note, *resumed] if finished.note else [])
             missing = [file for file in new.files if file.key not in resumed]
-            _check_room(store, place, missing, tensors)
+            numbers = (n for file in missing for n in file.pieces if isinstance(n, int))
+            check_room(store, sum(tensors[n].nbytes for n in numbers), place.location)
             if config is not None:
                 keys.extend(_copy_beside(config, store))
             check_huge_chunks(arrays, checkpoint, budget)
@@ -328,19 +328,6 @@ def _removed_on_failure(store: Store) -> Iterator[list[str]]:
     except Exception:
         store.delete(keys)
         raise
-
-
-def _check_room(
-    store: Store, place: Store, files: Sequence[NewFile], tensors: Sequence[NewTensor]
-) -> None:
-    numbers = [piece for file in files for piece in file.pieces if isinstance(piece, int)]
-    room, needed = store.room(), sum(tensors[number].nbytes for number in numbers)
-    if room is not None and needed > room:
-        raise NoSpaceError(
-            f"{needed} bytes are to be written, {room} are free",
-            where=str(place.location),
-            hint="nothing was written; `ckpt prune` frees what runs do not need",
-        )
 
 
 def _copy_beside(source: Store, target: Store) -> Iterator[str]:

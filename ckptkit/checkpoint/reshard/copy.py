@@ -163,12 +163,17 @@ def _begin_pack(
             progress=progress,
         )
     except AlreadyExistsError as error:
-        raise PeerError(
-            "another reshard of the same step has begun this pack",
-            where=error.where,
-            hint="wait for it; the same command again goes on with what it leaves, should it fail",
-        ) from error
+        raise at_work(error.where) from error
     return pack
+
+
+def at_work(where: str) -> PeerError:
+    """The error where another run writes the same packs."""
+    return PeerError(
+        "another reshard of the same step is writing here",
+        where=where,
+        hint="wait for it; the same command again goes on with what it leaves, should it fail",
+    )
 
 
 def _lasts(plan: PackPlan, origins: Sequence[TargetArray], budget: Budget) -> list[int]:

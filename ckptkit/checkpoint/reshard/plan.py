@@ -13,11 +13,13 @@ from typing import Any, Required, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.checkpoint.check.pack import PackBytes, PackFile
 from ckptkit.checkpoint.check.state import digest_of
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
     Place,
+    check_room,
     data_prefix,
     described,
     refuse_links,
@@ -27,16 +29,17 @@ from ckptkit.checkpoint.places import (
     under,
 )
 from ckptkit.checkpoint.read.checkpoint import UNKNOWN, Checkpoint, open_checkpoint
+from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.read.stream import LEAST_MEMORY, Limits, Readable, stored_arrays
 from ckptkit.checkpoint.reshard.copy import (
     Budget,
+    at_work,
     cast,
     check_huge_chunks,
     copying,
     resident_bytes,
 )
 from ckptkit.checkpoint.reshard.engines import copy_elsewhere, ranks_to_copy
-from ckptkit.checkpoint.reshard.finished import finished_packs
 from ckptkit.checkpoint.reshard.selection import Selection
 from ckptkit.checkpoint.reshard.target import (
     SAVE_ID_PREFIX,
@@ -51,10 +54,12 @@ from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.workers import Progress, copy_threads, share_out, uncollected
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
-    NoSpaceError,
+    FormatError,
+    NotFoundError,
     StepExistsError,
     UsageError,
 )
+from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import pack_name
 from ckptkit.model import Box, Strategy
 from ckptkit.model.document import parse_size
@@ -64,6 +69,8 @@ from ckptkit.storage import Options, Store, default_pool
 _CHUNK_BYTES, _ARRAY_BYTES = 24, 160
 # How much of a source is read for an estimate, and at most written.
 _PROBE_BYTES, _PROBE_PARTS, _PROBE_CHUNKS = 8 << 20, 16, 64
+# What has not been written for so long is taken for abandoned.
+QUIET_SECONDS = 5.0
 
 
 class ReshardKeywords(TypedDict, total=False):
@@ -170,7 +177,8 @@ def plan_reshard(
     # With a digest to come nobody knows yet which packs are these: the run looks again.
     may_go_on = options.digest and bool(store.children(under(prefix, DATA)))
     if not is_there and not may_go_on:
-        _check_room(store, cost, [rank for rank in ranks if rank not in finished])
+        left = (rank for rank in ranks if rank not in finished)
+        check_room(store, sum(cost.bytes_by_rank[rank] for rank in left), store.location)
     return ReshardPlan(
         **vars(cost),
         source=checkpoint.location,
@@ -241,7 +249,7 @@ class ReshardPlan(ReshardCost):
             finished = finished_packs(target, store, self.ranks, progress=progress)
             done = replace(done, finished=tuple(sorted(finished)), committed=not options.is_slice)
             missing = [rank for rank in self.ranks if rank not in finished]
-            _check_room(store, self, missing)
+            check_room(store, sum(self.bytes_by_rank[rank] for rank in missing), store.location)
             check_huge_chunks(target.arrays, source, budget)
             if options.is_here:
                 with copying(target, missing, source, store, budget, progress) as segments:
@@ -304,17 +312,6 @@ def _is_there(
             hint="name another run, delete the step first, or overwrite it (--overwrite)",
         )
     return False
-
-
-def _check_room(store: Store, cost: ReshardCost, ranks: Sequence[int]) -> None:
-    room = store.room()
-    needed = sum(cost.bytes_by_rank[rank] for rank in ranks)
-    if room is not None and needed > room:
-        raise NoSpaceError(
-            f"{needed} bytes are to be written, {room} are free",
-            where=str(store.location),
-            hint="nothing was written; `ckpt prune` frees what runs do not need",
-        )
 
 
 def _digest(source: Checkpoint, target: ReshardTarget) -> str:
@@ -407,3 +404,83 @@ def _seconds(
 
 def _passed(began: float) -> float:
     return max(1e-9, time.perf_counter() - began)
+
+
+# What an earlier run left: packs that are whole need not be copied again.
+
+
+def finished_packs(
+    target: ReshardTarget, store: Store, ranks: Sequence[int], progress: Progress | None = None
+) -> set[int]:
+    """The ranks of these whose packs are there, whole and of these bytes; what is left of others is
+    removed.
+    """
+    prefix, save_id = step_name(target.save.step), target.save.save_id
+    folder = data_prefix(prefix, save_id)
+    there = set(store.children(folder))
+    finished = set()
+    for rank in ranks:
+        key = f"{folder}/{pack_name(rank)}"
+        if pack_name(rank) not in there:
+            continue
+        if not _is_finished(target, store, folder, rank, progress):
+            # Where a pack is visible before it is finished, another run may still be writing it.
+            may_be_open = store.abilities.claims_names
+            if may_be_open:
+                _wait_until_quiet(store, key)
+            # Another run may have finished it meanwhile, or even have made the step.
+            if not (may_be_open and _is_finished(target, store, folder, rank, progress)):
+                if committed_save_id(store, prefix) == save_id:
+                    raise at_work(described(store, key))
+                store.delete([key])
+                continue
+        if store.abilities.claims_names:
+            # Its writer may have died between the last byte and making it durable.
+            store.sync([key])
+        finished.add(rank)
+    return finished
+
+
+def _is_finished(
+    target: ReshardTarget, store: Store, folder: str, rank: int, progress: Progress | None
+) -> bool:
+    """Whether a pack has the record that it has to have, and the bytes that this says."""
+    tables = ArrayTables()
+    tables.add(target.table, len(target.strategy.mesh.axes))
+    try:
+        found = read_record(store, folder, rank, target.save.save_id, tables)
+    except (FormatError, NotFoundError):
+        return False
+    record, chunks = found.record, target.chunks_of(rank)
+    numbers = np.repeat(np.arange(len(chunks)), [len(each) for each in chunks])
+    if not (
+        record.save.strategy == target.save.strategy
+        and record.table.digest == target.table.digest
+        and np.array_equal(record.array, numbers)
+        and np.array_equal(record.chunk, np.concatenate([*chunks, np.zeros(0, np.int64)]))
+    ):
+        return False
+    key = f"{folder}/{pack_name(rank)}"
+    file = PackFile(store, key, found.pack.size, progress=progress)
+    try:
+        return not file.faults(PackBytes.of_rank(found, described(store, key)))
+    except FormatError:
+        return False
+
+
+def _wait_until_quiet(store: Store, key: str) -> None:
+    """Return when nobody has written an unfinished pack for a while: it may belong to another run,
+    which must not lose it.
+    """
+    last = _modified(store, key)
+    age = QUIET_SECONDS if last is None else time.time() - last
+    if age < QUIET_SECONDS:
+        # Whatever the server's clock says: what has not changed since then is quiet.
+        time.sleep(min(QUIET_SECONDS, QUIET_SECONDS - age))
+        if _modified(store, key) not in (last, None):
+            raise at_work(described(store, key))
+
+
+def _modified(store: Store, key: str) -> float | None:
+    folder = key.rpartition("/")[0]
+    return next((entry.modified for entry in store.list(folder) if entry.key == key), None)

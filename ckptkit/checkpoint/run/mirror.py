@@ -45,6 +45,8 @@ class Retention:
     keep_every: int | None = None
     local_keep_last: int | None = None
     """How many of those that have been copied stay nearby; as in the other place without it."""
+    keep: frozenset[int] = frozenset()
+    """Steps that stay whatever else is said, where something is."""
 
     def __post_init__(self) -> None:
         self.kept([])
@@ -59,7 +61,8 @@ class Retention:
         """The steps that stay; those above `up_to` are left alone, and do not count."""
         above = {step for step in steps if up_to is not None and step > up_to}
         older = [step for step in steps if step not in above]
-        return above | kept_steps(older, keep_last=self.keep_last, keep_every=self.keep_every)
+        kept = kept_steps(older, keep_last=self.keep_last, keep_every=self.keep_every)
+        return above | kept | self.keep.intersection(steps)
 
 
 class Mirror:
@@ -71,7 +74,7 @@ class Mirror:
         if str(local.location) == str(remote.location):
             raise UsageError("the local folder is the run itself", value=str(local.location))
         self.local, self.remote = local, remote
-        self._retention = retention
+        self.retention = retention
         self._options = options or CopyOptions()
         self._known = _Known()
 
@@ -222,7 +225,7 @@ class Mirror:
             return []
         run = Run(self.remote)
         there = set(run.steps())
-        kept = self._retention.kept(sorted({*here, *(there - run.links().keys())}), up_to)
+        kept = self.retention.kept(sorted({*here, *(there - run.links().keys())}), up_to)
         for step in there.intersection(here):
             save = _save_of(self.remote, step)
             if save is None:
@@ -263,12 +266,15 @@ class Mirror:
             )
 
     def _prune(self, ranks: Ranks, up_to: int | None) -> None:
-        rules = self._retention
+        rules = self.retention
         if up_to is None or ranks.rank > 0:
             return
         if not rules.is_all:
             Run(self.remote).prune(
-                keep_last=rules.keep_last, keep_every=rules.keep_every, up_to=up_to
+                keep_last=rules.keep_last,
+                keep_every=rules.keep_every,
+                keep=rules.keep,
+                up_to=up_to,
             )
         fewer = rules.local_keep_last is not None
         if rules.is_all and not fewer:
@@ -276,6 +282,7 @@ class Mirror:
         removals = Run(self.local).plan_prune(
             keep_last=rules.local_keep_last if fewer else rules.keep_last,
             keep_every=None if fewer else rules.keep_every,
+            keep=() if fewer else rules.keep,
             up_to=up_to,
         )
         here = self._saved_here()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -126,21 +126,28 @@ class Run:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep: Collection[int] = (),
         grace: float = 3600.0,
         up_to: int | None = None,
     ) -> list[Removal]:
         """What `prune` would delete.
 
-        Of the committed steps the newest `keep_last` (one at least) and the multiples of
-        `keep_every` stay; without either all do. The newest are those with the highest numbers,
-        whenever they were saved. What aborted saves and writes left, and no manifest names, is
-        deleted once it is older than `grace` seconds: what is younger may be a save under way.
+        Of the committed steps the newest `keep_last` (one at least), the multiples of `keep_every`
+        and those in `keep` stay; without the first two all do. The newest are those with the
+        highest numbers, whenever they were saved. What aborted saves and writes left, and no
+        manifest names, is deleted once it is older than `grace` seconds: what is younger may be a
+        save under way.
         Committed steps above `up_to` are left alone and do not count: a job that went back to an
         earlier step must not lose the steps it saves then. Nor do steps whose folder is a symbolic
         link; of a link in a step that goes only the name is deleted.
         """
         return plan_prune(
-            self._store, keep_last=keep_last, keep_every=keep_every, grace=grace, up_to=up_to
+            self._store,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep=keep,
+            grace=grace,
+            up_to=up_to,
         )
 
     def prune(
@@ -148,6 +155,7 @@ class Run:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep: Collection[int] = (),
         grace: float = 3600.0,
         up_to: int | None = None,
     ) -> list[Removal]:
@@ -155,6 +163,7 @@ class Run:
         wanted: dict[str, Any] = {
             "keep_last": keep_last,
             "keep_every": keep_every,
+            "keep": keep,
             "grace": grace,
             "up_to": up_to,
         }
@@ -266,6 +275,7 @@ def plan_prune(
     *,
     keep_last: int | None,
     keep_every: int | None,
+    keep: Collection[int] = (),
     grace: float,
     up_to: int | None = None,
     now: float | None = None,
@@ -287,7 +297,8 @@ def plan_prune(
     if keep_last is not None or keep_every is not None:
         while older and not _is_whole(store, folders[older[-1]], readable[older[-1]]):
             spared.add(older.pop())
-    kept = kept_steps(older, keep_last=keep_last, keep_every=keep_every) | spared
+    kept = kept_steps(older, keep_last=keep_last, keep_every=keep_every)
+    kept |= spared.union(keep)
     # Without a grace all is old, whatever the clock says that things were stamped with.
     before = (time.time() if now is None else now) - grace if grace > 0 else math.inf
     removals = []

@@ -30,6 +30,10 @@ def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
     table = first.table if len(tables) == 1 else _merged(tables)
     _check_documents(records, table)
     rows = _rows(records, tables, table)
+    objects: dict[str, dict[int, ObjectInfo]] = {}
+    for record in records:
+        for item in record.objects:
+            objects.setdefault(item.name, {})[record.rank] = item
     columns = {}
     for name in ("offset", "length", "crc32"):
         columns[name] = _scatter(rows, [getattr(record, name) for record in records])
@@ -40,14 +44,14 @@ def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:
         packs=tuple(packs),
         table=table,
         pack=_scatter(rows, [pack]),
-        objects=_merge_objects(records),
+        objects=tuple(_merge_object(objects[name], len(records)) for name in sorted(objects)),
         **columns,
     )
 
 
 def missing_groups(records: Sequence[Record]) -> list[str]:
     """The groups whose documents are in no pack, sorted."""
-    keys = {name for record in records for name in record.documents.names}
+    keys = set[str]().union(*(record.documents.names for record in records))
     names = (name for table in _tables(records) for name in table.names)
     return sorted(group for group in groups_of(names) if key_of(group) not in keys)
 
@@ -77,17 +81,41 @@ def _check_same_save(records: Sequence[Record]) -> None:
 
 def _merged(tables: Mapping[ArrayTable, int]) -> ArrayTable:
     """One table of all that the ranks list, which do not contradict each other."""
-    arrays, aliases = _merge_arrays(tables), _merge_aliases(tables)
-    second = {alias.name: alias.alias_of for alias in aliases}
-    for array in arrays:
-        if array.name in second:
-            raise PeerError(
-                f"on some ranks this is a second name of {second[array.name]}, on others an array",
-                where=array.name,
-                hint="tie the same parameters on all ranks",
-            )
+    arrays: dict[str, tuple[ArrayInfo, int]] = {}
+    aliases: dict[str, Alias] = {}
+    for table, rank in tables.items():
+        for array in table.arrays:
+            other, known_by = arrays.setdefault(array.name, (array, rank))
+            if other is not array and other != array:
+                fields = ("shape", "dtype", "role", "of", "placements", "grid")
+                pairs = ((each, getattr(other, each), getattr(array, each)) for each in fields)
+                field, theirs, mine = next(pair for pair in pairs if pair[1] != pair[2])
+                raise PeerError(
+                    f"rank {known_by} and rank {rank} disagree on the {field}: "
+                    f"{_shown(theirs)} and {_shown(mine)}",
+                    where=array.name,
+                    hint="every rank has to add the array with the same global shape, dtype and "
+                    "placements",
+                )
+        for alias in table.aliases:
+            known = aliases.setdefault(alias.name, alias)
+            if known != alias:
+                raise PeerError(
+                    "the ranks disagree on what it is an alias of: "
+                    f"{known.alias_of} and {alias.alias_of}",
+                    where=alias.name,
+                )
+    for name in sorted(arrays.keys() & aliases.keys()):
+        raise PeerError(
+            f"on some ranks this is a second name of {aliases[name].alias_of}, on others an array",
+            where=name,
+            hint="tie the same parameters on all ranks",
+        )
     try:
-        return ArrayTable.of(arrays, aliases)
+        return ArrayTable.of(
+            [arrays[name][0] for name in sorted(arrays)],
+            [aliases[name] for name in sorted(aliases)],
+        )
     except FormatError as error:
         raise PeerError(
             f"the names of all ranks do not fit together: {error}",
@@ -95,41 +123,19 @@ def _merged(tables: Mapping[ArrayTable, int]) -> ArrayTable:
         ) from error
 
 
-def _merge_arrays(tables: Mapping[ArrayTable, int]) -> tuple[ArrayInfo, ...]:
-    known: dict[str, tuple[ArrayInfo, int]] = {}
-    for table, rank in tables.items():
-        for array in table.arrays:
-            other, known_by = known.setdefault(array.name, (array, rank))
-            if other is not array and other != array:
-                raise _disagreement(other, known_by, array, rank)
-    return tuple(known[name][0] for name in sorted(known))
-
-
-def _disagreement(a: ArrayInfo, rank_a: int, b: ArrayInfo, rank_b: int) -> PeerError:
-    fields = ("shape", "dtype", "role", "of", "placements", "grid")
-    field = next(field for field in fields if getattr(a, field) != getattr(b, field))
-    mine, theirs = _shown(getattr(a, field)), _shown(getattr(b, field))
-    return PeerError(
-        f"rank {rank_a} and rank {rank_b} disagree on the {field}: {mine} and {theirs}",
-        where=a.name,
-        hint="every rank has to add the array with the same global shape, dtype and placements",
-    )
-
-
 def _check_documents(records: Sequence[Record], table: ArrayTable) -> None:
     seen: set[str] = set()
     for record in records:
-        for name in record.documents.names:
-            if name in seen:
-                raise PeerError("the document is in two packs", where=name)
-            seen.add(name)
-    for name in table.names:
-        if key_of(name) not in seen:
-            raise PeerError(
-                "no rank wrote the array's document",
-                where=name,
-                hint="every rank that holds a part of the array has to add it",
-            )
+        if twice := seen.intersection(record.documents.names):
+            raise PeerError("the document is in two packs", where=min(twice))
+        seen.update(record.documents.names)
+    missing = (name for name in table.names if key_of(name) not in seen)
+    if name := next(missing, ""):
+        raise PeerError(
+            "no rank wrote the array's document",
+            where=name,
+            hint="every rank that holds a part of the array has to add it",
+        )
 
 
 def _rows(
@@ -156,11 +162,6 @@ def _rows(
             )
         parts.append(starts[array] + record.chunk.astype(np.int64))
     rows = np.concatenate(parts)
-    _check_each_once(rows, table)
-    return rows
-
-
-def _check_each_once(rows: npt.NDArray[np.int64], table: ArrayTable) -> None:
     # Sorted, and never a table of the size the grids claim: that size is only a number in a file.
     ordered = np.sort(rows)
     twice = np.flatnonzero(ordered[1:] == ordered[:-1])
@@ -176,6 +177,7 @@ def _check_each_once(rows: npt.NDArray[np.int64], table: ArrayTable) -> None:
             "no rank wrote a chunk: what the ranks hold leaves a hole",
             **_chunk_at(hole, table),
         )
+    return rows
 
 
 def _chunk_at(row: int, table: ArrayTable) -> dict[str, Any]:
@@ -193,28 +195,6 @@ def _scatter(rows: npt.NDArray[np.int64], parts: Sequence[npt.NDArray[Any]]) -> 
     column = np.empty_like(joined)
     column[rows] = joined
     return column
-
-
-def _merge_aliases(tables: Iterable[ArrayTable]) -> tuple[Alias, ...]:
-    known: dict[str, Alias] = {}
-    for table in tables:
-        for alias in table.aliases:
-            other = known.setdefault(alias.name, alias)
-            if other != alias:
-                raise PeerError(
-                    "the ranks disagree on what it is an alias of: "
-                    f"{other.alias_of} and {alias.alias_of}",
-                    where=alias.name,
-                )
-    return tuple(known[name] for name in sorted(known))
-
-
-def _merge_objects(records: Sequence[Record]) -> tuple[ObjectInfo, ...]:
-    given: dict[str, dict[int, ObjectInfo]] = {}
-    for record in records:
-        for item in record.objects:
-            given.setdefault(item.name, {})[record.rank] = item
-    return tuple(_merge_object(given[name], len(records)) for name in sorted(given))
 
 
 def _merge_object(by_rank: dict[int, ObjectInfo], world_size: int) -> ObjectInfo:

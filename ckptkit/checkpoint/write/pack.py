@@ -42,6 +42,7 @@ from ckptkit.format.pack import (
     directory_length,
     local_header,
     local_headers,
+    put_checksums,
     record_name,
 )
 from ckptkit.format.record import SaveInfo, record_bytes
@@ -216,14 +217,8 @@ class Pack:
         name, record = record_name(self._rank), self._record()
         offset = data_offset(name, len(record), self.plan.end)
         entry = Entry(name, offset, len(record), int(isal_zlib.crc32(record)))
-        plan = self.plan
-        all_of_it = Entries(
-            [*plan.names, name],
-            np.append(plan.offsets, offset),
-            np.append(plan.lengths, len(record)),
-            np.append(self._crcs, np.uint32(entry.crc)),
-        )
-        tail = local_header(entry, plan.end) + record + directory(all_of_it)
+        tail = local_header(entry, self.plan.end) + record
+        tail += self.plan.directory(self._crcs, entry)
         self._sink.write(len(self.segments), memoryview(tail))
         self._sink.finish()
         self.is_finished = True
@@ -306,11 +301,12 @@ class Pack:
             self._crcs[slot.entry] = isal_zlib.crc32(slot.memory)
 
     def _put_headers(self, segment: Segment, memory: memoryview) -> None:
-        entries = self.plan.entries(segment.first, segment.last, self._crcs)
-        starts = (entries.headers(segment.start) - segment.start).tolist()
-        headers = local_headers(entries, segment.start)
-        for at, header in zip(starts, headers, strict=True):
+        first, last = segment.first, segment.last
+        starts = np.append(segment.start, self.plan.ends[first : last - 1]) - segment.start
+        headers = self.plan.headers(first, last)
+        for at, header in zip(starts.tolist(), headers, strict=True):
             memory[at : at + len(header)] = header
+        put_checksums(memory, starts, self._crcs[first:last])
 
     def _record(self) -> bytes:
         """What the pack says of itself; its length is the same before there are checksums."""

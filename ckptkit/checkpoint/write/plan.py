@@ -23,7 +23,14 @@ from ckptkit.format.arrays import (
     key_of,
 )
 from ckptkit.format.names import groups_of
-from ckptkit.format.pack import Entries, data_offsets
+from ckptkit.format.pack import (
+    Directory,
+    Entries,
+    Entry,
+    data_offsets,
+    directory,
+    local_headers,
+)
 from ckptkit.format.record import documents_to_doc
 from ckptkit.model import Box, Grid, Part
 from ckptkit.model.grid import I64
@@ -99,6 +106,33 @@ class PackPlan:
         self.scattered = self._scattered()
         """Where the first chunk of an array is, by the array's place, if the rank holds most chunks
         of it row by row, and all of what it holds fits where its chunks are."""
+        self._headers: list[bytes] = []
+        self._directory: Directory | None = None
+
+    def keep_headers(self) -> None:
+        """Make the headers and the directory once for this save and all later ones: they differ in
+        nothing but checksums.
+        """
+        if self._directory is None:
+            entries = self.entries(0, len(self.names), self.crcs)
+            self._headers = local_headers(entries, 0)
+            self._directory = Directory(entries)
+
+    def headers(self, first: int, last: int) -> list[bytes]:
+        """The local headers of some entries, whose checksums are yet to be put there."""
+        if self._directory is not None:
+            return self._headers[first:last]
+        start = int(self.ends[first - 1]) if first else 0
+        return local_headers(self.entries(first, last, self.crcs), start)
+
+    def directory(self, crcs: npt.NDArray[np.uint32], record: Entry) -> bytes:
+        """The directory of a pack whose entries have these checksums, with the record last."""
+        if self._directory is not None:
+            return self._directory.with_checksums(crcs, record, self.end)
+        names, lengths = [*self.names, record.name], np.append(self.lengths, record.length)
+        offsets = np.append(self.offsets, record.offset)
+        all_crcs = np.append(crcs, np.uint32(record.crc))
+        return directory(Entries(names, offsets, lengths, all_crcs))
 
     def _scattered(self) -> dict[int, int]:
         rows = len(self.documents)
@@ -167,16 +201,14 @@ def _begin(grid: Grid, chunk: int, part: Part, itemsize: int) -> int:
     at = place_in(part, box)
     if at is None or box.shape != stored_shape or 0 in box.shape:
         return -1
-    begin, is_whole = 0, True
-    strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
-    for place, extent, stride in zip(
-        reversed(at[:-1]), reversed(part.shape), reversed(strides), strict=True
-    ):
+    begin, is_whole, stride = 0, True, 1
+    for place, extent in zip(reversed(at[:-1]), reversed(part.shape), strict=True):
         length = place.stop - place.start
         if not is_whole and length > 1:
             return -1
         is_whole = is_whole and length == extent
         begin += place.start * stride
+        stride *= extent
     return begin * itemsize
 
 

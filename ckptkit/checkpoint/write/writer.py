@@ -4,23 +4,19 @@ at all.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place, new_save_id, step_name, store_at
-from ckptkit.checkpoint.ranks import OneRank, Ranks, in_one_line
+from ckptkit.checkpoint.ranks import Ranks, in_one_line, ranks_for
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, Progress, share_out, uncollected
-from ckptkit.checkpoint.write.arguments import (
-    check_sliced,
-    dtype_of_data,
-    placements_of,
-    raw_elements,
-)
 from ckptkit.checkpoint.write.commit import (
     commit,
     commit_together,
@@ -58,9 +54,12 @@ from ckptkit.model import (
     Layout,
     Part,
     Placement,
+    Replicate,
     Strategy,
     layout_of,
+    parse_placement,
 )
+from ckptkit.model.document import located
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid
 from ckptkit.storage import BufferPool, Options, default_pool
 from ckptkit.version import __version__
@@ -101,7 +100,7 @@ class Writer:
         self.step = step
         self.rank = rank
         self._prefix = step_name(step)
-        self._ranks = _checked_ranks(barrier, rank, self.strategy)
+        self._ranks = ranks_for(self.strategy, rank, barrier)
         self._details = unpack(dumps(dict(details or {}), "details"), "details")
         self._store = store_at(location, storage_options)
         self._overwrite = overwrite
@@ -146,14 +145,14 @@ class Writer:
         read faster. Without it all may be.
         """
         self._check_new(name)
-        known = dtype_of_data(name, data, dtype)
+        known = _dtype_of_data(name, data, dtype)
         if shape is None and (data is None or not hasattr(data, "shape")):
             raise UsageError("the shape cannot be seen", where=name, hint="pass shape=…")
         whole = tuple(data.shape if shape is None else shape)  # type: ignore[attr-defined]
         later = None if sliced is None else tuple(sliced)
         key = whole, known.name, tuple((placements or {}).items()), role, later
         if key not in self._kinds:
-            row = placements_of(self.strategy, name, placements or {})
+            row = _placements_of(self.strategy, name, placements or {})
             self._kinds[key] = self.kind(name, whole, known, row, role, later)
         self._hold(name, self._kinds[key], data, of)
 
@@ -171,14 +170,14 @@ class Writer:
             raise UsageError(f"a role is one of {', '.join(ROLES)}", where=name, value=role)
         if not is_addressable(shape, dtype):
             raise LayoutError(TOO_LARGE, where=name, value=shape)
-        try:
+        for dim in sliced or ():
+            if type(dim) is not int or not 0 <= dim < len(shape):
+                what = f"sliced= are dims of an array that has {len(shape)}"
+                raise LayoutError(what, where=name, value=dim)
+        with located(name):
             layout = layout_of(shape, self.strategy, placements)
-            check_sliced(sliced, len(shape))
             chunk_bytes = self._chunk_bytes
             grid = choose_grid(shape, dtype.itemsize, layout.edges, chunk_bytes, sliced)
-        except LayoutError as error:
-            error.where = f"{name}: {error.where}" if error.where else name
-            raise
         kind = ArrayKind(shape, dtype, grid, role, placements)
         return HeldKind(kind, layout, layout.part(self.rank))
 
@@ -189,7 +188,7 @@ class Writer:
 
     def _hold(self, name: str, kind: HeldKind, data: object, of: str | None) -> None:
         array, layout, part = kind
-        local = None if data is None else raw_elements(name, data, part.shape, array.dtype)
+        local = None if data is None else _raw_elements(name, data, part.shape, array.dtype)
         if local is None and not part.is_empty:
             raise UsageError("this rank holds a part, but no data was passed", where=name)
         if of is not None and of not in self._arrays:
@@ -231,7 +230,7 @@ class Writer:
         PerRank(value), Sum(number) or Split(items).
         """
         self._check_adding()
-        if not name or name in self._objects or not _is_text(name):
+        if not name or name in self._objects or name.encode(errors="replace").decode() != name:
             raise InvalidNameError("an object needs a name of its own", value=name)
         semantics = {PerRank: "per_rank", Sum: "sum", Split: "split"}.get(type(value), "replicated")
         inner = value.value if isinstance(value, (PerRank, Sum, Split, Replicated)) else value
@@ -359,6 +358,9 @@ class Writer:
             data = [holding.data for holding in self._arrays.values()]
         if plan is self.like:
             self._tables.add(plan.table, len(self.strategy.mesh.axes))
+            documents = plan.entries(0, len(plan.documents), plan.crcs)
+            self._tables.documents[plan.packed_documents] = documents
+            plan.keep_headers()
         self.plan = plan
         return pack_of(self.rank, plan, data, self._objects.values())
 
@@ -423,27 +425,73 @@ class Writer:
             )
 
 
-def _checked_ranks(ranks: Ranks | None, rank: int, strategy: Strategy) -> Ranks:
-    count = strategy.world_size
-    if not 0 <= rank < count:
-        raise UsageError(f"{strategy} has the ranks 0 to {count - 1}", value=rank)
-    if ranks is None:
-        if count > 1:
-            raise UsageError(
-                f"{strategy} has {count} ranks, which need a barrier to meet at",
-                hint="pass barrier=FileBarrier(folder, rank, world_size)",
-            )
-        return OneRank()
-    if (ranks.rank, ranks.world_size) != (rank, count):
-        raise UsageError(
-            f"the barrier does not fit rank {rank} of {count}",
-            value=(ranks.rank, ranks.world_size),
+def _placements_of(
+    strategy: Strategy, name: str, given: Mapping[str, Placement | str]
+) -> tuple[Placement, ...]:
+    """A placement for each axis."""
+    axes = [axis.name for axis in strategy.mesh.axes]
+    unknown = sorted(set(given) - set(axes))
+    if unknown:
+        raise LayoutError(
+            f"{strategy} has the axes {', '.join(axes) or 'none'}", where=name, value=unknown[0]
         )
-    return ranks
+    row = (given.get(axis, Replicate()) for axis in axes)
+    return tuple(parse_placement(p) if isinstance(p, str) else p for p in row)
 
 
-def _is_text(name: str) -> bool:
+def _dtype_of_data(name: str, data: object, dtype: object) -> DType:
+    if dtype is None:
+        dtype = getattr(data, "dtype", None)
+    if dtype is None:
+        raise UsageError("the dtype cannot be seen", where=name, hint="pass dtype=…")
     try:
-        return bool(name.encode("utf-8"))
-    except UnicodeEncodeError:
-        return False
+        return DType.of(dtype)
+    except UnsupportedTypeError as error:
+        error.where = name
+        raise
+
+
+def _raw_elements(
+    name: str, data: object, shape: tuple[int, ...], dtype: DType
+) -> npt.NDArray[Any]:
+    """Any buffer as an array of raw elements in the shape of the part, without a copy."""
+    if type(data) is np.ndarray and data.dtype is dtype.bits and data.shape == shape:
+        return data
+    try:
+        array = data if isinstance(data, np.ndarray) else np.asarray(memoryview(data))  # type: ignore[arg-type]  # what is no buffer raises
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            "neither an array nor a buffer",
+            where=name,
+            value=type(data).__name__,
+            hint="pass a numpy array, or anything with the buffer protocol and dtype=…",
+        ) from error
+    # What numpy lacks may come as raw bits, or as the signed integers that torch's `view` offers.
+    spellings = [dtype.numpy, dtype.bits]
+    if dtype.numpy.type.__module__ != "numpy":
+        spellings.append(np.dtype(f"<i{dtype.itemsize}"))
+    if array.dtype not in spellings:
+        # Bytes are taken for elements; elements of another type never for the bytes of this one.
+        if array.dtype not in (np.uint8, np.int8, np.dtype("S1")) or not array.flags.c_contiguous:
+            raise LayoutError(
+                f"the buffer is not of {dtype.name}",
+                where=name,
+                value=array.dtype,
+                hint="pass little-endian elements of that dtype, or their contiguous bytes",
+            )
+        if array.nbytes % dtype.itemsize:
+            raise LayoutError(
+                f"{array.nbytes} bytes are not a whole number of {dtype.name} elements", where=name
+            )
+        array = array.reshape(-1)
+    array = array.view(dtype.bits)
+    if array.ndim == 1 and array.flags.c_contiguous and array.size == math.prod(shape):
+        array = array.reshape(shape)
+    if array.shape != shape:
+        raise LayoutError(
+            f"the buffer does not fit: this rank holds {shape} of {dtype.name}",
+            where=name,
+            value=array.shape,
+            hint="pass the local part, in its own shape, or as flat bytes",
+        )
+    return array

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 from isal import isal_zlib
 
 from ckptkit.errors import UnsupportedTypeError
+from ckptkit.foreign.extents import c_order
 from ckptkit.foreign.output.files import Checked, NewFile, NewFiles, NewTensor, Piece, shards_of
 from ckptkit.format.pack import end_records
 
@@ -152,16 +153,12 @@ def tensor_value(place: int, tensor: NewTensor) -> bytes:
     if dtype.name in _STORAGES:
         storage, count, version = named("torch", f"{_STORAGES[dtype.name]}Storage"), elements, 2
         more = []
-    strides = [1]
-    for extent in reversed(tensor.shape[1:]):
-        strides.append(strides[-1] * max(1, extent))
-    steps = reversed(strides) if tensor.shape else ()
     known = (text("storage"), storage, text(str(place)), text("cpu"), integer(count))
     arguments = [
         tupled(known) + b"Q",
         integer(0),
         tupled(map(integer, tensor.shape)),
-        tupled(map(integer, steps)),
+        tupled(map(integer, c_order(tensor.shape))),
         FALSE,  # asks for no gradient
         called(named("collections", "OrderedDict"), []),
         *more,

@@ -19,8 +19,15 @@ from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import ForeignArray, ForeignStep
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.interpreter import Placeholder
-from ckptkit.foreign.readers.model_parallel import ParallelModel, joined, named, same_on_all
+from ckptkit.foreign.readers.model_parallel import (
+    ParallelModel,
+    degrees,
+    joined,
+    named,
+    same_on_all,
+)
 from ckptkit.foreign.readers.safetensors import config_of
+from ckptkit.foreign.readers.samples import check_copies
 from ckptkit.foreign.readers.universal import FOLDER, read_universal
 from ckptkit.foreign.readers.zero import (
     MIXED,
@@ -105,7 +112,7 @@ def read_deepspeed(folder: Folder) -> ForeignStep:
         for key in ("global_steps", "dp_world_size"):
             if len({(repr(each.tree.get(key)), each.stage) for each in (part, parts[0])}) > 1:
                 raise FormatError(f"{key} is not that of rank 0", where=part.where, hint=MIXED)
-    stages, columns = _degrees(parts, layers, where)
+    stages, columns = degrees(parts[0].tree, len(parts), layers, where)
     whole = (
         read_universal(folder, tag, [_shapes(part, {}) for part in parts]) if universal else None
     )
@@ -268,6 +275,12 @@ def _part(folder: Folder, rank: _Rank, *, is_universal: bool) -> _Part:
                     where=folder.where(rank.models[dp]),
                     hint=MIXED,
                 )
+        if dp and other.get("shared_params") and not tree.get("shared_params"):
+            raise FormatError(
+                "it says which parameters are tied, as only the file of rank 0 does",
+                where=folder.where(rank.models[dp]),
+                hint="the files have each other's names: copy the folder again",
+            )
     reordered = world > 1 and bool(said.get("round_robin_gradients"))
     found = [optimizers[dp] for dp in range(len(optimizers))]
     return _Part(where, models, found, world, stage, reordered)
@@ -278,27 +291,6 @@ def _tree(folder: Folder, key: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise FormatError("not a file of DeepSpeed", where=folder.where(key))
     return found
-
-
-def _degrees(
-    parts: Sequence[_Part], layers: Mapping[int, Mapping[int, str]], where: str
-) -> tuple[int, int]:
-    """How many stages of a pipeline, and ranks of tensor parallelism, there are."""
-    said = parts[0].tree.get("checkpoint_parallel_dimensions")
-    if isinstance(said, dict):
-        stages = document.integer(said.get("pp_degree"), f"{where}: pp_degree", least=1)
-        columns = document.integer(said.get("tp_degree"), f"{where}: tp_degree", least=1)
-    else:
-        columns = len(layers) or len(parts)
-        stages = len(parts) // columns
-    if stages * columns != len(parts) or (layers and sorted(layers) != list(range(columns))):
-        raise FormatError(
-            f"the checkpoint is of {stages} stages of {columns} ranks of tensor parallelism each, "
-            f"there are the files of {len(parts)}",
-            where=where,
-            hint="copy the files mp_rank_…_model_states.pt and layer_… of all ranks",
-        )
-    return stages, columns
 
 
 def _shapes(part: _Part, module: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
@@ -334,21 +326,12 @@ def _model(
     for stage, part in enumerate(mine):
         shapes, zero = _shapes(part, module), whole
         if part.optimizers and not zero:
-            zero = read_zero(shapes, part.optimizers, part.stage, reordered=part.reordered)
+            zero = read_zero(folder, shapes, part.optimizers, part.stage, reordered=part.reordered)
             zeros.append(zero)
             _check_step(folder, zero, part)
         told, states = (zero.weights, zero.states) if zero else ({}, {})
+        told = {name: told[name] for row in shapes for name in row if name in told}
         for name, weight in told.items():
-            if not any(name in row for row in shapes):
-                continue  # of another stage
-            if name in weights:  # stages of a pipeline share it
-                several.add(name)
-                if weights[name].shape != weight.shape:
-                    raise FormatError(f"{name} is another one in each stage", where=part.where)
-                continue
-            weights[name] = weight
-            model.stages[name] = stage
-            model.states[name] = states.get(name, {})
             copy = module.get(name)
             if not isinstance(copy, StateTensor) or (
                 part.stage < 3 and not whole and copy.shape != weight.shape
@@ -359,8 +342,18 @@ def _model(
                     value=getattr(copy, "shape", None),
                     hint="the file was changed; copy the folder again",
                 )
+            if name in weights:  # stages of a pipeline share it
+                several.add(name)
+                continue
+            weights[name] = weight
+            model.stages[name] = stage
+            model.states[name] = states.get(name, {})
             if part.stage < 3:
                 model.copies[name] = copy.dtype.name
+        copied = {
+            n: w for n, w in told.items() if module[n] is not w and module[n].shape == w.shape
+        }
+        check_copies(folder, copied, module)
     model.stages = {n: stage for n, stage in model.stages.items() if n not in several}
     _add_rest(model, module, weights | _frozen(first), first)
     return model
@@ -457,6 +450,8 @@ def _step(
     if model.copies:
         kinds = ", ".join(sorted(set(model.copies.values())))
         details["copies"] = f"{len(model.copies)} in {kinds}, left out for the master weights"
+    if first.stage == 3 and first.world > 1 and zeros and sizes:
+        details["not_checked"] = "of which rank a file is, but by its name"
     if model.of_rank_0:
         details["of_rank_0"] = sorted(model.of_rank_0)
     arrays: Sequence[ForeignArray] = found.arrays

@@ -10,20 +10,19 @@ still ones, the order of Megatron's modules decides. Where that does not either,
 
 from __future__ import annotations
 
-import bisect
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import numpy as np
 
 from ckptkit.foreign.extents import Extent
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.readers.megatron_order import told_by_order
+from ckptkit.foreign.readers.samples import Stretches, samples
 from ckptkit.foreign.states import StateTensor
-from ckptkit.model import Box, DType
+from ckptkit.model import Box
 from ckptkit.model.box import flat_boxes
 
 BUCKETS = re.compile(
@@ -31,40 +30,8 @@ BUCKETS = re.compile(
     r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_(?P<dtype>.+)\.bucket_idx_(?P<number>\d+)\.(?P<state>\w+)"
 )
 _ALIGNED = 64
-# Of larger parameters so many runs of so many elements are compared.
-_SAMPLES, _SAMPLE = 4, 64
 # So many different numbers are no accident; norms and biases may all be ones or zeros.
 _TELLING = 16
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Stretches:
-    """Elements in the order of a parameter, or of a bucket, in stretches that are each one run of
-    bytes in a file.
-    """
-
-    dtype: DType
-    stretches: tuple[Extent, ...]
-    starts: tuple[int, ...]
-    """The first element of each, and behind the last the number of all."""
-
-    @classmethod
-    def of(cls, dtype: DType, stretches: Sequence[Extent]) -> _Stretches:
-        starts = accumulate((extent.box.size for extent in stretches), initial=0)
-        return cls(dtype, tuple(stretches), tuple(starts))
-
-    @property
-    def size(self) -> int:
-        return self.starts[-1]
-
-    def between(self, begin: int, end: int) -> Iterator[tuple[Extent, int, int]]:
-        """The stretches of some elements, each with those that count, from its own first on."""
-        at = bisect.bisect_right(self.starts, begin) - 1
-        while at < len(self.stretches) and self.starts[at] < end:
-            first, after = self.starts[at : at + 2]
-            if max(begin, first) < min(end, after):
-                yield self.stretches[at], max(begin, first) - first, min(end, after) - first
-            at += 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +40,7 @@ class _LocalParameter:
 
     name: str
     place: int
-    row: _Stretches
+    row: Stretches
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +64,7 @@ class _Bucket:
     """The optimizer, and the group of ranks."""
     buffer: tuple[int, str]
     number: int
-    states: dict[str, _Stretches] = field(default_factory=dict)
+    states: dict[str, Stretches] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -151,8 +118,8 @@ def differing(
         )
         if mine.row.size == its.row.size
     ]
-    rounded = _samples(folder, [(row, 0, row.size) for _, row, _ in pairs])
-    exact = _samples(folder, [(row, 0, row.size) for _, _, row in pairs])
+    rounded = samples(folder, [(row, 0, row.size) for _, row, _ in pairs])
+    exact = samples(folder, [(row, 0, row.size) for _, _, row in pairs])
     with np.errstate(over="ignore"):
         return sorted(
             {
@@ -177,7 +144,7 @@ def _buckets(tensors: Mapping[str, StateTensor]) -> list[_Bucket]:
         )
         bucket = found.setdefault(key, _Bucket(key, ranks, buffer, int(match["number"])))
         parts = sorted(tensor.extents, key=lambda extent: extent.box.offset)
-        row = _Stretches.of(tensor.dtype, parts)
+        row = Stretches.of(tensor.dtype, parts)
         is_row = len(tensor.shape) == 1 and row.size == tensor.shape[0]
         is_row &= not any(part.strides for part in parts)
         if is_row and all(p.box.offset[0] == at for p, at in zip(parts, row.starts, strict=False)):
@@ -208,7 +175,7 @@ def _parts_of(
         step = ranks if len(boxes) == 2 * ranks else step
     return [
         _LocalParameter(
-            name, at, _Stretches.of(tensor.dtype, [by_box[box] for box in boxes[at::step]])
+            name, at, Stretches.of(tensor.dtype, [by_box[box] for box in boxes[at::step]])
         )
         for at in range(step)
     ]
@@ -234,11 +201,11 @@ def _slots(
                 spans += [(bucket, begin, n) for n in of_sizes if begin + n in ends]
     known: dict[tuple[int, str, bytes], list[_LocalParameter]] = {}
     wanted = [(part.row, 0, part.row.size) for part in parts]
-    for part, sample in zip(parts, _samples(folder, wanted), strict=True):
+    for part, sample in zip(parts, samples(folder, wanted), strict=True):
         known.setdefault((part.row.size, part.row.dtype.name, sample.tobytes()), []).append(part)
     edges: dict[_Bucket, dict[int, dict[int, _Slot]]] = {bucket: {} for bucket in buckets}
     wanted = [(bucket.states["param"], begin, size) for bucket, begin, size in spans]
-    for (bucket, begin, size), sample in zip(spans, _samples(folder, wanted), strict=True):
+    for (bucket, begin, size), sample in zip(spans, samples(folder, wanted), strict=True):
         slot = _Slot(bucket, begin, size)
         for dtype in {part.row.dtype for part in of_sizes[size]}:
             with np.errstate(over="ignore"):
@@ -255,41 +222,6 @@ def _slots(
             return []
         found += [edges[bucket][at][size] for at, size in way]
     return found
-
-
-def _samples(
-    folder: Folder, rows: Sequence[tuple[_Stretches, int, int]]
-) -> list[np.ndarray[tuple[int], np.dtype[np.generic]]]:
-    """Some elements of stretches of rows, which are told by where they begin and how many they are;
-    of stretches of one length those at the same places.
-    """
-    ranges: list[list[tuple[str, int, int]]] = []
-    for row, begin, size in rows:
-        mine = []
-        for first, last in _sampled(size):
-            for extent, low, high in row.between(begin + first, begin + last):
-                width = row.dtype.itemsize
-                mine.append((extent.file, extent.offset + low * width, (high - low) * width))
-        ranges.append(mine)
-    by_file: dict[str, set[tuple[int, int]]] = {}
-    for file, offset, length in (each for mine in ranges for each in mine):
-        by_file.setdefault(file, set()).add((offset, length))
-    read: dict[tuple[str, int, int], bytes] = {}
-    for file, there in by_file.items():
-        ordered = sorted(there)
-        for (offset, length), data in zip(ordered, folder.read_many(file, ordered), strict=True):
-            read[file, offset, length] = data
-    return [
-        np.frombuffer(b"".join(read[each] for each in mine), dtype=row.dtype.numpy)
-        for mine, (row, _, _) in zip(ranges, rows, strict=True)
-    ]
-
-
-def _sampled(size: int) -> list[tuple[int, int]]:
-    if size <= _SAMPLES * _SAMPLE:
-        return [(0, size)]
-    first = [(size - _SAMPLE) * number // (_SAMPLES - 1) for number in range(_SAMPLES)]
-    return [(at, at + _SAMPLE) for at in first]
 
 
 def _way(edges: Mapping[int, Mapping[int, object]], total: int) -> list[tuple[int, int]] | None:

@@ -37,6 +37,29 @@ class ParallelModel:
     """Over the ranks of tensor parallelism."""
 
 
+def degrees(
+    tree: Mapping[str, Any], count: int, layers: Mapping[int, Mapping[int, str]], where: str
+) -> tuple[int, int]:
+    """How many stages of a pipeline, and ranks of tensor parallelism, there are, by what the first
+    file says, the number of files, and those of layers.
+    """
+    said = tree.get("checkpoint_parallel_dimensions")
+    if isinstance(said, dict):
+        stages = document.integer(said.get("pp_degree"), f"{where}: pp_degree", least=1)
+        columns = document.integer(said.get("tp_degree"), f"{where}: tp_degree", least=1)
+    else:
+        columns = len(layers) or count
+        stages = count // columns
+    if stages * columns != count or (layers and sorted(layers) != list(range(columns))):
+        raise FormatError(
+            f"the checkpoint is of {stages} stages of {columns} ranks of tensor parallelism each, "
+            f"there are the files of {count}",
+            where=where,
+            hint="copy the files mp_rank_…_model_states.pt and layer_… of all ranks",
+        )
+    return stages, columns
+
+
 def named(
     layers: Mapping[int, Mapping[str, Any]], known: Collection[str], where: str
 ) -> dict[str, Any]:

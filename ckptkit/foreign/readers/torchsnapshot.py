@@ -275,6 +275,14 @@ class _Snapshot:
     def _cut(self, path: str, of_ranks: Mapping[int, Mapping[str, Any]]) -> Any:
         """A tensor of which ranks have parts."""
         where = self.where(path)
+        for rank in range(self.world if len(of_ranks) < self.world else 0):
+            if rank not in of_ranks and self._lists(rank, path):
+                raise FormatError(
+                    f"rank {rank} has no entry of it, though it has a part of the tensor",
+                    where=self.where(path),
+                    value=f"{rank}/{path}",
+                    hint="the metadata was cut short or changed; copy it again",
+                )
         by_rank = {rank: self._shards(e.get("shards"), where) for rank, e in of_ranks.items()}
         shards = [shard for rank in sorted(by_rank) for shard in by_rank[rank]]
         if not shards:
@@ -299,6 +307,17 @@ class _Snapshot:
         if spread is not None:
             self.spreads[extents] = spread
         return StateTensor(shape, dtype, extents)
+
+    def _lists(self, rank: int, path: str) -> bool:
+        """Whether a rank has a value by what it lists of what that is in: a stage of a pipeline has
+        only some.
+        """
+        above, _, node = path.rpartition("/")
+        entry = self.entries.get(above, {}).get(rank)
+        if above and entry is None:
+            return self._lists(rank, above)
+        keys = (entry or {}).get("keys")
+        return not isinstance(keys, list) or unquote(node) in map(str, keys)
 
     def _shards(self, said: Any, where: str) -> list[tuple[Box, dict[str, Any]]]:
         found = []

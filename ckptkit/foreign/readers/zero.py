@@ -14,7 +14,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ckptkit.errors import FormatError
+from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.interpreter import Placeholder
+from ckptkit.foreign.readers.samples import check_paddings
 from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box, document
 
@@ -71,6 +73,7 @@ class Zero:
 
 
 def read_zero(
+    folder: Folder,
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
     files: Sequence[tuple[str, Mapping[str, Any]]],
     stage: int,
@@ -111,6 +114,10 @@ def read_zero(
             k for row in rows for k, value in row.items() if type(value) is list
         )
     }
+    if stage == 3:
+        check_paddings(
+            folder, _paddings(shapes, pieces), [*cut.values()], [p.where for p in pieces]
+        )
     weights = [piece.weights for piece in pieces]
     for name, parameter in parameters.items():
         found.weights[name] = _tensor(name, parameter, weights, pieces)
@@ -353,6 +360,26 @@ def _crossing(
         if some:
             yield _Run(rank, row, at - starts[row], begin, some)
         at, begin, count, row = at + some, begin + some, count - some, row + 1
+
+
+def _paddings(
+    shapes: Sequence[Mapping[str, tuple[int, ...]]], pieces: Sequence[_Piece]
+) -> list[list[tuple[int, int, int]]]:
+    """Of each rank where it has nothing of a parameter, as stage 3 cuts: (row, start, count)."""
+    lengths = pieces[0].lengths
+    starts = [0, *accumulate(lengths)]
+    found: list[list[tuple[int, int, int]]] = [[] for _ in pieces]
+    at = row = 0
+    for numel in (math.prod(shape) for names in shapes for shape in names.values()):
+        part = -(-numel // len(pieces))
+        while row < len(lengths) and starts[row + 1] <= at:
+            row += 1
+        for rank, mine in enumerate(found):
+            count = min(part, max(0, (rank + 1) * part - numel))
+            runs = _crossing(rank, 0, at + part - count, count, row, starts)
+            mine.extend((run.row, run.start, run.count) for run in runs)
+        at += part
+    return found
 
 
 def _other_count(row: int | None, wanted: int, there: int, where: str) -> FormatError:

@@ -94,14 +94,25 @@ def bits_of(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 def checksum(name: str, tensor: torch.Tensor) -> int:
     """The CRC-32 of the elements."""
-    elements = np.ascontiguousarray(as_bits(name, tensor.cpu())).reshape(-1)
-    return int(isal_zlib.crc32(elements.view(np.uint8)))
+    return checksum_of(as_bits(name, tensor.cpu()))
+
+
+def checksum_of(bits: npt.NDArray[Any]) -> int:
+    """The CRC-32 of raw elements."""
+    return int(isal_zlib.crc32(np.ascontiguousarray(bits)))
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same, NaNs and signs of zeros too."""
-    as_bytes = [each.resolve_conj().resolve_neg().contiguous().reshape(-1) for each in (one, other)]
-    return torch.equal(as_bytes[0].view(torch.uint8), as_bytes[1].view(torch.uint8))
+    return torch.equal(bytes_of(one), bytes_of(other))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a plain tensor, row by row, which every backend carries; the same memory where
+    it is dense.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_plain(local: torch.Tensor) -> bool:

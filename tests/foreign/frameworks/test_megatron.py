@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
 from ckptkit.foreign.extents import ForeignArray
-from ckptkit.foreign.readers.megatron_buckets import _sampled
+from ckptkit.foreign.readers.samples import sampled
 from ckptkit.live import load
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import BitForBit, ForeignContract, Sample, same
@@ -348,5 +348,5 @@ class TestBuckets:
 
     def test_few_elements_are_read(self, written: Path) -> None:
         """Less than a thousandth of a large model; of this one it would be all of it."""
-        assert sum(end - begin for begin, end in _sampled(1 << 20)) == 256
-        assert _sampled(256) == [(0, 256)]
+        assert sum(end - begin for begin, end in sampled(1 << 20)) == 256
+        assert sampled(256) == [(0, 256)]

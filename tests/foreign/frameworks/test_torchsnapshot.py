@@ -166,6 +166,45 @@ def test_metadata_that_lost_a_rank_is_refused(snapshots: Path, tmp_path: Path) -
         ckptkit.open(place)
 
 
+@pytest.mark.parametrize(
+    ("lost", "name"),
+    [
+        (("1/model/0.weight",), "model/0.weight"),
+        (("1/optimizer/state/2.bias/exp_avg",), "optimizer/state/2.bias/exp_avg"),
+        # What is around it is lost with it.
+        (("1/optimizer/state/2.bias", "1/optimizer/state"), "optimizer/state/0.weight/exp_avg"),
+        (("1/model",), "model/0.weight"),
+        (("0/model/2.weight",), "model/2.weight"),
+    ],
+)
+def test_metadata_that_lost_some_entries_of_a_rank_is_refused_by_name(
+    lost: tuple[str, ...], name: str, snapshots: Path, tmp_path: Path
+) -> None:
+    """Without the last rows of a tensor what is left looks like a smaller one."""
+    place = Path(shutil.copytree(snapshots / "sharded", tmp_path / "sharded"))
+    said = json.loads((place / ".snapshot_metadata").read_text())
+    said["manifest"] = {k: v for k, v in said["manifest"].items() if not k.startswith(lost)}
+    (place / ".snapshot_metadata").write_text(json.dumps(said))
+    with pytest.raises(FormatError, match=f"rank {lost[0][0]} has no entry of it") as caught:
+        ckptkit.open(place)
+    assert f"{lost[0][0]}/{name}" in str(caught.value)
+
+
+def test_a_stage_of_a_pipeline_need_not_have_shards_of_the_other(tmp_path: Path) -> None:
+    manifest: Manifest = {}
+    data = np.arange(6, dtype=np.float32).tobytes()
+    for rank in range(4):
+        name = "ab"[rank // 2]
+        said = shard([2 * (rank % 2), 0], [2, 3])
+        manifest[f"{rank}/model"] = {"type": "dict", "keys": [name]}
+        manifest[f"{rank}/model/{name}"] = {"type": "ShardedTensor", "shards": [said]}
+    with ckptkit.open(written(tmp_path, manifest, ranks=4, f=data)) as checkpoint:
+        assert {n: array.shape for n, array in checkpoint.arrays.items()} == {
+            "model/a": (4, 3),
+            "model/b": (4, 3),
+        }
+
+
 def test_a_dtensor_is_put_together_and_tells_its_mesh(tmp_path: Path) -> None:
     """As versions after 0.1.0 have it."""
     whole = np.arange(24, dtype=np.float32).reshape(4, 6)
