@@ -61,13 +61,19 @@ class States:
     """What is no plain value, by name."""
     is_by_order: bool = False
     """Whether an optimizer counts its parameters, and got their names by the order of the model."""
+    without_group: list[str] = field(default_factory=list)
+    """Parameters that an optimizer has state of, and in none of its groups."""
     by_identity: dict[object, str] = field(default_factory=dict)
     """The first name of each tensor of the model."""
 
     @property
     def details(self) -> dict[str, Any]:
-        order = {"optimizer": BY_ORDER} if self.is_by_order else {}
-        return order | ({"left_out": self.left_out} if self.left_out else {})
+        found: dict[str, Any] = {"optimizer": BY_ORDER} if self.is_by_order else {}
+        if self.without_group:
+            first, *others = self.without_group
+            more = f" and {len(others)} more" if others else ""
+            found["without_group"] = f"{first}{more}: they got the options that all groups share"
+        return found | ({"left_out": self.left_out} if self.left_out else {})
 
     def add(
         self, name: str, tensor: StateTensor, path: Path, *, of: str | None = None, role: str = ""
@@ -231,6 +237,16 @@ def _optimizer(
                 found.left_out[join("optimizer", "param_groups", str(key))] = "not a plain value"
         params = [names[index] for index in group.get("params", ()) if index in names]
         documents.append({"params": params, "options": options})
+    # Where each stage of a pipeline saved a list of its groups, DCP has kept that of one of them.
+    # What is in no group, no job would take over.
+    told = {name for group in documents for name in group["params"]}
+    if lost := [names[index] for index in by_parameter if names[index] not in told]:
+        found.without_group += lost
+        options = dict(documents[0]["options"]) if documents else {}
+        for group in documents:
+            has = group["options"]
+            options = {k: v for k, v in options.items() if repr(has.get(k)) == repr(v)}
+        documents.append({"params": lost, "options": options})
     kind = next((_kind(group["options"]) for group in documents), "")
     return {"kind": kind, "groups": documents, "values": values}, more
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -148,6 +150,34 @@ def write_samples(folder: str) -> None:
             )
             note(root / "alone", wanted)
     old_sharded(root)
+    in_stages(root)
+
+
+def in_stages(root: Path) -> None:
+    """A pipeline of two stages, each of them sharded over two ranks, that saves as torchtitan does;
+    and as one that saves lists of the optimizer's groups, of which DCP keeps those of one stage.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
+    number, layers = mesh.get_local_rank("pp"), dict(network().named_children())
+    mine = [{"0": layers["0"], "1": layers["1"]}, {"2": layers["2"]}][number]
+    part = nn.Sequential(OrderedDict(mine))
+    fully_shard(part, mesh=mesh["fsdp"])
+    optimizer = torch.optim.AdamW(part.parameters(), lr=0.01, weight_decay=0.1)
+    stage = PipelineStage(part, number, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = ScheduleGPipe(stage, 2, lambda found, _: found.square().sum())
+    for step in range(3):
+        torch.manual_seed(step)
+        batch = torch.randn(4, 6)
+        schedule.step(*([] if number else [batch]), target=batch if number else None)
+        optimizer.step()
+        optimizer.zero_grad()
+    of_stages: list[Wanted] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_stages, wanted_of(part, optimizer))
+    wanted = {name: value for each in of_stages for name, value in each.items()}
+    for name, is_flat in (("pipeline", True), ("pipeline-lists", False)):
+        options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+        state = get_optimizer_state_dict(part, optimizer, options=options)
+        save({"model": get_model_state_dict(part), "optimizer": state}, root / name, wanted)
 
 
 def old_sharded(root: Path) -> None:

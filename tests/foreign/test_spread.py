@@ -81,11 +81,19 @@ STRATEGIES = {
     "tp-ranks": "tp:4",
     "2d": "an unknown strategy",
     "2d-ranks": "fsdp:2,tp:2",
+    "pipeline": "fsdp:2",
+    "pipeline-lists": "fsdp:2",
     "hsdp-ranks-of-torch-2.4": "replicas=ddp:2,fsdp:2",
     "fsdp2-ranks-of-torch-2.9": "fsdp:4",
     "2d-ranks-of-torch-2.12": "fsdp:2,tp:2",
 }
-WITHOUT_OPTIMIZER = ("bare", "fsdp1-ranks", *(name for name in STRATEGIES if "-of-torch-" in name))
+WITHOUT_OPTIMIZER = (
+    "bare",
+    "fsdp1-ranks",
+    "pipeline-lists",
+    *(name for name in STRATEGIES if "-of-torch-" in name),
+)
+WITH_ONE_GROUP = [n for n in STRATEGIES if n not in (*WITHOUT_OPTIMIZER, "pipeline-lists")]
 
 
 class TestHoweverItWasSpread(BitForBit):
@@ -103,7 +111,22 @@ class TestHoweverItWasSpread(BitForBit):
                 assert len(info.placements) == len(checkpoint.strategy.mesh.axes)
 
 
-@pytest.mark.parametrize("name", [n for n in STRATEGIES if n not in WITHOUT_OPTIMIZER])
+def test_parameters_of_stages_whose_groups_are_lost_keep_their_state(samples: Path) -> None:
+    """Which parameters DCP has kept a group of depends on which rank was the first."""
+    with ckptkit.open(samples / "pipeline-lists") as checkpoint:
+        (document,) = checkpoint.objects["optimizer"]
+        told, lost = document["groups"]
+        assert told["options"] == lost["options"]
+        assert sorted(told["params"] + lost["params"]) == [
+            "0.bias",
+            "0.weight",
+            "2.bias",
+            "2.weight",
+        ]
+        assert checkpoint.details["without_group"].startswith(f"{lost['params'][0]} and 1 more")
+
+
+@pytest.mark.parametrize("name", WITH_ONE_GROUP)
 def test_the_optimizer_is_told_as_a_save_of_ours_tells_it(name: str, samples: Path) -> None:
     with ckptkit.open(samples / name) as checkpoint:
         objects = {item.name: item.value for item in checkpoint.manifest.objects}
