@@ -39,7 +39,7 @@ from ckptkit.checkpoint.reshard.copy import (
     resident_bytes,
 )
 from ckptkit.checkpoint.reshard.engines import copy_elsewhere, ranks_to_copy
-from ckptkit.checkpoint.reshard.selection import Selection
+from ckptkit.checkpoint.reshard.selection import Selection, check_numbers
 from ckptkit.checkpoint.reshard.target import (
     SAVE_ID_PREFIX,
     ReshardCost,
@@ -154,6 +154,7 @@ def plan_reshard(
             hint="leave --from out: what is known of the strategy is in the step",
         )
     target = target_of(checkpoint.manifest, options)
+    check_numbers(checkpoint, target.choice)
     stored = (a for a, _ in target.alike if a.info.grid.chunk_count)
     budget = Budget.of(
         memory,
