@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import logging
 import os
@@ -371,10 +372,12 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
         "strided": torch.rand(6, 4).t()[1:],
         "values": {"big": 1 << 70, "t": (1, None, True), "set": {3}, "blob": large, "tens": 0},
         "mixed": (1, torch.ones(2)),
+        "file": io.BytesIO(b"losses"),
     }
     found = save_and_load(state, tmp_path)
+    assert found.pop("file").read() == b"losses"
     assert torch.equal(found.pop("mixed")[1], torch.ones(2))
-    state.pop("mixed")
+    del state["mixed"], state["file"]
     assert not differing(state, found)
     pack = next(tmp_path.rglob("rank-00000.zip"))
     assert pack.stat().st_size < 1.5 * len(large)  # once

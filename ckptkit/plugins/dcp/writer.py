@@ -38,18 +38,16 @@ from ckptkit.foreign.extents import Extent
 from ckptkit.foreign.spread import by_boxes
 from ckptkit.foreign.states import Path, StateTensor
 from ckptkit.format.arrays import ArrayKind
-from ckptkit.format.leaves import encode
 from ckptkit.format.names import inner_name
 from ckptkit.live.state.lines import dtensor_lines
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import current_world
 from ckptkit.live.state.tensors import as_bits, dtype_of, local_of
 from ckptkit.live.state.topology import Topology
-from ckptkit.live.state.trees import tensors_inline
 from ckptkit.model import Assigned, Box, DType, Part, Placement, Replicate, Strategy
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid, may_cut
 from ckptkit.plugins.dcp.meeting import Meeting, Target
-from ckptkit.plugins.dcp.names import OBJECT, Names, name_tensors, objects_of
+from ckptkit.plugins.dcp.names import OBJECT, Names, as_leaf, name_tensors, objects_of
 from ckptkit.storage import Options
 
 
@@ -230,7 +228,7 @@ class DcpWriter(StorageWriter):
         values: dict[str, tuple[Path, Any]] = {}
         for fqn in sorted(keys):
             value = state[fqn] if fqn in state else _value(planner, items[fqn][0])
-            values[fqn] = paths.get(fqn, (fqn,)), _plain(fqn, value)
+            values[fqn] = paths.get(fqn, (fqn,)), as_leaf(fqn, value)
         if self._rank == 0:
             for name, value in objects_of(told.names, values, str(self._target)).items():
                 writer.add_object(name, value)
@@ -409,13 +407,6 @@ def _value(planner: SavePlanner, item: WriteItem) -> Any:
         raise UnsupportedTypeError(
             "a value that torch reads only by running code", where=item.index.fqn
         ) from error
-
-
-def _plain(fqn: str, value: Any) -> Any:
-    """A value as a step has it; what it has no type for is refused by its key."""
-    found = tensors_inline(value, fqn)
-    encode(found, fqn)
-    return found
 
 
 def _box(item: WriteItem) -> Box:
