@@ -279,8 +279,10 @@ def _told(plans: Sequence[SavePlan], step: int, where: str, chunk_bytes: int) ->
     }
     arrays, names = name_tensors(found, paths, where)
     spread, placed = by_boxes(list(arrays.values()), len(plans))
-    strategy = spread or Strategy.of("single" if len(plans) == 1 else f"ddp:{len(plans)}")
-    whole = (Replicate(),) * len(strategy.mesh.axes)
+    if spread is None or spread.world_size != len(plans):  # ranks may have several pieces
+        spread = Strategy.of("single" if len(plans) == 1 else f"ddp:{len(plans)}")
+        whole = (Replicate(),) * len(spread.mesh.axes)
+        placed = [replace(array, placements=whole) for array in placed]
 
     # The dims that layouts of a known model cut; the others stay whole in a chunk.
     presets = fitting_presets(inner_name(a.name, a.role) for a in placed if a.role == "param")
@@ -298,14 +300,13 @@ def _told(plans: Sequence[SavePlan], step: int, where: str, chunk_bytes: int) ->
         is_large = may_cut(array.dtype.itemsize * int(np.prod(shape)), chunk_bytes)
         of = array.of and of_first_layer(array.of)
         dims = sliced(of_first_layer(array.name), of, shape) if is_large else None
-        row = array.placements or whole
-        key = shape, dtype.name, tuple(boxes), array.role, dims, row
+        key = shape, dtype.name, tuple(boxes), array.role, dims, array.placements
         if key not in kinds:
             edges = _edges(shape, boxes)
             grid = choose_grid(shape, dtype.itemsize, edges, chunk_bytes, dims)
-            kinds[key] = ArrayKind(shape, dtype, grid, array.role, row)
+            kinds[key] = ArrayKind(shape, dtype, grid, array.role, array.placements)
         told[fqn] = ToldArray(array.name, kinds[key], array.of, first_rank)
-    return ToldSave(Meeting.of(len(plans)), step, strategy, told, names)
+    return ToldSave(Meeting.of(len(plans)), step, spread, told, names)
 
 
 def _edges(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[tuple[int, ...], ...]:
