@@ -38,8 +38,9 @@ _EXPORT_NOTE = (
 _LOAD_NOTE = (
     "In place, from the page cache, opening included: all ranks read the headers of all files. "
     "Each result was once compared with what had been written. The floor reads as many bytes as "
-    "a rank needs from a file that has nothing else. Bytes are what the rank with the most asked "
-    "the system for (rchar)."
+    "a rank needs from a file that has nothing else. Bytes are what the rank with the most asks "
+    "the system for (rchar) where nothing is in the page cache: from there ckptkit copies rows, "
+    "and chunks whose addresses differ modulo 32, without asking."
 )
 _WIDE_NOTE = (
     "Rows are as long as those of Llama 3.1 405B, and an eighth as many. So a rank needs 16 and 52 "

@@ -40,6 +40,7 @@ from ckptkit.parallel import as_distributed, init, run_in_memory
 from tests.cli.programs import ckpt, process
 from tests.live.pool import Pool
 from tests.orbax_stand_in import orbax_with
+from tests.plugins.page import run_sections
 from tests.servers.s3_server import Bucket
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +48,6 @@ DOCS = ROOT / "docs"
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *DOCS.glob("*.md"))}
 SESSIONS = ("sh", "console")
 WITH_A_RUN = ("README.md", "commands.md", "migration.md", "resharding.md", "storage.md")
-TRAIN = "print('step 100, loss 2.31')"
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -267,13 +267,13 @@ PROGRAMS: dict[str, Callable[[Pool], None]] = {
     "README.md": run_readme,
     "activations.md": run_activations,
     "communication.md": run_communication,
+    "frameworks.md": lambda gloo: run_sections(PAGES["frameworks.md"], gloo),
     "from-dcp.md": run_from_dcp,
     "migration.md": run_migration,
     "optimizers.md": run_optimizers,
     "python.md": run_python,
-    "resharding.md": run_in_place("resharding.md"),
     "state.md": run_state,
-    "storage.md": run_in_place("storage.md"),
+    **{page: run_in_place(page) for page in ("resharding.md", "storage.md")},
     "strategies.md": run_strategies,
     "training.md": run_training,
 }
@@ -376,7 +376,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to be in, with the files that sessions name."""
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text('{"head_dim": 8}')
-    Path("train.py").write_text(TRAIN)
+    Path("train.py").write_text("print('step 100, loss 2.31')")
     return tmp_path
 
 

@@ -168,12 +168,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a plain tensor, flat; its own where they lie in a row."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
     """The memory of a store, in bytes; tensors that share memory are counted once.

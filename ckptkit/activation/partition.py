@@ -15,13 +15,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from ckptkit.activation.memory import LayerId, bytes_of, metered
+from ckptkit.activation.memory import LayerId, metered
 from ckptkit.activation.offload import SavedTensor
 from ckptkit.activation.store import ActivationStore, DistributedActivationStore
 from ckptkit.activation.transport import meeting_of
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from ckptkit.errors import LayoutError, NotFoundError, UsageError
 from ckptkit.live.state.ranks import ranks_of
+from ckptkit.live.state.tensors import bytes_of
 
 _LEAST = 1024  # elements: what is smaller stays whole
 

@@ -28,8 +28,9 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ckptkit.activation.memory import bytes_of, is_plain, storages_in, storages_of, unmetered
+from ckptkit.activation.memory import is_plain, storages_in, storages_of, unmetered
 from ckptkit.errors import UsageError
+from ckptkit.live.state.tensors import bytes_of
 
 Context = AbstractContextManager[Any]
 Contexts = Callable[[], tuple[Context, Context]]

@@ -21,7 +21,6 @@ from ckptkit.activation.memory import (
     GroupMemoryStats,
     LayerId,
     MemoryStats,
-    bytes_of,
     is_plain,
     plain_layer,
     storages_of,
@@ -35,6 +34,7 @@ from ckptkit.activation.transport import (
     empty_like,
 )
 from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError, UsageError
+from ckptkit.live.state.tensors import bytes_of
 from ckptkit.model.document import parse_size
 from ckptkit.storage.base.store import Closing
 

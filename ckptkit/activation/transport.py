@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ckptkit.activation.memory import LayerId, bytes_of, is_plain
+from ckptkit.activation.memory import LayerId, is_plain
 from ckptkit.checkpoint.ranks import OneRank, Ranks, ThreadBarrier
 from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError
 from ckptkit.format.leaves import dumps, unpack
@@ -35,6 +35,7 @@ from ckptkit.live.state.sockets import (
     receive_into,
     seconds_until,
 )
+from ckptkit.live.state.tensors import bytes_of
 
 _TOKEN = 32
 _MOST_IDLE = 4  # connections to a rank that wait for the next fetch

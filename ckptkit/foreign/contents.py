@@ -11,7 +11,7 @@ import bisect
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -220,6 +220,9 @@ class GatheredSource(Closing):
         memory = memoryview(bytearray(length))
         self.read_into(offset, memory)
         return memory
+
+    def lend(self, offset: int, length: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing is held: the files are the others' packs."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ckptkit.errors import FormatError
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.model import Box, DType, Grid, Placement, Strategy
+from ckptkit.model.document import located
 from ckptkit.model.grid import I64
 
 # Foreign tensors are stored whole: they are looked at in chunks of about so many bytes, so that a
@@ -106,13 +107,10 @@ def cells_of(array: ForeignArray) -> Cells:
     """How an array is looked at as chunks; FormatError where its extents leave something out."""
     boxes = tuple(extent.box for extent in array.extents)
     strides = tuple(extent.strides for extent in array.extents)
-    try:
+    with located(array.name):
         if array.is_flat:
             return _flat_cells(array.shape, array.dtype.itemsize, boxes, strides)
         return _cells(array.shape, array.dtype.itemsize, boxes, strides)
-    except FormatError as error:
-        error.where = array.name
-        raise
 
 
 # Cached, because layers are alike: what one has found out holds for all.

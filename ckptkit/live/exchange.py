@@ -17,6 +17,7 @@ from ckptkit.errors import CkptkitError
 from ckptkit.format.leaves import dumps
 from ckptkit.live.state.parts import LiveTensor, indices
 from ckptkit.live.state.ranks import GroupRanks, World, listed, wire
+from ckptkit.live.state.tensors import bytes_of
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import no_tensor, put_tensors, tensors_inline
 from ckptkit.live.wrappers.entries import StateMismatchError
@@ -201,7 +202,7 @@ class Exchange:
                         values = torch.empty(
                             part.shape, dtype=mine.local.dtype, device=wire(self._group)
                         )
-                        dist.recv(_bytes(values), group=self._group, group_src=0)
+                        dist.recv(bytes_of(values), group=self._group, group_src=0)
                         _fill(mine, values)
 
     def _fetch(
@@ -212,13 +213,15 @@ class Exchange:
         """
         if whole is None:
             if holder == self._world.rank and held is not None:
-                dist.send(_bytes(held.local.to(wire(self._group))), group=self._group, group_dst=0)
+                dist.send(
+                    bytes_of(held.local.to(wire(self._group))), group=self._group, group_dst=0
+                )
             return
         if held is not None and holder == 0:
             values = held.local
         else:
             values = torch.empty(part.shape, dtype=whole.dtype, device=wire(self._group))
-            dist.recv(_bytes(values), group=self._group, group_src=holder)
+            dist.recv(bytes_of(values), group=self._group, group_src=holder)
         for there, here in indices(part, tuple(whole.shape)):
             whole[there] = values[here].to("cpu")
 
@@ -228,7 +231,7 @@ class Exchange:
         for there, here in indices(part, tuple(whole.shape)):
             values[here] = whole[there].to("cpu")
         if rank != 0:
-            dist.send(_bytes(values.to(wire(self._group))), group=self._group, group_dst=rank)
+            dist.send(bytes_of(values.to(wire(self._group))), group=self._group, group_dst=rank)
         elif held is not None:
             _fill(held, values)
 
@@ -283,8 +286,3 @@ def _told(problems: Mapping[str, Sequence[int]], size: int) -> str:
         lines.append(f"rank {listed(ranks, _SHOWN)}: {problem}" if ranks and size > 1 else problem)
     more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return "\n".join(lines[:_SHOWN]) + more
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as bytes, which every backend carries; the same memory where it is dense."""
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -35,13 +37,21 @@ class Framework:
                 ) from error
             raise self._another(name) from error
 
-    def private(self, owner: object, name: str) -> Any:
-        """The attribute `name` of a module or a class of the framework."""
+    def private(self, owner: object, name: str, takes: Sequence[str] | None = None) -> Any:
+        """The attribute `name` of a module, a class or an object of the framework; of a method also
+        whether it `takes` these arguments, as one that we put in its place does.
+        """
         try:
-            return getattr(owner, name)
+            found = getattr(owner, name)
         except AttributeError as error:
-            where = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", repr(owner))
+            of = owner if isinstance(owner, (type, ModuleType)) else type(owner)
+            where = getattr(of, "__qualname__", of.__name__)
             raise self._another(f"{where}.{name}") from error
+        if takes is not None:
+            here = [each for each in signature(found).parameters if each != "self"]
+            if here != list(takes):
+                raise self._another(f"{found.__qualname__}({', '.join(takes)})")
+        return found
 
     def _another(self, lacking: str) -> UsageError:
         return UsageError(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ckptkit.errors import CorruptionError, NotFoundError, UsageError
 from ckptkit.storage.base.buffers import AlignedBuffer, address_of, copy_bytes, default_pool
+from ckptkit.storage.base.cached import CachedFile
 from ckptkit.storage.base.disk import (
     BLOCK,
     DirectFile,
@@ -286,6 +287,8 @@ class LocalSource(Closing):
             self._file.close()
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         self.size = status.st_size
+        self._cached = CachedFile(self._file.fileno(), status)
+        self.lend = self._cached.lend
 
     def read_into(self, offset: int, *buffers: memoryview) -> None:
         if len(buffers) == 1 and offset >= 0:
@@ -332,6 +335,7 @@ class LocalSource(Closing):
         return bytes(whole)
 
     def close(self) -> None:
+        self._cached.close()
         self._file.close()
 
 

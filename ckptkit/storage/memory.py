@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -196,6 +197,9 @@ class MemorySource(Closing):
     def fetch(self, offset: int, length: int) -> memoryview:
         checked_range(self._where, self.size, offset, length)
         return self._data[offset : offset + length]
+
+    def lend(self, offset: int, length: int) -> AbstractContextManager[memoryview]:
+        return nullcontext(self.fetch(offset, length))
 
     def close(self) -> None:
         self._data.release()

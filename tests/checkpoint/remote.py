@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from ckptkit.storage import Abilities, MemoryStore, Sink, Store
@@ -111,6 +112,9 @@ class Unasked(Closing):
         buffer = memoryview(bytearray(length))
         self.store.fetch(self.key, offset, buffer)
         return buffer
+
+    def lend(self, offset: int, length: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         pass

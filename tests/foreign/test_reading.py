@@ -59,12 +59,18 @@ def test_some_rows_go_straight_to_where_they_belong(
 ) -> None:
     write(tmp_path / "model.safetensors", {"w": ROWS})
     monkeypatch.setattr(reader.ReadPlan, "_scatter", None)  # which would be another copy
-    with ckptkit.open(tmp_path) as checkpoint:
+    with ckptkit.open(CountingStore(ckptkit.open_store(tmp_path))) as checkpoint:
         assert same(checkpoint["model/w"][5:11], ROWS[5:11])
 
 
-def test_any_box_is_that_of_the_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is read together, row by row, or straight into memory that has gaps itself."""
+@pytest.mark.parametrize("least_lent", [1, 1 << 30])
+def test_any_box_is_that_of_the_array(
+    least_lent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is copied from the page cache, or read: together, row by row, or straight into
+    memory that has gaps itself.
+    """
+    monkeypatch.setattr(reader, "_LEAST_LENT", least_lent)
     monkeypatch.setattr(reader, "_ROW_GAP", 8)
     monkeypatch.setattr(reader, "WIDEST_GAP", 4)
     monkeypatch.setattr("ckptkit.foreign.extents._CHUNK_BYTES", 256)

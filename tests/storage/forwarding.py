@@ -5,7 +5,7 @@ operation: of the store, and of what was opened or created on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TypeVar
 
 from ckptkit.storage import Abilities, Address, Location, Sink, Source, Store
@@ -119,6 +119,10 @@ class _Source(Closing):
 
     def fetch(self, offset: int, length: int) -> memoryview:
         return self._through.pass_on("read_into", lambda: self._source.fetch(offset, length))
+
+    def lend(self, offset: int, length: int) -> AbstractContextManager[None]:
+        """Nothing, so that all is asked for that is not in a cache."""
+        return nullcontext()
 
     def close(self) -> None:
         self._source.close()

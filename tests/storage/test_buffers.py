@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import UsageError
 from ckptkit.storage import BufferPool, default_pool
+from ckptkit.storage.base import buffers
 from ckptkit.storage.base.buffers import PAGE, address_of, copy_elements
 
 
@@ -106,11 +107,13 @@ VIEWS: dict[str, Callable[[npt.NDArray[np.int32]], npt.NDArray[np.int32]]] = {
 }
 
 
+@pytest.mark.parametrize("long_row", [4, 16 << 10])
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("kind", VIEWS)
 def test_elements_are_copied_between_memory_of_any_order(
-    kind: str, order: Literal["C", "F"]
+    kind: str, order: Literal["C", "F"], long_row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(buffers, "_LONG_ROW", long_row)
     source = VIEWS[kind](np.arange(4900, dtype=np.int32).reshape(700, 7))
     target = np.full(source.shape, -1, np.int32, order=order)
     copy_elements(source, target)

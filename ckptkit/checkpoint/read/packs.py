@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 
 from isal import isal_zlib
@@ -20,8 +20,9 @@ from ckptkit.format.record import Record
 from ckptkit.storage import Source, Store
 from ckptkit.storage.base.store import Closing
 
-# Processes may often open 1,024 files; what is beyond this is opened for each read.
-_KEPT_OPEN = 400
+# Processes may often open 1,024 files, and one that is lent from the page cache counts twice; what
+# is beyond this is opened for each read.
+_KEPT_OPEN = 300
 
 
 class OpenPacks:
@@ -193,6 +194,9 @@ class _UncheckedPack(Closing):
     def fetch(self, offset: int, length: int) -> memoryview:
         with self._sources.explaining(self._pack):
             return self._source.fetch(offset, length)
+
+    def lend(self, offset: int, length: int) -> AbstractContextManager[memoryview | None]:
+        return self._source.lend(offset, length)
 
     def close(self) -> None:
         self._source.close()

@@ -19,12 +19,18 @@ from ckptkit.checkpoint.workers import Pace, Progress
 from ckptkit.model import Box
 from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, side_by_side
 from ckptkit.storage import Source, default_pool
-from ckptkit.storage.base.buffers import PAGE, copy_bytes, copy_elements
+from ckptkit.storage.base.buffers import PAGE, address_of, copy_bytes, copy_elements
 
 BAND_BYTES = 4 << 20
 
 # Copies between addresses that are alike modulo a page, or differ modulo 32, run at half speed.
 _AHEAD = 256
+
+# Addresses that do not differ modulo so much are copied fast by the system itself.
+_ALIKE = 32
+
+# Asking whether the system has a file in memory, and for how long, takes as long as copying less.
+_LEAST_LENT = 128 << 10
 
 # Copied and checked at a time: so much stays in the cache of a core.
 _CACHED = 256 << 10
@@ -111,7 +117,8 @@ class ReadPlan:
             if not waits and first in self.bands:
                 self._read_band(run, source)
             elif not waits:
-                if not self._read_in_place(run, source) and not self._read_rows(run, source):
+                ways = (self._copy_cached, self._read_in_place, self._read_rows)
+                if not any(way(run, source) for way in ways):
                     with default_pool().take(max(size, BAND_BYTES + PAGE)) as memory:
                         source.read_into(start, memory[:size])
                         self._scatter(run, memory[:size])
@@ -129,6 +136,22 @@ class ReadPlan:
                     self._scatter(run, memory)
         if self.progress:
             self.progress(int(self.stop[last - 1]) - start)
+
+    def _copy_cached(self, run: tuple[int, int], source: Source) -> bool:
+        """Copy from where the system has the file in memory, if it has; False too where it copies
+        as fast itself: a chunk for the caller's memory, at an address that suits its offset.
+        """
+        first, last = run
+        start = int(self.start[first])
+        size, direct = int(self.stop[first:last].max()) - start, self.direct(first)
+        if size < _LEAST_LENT or (direct and (address_of(direct) - start) % _ALIKE == 0):
+            return False
+        with source.lend(start, size) as memory:
+            if memory is None:
+                return False
+            self._scatter(run, memory)
+            del memory  # or it would still be looked at when the block ends
+        return True
 
     def _read_in_place(self, run: tuple[int, int], source: Source) -> bool:
         """Read whole chunks straight into the caller's memory, all by one request; False where one

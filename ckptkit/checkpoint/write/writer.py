@@ -50,6 +50,7 @@ from ckptkit.format.objects import (
 )
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import (
+    Assigned,
     DType,
     Layout,
     Part,
@@ -59,6 +60,7 @@ from ckptkit.model import (
     layout_of,
     parse_placement,
 )
+from ckptkit.model.document import located
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid
 from ckptkit.storage import BufferPool, Options, default_pool
 from ckptkit.version import __version__
@@ -68,7 +70,7 @@ class HeldKind(NamedTuple):
     """What a rank holds of each of the arrays that are alike."""
 
     array: ArrayKind
-    layout: Layout
+    layout: Layout | Assigned
     part: Part
 
 
@@ -173,13 +175,10 @@ class Writer:
             if type(dim) is not int or not 0 <= dim < len(shape):
                 what = f"sliced= are dims of an array that has {len(shape)}"
                 raise LayoutError(what, where=name, value=dim)
-        try:
+        with located(name):
             layout = layout_of(shape, self.strategy, placements)
             chunk_bytes = self._chunk_bytes
             grid = choose_grid(shape, dtype.itemsize, layout.edges, chunk_bytes, sliced)
-        except LayoutError as error:
-            error.where = f"{name}: {error.where}" if error.where else name
-            raise
         kind = ArrayKind(shape, dtype, grid, role, placements)
         return HeldKind(kind, layout, layout.part(self.rank))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.folder import Folder
+from ckptkit.model.document import located
 from ckptkit.storage import Store, Stored, open_store
 
 if TYPE_CHECKING:
@@ -209,9 +210,5 @@ def _manifest(read: Callable[[Folder], ForeignStep], folder: Folder) -> ForeignM
     # its time has changed.
     files = "".join(f"{it.key}\0{it.size}\0{it.modified}\0" for it in used)
     fingerprint = hashlib.sha256(files.encode() + folder.seen.digest()).digest()
-    try:
+    with located(str(folder.store.location)):
         return manifest_of(found, fingerprint)
-    except FormatError as error:
-        place = folder.store.location
-        error.where = f"{place}: {error.where}" if error.where else str(place)
-        raise

@@ -37,6 +37,7 @@ from ckptkit.model import (
     Strided,
     parse_placement,
 )
+from ckptkit.model.document import located
 
 HowCut: TypeAlias = Placement | Cut | Experts
 Index: TypeAlias = tuple[slice, ...]
@@ -202,11 +203,8 @@ class HandCuts:
         whole = shape
         if how.dim is not None and how.dim < len(shape):
             whole = (*shape[: how.dim], shape[how.dim] * size, *shape[how.dim + 1 :])
-        try:
+        with located(name):
             placement = how.placement(whole, self.sizes)
-        except (LayoutError, RulesError) as error:
-            error.where = name
-            raise
         return placement, _whole_shape(shape, placement, size)
 
 

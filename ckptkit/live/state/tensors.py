@@ -104,8 +104,15 @@ def checksum_of(bits: npt.NDArray[Any]) -> int:
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same, NaNs and signs of zeros too."""
-    as_bytes = [each.resolve_conj().resolve_neg().contiguous().reshape(-1) for each in (one, other)]
-    return torch.equal(as_bytes[0].view(torch.uint8), as_bytes[1].view(torch.uint8))
+    return torch.equal(bytes_of(one), bytes_of(other))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a plain tensor, row by row, which every backend carries; the same memory where
+    it is dense.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_plain(local: torch.Tensor) -> bool:

@@ -31,6 +31,7 @@ from ckptkit.model import (
     Strided,
     layout_of,
 )
+from ckptkit.model.document import located
 from ckptkit.model.strategy import Axis, Mesh
 
 AxisRun: TypeAlias = tuple[int, ...]
@@ -134,11 +135,8 @@ class Topology:
         """What each rank holds of such a tensor."""
         axes = self.strategy.mesh.axes
         row = [placements.get(axis.name, Replicate()) for axis in axes]
-        try:
+        with located(name):
             return layout_of(shape, self.strategy, row)
-        except LayoutError as error:
-            error.where = f"{name}: {error.where}" if error.where else name
-            raise
 
     def staged(self) -> dict[str, Placement]:
         """That something is of this rank's stage of a pipeline, where there is one."""
@@ -152,11 +150,8 @@ class Topology:
         kind = mesh, tensor.shape, tensor.placements
         if kind in self._found:
             return self._found[kind]
-        try:
+        with located(name):
             own = _torch_layout(tuple(tensor.shape), mesh.shape, tensor.placements)
-        except LayoutError as error:
-            error.where = f"{name}: {error.where}" if error.where else name
-            raise
         for dim, placement in enumerate(own.placements):
             line = ranks_along(mesh, dim)
             if not isinstance(placement, Replicate) and line not in self.by_rank:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.errors import FormatError, PeerError, UnsupportedTypeError, UsageError
 from ckptkit.format import leaves
+from ckptkit.live.state.tensors import bytes_of
 
 OPS = ("sum", "mean", "max", "min")
 # By what a carrier is asked for.
@@ -25,7 +26,7 @@ _LOWEST = torch.iinfo(torch.int64).min  # its bits are those of the sign
 
 def as_bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The elements, row by row; the same memory where it is dense and on the device."""
-    return _flat(tensor, device).view(torch.uint8)
+    return bytes_of(tensor.to(device))
 
 
 def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -54,7 +55,7 @@ def widened(tensor: torch.Tensor, op: str, device: torch.device) -> torch.Tensor
     What is narrower than float32 is added up as float32 and rounded once, so that backends do not
     differ; sums of integers wrap around as those of torch do.
     """
-    flat, dtype = _flat(tensor, device), tensor.dtype
+    flat, dtype = as_bytes(tensor, device).view(tensor.dtype), tensor.dtype
     if dtype.is_complex:
         wide = torch.complex128 if dtype == torch.complex128 else torch.complex64
         return torch.view_as_real(flat.to(wide, copy=True)).reshape(-1)
@@ -108,10 +109,6 @@ def carried_op(op: str, dtype: torch.dtype) -> str:
     if dtype == torch.bool and op == "sum":
         return "max"
     return "sum" if op == "mean" else op
-
-
-def _flat(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device).resolve_conj().resolve_neg().contiguous().reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)

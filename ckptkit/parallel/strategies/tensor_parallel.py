@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 from ckptkit.checkpoint.rules_file import load_rules
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import Cut, Replicate, Rules, Shard
+from ckptkit.model.document import located
 from ckptkit.parallel.strategies.batches import mapped, tensors_of
 from ckptkit.parallel.strategies.options import StrategyOptions
 
@@ -99,11 +100,8 @@ def _cut_dim(rules: Rules, name: str, shape: tuple[int, ...], ranks: int) -> int
         )
     if rule is None or not isinstance(rule.tp, Cut):
         return None
-    try:
+    with located(name):
         placement = rule.tp.placement(shape, rules.known)
-    except (LayoutError, RulesError) as error:
-        error.where = name
-        raise
     if isinstance(placement, Replicate):
         return None
     if not isinstance(placement, Shard):

@@ -75,6 +75,11 @@ class Source(AbstractContextManager["Source", None], Protocol):
         copied.
         """
 
+    def lend(self, offset: int, length: int) -> AbstractContextManager[memoryview | None]:
+        """These bytes where they lie in memory anyway, for as long as the block lasts; None where
+        they do not, or nothing is won by it.
+        """
+
     def close(self) -> None:
         """Free what the source holds; closing twice is fine."""
 

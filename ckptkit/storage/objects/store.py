@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -296,6 +297,9 @@ class ObjectSource(Closing):
         buffer = memoryview(bytearray(length))
         self.read_into(offset, buffer)
         return buffer
+
+    def lend(self, offset: int, length: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
 
     def close(self) -> None:
         """There is nothing to free."""

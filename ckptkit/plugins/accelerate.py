@@ -1,0 +1,238 @@
+"""An Accelerator of accelerate: `save_state` and `load_state`, whose checkpoints are the steps of a
+run.
+
+Its own two write FSDP's files before any hook is asked, so these stand beside them. They take all
+that the Accelerator has prepared, what was registered with it, and the state of random numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ckptkit.checkpoint.places import Place
+from ckptkit.errors import NotFoundError, UsageError
+from ckptkit.format.leaves import dumps
+from ckptkit.live import Checkpointer, PerDataRank, Restored, load, rng_state, set_rng_state
+from ckptkit.plugins.framework import Framework
+
+log = logging.getLogger("ckptkit.plugins")
+
+_ACCELERATE = Framework("accelerate", "1.15", "accelerate")
+
+# All that is private in an Accelerator and is looked at here; as in 1.15.
+_MODELS = "_models"
+_OPTIMIZERS = "_optimizers"
+_SCHEDULERS = "_schedulers"
+_DATALOADERS = "_dataloaders"
+_REGISTERED = "_custom_objects"
+
+_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+_OWN = "accelerate"
+_RNG = "rng"
+
+
+def save_state(
+    accelerator: Any,
+    checkpoints: Checkpointer | Place,
+    step: int,
+    *,
+    extra: Mapping[str, object] | None = None,
+) -> str | None:
+    """Save a step, and return its location, or None where it was skipped; every rank calls it.
+
+    `checkpoints` is the location of a run, or a `Checkpointer` with all that one can do.
+    """
+    objects = _objects(accelerator)
+    own = {_OWN: _position(accelerator), _RNG: PerDataRank(rng_state())}
+    if taken := own.keys() & (extra or {}):
+        raise UsageError(
+            "this name is the plugin's own",
+            where="extra",
+            value=min(taken),
+            hint="choose another key",
+        )
+    with _opened(checkpoints) as checkpointer:
+        return checkpointer.save(step, extra={**(extra or {}), **own}, **objects)
+
+
+def load_state(
+    accelerator: Any, checkpoints: Checkpointer | Place, *, step: int | None = None, **how: Any
+) -> Restored | None:
+    """Load the newest step of a run, or the one asked for, into all that the Accelerator has; None
+    where there is none yet. Every rank calls it.
+
+    `how` is what `Checkpointer.restore` takes: `fallback=True`, `partial=True`, `skip=[…]`.
+    """
+    objects = _objects(accelerator)
+    with _opened(checkpoints) as checkpointer:
+        restored = checkpointer.restore(step=step, **how, **objects)
+        if restored is None:
+            _check_nothing(checkpointer)
+            return None
+    random = restored.extra.get(_RNG)
+    set_rng_state(random)
+    if _OWN in restored.extra:  # a step of a loop without an Accelerator has none
+        position = restored.extra[_OWN]
+        _go_on(accelerator, position)
+        if position["is_inside"]:
+            # A loader that begins in the middle of a pass draws numbers, which the one that was
+            # there did not: what is right before the first batch is set when it has come.
+            _before_next_step(_ACCELERATE.private(accelerator, _MODELS)[0], random)
+    return restored
+
+
+def _objects(accelerator: Any) -> dict[str, Any]:
+    """What the Accelerator has, as `Checkpointer` takes it."""
+    kind = _ACCELERATE.module("accelerate").Accelerator
+    if not isinstance(accelerator, kind):
+        raise UsageError("not an Accelerator", value=type(accelerator).__name__)
+    if accelerator.distributed_type.value in _ENGINES:
+        raise UsageError(
+            "a run keeps what plain, DDP and FSDP jobs train, not another engine",
+            value=accelerator.distributed_type.value,
+            hint="accelerator.save_state(…) is its own way",
+        )
+
+    def prepared(name: str) -> list[Any]:
+        return list(_ACCELERATE.private(accelerator, name))
+
+    models = prepared(_MODELS)
+    if not models:
+        raise UsageError(
+            "the Accelerator has no model",
+            hint="pass model, optimizer and the rest through accelerator.prepare(…) first",
+        )
+    # With several, the names of each begin with its number.
+    model = (
+        models[0] if len(models) == 1 else nn.ModuleDict({str(n): m for n, m in enumerate(models)})
+    )
+    loaders = [
+        _Loader(each)
+        for each in prepared(_DATALOADERS)
+        if getattr(each, "use_stateful_dataloader", False)  # others do not know where they are
+    ]
+    return {
+        "model": model,
+        "optimizer": [each.optimizer for each in prepared(_OPTIMIZERS)],
+        "scheduler": _alone(prepared(_SCHEDULERS)),
+        "scaler": accelerator.scaler,
+        "dataloader": _alone(loaders),
+        "state": {f"registered_{n}": each for n, each in enumerate(prepared(_REGISTERED))},
+    }
+
+
+def _position(accelerator: Any) -> dict[str, Any]:
+    """Where the job is, beside what its objects know."""
+    loaders = _ACCELERATE.private(accelerator, _DATALOADERS)
+    active = accelerator.gradient_state.active_dataloader
+    return {
+        "step": accelerator.step,
+        "epochs": [_epoch(each, active) for each in loaders],
+        "is_inside": active is not None and not active.end_of_dataloader,
+        "processes": accelerator.num_processes,
+    }
+
+
+def _epoch(loader: Any, active: Any) -> int:
+    """Which pass over its data a loader makes next, or is in the middle of."""
+    # What skip_first_batches made of a loader is another one, over the same data.
+    at = active if active is not None and active.dataset is loader.dataset else loader
+    return int(getattr(at, "iteration", 0)) + bool(at is active and at.end_of_dataloader)
+
+
+def _go_on(accelerator: Any, position: Mapping[str, Any]) -> None:
+    """Be where the job was that saved."""
+    accelerator.step = position["step"]
+    loaders = _ACCELERATE.private(accelerator, _DATALOADERS)
+    for loader, epoch in zip(loaders, position["epochs"], strict=False):
+        if hasattr(loader, "iteration"):
+            loader.iteration = epoch
+    schedulers = _ACCELERATE.private(accelerator, _SCHEDULERS)
+    there, here = position["processes"], accelerator.num_processes
+    if there != here and any(
+        each.step_with_optimizer and not each.split_batches for each in schedulers
+    ):
+        log.warning(
+            "schedulers made %d steps for each of the optimizer, and make %d here: accelerate "
+            "multiplies them by the number of processes, as it does the batch; with "
+            "split_batches=True jobs of all sizes are alike",
+            there,
+            here,
+        )
+
+
+def _check_nothing(checkpointer: Checkpointer) -> None:
+    """Refuse to begin anew where another program's checkpoint is."""
+    try:
+        load(checkpointer._store)
+    except NotFoundError:
+        return
+    raise UsageError(
+        "no run of ckptkit's, but a checkpoint of another kind",
+        where=checkpointer.location,
+        hint="accelerator.load_state(…) loads what accelerator.save_state(…) wrote, "
+        "ckptkit.live.load(…, model=model) the model of most kinds; save_state goes on elsewhere",
+    )
+
+
+def _before_next_step(model: nn.Module, random: dict[str, Any] | None) -> None:
+    """Set the state of random numbers once more, when the model is next trained."""
+
+    def begin(module: nn.Module, _: object) -> None:
+        if module.training:
+            handle.remove()
+            set_rng_state(random)
+
+    handle = model.register_forward_pre_hook(begin)
+
+
+class _Loader:
+    """A loader that knows where it is. One that was at its end begins anew: told that it was there,
+    it would draw a random number for that too.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loader": self._loader.state_dict(), "batch": self._loader.total_batch_size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        inner = state["loader"]
+        self._loader.load_state_dict({} if inner.get("_iterator_finished") else inner)
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on in a job of another number of ranks: each rank of the other was as many batches
+        along, which all ranks took from one order.
+        """
+        first = states[0]
+        if first["batch"] != self._loader.total_batch_size or any(
+            dumps([each]) != dumps([first]) for each in states
+        ):
+            raise UsageError(
+                f"the loader was in the middle of batches of {first['batch']} for "
+                f"{len(states)} ranks, and has batches of {self._loader.total_batch_size} here",
+                where="dataloader",
+                hint="have batches of as many examples in all, or leave the loader as it is: "
+                'load_state(…, skip=["dataloader"])',
+            )
+        self.load_state_dict(first)
+
+
+def _alone(values: Sequence[Any]) -> Any:
+    """As a loop passes it that has one, or none."""
+    return values if len(values) > 1 else next(iter(values), None)
+
+
+@contextmanager
+def _opened(checkpoints: Checkpointer | Place) -> Iterator[Checkpointer]:
+    if isinstance(checkpoints, Checkpointer):
+        yield checkpoints
+        return
+    with Checkpointer(checkpoints) as mine:
+        yield mine

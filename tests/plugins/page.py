@@ -1,0 +1,94 @@
+"""What runs the programs of `docs/frameworks.md`, by the heading that they stand under."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ckptkit import Run
+from tests.live.pool import Pool
+
+
+def run_sections(page: str, gloo: Pool) -> None:
+    """The programs of a page, those of each section in a folder of their own."""
+    for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        heading = section.partition("\n")[0]
+        programs = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+        if programs:
+            Path(heading).mkdir()
+            with chdir(heading), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what frameworks import
+                SECTIONS[heading](programs, gloo)
+
+
+def transformers_trainer(programs: list[str], _: Pool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    row = torch.arange(4)
+    names: dict[str, Any] = {
+        "model": LlamaForCausalLM(LlamaConfig(vocab_size=8, num_hidden_layers=1, **sizes)),
+        "dataset": [{"input_ids": row, "labels": row}] * 32,
+    }
+    begin, resume, remote = programs
+    exec(begin, names)
+    assert Run("runs/7b").steps() == [8, 12]
+    exec(resume, names)
+    assert names["trainer"].state.global_step == 12
+    exec(remote, names)
+    assert names["checkpoints"].run.steps() == [4, 8, 12]
+
+
+def accelerate(programs: list[str], _: Pool) -> None:
+    from accelerate.state import AcceleratorState, GradientState  # noqa: PLC0415
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 100),
+        "loader": DataLoader(TensorDataset(torch.ones(20, 4)), batch_size=2, shuffle=True),
+        "loss_of": lambda model, batch: model(*batch).square().mean(),
+    }
+    (program,) = programs
+    try:
+        exec(program, names)
+        assert Run("runs/7b").steps() == [20, 30]
+        names["loss_of"] = None  # a second time there is nothing to do
+        exec(program, names)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def save_by_dcp(programs: list[str], folder: str) -> None:
+    torch.manual_seed(0)  # the same on all ranks, as DDP sees to
+    model = nn.Linear(4, 2)
+    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    old = model.weight.detach().clone()
+    with chdir(folder):
+        for program in programs:
+            exec(program, names)
+    assert names["state"]["step"] == 1000
+    assert torch.equal(model.weight, old)
+
+
+def dcp(programs: list[str], gloo: Pool) -> None:
+    gloo.run(2, save_by_dcp, programs, str(Path.cwd()))
+    assert Run("runs/dcp").steps() == [1000]
+
+
+SECTIONS: dict[str, Callable[[list[str], Pool], None]] = {
+    "accelerate": accelerate,
+    "torch.distributed.checkpoint": dcp,
+    "The Trainer of transformers": transformers_trainer,
+}
