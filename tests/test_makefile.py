@@ -75,7 +75,8 @@ def test_other_frameworks_get_an_environment_of_their_own_once(tree: Path) -> No
     into = f".venv/frameworks/bin/pip install --no-build-isolation -r {REQUIREMENTS}\n"
     assert into in first
     variables = "CKPTKIT_FRAMEWORKS=.venv/frameworks/bin/python PYTHONDONTWRITEBYTECODE="
-    assert second == f"{variables} .venv/bin/pytest tests/foreign/frameworks\n"
+    assert second.startswith(f"{variables} .venv/bin/pytest tests/foreign/frameworks\n")
+    assert REQUIREMENTS not in second
     # Where others are asked for they are made anew, and what is beside them is not.
     os.utime(tree / ".venv" / "frameworks.stamp", (0, 0))
     third = outputs(make(tree, "test-frameworks"))[0]
