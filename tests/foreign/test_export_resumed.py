@@ -18,6 +18,7 @@ from ckptkit.errors import AlreadyExistsError
 from ckptkit.storage.base.location import new_temporary
 from tests.checkpoint.saving import Tensor, random_values, save
 from tests.cli.programs import document
+from tests.servers.moto import Moto
 from tests.servers.s3_server import Bucket
 
 HOW: Any = {"to_format": "hf", "max_file_size": 5000}
@@ -177,6 +178,17 @@ def test_ctrl_c_leaves_what_is_complete(
     monkeypatch.undo()
     assert list(ckptkit.export(run, tmp_path / "out", **HOW).finished) == FILES[:2]
     assert contents(tmp_path / "out") == whole
+
+
+def test_in_a_bucket_nothing_is_left_of_one_that_was_killed_as_it_began(
+    moto: Moto, bucket: Bucket, run: Path
+) -> None:
+    store = ckptkit.open_store(f"{bucket.url}/out", bucket.options)
+    moto.client.put_object(Bucket=bucket.name, Key=f"out/{new_temporary()}", Body=b"")
+    assert store.leftovers("")
+    options: Any = {"storage_options": bucket.options, "source_options": {}}
+    assert ckptkit.export(run, f"{bucket.url}/out", **HOW, **options).finished == ()
+    assert store.leftovers("") == []
 
 
 def test_in_a_bucket_it_goes_on_too(

@@ -393,6 +393,8 @@ class FinishedFiles:
             return []
         if not self.is_resumed:
             self._store.put(self.note, dumps([]), exclusive=True)
+            # Of one that was killed before: the place was empty but for what stores do not list.
+            self._store.delete([entry.key for entry in self._store.leftovers("")])
             return []
         said: Any = []
         with suppress(CkptkitError):  # one that was killed may leave an empty note
