@@ -357,9 +357,23 @@ def test_a_class_of_somebody_else_is_refused_by_name(folder: Path, stand_ins: No
 
 def test_experts_are_refused_by_the_name_of_the_file(folder: Path) -> None:
     (folder / "layer_0_expert_1_mp_rank_00_model_states.pt").touch()
-    with pytest.raises(FormatError, match="experts, which ranks") as caught:
+    with pytest.raises(FormatError, match=r"experts \(MoE\), which ranks") as caught:
         ckptkit.open(folder)
     assert "layer_0_expert_1" in str(caught.value)
+    assert "save it with `ckptkit.live.save`" in str(caught.value)
+
+
+def test_shards_in_groups_of_ranks_are_refused_by_their_name(folder: Path, stand_ins: None) -> None:
+    """What is missing then are no files, which would be said else."""
+    for model in files_of(folder, "model"):
+        changed(
+            model, lambda tree: tree["ds_config"]["zero_optimization"].update(mics_shard_size=2)
+        )
+    files_of(folder, "optim")[-1].unlink()
+    with pytest.raises(FormatError, match=r"\(MiCS\) are not read here") as caught:
+        ckptkit.open(folder)
+    assert "mics_shard_size 2" in str(caught.value)
+    assert "save it with `ckptkit.live.save`" in str(caught.value)
 
 
 def test_a_byte_that_changed_gives_a_checkpoint_or_an_error_of_ours(folder: Path) -> None:
