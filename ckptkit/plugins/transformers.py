@@ -64,6 +64,17 @@ class TrainerMixin:
     optimizer: Any
     lr_scheduler: Any
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(TrainerMixin)]
+        if any(each.__module__.partition(".")[0] == "transformers" for each in before):
+            # Nothing of this class would be asked, and nobody would be told.
+            raise UsageError(
+                "TrainerMixin stands before the Trainer among the bases",
+                value=cls.__name__,
+                hint=f"class {cls.__name__}(TrainerMixin, Trainer)",
+            )
+
     def __init__(
         self, *args: Any, checkpoints: Checkpointer | Place | None = None, **kwargs: Any
     ) -> None:

@@ -70,7 +70,25 @@ def accelerate(programs: list[str], _: Pool) -> None:
         GradientState._reset_state()
 
 
+def save_by_dcp(programs: list[str], folder: str) -> None:
+    torch.manual_seed(0)  # the same on all ranks, as DDP sees to
+    model = nn.Linear(4, 2)
+    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    old = model.weight.detach().clone()
+    with chdir(folder):
+        for program in programs:
+            exec(program, names)
+    assert names["state"]["step"] == 1000
+    assert torch.equal(model.weight, old)
+
+
+def dcp(programs: list[str], gloo: Pool) -> None:
+    gloo.run(2, save_by_dcp, programs, str(Path.cwd()))
+    assert Run("runs/dcp").steps() == [1000]
+
+
 SECTIONS: dict[str, Callable[[list[str], Pool], None]] = {
     "accelerate": accelerate,
+    "torch.distributed.checkpoint": dcp,
     "The Trainer of transformers": transformers_trainer,
 }
