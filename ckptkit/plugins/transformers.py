@@ -149,7 +149,8 @@ class TrainerMixin:
             self._note_callbacks()
             # The best is known by its location, which may be in another run.
             number = _step_in(checkpointer, state.best_model_checkpoint)
-            checkpointer.keep([] if number is None else [number])
+            if number is not None:
+                checkpointer.keep([number])
             # Ranks measure their own times, so the first one's state is the job's.
             mine = _plain(state) if self.args.process_index == 0 else None
             extra: dict[str, object] = {_STATE: PerRank(mine)}

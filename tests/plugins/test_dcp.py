@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ from ckptkit.plugins.dcp import Reader, Writer
 from tests.live import strategies
 from tests.live.pool import Died, Pool
 from tests.live.strategies import Job, adamw
+from tests.plugins.planners import Half, Rows
 from tests.servers.s3_server import Bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -371,28 +373,21 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
         "strided": torch.rand(6, 4).t()[1:],
         "values": {"big": 1 << 70, "t": (1, None, True), "set": {3}, "blob": large, "tens": 0},
         "mixed": (1, torch.ones(2)),
+        "file": io.BytesIO(b"losses"),
     }
     found = save_and_load(state, tmp_path)
+    assert found.pop("file").read() == b"losses"
     assert torch.equal(found.pop("mixed")[1], torch.ones(2))
-    state.pop("mixed")
+    del state["mixed"], state["file"]
     assert not differing(state, found)
     pack = next(tmp_path.rglob("rank-00000.zip"))
     assert pack.stat().st_size < 1.5 * len(large)  # once
 
 
-class Half(DefaultSavePlanner):
-    """Casts what it saves, in its plan and in the data."""
-
-    def create_local_plan(self) -> Any:
-        plan = super().create_local_plan()
-        for item in plan.items:
-            if item.tensor_data is not None:
-                item.tensor_data.properties.dtype = torch.float16
-        return plan
-
-    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002 — torch's
-        made = super().transform_object(write_item, object)
-        return made.half() if isinstance(made, torch.Tensor) else made
+def test_a_rank_may_have_several_pieces_of_a_tensor(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.rand(5, 3), "v": torch.rand(4), "s": torch.tensor(1.0)}}
+    assert not differing(state, save_and_load(state, tmp_path, save=Rows()))
+    assert ckptkit.verify(tmp_path) == []
 
 
 def test_planners_may_change_what_is_saved_and_loaded(tmp_path: Path) -> None:

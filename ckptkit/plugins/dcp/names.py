@@ -5,6 +5,7 @@ folders are read. How the keys were spelled goes with the step, so that they are
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,8 +15,13 @@ from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import ForeignArray
 from ckptkit.foreign.readers.dcp import with_lists
 from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path, StateTensor, put, states_of
+from ckptkit.format.leaves import encode
 from ckptkit.format.names import MODEL, OPTIMIZER, join, split
+from ckptkit.live.state.trees import no_tensor, put_tensors, tensors_inline
 from ckptkit.model.document import Fields
+
+# The mark of what was a file in memory, as the state of some loops has: its bytes.
+_FILE = "ckptkit.dcp.file"
 
 OBJECT = "dcp"
 """The object of a step that says how its keys are spelled, and has the values of DCP's own."""
@@ -135,6 +141,22 @@ def name_tensors(
         if not (fits and group in groups and groups[group].path(tuple(nodes)) == path):
             others[name] = path
     return arrays, Names(around, frozenset(apart), groups, others)
+
+
+def as_leaf(fqn: str, value: Any) -> Any:
+    """A value that is no tensor as a step has it; what it has no type for is refused by its key."""
+    if isinstance(value, io.BytesIO):
+        return {_FILE: value.getvalue()}
+    leaf = tensors_inline(value, fqn)
+    encode(leaf, fqn)
+    return leaf
+
+
+def from_leaf(fqn: str, leaf: Any) -> Any:
+    """The value that `as_leaf` was given."""
+    if isinstance(leaf, dict) and leaf.keys() == {_FILE}:
+        return io.BytesIO(leaf[_FILE])
+    return put_tensors(leaf, no_tensor, fqn)
 
 
 def objects_of(names: Names, values: Mapping[str, tuple[Path, Any]], where: str) -> dict[str, Any]:

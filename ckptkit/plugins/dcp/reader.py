@@ -36,11 +36,10 @@ from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path
 from ckptkit.format.names import MODEL, OPTIMIZER
 from ckptkit.live.restore import NOT_LOADED
 from ckptkit.live.state.tensors import as_bits, dtype_of, torch_dtype
-from ckptkit.live.state.trees import no_tensor, put_tensors
 from ckptkit.live.state_dict import nested_state
 from ckptkit.model import Box
 from ckptkit.plugins.dcp.meeting import Meeting, Target
-from ckptkit.plugins.dcp.names import OBJECT, Names, value_in
+from ckptkit.plugins.dcp.names import OBJECT, Names, from_leaf, value_in
 from ckptkit.storage import Options
 
 log = logging.getLogger("ckptkit.plugins")
@@ -330,7 +329,7 @@ class Keys:
             for fqn, each in values.items():
                 path, value = value_in(names, objects, each, f"objects.{key}")
                 self._paths[fqn] = path
-                self._values[fqn] = put_tensors(value, no_tensor, fqn)
+                self._values[fqn] = from_leaf(fqn, value)
 
     def _take_usual(self) -> None:
         """The keys that DCP would have for a step, and those that another program had."""

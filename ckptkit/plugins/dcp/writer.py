@@ -38,18 +38,16 @@ from ckptkit.foreign.extents import Extent
 from ckptkit.foreign.spread import by_boxes
 from ckptkit.foreign.states import Path, StateTensor
 from ckptkit.format.arrays import ArrayKind
-from ckptkit.format.leaves import encode
 from ckptkit.format.names import inner_name
 from ckptkit.live.state.lines import dtensor_lines
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import current_world
 from ckptkit.live.state.tensors import as_bits, dtype_of, local_of
 from ckptkit.live.state.topology import Topology
-from ckptkit.live.state.trees import tensors_inline
 from ckptkit.model import Assigned, Box, DType, Part, Placement, Replicate, Strategy
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid, may_cut
 from ckptkit.plugins.dcp.meeting import Meeting, Target
-from ckptkit.plugins.dcp.names import OBJECT, Names, name_tensors, objects_of
+from ckptkit.plugins.dcp.names import OBJECT, Names, as_leaf, name_tensors, objects_of
 from ckptkit.storage import Options
 
 
@@ -230,7 +228,7 @@ class DcpWriter(StorageWriter):
         values: dict[str, tuple[Path, Any]] = {}
         for fqn in sorted(keys):
             value = state[fqn] if fqn in state else _value(planner, items[fqn][0])
-            values[fqn] = paths.get(fqn, (fqn,)), _plain(fqn, value)
+            values[fqn] = paths.get(fqn, (fqn,)), as_leaf(fqn, value)
         if self._rank == 0:
             for name, value in objects_of(told.names, values, str(self._target)).items():
                 writer.add_object(name, value)
@@ -281,8 +279,10 @@ def _told(plans: Sequence[SavePlan], step: int, where: str, chunk_bytes: int) ->
     }
     arrays, names = name_tensors(found, paths, where)
     spread, placed = by_boxes(list(arrays.values()), len(plans))
-    strategy = spread or Strategy.of("single" if len(plans) == 1 else f"ddp:{len(plans)}")
-    whole = (Replicate(),) * len(strategy.mesh.axes)
+    if spread is None or spread.world_size != len(plans):  # ranks may have several pieces
+        spread = Strategy.of("single" if len(plans) == 1 else f"ddp:{len(plans)}")
+        whole = (Replicate(),) * len(spread.mesh.axes)
+        placed = [replace(array, placements=whole) for array in placed]
 
     # The dims that layouts of a known model cut; the others stay whole in a chunk.
     presets = fitting_presets(inner_name(a.name, a.role) for a in placed if a.role == "param")
@@ -300,14 +300,13 @@ def _told(plans: Sequence[SavePlan], step: int, where: str, chunk_bytes: int) ->
         is_large = may_cut(array.dtype.itemsize * int(np.prod(shape)), chunk_bytes)
         of = array.of and of_first_layer(array.of)
         dims = sliced(of_first_layer(array.name), of, shape) if is_large else None
-        row = array.placements or whole
-        key = shape, dtype.name, tuple(boxes), array.role, dims, row
+        key = shape, dtype.name, tuple(boxes), array.role, dims, array.placements
         if key not in kinds:
             edges = _edges(shape, boxes)
             grid = choose_grid(shape, dtype.itemsize, edges, chunk_bytes, dims)
-            kinds[key] = ArrayKind(shape, dtype, grid, array.role, row)
+            kinds[key] = ArrayKind(shape, dtype, grid, array.role, array.placements)
         told[fqn] = ToldArray(array.name, kinds[key], array.of, first_rank)
-    return ToldSave(Meeting.of(len(plans)), step, strategy, told, names)
+    return ToldSave(Meeting.of(len(plans)), step, spread, told, names)
 
 
 def _edges(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[tuple[int, ...], ...]:
@@ -409,13 +408,6 @@ def _value(planner: SavePlanner, item: WriteItem) -> Any:
         raise UnsupportedTypeError(
             "a value that torch reads only by running code", where=item.index.fqn
         ) from error
-
-
-def _plain(fqn: str, value: Any) -> Any:
-    """A value as a step has it; what it has no type for is refused by its key."""
-    found = tensors_inline(value, fqn)
-    encode(found, fqn)
-    return found
 
 
 def _box(item: WriteItem) -> Box:
