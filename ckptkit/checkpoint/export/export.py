@@ -316,7 +316,12 @@ def _place_to_write(place: Store, name: str, *, is_file: bool) -> Iterator[Store
     if location.scheme == "file":
         only = location.name if is_file else ""
         with appearing(Path(location.path), only, "" if is_file else name[:8]) as folder:
-            yield open_store(folder)
+            written = open_store(folder)
+            if not FinishedFiles(written, name).is_resumed:
+                # Of one that was killed before its note was there, or after: nobody else's.
+                for left in folder.iterdir():
+                    left.unlink()
+            yield written
         return
     store = place
     if is_file:

@@ -26,7 +26,6 @@ from ckptkit.foreign.readers.samples import sampled
 from ckptkit.live import load
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import BitForBit, ForeignContract, Sample, same
-from tests.foreign.frameworks.written import written_by
 
 STEP = "iter_0000002"
 
@@ -43,8 +42,8 @@ LLAMA: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written_by("megatron", tmp_path_factory.mktemp("megatron"))
+def written(written_once: Callable[[str], Path]) -> Path:
+    return written_once("megatron")
 
 
 @pytest.fixture
