@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 FRAMEWORKS := $(VENV)/frameworks
+NEWEST := $(VENV)/newest
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPED := ckptkit ckptkit_command.py $(VENV)/typing/ckptkit/cli $(VENV)/typing/ckptkit/schemas tests $(wildcard examples/*.py benchmarks/*.py docs/*.py)
 TORCH := $(shell sed -n 's/^ *"\(torch==.*\)",$$/\1/p' pyproject.toml)
@@ -37,10 +38,12 @@ test-long: ## set up with torch, then the tests that take minutes each, and prop
 	+@$(SET_UP) dev
 	$(PYTEST) -n 2 -m "long or hypothesis" --hypothesis-profile=many
 
-test-frameworks: ## install DeepSpeed, Megatron and others beside, and read what they write
+test-frameworks: ## install DeepSpeed, Megatron and others beside, and read what they write; try plugins on newest releases
 	+@$(SET_UP) dev
 	+@$(SET_UP) frameworks
 	CKPTKIT_FRAMEWORKS=$(FRAMEWORKS)/bin/python $(PYTEST) tests/foreign/frameworks
+	rm -rf $(NEWEST) && $(PIP) install --no-deps --target $(NEWEST) accelerate lightning torchdata transformers
+	PYTHONPATH=$(NEWEST) $(PYTEST) tests/plugins
 
 bench: ## set up with torch, then measure side by side with peers
 	+@$(SET_UP) dev

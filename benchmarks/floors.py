@@ -88,7 +88,7 @@ class Floor:
         descriptor = os.open(self._path(folder), os.O_RDONLY | os.O_DIRECT)
         buffers: SimpleQueue[memoryview] = SimpleQueue()
         for number in range(self.threads):
-            buffers.put(_random_memory(self.segment, number))
+            buffers.put(_random_memory(self.segment, number, in_huge_pages=True))
 
         def read(at: int) -> None:
             memory = buffers.get()
@@ -112,8 +112,14 @@ class Floor:
 
 
 @cache
-def _random_memory(size: int, number: int) -> memoryview:
-    """Page-aligned memory that has been touched: fresh pages would be made in the measured time."""
-    memory = memoryview(mmap.mmap(-1, size))
+def _random_memory(size: int, number: int, *, in_huge_pages: bool = False) -> memoryview:
+    """Page-aligned memory that has been touched: fresh pages would be made in the measured time.
+
+    A device fills memory that lies together by larger requests, here more than twice as fast.
+    """
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if in_huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = memoryview(mapped)
     memory[:] = np.random.default_rng(number).bytes(size)
     return memory

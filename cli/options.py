@@ -120,7 +120,7 @@ def _pairs(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -
 
 def names(function: Function) -> Function:
     """The options that say what arrays are called in the result."""
-    text = "Translate names by a table: a file, or llama-megatron."
+    text = "Translate names by a table: a file, llama-megatron, or mixtral-megatron."
     function = click.option("--names", "table", metavar="TABLE", help=text)(function)
     return click.option(
         "--rename", metavar="REGEX=>NEW", multiple=True, help="Rename inside of the groups."

@@ -330,10 +330,10 @@ class FileBarrier(Ranks):
             if missing and time.monotonic() > deadline:
                 raise late(f"rank {missing[0]}", self._timeout)
             if missing:
-                # Soon where ranks are close together, seldom where one is late: hundreds may list
-                # this folder, over a network.
+                # Soon where ranks are close together, seldom where one is late and there are many:
+                # hundreds may list this folder, over a network.
                 time.sleep(pause)
-                pause = min(pause * 1.5, 0.05)
+                pause = min(pause * 1.5, 0.005 * self.world_size, 0.05)
         return heard
 
     def _names(self) -> set[str]:

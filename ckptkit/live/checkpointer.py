@@ -186,13 +186,6 @@ class Checkpointer:
                 save = prepare(
                     target, step, training, extra, options, self._arena, world=world, ranks=ranks
                 )
-            # All ranks have begun this save, so none can look at what the last but one left in the
-            # store any more.
-            self._used.append(ranks)
-            if len(self._used) > 2:
-                old = self._used.pop(0)
-                if self._world.rank == 0:
-                    old.forget()
             if self._asynchronous:
                 self._writing = save
                 work = partial(self._finish, save, started, after.pop_all())
@@ -351,6 +344,13 @@ class Checkpointer:
         with after:
             try:
                 with failing_together(save.ranks):
+                    # All ranks have begun this save, so none can look at what the last but one left
+                    # in the store any more.
+                    self._used.append(save.ranks)
+                    if len(self._used) > 2:
+                        old = self._used.pop(0)
+                        if self._world.rank == 0:
+                            old.forget()
                     save.writer.commit()
                 self._arena.keep(save)
                 if self._world.rank == 0:

@@ -91,6 +91,11 @@ def load_state(
         return _nested(objects, state, patterns) if nested else state
 
 
+def nested_state(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """All that `load_state(nested=True)` gives of a step whose arrays are these tensors."""
+    return _nested(_objects(checkpoint), tensors, None)
+
+
 def _picked(checkpoint: Checkpoint, patterns: tuple[str, ...], others: list[str]) -> list[str]:
     """The arrays that patterns pick, by name, by the name inside of their group, or with all of
     their group; a pattern that picks neither an array nor one of the `others` is refused.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptkit.model.box import MAX_COORDINATE, Box, Gap, check_cover, flat_boxes
 from ckptkit.model.dtype import DTYPES, DType
 from ckptkit.model.grid import MAX_CHUNKS, Grid
-from ckptkit.model.layout import Layout, Part, Replicas, Share, layout_of
+from ckptkit.model.layout import Assigned, Layout, Part, Replicas, Share, layout_of
 from ckptkit.model.placement import (
     Owner,
     Placement,
@@ -27,6 +27,7 @@ __all__ = [
     "MAX_CHUNKS",
     "MAX_COORDINATE",
     "MAX_WORLD_SIZE",
+    "Assigned",
     "Axis",
     "Box",
     "Cut",

@@ -300,3 +300,21 @@ class Share:
     boxes: tuple[Box, ...]
     places: tuple[Box, ...]
     replicas: Replicas
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assigned:
+    """The boxes of a tensor that one rank alone writes, where not its layout says so but somebody
+    else's plan, which has given each element to one rank.
+    """
+
+    strategy: Strategy
+    part: Part
+    first_rank: int
+    """Who writes what is said of the tensor where it has no elements."""
+
+    def shares(self, _: int) -> tuple[Share, ...]:
+        """As those of a `Layout`, of the rank that it was assigned to."""
+        if self.part.is_empty:
+            return ()
+        return (Share(self.part.boxes, self.part.places, Replicas((), 0, 1)),)

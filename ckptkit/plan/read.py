@@ -51,10 +51,11 @@ class Pieces(Sequence[Piece]):
     many chunks is arrays and not objects.
     """
 
-    __slots__ = ("_dims", "_grid", "_length")
+    __slots__ = ("_box", "_dims", "_grid", "_length")
 
     def __init__(self, grid: Grid, box: Box) -> None:
         self._grid = grid
+        self._box = box
         self._dims: list[list[_Step]] = []
         for dim, span in enumerate(grid.span(box)):
             low, high = box.offset[dim], box.offset[dim] + box.shape[dim]
@@ -130,11 +131,7 @@ class Pieces(Sequence[Piece]):
 
     def chunks(self) -> I64:
         """The number of each piece's chunk."""
-        numbers = np.zeros(1, dtype=np.int64)
-        for along, count in zip(self._dims, self._grid.counts, strict=True):
-            indices = np.array([step.index for step in along], dtype=np.int64)
-            numbers = (numbers[:, None] * count + indices[None, :]).reshape(-1)
-        return numbers
+        return chunks_in(self._grid, self._box)
 
     def element_spans(self) -> tuple[I64, I64]:
         """For each piece the first element needed and the one after the last, in stored order."""

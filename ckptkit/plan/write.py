@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptkit.errors import LayoutError
-from ckptkit.model import Box, Grid, Layout, Replicas
+from ckptkit.model import Assigned, Box, Grid, Layout, Replicas
 from ckptkit.model.grid import I64
 
 _NOTHING = np.zeros(0, dtype=np.int64)
@@ -21,7 +21,7 @@ class Owned(NamedTuple):
     """What has to be known of an array to decide who writes its chunks."""
 
     name: str
-    layout: Layout
+    layout: Layout | Assigned
     grid: Grid
     itemsize: int
 

@@ -64,6 +64,17 @@ class TrainerMixin:
     optimizer: Any
     lr_scheduler: Any
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(TrainerMixin)]
+        if any(each.__module__.partition(".")[0] == "transformers" for each in before):
+            # Nothing of this class would be asked, and nobody would be told.
+            raise UsageError(
+                "TrainerMixin stands before the Trainer among the bases",
+                value=cls.__name__,
+                hint=f"class {cls.__name__}(TrainerMixin, Trainer)",
+            )
+
     def __init__(
         self, *args: Any, checkpoints: Checkpointer | Place | None = None, **kwargs: Any
     ) -> None:
@@ -138,7 +149,8 @@ class TrainerMixin:
             self._note_callbacks()
             # The best is known by its location, which may be in another run.
             number = _step_in(checkpointer, state.best_model_checkpoint)
-            checkpointer.keep([] if number is None else [number])
+            if number is not None:
+                checkpointer.keep([number])
             # Ranks measure their own times, so the first one's state is the job's.
             mine = _plain(state) if self.args.process_index == 0 else None
             extra: dict[str, object] = {_STATE: PerRank(mine)}

@@ -112,6 +112,19 @@ def test_what_is_not_as_it_was_written_is_written_again(
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
+def test_one_that_was_killed_as_it_began_or_ended_is_begun_anew(
+    run: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Its note was not there yet, or not any more: nothing of it is kept, nor in the way."""
+    left = killed(run, tmp_path / "out", after=2)
+    for note in left.glob(".ckptkit-export-*"):
+        note.rename(left / new_temporary())
+    (left / "model.safetensors.index.json").write_bytes(b"{}")
+    assert ckptkit.export(run, tmp_path / "out", **HOW).finished == ()
+    assert contents(tmp_path / "out") == whole
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_another_export_does_not_go_on_with_it(run: Path, tmp_path: Path) -> None:
     """Of other types, of another step, of another format: their files would be mixed."""
     for changed in (

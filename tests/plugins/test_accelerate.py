@@ -68,9 +68,10 @@ def assert_same(resumed: list[dict[str, Any]], whole: list[dict[str, Any]]) -> N
             assert pickle.dumps(mine[key]) == pickle.dumps(theirs[key]), key
 
 
-@pytest.mark.parametrize("killed_after", [3, 4])
-@pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("strategy", ["ddp:2", "fsdp:2"])
+@pytest.mark.parametrize(
+    ("strategy", "stateful", "killed_after"),  # in the middle of the first epoch, and at its end
+    [("ddp:2", False, 3), ("ddp:2", True, 4), ("fsdp:2", True, 3), ("fsdp:2", False, 4)],
+)
 def test_a_training_that_was_killed_goes_on_to_the_bit(
     strategy: str, stateful: bool, killed_after: int, train: Train, tmp_path: Path
 ) -> None:

@@ -241,6 +241,10 @@ def test_another_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         plugin._TRANSFORMERS.private(Trainer, "_save_checkpoint", ["model", "trial"])
 
 
+def test_a_mixin_that_nobody_would_ask_is_refused(gloo: Pool) -> None:
+    assert gloo.run(1, on_rank, "behind", (), {}) == ["class Behind(TrainerMixin, Trainer)"]
+
+
 def test_the_mixin_alone_says_what_it_is_for() -> None:
     with pytest.raises(UsageError, match="for a Trainer") as caught:
         plugin.TrainerMixin()

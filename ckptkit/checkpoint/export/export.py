@@ -24,7 +24,7 @@ from ckptkit.checkpoint.reshard.copy import (
     check_huge_chunks,
     resident_bytes,
 )
-from ckptkit.checkpoint.reshard.selection import Selection, choose
+from ckptkit.checkpoint.reshard.selection import Selection, check_numbers, choose
 from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.workers import Progress, copy_threads
 from ckptkit.errors import AlreadyExistsError, CkptkitError, NotFoundError, UsageError
@@ -209,6 +209,7 @@ def _tensors_of(
     groups = (f"{MODEL}/", f"{OPTIMIZER}/")[: 1 + selection.optimizer]
     include = selection.include or (f"{MODEL}/*", *_state_of(checkpoint, selection))
     choice = choose(checkpoint.manifest, replace(selection, include=include), sizes)
+    check_numbers(checkpoint, choice)
     arrays = [chosen for chosen in choice.arrays if chosen.name.startswith(groups)]
     if not any(chosen.name.startswith(f"{MODEL}/") for chosen in arrays):
         raise UsageError("nothing is left of the model", where=checkpoint.location)
@@ -300,7 +301,12 @@ def _place_to_write(place: Store, name: str, *, is_file: bool) -> Iterator[Store
     if location.scheme == "file":
         only = location.name if is_file else ""
         with appearing(Path(location.path), only, "" if is_file else name[:8]) as folder:
-            yield open_store(folder)
+            written = open_store(folder)
+            if not FinishedFiles(written, name).is_resumed:
+                # Of one that was killed before its note was there, or after: nobody else's.
+                for left in folder.iterdir():
+                    left.unlink()
+            yield written
         return
     store = place
     if is_file:

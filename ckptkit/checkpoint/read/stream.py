@@ -21,7 +21,8 @@ from ckptkit.checkpoint.workers import Pace, Progress, copy_threads, cores, shar
 from ckptkit.errors import UsageError
 from ckptkit.format.arrays import ArrayKind
 from ckptkit.model import Box, DType, Grid
-from ckptkit.plan.read import Pieces, pieces_within
+from ckptkit.plan.read import pieces_within
+from ckptkit.plan.write import chunks_in
 from ckptkit.storage import BufferPool, Store, default_pool
 
 STREAM_MEMORY = 256 << 20
@@ -372,7 +373,7 @@ def stored_arrays(
         checksum first, a little at a time, and then read exactly.
         """
         grid, first_row = kind.grid, checkpoint.first_row(name)
-        chunks = Pieces(grid, box).chunks()
+        chunks = chunks_in(grid, box)
         with lock:
             marks = checked.setdefault(name, np.zeros(grid.chunk_count, np.bool_))
             # Marked before it is checked: a thread that finds it marked goes on, and the one that

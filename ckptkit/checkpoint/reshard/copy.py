@@ -9,10 +9,11 @@ import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -61,25 +62,23 @@ _KEPT_CHUNKS = 16
 _LEAST_PARTS = 2
 
 
-@contextmanager
-def copying(
+def copy_packs(
     target: ReshardTarget,
     ranks: Iterable[int],
     source: Checkpoint,
     destination: Store,
     budget: Budget,
     progress: Progress | None = None,
-) -> Iterator[Iterator[Callable[[], None]]]:
-    """The segments of the packs of some ranks: any thread may take the next one and call it, which
-    writes it. Who writes the last one of a pack finishes that.
+) -> None:
+    """Write the packs of some ranks, each segment by the thread that comes to it: who writes the
+    last one of a pack finishes that.
 
     Where one fails, those packs that are not finished are removed, and those that are stay.
     """
     begun: list[Pack] = []
 
     def read(wanted: Sequence[Wanted]) -> None:
-        plan = plan_read(source.packs, wanted, budget.pace, verify=True)
-        share_out(plan.runs, plan.read, plan.pace.requests)
+        plan_read(source.packs, wanted, budget.pace, verify=True).run()
 
     room = budget.shared_bytes
     shared = SharedChunks(source.manifest.arrays, read, room) if room else None
@@ -110,7 +109,7 @@ def copying(
                 yield segment
 
     try:
-        yield segments()
+        share_out(segments(), call, budget.workers)
     except BaseException:
         for pack in begun:
             if not pack.is_finished:
@@ -248,8 +247,7 @@ class ChunkCopier:
             whole = []
         for some, verify in ((whole, True), (exact, False)):
             if some:
-                plan = plan_read(self.source.packs, some, self.budget.pace, verify=verify)
-                share_out(plan.runs, plan.read, plan.pace.requests)
+                plan_read(self.source.packs, some, self.budget.pace, verify=verify).run()
         for array, values, stored in casts:
             cast(array.name, values, stored, (array.source.dtype, array.info.dtype))
 

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from multiprocessing import resource_tracker
-from operator import call
 from typing import Any
 
 from ckptkit.checkpoint.places import (
@@ -32,9 +31,9 @@ from ckptkit.checkpoint.places import (
 )
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, reopened
 from ckptkit.checkpoint.read.packs import read_record
-from ckptkit.checkpoint.reshard.copy import Budget, copying
+from ckptkit.checkpoint.reshard.copy import Budget, copy_packs
 from ckptkit.checkpoint.reshard.target import ReshardOptions, ReshardTarget, target_of
-from ckptkit.checkpoint.workers import LOOK, share_out
+from ckptkit.checkpoint.workers import LOOK
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     CkptkitError,
@@ -158,8 +157,7 @@ def copy_pack(task: Task) -> int:
         target, manifest = _known[key]
     with Checkpoint(store_at(task.source), task.source_prefix, manifest) as source:
         destination = store_at(task.destination)
-        with copying(target, [task.rank], source, destination, task.budget) as segments:
-            share_out(segments, call, task.budget.workers)
+        copy_packs(target, [task.rank], source, destination, task.budget)
     return task.rank
 
 

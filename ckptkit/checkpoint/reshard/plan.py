@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from operator import call
 from typing import Any, Required, TypedDict, Unpack
 
 import numpy as np
@@ -36,11 +35,11 @@ from ckptkit.checkpoint.reshard.copy import (
     at_work,
     cast,
     check_huge_chunks,
-    copying,
+    copy_packs,
     resident_bytes,
 )
 from ckptkit.checkpoint.reshard.engines import copy_elsewhere, ranks_to_copy
-from ckptkit.checkpoint.reshard.selection import Selection
+from ckptkit.checkpoint.reshard.selection import Selection, check_numbers
 from ckptkit.checkpoint.reshard.target import (
     SAVE_ID_PREFIX,
     ReshardCost,
@@ -155,6 +154,7 @@ def plan_reshard(
             hint="leave --from out: what is known of the strategy is in the step",
         )
     target = target_of(checkpoint.manifest, options)
+    check_numbers(checkpoint, target.choice)
     stored = (a for a, _ in target.alike if a.info.grid.chunk_count)
     budget = Budget.of(
         memory,
@@ -252,8 +252,7 @@ class ReshardPlan(ReshardCost):
             check_room(store, sum(self.bytes_by_rank[rank] for rank in missing), store.location)
             check_huge_chunks(target.arrays, source, budget)
             if options.is_here:
-                with copying(target, missing, source, store, budget, progress) as segments:
-                    share_out(segments, call, budget.workers)
+                copy_packs(target, missing, source, store, budget, progress)
             else:
                 sizes, told = self.bytes_by_rank, progress or (lambda _: None)
                 copy_elsewhere(

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.reshard.translation import Chosen, Translation, TranslationLike, with_inner
+from ckptkit.checkpoint.workers import ask_all
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format.arrays import Alias, ArrayInfo, ArrayKind
 from ckptkit.format.leaves import dumps
@@ -181,6 +183,28 @@ def choose(
         frozenset({*manifest.table.names, *(a.name for a in manifest.aliases)} - names.keys()),
     )
     return replace(choice, objects=_chosen_objects(manifest.objects, choice, selection))
+
+
+def check_numbers(checkpoint: Checkpoint, choice: Choice) -> None:
+    """Refuse numbers that become one, such as the steps that an optimizer counts for each
+    parameter, and are not the same.
+    """
+    merged = [chosen for chosen in choice.arrays if chosen.equal]
+    names = [name for chosen in merged for name in (chosen.source.name, *chosen.equal)]
+    # Opened for itself: of a plan that is not run no file stays open.
+    with Checkpoint(checkpoint.store, checkpoint.prefix, checkpoint.manifest) as opened:
+        values = dict(zip(names, ask_all(opened.store, opened.read, names), strict=True))
+    for chosen in merged:
+        first = values[chosen.source.name]
+        for name in chosen.equal:
+            if values[name].tobytes() != first.tobytes():
+                raise InvalidNameError(
+                    f"it becomes one with {chosen.source.name}, which is {first}",
+                    where=name,
+                    value=values[name].item(),
+                    hint="leave optimizer state out (--no-optimizer), or only these "
+                    f"(--exclude '*/{split(name)[-1]}')",
+                )
 
 
 def _changed(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -51,6 +51,8 @@ class Chosen:
     info: ArrayInfo
     rows: tuple[Rows, ...]
     """Where it is not one array of the source, whole: what it is made of."""
+    equal: tuple[str, ...] = field(default=(), kw_only=True)
+    """Numbers of the source that are this one, too: their values have to be the same."""
 
     @property
     def name(self) -> str:
@@ -166,8 +168,10 @@ class Translation:
             patterns = [_compiled(pattern) for line in self.lines for pattern in line.sides[side]]
             counts.append(sum(any(p.fullmatch(name) for p in patterns) for name in names))
         if counts[0] == counts[1]:
+            which = "as many names are of one side as of the other"
             raise InvalidNameError(
-                f"the names are of neither side of the table {self.name}",
+                f"{which if counts[0] else 'the names are of neither side'} of the table "
+                f"{self.name}",
                 value=", ".join(sorted(names)[:3]),
                 hint="a * in a table stands for anything without a dot; --rename comes before it",
             )
@@ -230,6 +234,10 @@ def _made(
             yield replace(first, info=first.info._replace(name=name))
         return
     kinds = {(part.info.dtype, part.source.dtype) for part in parts}
+    if not any(part.info.shape for part in parts) and len(kinds) == 1:
+        equal = tuple(part.source.name for part in parts[1:])
+        yield replace(first, info=first.info._replace(name=targets[0]), equal=equal)
+        return
     if len(shapes) != 1 or len(kinds) != 1 or not all(part.info.shape for part in parts):
         raise InvalidNameError(
             f"{len(parts)} arrays that are not alike cannot become one",
@@ -282,7 +290,7 @@ def _merged_or_cut(
                 made[number].append(Rows(first.number, first.source, row, inside, count))
             row += count
     cut = Shard(0)
-    if is_merge:
+    if is_merge and all(sought):
         cut = Shard(0, tuple(sought)) if groups == 1 else Shard(0, None, sum(sought) // groups)
     for name, rows in zip(targets, made, strict=True):
         yield _of_rows(first, name, rows, cut)
@@ -290,7 +298,7 @@ def _merged_or_cut(
 
 def _of_rows(like: Chosen, name: str, rows: Iterable[Rows], cut: Shard | None) -> Chosen:
     """An array of rows of others: `cut` is how it is cut where these were, along their rows."""
-    made = tuple(each for each in rows if each.count)
+    made = tuple(each for each in rows if each.count) or tuple(rows)[:1]
     shape = (sum(each.count for each in made), *like.info.shape[1:])
     grid = like.source.grid
     chunk_shape = grid.chunk_shape if grid.is_regular else grid.box(grid.index(0)).shape

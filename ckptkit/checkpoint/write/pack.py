@@ -46,7 +46,7 @@ from ckptkit.format.pack import (
     record_name,
 )
 from ckptkit.format.record import SaveInfo, record_bytes
-from ckptkit.model import Layout, Part
+from ckptkit.model import Assigned, Layout, Part
 from ckptkit.plan.read import batches
 from ckptkit.plan.write import Owned, chunks_to_write
 from ckptkit.storage import AlignedBuffer, BufferPool, Sink, Store
@@ -333,7 +333,7 @@ class Holding(NamedTuple):
     """One array as its rank added it; `data` is the part, None where there is none."""
 
     info: ArrayInfo
-    layout: Layout
+    layout: Layout | Assigned
     part: Part
     data: npt.NDArray[Any] | None
 

@@ -50,6 +50,7 @@ from ckptkit.format.objects import (
 )
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import (
+    Assigned,
     DType,
     Layout,
     Part,
@@ -69,7 +70,7 @@ class HeldKind(NamedTuple):
     """What a rank holds of each of the arrays that are alike."""
 
     array: ArrayKind
-    layout: Layout
+    layout: Layout | Assigned
     part: Part
 
 

@@ -100,7 +100,7 @@ def read_dcp(folder: Folder) -> ForeignStep:
             paths[name] = ("optim_state", name.removeprefix("optimizer."))
     for name, value in (*has.tensors.items(), *has.objects.items()):
         put(tree, paths.get(name, (name,)), value, name)
-    tree, unread = _with_lists(tree), dict(has.unread)
+    tree, unread = with_lists(tree), dict(has.unread)
     beside: list[str] = []
     for key, under in _BESIDE.items() if folder.only is None else ():
         if key not in folder.files:
@@ -444,11 +444,11 @@ def _object(data: bytes, file: str, item: _Item, where: str, known: dict[bytes, 
     )
 
 
-def _with_lists(tree: Any, depth: int = 0) -> Any:
+def with_lists(tree: Any, depth: int = 0) -> Any:
     """A tree whose maps by numbers from 0 on are lists."""
     if not isinstance(tree, dict) or depth > 64:
         return tree
-    made = {key: _with_lists(value, depth + 1) for key, value in tree.items()}
+    made = {key: with_lists(value, depth + 1) for key, value in tree.items()}
     numbers = [key for key in made if type(key) is int]
     if depth and made and len(numbers) == len(made) and sorted(numbers) == [*range(len(made))]:
         return [made[number] for number in range(len(made))]

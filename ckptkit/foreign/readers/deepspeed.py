@@ -128,7 +128,8 @@ def read_deepspeed(folder: Folder) -> ForeignStep:
     model = models[0]
     if columns > 1:
         info = parts[0].tree.get("universal_checkpoint_info")
-        model = joined(models, info, whole.weights if whole else (), where)
+        uncut = whole.weights if whole else ()
+        model = joined(models, info, uncut, [part.where for part in parts[:columns]], where)
     files = [k for r in ranks.values() for k in (*r.models.values(), *r.optimizers.values())]
     files += [key for by_layer in layers.values() for key in by_layer.values()]
     # Universal Checkpoints are for any strategy: nothing is cut.

@@ -98,19 +98,30 @@ class _Shift:
 
 
 def joined(
-    ranks: Sequence[ParallelModel], info: Any, whole: Iterable[str], where: str
+    ranks: Sequence[ParallelModel],
+    info: Any,
+    whole: Iterable[str],
+    files: Sequence[str],
+    where: str,
 ) -> ParallelModel:
-    """One model of those of all ranks of tensor parallelism; the parameters `whole` are not cut."""
+    """One model of those of all ranks of tensor parallelism, whose first `files` are named where
+    they are not alike; the parameters `whole` are not cut.
+    """
+    for name in dict.fromkeys(name for rank in ranks for name in rank.tensors):
+        keys = {key for rank in ranks for key in rank.states.get(name, ())}
+        for rank, file in zip(ranks, files, strict=True):
+            if name not in rank.tensors:
+                raise _lacking(name, file)
+            if lost := keys - rank.states.get(name, {}).keys():
+                raise _lacking(f"state {min(lost)} of {name}", file)
     patterns = _Patterns(info, len(ranks), where)
     first = ranks[0]
     found = replace(first, tensors={}, states={}, cuts={})
     uncut = set(whole)
     by_identity: dict[object, StateTensor] = {}
     for name in dict.fromkeys(name for rank in ranks for name in rank.tensors):
-        parts = [rank.tensors[name] for rank in ranks if name in rank.tensors]
+        parts = [rank.tensors[name] for rank in ranks]
         states = [rank.states.get(name, {}) for rank in ranks]
-        if len(parts) < len(ranks) or any(each.keys() != states[0].keys() for each in states):
-            raise FormatError(f"not all ranks have {name}", where=where)
         mine = parts[0]
         if mine.identity in by_identity:
             found.tensors[name] = by_identity[mine.identity]
@@ -130,6 +141,14 @@ def joined(
         if states[0]:
             found.states[name] = states[0]
     return found
+
+
+def _lacking(what: str, file: str) -> FormatError:
+    return FormatError(
+        f"this rank of tensor parallelism has no {what}, and another one has",
+        where=file,
+        hint="the files are of different saves; copy the folder of one of them again",
+    )
 
 
 def same_on_all(name: str, values: Sequence[Any], where: str) -> Any:

@@ -59,6 +59,10 @@ class _Piece:
         return [weight.shape[0] for weight in self.weights]
 
 
+class _ByRank(list[Any]):
+    """Of each rank its piece of a state."""
+
+
 @dataclass(slots=True)
 class Zero:
     """What the optimizer's files of all ranks hold, by parameter."""
@@ -107,11 +111,11 @@ def read_zero(
     # Of each state, by rank, its pieces of all rows.
     cut = {
         key: [
-            [row[key][rank] if isinstance(row.get(key), list) else None for row in rows]
+            [row[key][rank] if type(row.get(key)) is _ByRank else None for row in rows]
             for rank in range(len(pieces))
         ]
         for key in dict.fromkeys(
-            k for row in rows for k, value in row.items() if type(value) is list
+            k for row in rows for k, value in row.items() if type(value) is _ByRank
         )
     }
     if stage == 3:
@@ -123,7 +127,7 @@ def read_zero(
         found.weights[name] = _tensor(name, parameter, weights, pieces)
         states = {
             key: _tensor(f"{name}/{key}", parameter, cut[key], pieces)
-            if type(said) is list
+            if type(said) is _ByRank
             else said
             for key, said in rows[parameter.row].items()
         }
@@ -418,7 +422,7 @@ def _check_fragments(parameters: Mapping[str, _Parameter], pieces: Sequence[_Pie
 
 
 def _states(row: int, pieces: Sequence[_Piece], left_out: dict[str, str]) -> dict[str, Any]:
-    """The states of a row: those that are cut as it is as a list by rank, others as they are."""
+    """The states of a row: those that are cut as it is by rank, others as they are."""
     by_rank = [piece.states[row] for piece in pieces]
     found: dict[str, Any] = {}
     for key in dict.fromkeys(key for state in by_rank for key in state):
@@ -432,7 +436,7 @@ def _states(row: int, pieces: Sequence[_Piece], left_out: dict[str, str]) -> dic
                     where=pieces[fits.index(False)].where,
                     hint=MIXED,
                 )
-            found[key] = values
+            found[key] = _ByRank(values)
         elif any(isinstance(value, StateTensor) and value.shape for value in values):
             left_out[name] = "a state that is not cut as the parameters are"
         elif len({_scalar(value) for value in values}) > 1:

@@ -8,6 +8,7 @@ where none knows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,19 +29,37 @@ from ckptkit.live.wrappers.entries import ModelEntry, canonical_names, state_of
 from ckptkit.live.wrappers.flat import cut_before
 
 
-def lines(submodules: Sequence[nn.Module], specs: Sequence[DTensorSpec]) -> list[Line]:
-    """The lines of ranks that the wrappers of a module and its DTensors join; `submodules` are the
-    module and all inside of it, `specs` how its DTensors lie.
+class Submodules(list[nn.Module]):
+    """A module and all inside of it: of 10,000 what wraps them is looked for once."""
+
+    @cached_property
+    def ddp_wrappers(self) -> list[DistributedDataParallel]:
+        return _ddp_wrappers(self)
+
+    @cached_property
+    def param_groups(self) -> list[Any]:
+        """What `fully_shard` gathers at once, each a group."""
+        units = (each for each in self if isinstance(each, FSDPModule))
+        return [group for each in units for group in own_param_groups(each)]
+
+    @cached_property
+    def fully_sharded_lines(self) -> list[Line]:
+        return _fully_sharded_lines(self)
+
+
+def lines(submodules: Submodules, specs: Sequence[DTensorSpec]) -> list[Line]:
+    """The lines of ranks that the wrappers of a module and its DTensors join; `specs` are how its
+    DTensors lie.
     """
-    found = [line_of("ddp", wrapper.process_group) for wrapper in _ddp_wrappers(submodules)]
-    found += _fully_sharded_lines(submodules)
+    found = [line_of("ddp", wrapper.process_group) for wrapper in submodules.ddp_wrappers]
+    found += submodules.fully_sharded_lines
     # What FSDP cuts says nothing of tensor parallelism.
     fsdp = _fsdp_ranks(submodules)
     own = dtensor_lines(specs)
     return found + [line for line in own if line.ranks not in fsdp]
 
 
-def details(submodules: Sequence[nn.Module], specs: Sequence[DTensorSpec]) -> dict[str, Any]:
+def details(submodules: Submodules, specs: Sequence[DTensorSpec]) -> dict[str, Any]:
     """What they say of precision, stages and sizes."""
     dtypes = {p.dtype for each in submodules for p in each._parameters.values() if p is not None}
     names = sorted(str(dtype_name(dtype)) for dtype in dtypes)
@@ -58,7 +77,7 @@ def details(submodules: Sequence[nn.Module], specs: Sequence[DTensorSpec]) -> di
                 dims[str(place.dim)] = dims.get(str(place.dim), 0) + 1
     if dims:
         found["tp"] = {"cut_dims": dict(sorted(dims.items()))}
-    if groups := _param_groups(submodules):
+    if groups := submodules.param_groups:
         # The outermost module stays gathered on its own, and often the last of several units.
         gathered = [group.post_forward_mesh_info is None for group in groups]
         policy = groups[0].mp_policy
@@ -72,7 +91,7 @@ def details(submodules: Sequence[nn.Module], specs: Sequence[DTensorSpec]) -> di
             },
             "offload": type(groups[0].offload_policy).__name__,
         }
-    for wrapper in _ddp_wrappers(submodules)[:1]:
+    for wrapper in submodules.ddp_wrappers[:1]:
         mixed = wrapper.mixed_precision
         found["ddp"] = {
             "bucket_bytes": int(wrapper.bucket_bytes_cap),
@@ -84,13 +103,13 @@ def details(submodules: Sequence[nn.Module], specs: Sequence[DTensorSpec]) -> di
     return found
 
 
-def entries(submodules: Sequence[nn.Module]) -> list[ModelEntry]:
+def entries(submodules: Submodules) -> list[ModelEntry]:
     """The module's own tensors under their canonical names. Of what `DistributedDataParallel`
     wraps it keeps those parameters alike that it knows; between two forward passes buffers such as
     running means differ, until the wrapper gives all ranks those of the first.
     """
     module, canonical = submodules[0], canonical_names(submodules)
-    wrappers = _ddp_wrappers(submodules)
+    wrappers = submodules.ddp_wrappers
     kept = {id(p) for wrapper in wrappers for p in wrapper._module_parameters}
     broadcast = {
         id(buffer)
@@ -113,10 +132,10 @@ def entries(submodules: Sequence[nn.Module]) -> list[ModelEntry]:
     return found
 
 
-def absorb(submodules: Sequence[nn.Module], entries: Sequence[ModelEntry]) -> None:
+def absorb(submodules: Submodules, entries: Sequence[ModelEntry]) -> None:
     """Hand over what `state_dict` made up: extra state and tensors of its hooks."""
     module = submodules[0]
-    kept = [*_tensors(submodules), *_parameters_of_ddp(module, _ddp_wrappers(submodules)).values()]
+    kept = [*_tensors(submodules), *_parameters_of_ddp(module, submodules.ddp_wrappers).values()]
     own = set(map(id, kept))
     made_up = {entry.name: entry.value for entry in entries if id(entry.value) not in own}
     if made_up:
@@ -164,10 +183,10 @@ def _parameters_of_ddp(
 # `fully_shard` (FSDP2): parameters are DTensors.
 
 
-def _fully_sharded_lines(submodules: Sequence[nn.Module]) -> list[Line]:
+def _fully_sharded_lines(submodules: Submodules) -> list[Line]:
     """The lines along which `fully_shard` cuts, and those along which it repeats (HSDP)."""
     meshes: dict[tuple[DeviceMesh, tuple[str, ...]], None] = {}
-    for info in (group.mesh_info for group in _param_groups(submodules)):
+    for info in (group.mesh_info for group in submodules.param_groups):
         kinds = ["ddp"] * info.mesh.ndim
         if info.shard_mesh_dim is not None:
             kinds[info.shard_mesh_dim] = "fsdp"
@@ -186,20 +205,14 @@ def own_param_groups(module: FSDPModule) -> list[Any]:
     return [single] if single else []
 
 
-def _param_groups(submodules: Sequence[nn.Module]) -> list[Any]:
-    return [
-        g for each in submodules if isinstance(each, FSDPModule) for g in own_param_groups(each)
-    ]
-
-
 # Tensor parallelism: `parallelize_module`, or DTensors made by hand.
 
 
-def specs_of(submodules: Sequence[nn.Module]) -> list[DTensorSpec]:
+def specs_of(submodules: Submodules) -> list[DTensorSpec]:
     """How the DTensors lie that are a module's parameters and buffers, or that DDP and FSDP1 keep
     plain parameters of.
     """
-    of_ddp = _parameters_of_ddp(submodules[0], _ddp_wrappers(submodules)).values()
+    of_ddp = _parameters_of_ddp(submodules[0], submodules.ddp_wrappers).values()
     found = [as_spread(each, each) for each in dict.fromkeys([*_tensors(submodules), *of_ddp])]
     # Gathered, those that are flat in FSDP1 are DTensors again.
     own = [t for t in found if isinstance(t, DTensor) and not _is_fsdp_flattened(t)]
@@ -214,9 +227,9 @@ def _tensors(submodules: Sequence[nn.Module]) -> list[torch.Tensor]:
     return [tensor for by_name in kept for tensor in by_name.values() if tensor is not None]
 
 
-def _fsdp_ranks(submodules: Sequence[nn.Module]) -> set[tuple[int, ...]]:
+def _fsdp_ranks(submodules: Submodules) -> set[tuple[int, ...]]:
     """The lines of `fully_shard`, in the order of ranks and in that of its mesh."""
-    lines = _fully_sharded_lines(submodules)
+    lines = submodules.fully_sharded_lines
     return {ranks for line in lines for ranks in (line.ranks, line.by_mesh) if ranks}
 
 

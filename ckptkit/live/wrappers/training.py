@@ -185,11 +185,11 @@ class Model:
         self.is_staged = bool(self._stages) or len(self.modules) > 1
 
     @cached_property
-    def submodules(self) -> list[list[nn.Module]]:
+    def submodules(self) -> list[modules.Submodules]:
         """Each module and all inside of it. Walked once, as there may be 100,000: every call looks
         at a Model of its own, and modules may change between two.
         """
-        return [every_module(module) for module in self.modules]
+        return [modules.Submodules(every_module(module)) for module in self.modules]
 
     @cached_property
     def _specs(self) -> list[list[DTensorSpec]]:

@@ -152,6 +152,8 @@ def test_what_a_table_does_not_fit_is_refused(run: Path) -> None:
     lines = [{"a": "model.norm.weight", "b": "norm"}]
     assert "does not say what" in refused(run, {"names": lines})
     assert "of neither side" in refused(run, {"names": [{"a": "x", "b": "y"}]})
+    both = [{"a": "model.norm.weight", "b": "lm_head.weight"}]
+    assert "as many names are of one side as of the other" in refused(run, {"names": both})
     without = ("*.k_proj.weight",)
     assert "k_proj.weight, which makes one with it" in refused(
         run, "llama-megatron", exclude=without
@@ -210,7 +212,10 @@ def test_what_is_no_table_is_refused(line: object, what: str) -> None:
         Selection(names={"names": [line]})
 
 
-def test_numbers_of_parameters_go_to_each_part_and_are_not_merged(tmp_path: Path) -> None:
+def test_numbers_of_parameters_go_to_each_part_and_become_one_where_they_are_equal(
+    tmp_path: Path,
+) -> None:
+    """As optimizers of torch count the steps, for each parameter."""
     table = {"names": [{"apart": ["gate", "up"], "fused": "both"}]}
     selection = Selection(names=table)
     whole = np.arange(24, dtype="f4").reshape(6, 4)
@@ -227,12 +232,63 @@ def test_numbers_of_parameters_go_to_each_part_and_are_not_merged(tmp_path: Path
         assert same(checkpoint.read("model/up"), whole[3:])
         for name in ("gate", "up"):
             assert checkpoint.read(f"optimizer/{name}/step") == 7
-    with pytest.raises(InvalidNameError, match="cannot become one"):
-        ckptkit.reshard(tmp_path / "apart", tmp_path / "no", to="single", selection=selection)
-    leaving = Selection(names=table, optimizer=False)
-    ckptkit.reshard(tmp_path / "apart", tmp_path / "again", to="single", selection=leaving)
-    with ckptkit.open(tmp_path / "again") as checkpoint:
-        assert same(checkpoint.read("model/both"), whole)
+    ckptkit.reshard(tmp_path / "apart", tmp_path / "again", to="single", selection=selection)
+    assert ckptkit.diff(tmp_path / "fused", tmp_path / "again").same
+
+
+def test_numbers_that_differ_do_not_become_one(tmp_path: Path) -> None:
+    table = {"names": [{"apart": ["gate", "up"], "fused": "both"}]}
+    selection = Selection(names=table)
+
+    def fill(writer: Writer) -> None:
+        for name, step in (("gate", 7.0), ("up", 8.0)):
+            add(writer, f"model/{name}", Tensor(np.ones((3, 4), "f4")), role="param")
+            number = Tensor(np.array(step, "f4"))
+            add(writer, f"optimizer/{name}/step", number, role="optimizer", of=f"model/{name}")
+
+    save_by(tmp_path / "run", fill)
+    for call in (
+        lambda: ckptkit.reshard(
+            tmp_path / "run", tmp_path / "no", to="fsdp:2", selection=selection
+        ),
+        lambda: ckptkit.plan_reshard(
+            tmp_path / "run", tmp_path / "no", to="fsdp:2", selection=selection
+        ),
+    ):
+        with pytest.raises(
+            InvalidNameError, match="becomes one with optimizer/gate/step"
+        ) as caught:
+            call()
+        assert "optimizer/up/step" in str(caught.value)
+        assert not (tmp_path / "no").exists()
+    leaving = Selection(names=table, exclude=("*/step",))
+    ckptkit.reshard(tmp_path / "run", tmp_path / "new", to="single", selection=leaving)
+    with ckptkit.open(tmp_path / "new") as checkpoint:
+        assert checkpoint["model/both"].shape == (6, 4)
+
+
+@pytest.mark.parametrize("to", ["single", "tp:2"])
+def test_tensors_without_rows_are_merged_and_cut_too(to: str, tmp_path: Path) -> None:
+    table = {
+        "names": [
+            {"apart": ["gate", "up"], "fused": "both", "groups": 2},
+            {"apart": "rest", "fused": "others"},
+            {"apart": "more", "fused": "others.more"},
+        ]
+    }
+    selection = Selection(names=table)
+
+    def fill(writer: Writer) -> None:
+        for name in ("gate", "up", "rest", "more"):
+            add(writer, f"model/{name}", Tensor(np.ones((0, 3), "f4")), role="param")
+
+    save_by(tmp_path / "run", fill)
+    given: Any = {"to": to, "selection": selection, "replicate_unknown": True}
+    ckptkit.reshard(tmp_path / "run", tmp_path / "new", **given)
+    with ckptkit.open(tmp_path / "new") as checkpoint:
+        assert checkpoint.read("model/both").shape == (0, 3)
+    ckptkit.reshard(tmp_path / "new", tmp_path / "back", **given)
+    assert ckptkit.diff(tmp_path / "run", tmp_path / "back").same
 
 
 def test_tied_names_are_translated_and_types_converted_on_the_way(tmp_path: Path) -> None:

@@ -223,6 +223,37 @@ def test_a_rank_that_says_something_else_than_the_others_is_refused(
     assert str(folder) in str(caught.value)
 
 
+def test_a_state_that_is_a_list_is_not_taken_for_pieces_of_ranks(
+    folder: Path, stand_ins: None
+) -> None:
+    def betas(_: Any, inner: Any) -> None:
+        for state in inner["state"].values():
+            state["betas"] = [0.5]
+
+    for file in files_of(folder, "optim"):
+        changed(file, of_optimizer(betas))
+    with ckptkit.open(folder) as checkpoint:
+        assert "optimizer/up.weight/betas" not in checkpoint.arrays
+
+
+def test_a_rank_of_tensor_parallelism_that_lacks_a_tensor_or_a_state_is_named(
+    written: Path, stand_ins: None, tmp_path: Path
+) -> None:
+    place = Path(shutil.copytree(tag_of(written / "tp"), tmp_path / "tp"))
+    model = place / "mp_rank_01_model_states.pt"
+    whole = model.read_bytes()
+    changed(model, lambda tree: tree["module"].pop("1.scale"))
+    with pytest.raises(FormatError, match=r"this rank .* has no 1.scale, and another") as caught:
+        ckptkit.open(place)
+    assert model.name in str(caught.value)
+    model.write_bytes(whole)
+    for file in sorted(place.glob("*mp_rank_01_optim_states.pt")):
+        changed(file, of_optimizer(lambda _, inner: inner["state"][0].pop("exp_avg_sq")))
+    with pytest.raises(FormatError, match=r"has no state exp_avg_sq of ") as caught:
+        ckptkit.open(place)
+    assert model.name in str(caught.value)
+
+
 INFO = "universal_checkpoint_info"
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
@@ -26,7 +26,6 @@ from ckptkit.foreign.readers.samples import sampled
 from ckptkit.live import load
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import BitForBit, ForeignContract, Sample, same
-from tests.foreign.frameworks.written import written_by
 
 STEP = "iter_0000002"
 
@@ -43,8 +42,8 @@ LLAMA: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written_by("megatron", tmp_path_factory.mktemp("megatron"))
+def written(written_once: Callable[[str], Path]) -> Path:
+    return written_once("megatron")
 
 
 @pytest.fixture
@@ -236,6 +235,33 @@ def test_transformers_computes_what_megatron_does(written: Path, tmp_path: Path)
         for name, array in after.arrays.items():
             rows = 30 if any(end in name for end in ends) else None
             assert same(array[...], before[name][:rows]), name
+
+
+def test_transformers_computes_what_the_experts_of_megatron_do(
+    written: Path, tmp_path: Path
+) -> None:
+    """These layers are not those of Transformer Engine, which calls the norm before them so."""
+    run, out = written / "singletons", tmp_path / "hf"
+    names = ("--names", "mixtral-megatron")
+    norm, theirs = r"mlp\.linear_fc1\.layer_norm_weight", "pre_mlp_layernorm.weight"
+    ckpt("export", run, out, "--to-format", "hf", *names, "--rename", f"{norm}=>{theirs}")
+    experts: dict[str, Any] = {
+        "intermediate_size": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    MixtralConfig(**LLAMA | experts).save_pretrained(out)
+    model: Any = MixtralForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with np.load(written / "singletons.logits.npz") as file, torch.no_grad():
+        logits = model(torch.from_numpy(file["words"])).logits.numpy()
+        np.testing.assert_allclose(logits, file["logits"][..., :30], atol=1e-5)
+    model.save_pretrained(tmp_path / "again")
+    ckpt("reshard", "--to", "single", *names, tmp_path / "again", tmp_path / "back")
+    with ckptkit.open(run) as before, ckptkit.open(tmp_path / "back") as after:
+        for name, array in after.arrays.items():
+            first = before[name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")]
+            assert np.array_equal(array[...], first[: array.shape[0]].astype(np.float32)), name
+        assert len(after.arrays) == len([n for n in before.arrays if n.startswith("model/")])
 
 
 def test_a_job_of_torch_goes_on_with_it(written: Path, tmp_path: Path) -> None:

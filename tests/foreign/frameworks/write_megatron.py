@@ -38,6 +38,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.multiprocessing.spawn import start_processes
 
@@ -120,6 +121,9 @@ def on_cpu() -> None:
 
     for name in ("tensor", "zeros", "ones", "empty"):
         setattr(library, name, placed(getattr(library, name)))
+    # Without Transformer Engine it is looked for all the same.
+    library_of_experts: Any = moe_utils
+    library_of_experts.te_general_gemm = None
     library.cuda.current_device = lambda: "cpu"
     library.cuda.synchronize = lambda *_: None
     # No random numbers are drawn where nothing is dropped out.
@@ -368,7 +372,7 @@ def want(_: int, port: int, out: str, between: str) -> None:
                     value = as_numpy(found[key]).reshape(parameter.shape)
                     wanted[f"optimizer/{named[name]}/{key}"] = value
         np.savez_compressed(Path(out, f"{case.name}.npz"), **wanted)
-        if case.name == "reshardable":
+        if case.name in ("reshardable", "singletons"):
             logits = logits_of(case, model.module)
             np.savez_compressed(Path(out, f"{case.name}.logits.npz"), **logits)
 

@@ -1,0 +1,379 @@
+"""A load of DCP from a step, or from what another program saved. DCP plans which box of which
+tensor goes where on each rank: each reads just those boxes, and compares what it reads with its
+checksums.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ckptkit.checkpoint.places import Place
+from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, failing_together, in_one_line
+from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.run.run import Run
+from ckptkit.errors import CkptkitError, FormatError, NotFoundError, PeerError
+from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path
+from ckptkit.format.names import MODEL, OPTIMIZER
+from ckptkit.live.restore import NOT_LOADED
+from ckptkit.live.state.tensors import as_bits, dtype_of, torch_dtype
+from ckptkit.live.state_dict import nested_state
+from ckptkit.model import Box
+from ckptkit.plugins.dcp.meeting import Meeting, Target
+from ckptkit.plugins.dcp.names import OBJECT, Names, from_leaf, value_in
+from ckptkit.storage import Options
+
+log = logging.getLogger("ckptkit.plugins")
+
+
+class DcpReader(StorageReader):
+    """DCP's storage reader: `dcp.load(state, storage_reader=Reader(run))`.
+
+    `location` is a run (its newest step, or the one of a number, is read), a step, or what another
+    program saved, in any format that `ckptkit.open` opens. What DCP did not save may be asked for
+    under any of the usual keys: `model.`, `module.` or none at all for the model's tensors,
+    `optim.state.` or `optimizer.state.` for those of the optimizer.
+
+    With `fallback`, a step that turns out to be damaged is reported in the log, and all ranks load
+    the one before it.
+    """
+
+    def __init__(
+        self,
+        location: Place,
+        *,
+        step: int | None = None,
+        fallback: bool = False,
+        verify: bool = True,
+        threads: int | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        storage_options: Options | None = None,
+    ) -> None:
+        self._target = Target(location, step, storage_options)
+        self._fallback = fallback
+        self._verify = verify
+        self._threads = threads
+        self._timeout = timeout
+        self._rank = 0
+        self._keys: Keys | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The step that was read; None before that."""
+        return None if self._keys is None else self._keys.checkpoint.step
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._target.name(checkpoint_id)
+        self._keys = None
+
+    def read_metadata(self) -> Metadata:
+        self._keys = next(self._candidates())
+        return self._keys.metadata()
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,  # noqa: ARG002
+        is_coordinator: bool,  # noqa: ARG002, FBT001 — DCP's
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> None:
+        self._rank = int(kwargs.get("rank") or 0)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return replace(plan, storage_data=self._opened().checkpoint.save_id)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        mine = plans[0].storage_data
+        if any(plan.storage_data != mine for plan in plans):
+            # Each has looked for itself, while another save was committed.
+            raise PeerError(
+                "not all ranks have opened the same step",
+                where=str(self._target),
+                value=sorted({str(plan.storage_data) for plan in plans}),
+                hint="load again, or say which: Reader(run, step=…)",
+            )
+        meeting = Meeting.of(len(plans))
+        return [replace(plan, storage_data=meeting) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        keys = self._opened()
+        if not self._fallback:
+            keys.read(plan.items, planner, verify=self._verify, threads=self._threads)
+        else:
+            self._read_any(plan, planner)
+        keys.checkpoint.close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    def _opened(self) -> Keys:
+        if self._keys is None:
+            self._keys = next(self._candidates())
+        return self._keys
+
+    def _candidates(self, below: int | None = None) -> Iterator[Keys]:
+        """The step to load, and with `fallback` those before it; without any an error is raised."""
+        store, step = self._target.store(), self._target.step
+        if not self._fallback:
+            yield Keys(Run(store).open(step) if step is not None else open_checkpoint(store))
+            return
+        most = below if below is not None else None if step is None else step + 1
+        problem: FormatError | None = None
+        for number in Run(store).steps()[::-1]:
+            if most is not None and number >= most:
+                continue
+            try:
+                yield Keys(Run(store).open(number))
+            except FormatError as error:
+                problem = error
+                log.error("step %d is damaged in %s: %s", number, store.location, error)
+        if problem is None and below is None:
+            yield Keys(open_checkpoint(store))
+        raise problem or NotFoundError("no step before it", where=str(self._target))
+
+    def _read_any(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Read the first step that is whole, on all ranks alike."""
+        meeting: Meeting = plan.storage_data
+        keys = self._opened()
+        ranks = meeting.ranks(self._rank, self._timeout, NOT_LOADED)
+        with failing_together(ranks):
+            while True:
+                problem: CkptkitError | None = None
+                try:
+                    keys.read(plan.items, planner, verify=self._verify, threads=self._threads)
+                except FormatError as error:
+                    problem = error
+                said = "" if problem is None else in_one_line(problem)
+                # The first problem of any rank: whose own step is whole goes back with the others.
+                first = ranks.agree(said, lambda heard: next(filter(None, heard), ""))
+                if not first:
+                    self._keys = keys
+                    return
+                at = keys.checkpoint
+                log.error("step %d is damaged in %s: %s", at.step, at.location, first)
+                at.close()
+                try:
+                    older = next(self._candidates(below=at.step))
+                except NotFoundError:
+                    raise problem or PeerError(f"{NOT_LOADED}, because of {first}") from problem
+                number = ranks.share(partial(getattr, older.checkpoint, "step"))
+                if number != older.checkpoint.step:
+                    older = Keys(Run(self._target.store()).open(number))
+                keys = older
+
+
+class _Entries(dict[str, Any]):
+    """What DCP's planners look names up in: also by the usual spellings of those that are there."""
+
+    def __init__(self, keys: Keys, known: Mapping[str, Any]) -> None:
+        super().__init__(known)
+        self._keys = keys
+        self._has_told = False
+
+    def __contains__(self, fqn: object) -> bool:
+        if super().__contains__(fqn) or (isinstance(fqn, str) and self._keys.find(fqn)):
+            return True
+        if not self._has_told:
+            # DCP only names the key: what the step has instead says why.
+            self._has_told = True
+            shown = ", ".join([*self][:4]) or "nothing"
+            place = self._keys.checkpoint.location
+            log.warning(
+                "%s has no %s; it has %s, …: `ckpt show %s` lists all", place, fqn, shown, place
+            )
+        return False
+
+    def __missing__(self, fqn: str) -> Any:
+        found = self._keys.find(fqn)
+        if found is None:
+            raise KeyError(fqn)
+        return self._keys.described(found)
+
+
+class Keys:
+    """What is in a step by the keys of DCP, which are those that it was saved with; of what was not
+    saved by DCP, the usual ones.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._arrays: dict[str, str] = {}
+        self._values: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
+        self._usual: dict[str, str] = {}
+        """Of what DCP did not save: how a key is spelled here."""
+        objects = dict(checkpoint.objects)
+        if OBJECT in objects:
+            self._take_own(objects)
+        else:
+            self._take_usual()
+
+    def metadata(self) -> Metadata:
+        """As DCP asks for it."""
+        known = {fqn: self.described(fqn) for fqn in (*self._arrays, *self._values)}
+        return Metadata(
+            state_dict_metadata=_Entries(self, known),
+            planner_data=dict(self._paths),
+            storage_meta=StorageMeta(checkpoint_id=self.checkpoint.location),
+        )
+
+    def find(self, fqn: str) -> str | None:
+        """The key that a key stands for; None where there is nothing of it."""
+        if fqn in self._arrays or fqn in self._values:
+            return fqn
+        if not self._usual:
+            return None
+        head, _, rest = fqn.partition(".")
+        tried = [fqn, f"{MODEL}.{fqn}"]
+        tried += [f"{MODEL}.{rest}"] if head in MODEL_KEYS else []
+        tried += [f"{OPTIMIZER}.{rest}"] if head in OPTIMIZER_KEYS else []
+        return next((self._usual[key] for key in tried if key in self._usual), None)
+
+    def described(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        """What DCP wants to know of a key: a tensor is told as one chunk, of which any box is
+        read.
+        """
+        if fqn in self._values:
+            return BytesStorageMetadata()
+        info = self.checkpoint.info(self._arrays[fqn])
+        shape = torch.Size(info.shape)
+        whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
+        return TensorStorageMetadata(
+            TensorProperties(dtype=torch_dtype(info.dtype)), shape, [whole]
+        )
+
+    def read(
+        self, items: Sequence[ReadItem], planner: LoadPlanner, *, verify: bool, threads: int | None
+    ) -> None:
+        """Fill what a plan asks for."""
+        wanted: list[tuple[str, Box, npt.NDArray[Any]]] = []
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        filled: list[tuple[ReadItem, torch.Tensor]] = []
+        for item in items:
+            fqn = item.storage_index.fqn
+            key = self.find(fqn)
+            if key is None or (key in self._values) != (item.type == LoadItemType.BYTE_IO):
+                raise NotFoundError("the step has no such value", where=str(self), value=fqn)
+            if item.type == LoadItemType.BYTE_IO:
+                data = io.BytesIO()
+                torch.save(self._values[key], data)
+                data.seek(0)
+                planner.load_bytes(item, data)
+                continue
+            name = self._arrays[key]
+            info = self.checkpoint.info(name)
+            target = planner.resolve_tensor(item).detach()
+            box, memory = Box(tuple(item.storage_offsets), tuple(item.lengths)), target
+            if tuple(target.shape) != box.shape:
+                raise NotFoundError(
+                    f"the planner gives {tuple(target.shape)} for {box.shape}",
+                    where=str(self),
+                    value=fqn,
+                )
+            is_alike = target.is_cpu and dtype_of(fqn, target) == info.dtype
+            if not is_alike or target.is_conj() or target.is_neg():
+                memory = torch.empty(box.shape, dtype=torch_dtype(info.dtype))
+                copied.append((target, memory))
+            wanted.append((name, box, as_bits(fqn, memory)))
+            filled.append((item, target))
+        self.checkpoint.read_many(wanted, verify=verify, threads=threads)
+        for target, memory in copied:
+            target.copy_(memory)
+        for item, target in filled:
+            planner.commit_tensor(item, target)
+
+    def __str__(self) -> str:
+        return self.checkpoint.location
+
+    def _take_own(self, objects: Mapping[str, Any]) -> None:
+        """The keys of a step that DCP saved."""
+        where = f"objects.{OBJECT}"
+        own = objects[OBJECT]
+        if not isinstance(own, dict) or own.keys() != {"names", "values"}:
+            raise FormatError("not what a save writes", where=where, value=own)
+        names = Names.from_doc(own["names"], where)
+        for name in self.checkpoint.names:
+            path = names.path(name)
+            fqn = ".".join(map(str, path))
+            self._arrays[fqn], self._paths[fqn] = name, path
+        for key, said in objects.items():
+            if key != OBJECT and not key.startswith(f"{OBJECT}/"):
+                continue
+            values = said.get("values") if isinstance(said, dict) else None
+            if not isinstance(values, dict):
+                raise FormatError("not what a save writes", where=f"objects.{key}", value=said)
+            for fqn, each in values.items():
+                path, value = value_in(names, objects, each, f"objects.{key}")
+                self._paths[fqn] = path
+                self._values[fqn] = from_leaf(fqn, value)
+
+    def _take_usual(self) -> None:
+        """The keys that DCP would have for a step, and those that another program had."""
+        foreign = self.checkpoint.foreign
+        theirs = {} if foreign is None else foreign.theirs
+        tensors: dict[str, torch.Tensor] = {}
+        names: dict[int, str] = {}
+        for name in self.checkpoint.names:
+            info = self.checkpoint.info(name)
+            tensors[name] = torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
+            names[id(tensors[name])] = name
+        tree = nested_state(self.checkpoint, tensors)
+        extra = tree.pop("extra", {})
+        tree |= {key: value for key, value in extra.items() if key not in tree}
+        for path, leaf in _leaves(tree, ()):
+            usual = fqn = ".".join(map(str, path))
+            if isinstance(leaf, torch.Tensor):
+                name = names[id(leaf)]
+                fqn = theirs.get(name, fqn)
+                self._arrays[fqn] = name
+            else:
+                self._values[fqn] = leaf
+            self._paths[fqn] = path if fqn == usual else (fqn,)
+            self._usual[usual] = fqn
+            self._usual.setdefault(fqn, fqn)
+        self._add_flat(tree.get(OPTIMIZER))
+
+    def _add_flat(self, optimizer: Any) -> None:
+        """The options of groups, by parameter, as flat state of optimizers has them."""
+        groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+        for number, group in enumerate(groups or ()):
+            for parameter in group["params"]:
+                for key in group.keys() - {"params"}:
+                    flat = f"{OPTIMIZER}.param_groups.{parameter}.{key}"
+                    self._usual.setdefault(flat, f"{OPTIMIZER}.param_groups.{number}.{key}")
+
+
+def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """What DCP makes of nested dictionaries: a key for each value, lists of plain values whole."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _leaves(value, (*path, str(key)))
+    elif isinstance(tree, list) and any(isinstance(v, Mapping | list | torch.Tensor) for v in tree):
+        for number, value in enumerate(tree):
+            yield from _leaves(value, (*path, number))
+    else:
+        yield path, tree

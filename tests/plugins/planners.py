@@ -1,0 +1,49 @@
+"""Planners of DCP as their users make them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+
+class Half(DefaultSavePlanner):
+    """Casts what it saves, in its plan and in the data."""
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002 — torch's
+        made = super().transform_object(write_item, object)
+        return made.half() if isinstance(made, torch.Tensor) else made
+
+
+class Rows(DefaultSavePlanner):
+    """Writes tensors row by row, as tensors with several shards on a rank are written."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = []
+        for item in plan.items:
+            if (data := item.tensor_data) is None or not data.size:
+                items.append(item)
+                continue
+            for row in range(data.size[0]):
+                offset = torch.Size([row, *[0] * (len(data.size) - 1)])
+                chunk = ChunkStorageMetadata(offset, torch.Size([1, *data.size[1:]]))
+                index = MetadataIndex(item.index.fqn, offset)
+                whole = replace(data, chunk=chunk)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=whole))
+        return replace(plan, items=items)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found[index.offset[0] :][:1] if index.offset else found
