@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+REQUIREMENTS = "tests/foreign/frameworks/requirements.txt"
 
 # Makes environments that hold nothing but itself, and sees whether it is alone when it installs.
 PYTHON = """#!/bin/sh
 case "$*" in
 *"-m venv"*)
-  mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp "$0" .venv/bin/ckpt ;;
+  for place; do :; done
+  mkdir -p "$place/bin" && \
+  for name in python ckpt pip pytest; do cp "$0" "$place/bin/$name"; done ;;
 *install*)
   mkdir installing || exit 1
   sleep 0.5
@@ -28,8 +31,9 @@ esac
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A tree of the Makefile and what it looks at, with a Python of its own."""
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
+    for name in ("Makefile", "pyproject.toml", REQUIREMENTS):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -63,3 +67,18 @@ def test_what_is_set_up_is_not_set_up_again(tree: Path) -> None:
     first, second = (outputs(make(tree, "demo"))[0] for _ in range(2))
     assert "install -e ." in first
     assert second == ".venv/bin/ckpt demo\n.venv/bin/python examples/kill_and_resume.py\n"
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+def test_other_frameworks_get_an_environment_of_their_own_once(tree: Path) -> None:
+    first, second = (outputs(make(tree, "test-frameworks"))[0] for _ in range(2))
+    into = f".venv/frameworks/bin/pip install --no-build-isolation -r {REQUIREMENTS}\n"
+    assert into in first
+    variables = "CKPTKIT_FRAMEWORKS=.venv/frameworks/bin/python PYTHONDONTWRITEBYTECODE="
+    assert second.startswith(f"{variables} .venv/bin/pytest tests/foreign/frameworks\n")
+    assert REQUIREMENTS not in second
+    # Where others are asked for they are made anew, and what is beside them is not.
+    os.utime(tree / ".venv" / "frameworks.stamp", (0, 0))
+    third = outputs(make(tree, "test-frameworks"))[0]
+    assert into in third
+    assert "install -e" not in third

@@ -433,7 +433,7 @@ def readable(nbytes: float) -> str:
 class Arena:
     """What a save leaves to the next one: host memory of the size of this rank's state, pinned
     where a device copies into it, a pool of one buffer where the writer itself copies from host
-    memory; and what was found out of the tensors and how the pack was laid out, about 2 KB an
+    memory; and what was found out of the tensors and how the pack was laid out, about 2.5 KB an
     array, which seldom changes between two saves of a job.
     """
 

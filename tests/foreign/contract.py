@@ -72,7 +72,9 @@ class BitForBit:
         one, other = tmp_path / "fsdp", tmp_path / "tp"
         ckptkit.reshard(sample.place, one, to="fsdp:3")
         ckptkit.reshard(one, other, to="tp:2", rules=LAST_DIM)
+        said = ckptkit.digest(sample.place).step
         for run in (one, other):
+            assert ckptkit.digest(run).step == said
             assert ckptkit.diff(sample.place, run).same
             assert not ckptkit.verify(run)
             with ckptkit.open(run) as checkpoint:

@@ -14,8 +14,10 @@ from ckptkit.model import (
     Axis,
     Box,
     Grid,
+    Layout,
     Mesh,
     Owner,
+    Part,
     Placement,
     Replicate,
     Shard,
@@ -100,11 +102,16 @@ def test_every_chunk_is_written_exactly_once(arrays: list[Owned]) -> None:
         assert all(chunks[number].dtype == np.int64 for chunks in writes)
 
 
+def part_of(array: Owned, rank: int) -> Part:
+    assert isinstance(array.layout, Layout)  # as all of these are
+    return array.layout.part(rank)
+
+
 @given(jobs() | fused())
 def test_a_rank_writes_only_what_it_holds(arrays: list[Owned]) -> None:
     for rank, writes in enumerate(all_writes(arrays)):
         for array, chunks in zip(arrays, writes, strict=True):
-            part = array.layout.part(rank)
+            part = part_of(array, rank)
             for chunk in chunks.tolist():
                 box = array.grid.box(array.grid.index(chunk))
                 assert any(own.contains(box) for own in part.boxes)
@@ -158,7 +165,7 @@ def test_ranks_need_to_know_only_the_arrays_they_hold(arrays: list[Owned]) -> No
         known = [
             (array, chunks)
             for array, chunks in zip(arrays, writes, strict=True)
-            if not array.layout.part(rank).is_empty
+            if not part_of(array, rank).is_empty
         ]
         alone = chunks_to_write([array for array, _ in known], rank)
         for (array, chunks), found in zip(known, alone, strict=True):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
-from contextlib import chdir
+from contextlib import chdir, redirect_stdout
+from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckptkit import Run
@@ -70,6 +74,61 @@ def accelerate(programs: list[str], _: Pool) -> None:
         GradientState._reset_state()
 
 
+def train_by_lightning(programs: list[str], folder: str) -> None:
+    from lightning.pytorch import Trainer  # noqa: PLC0415
+
+    from tests.plugins.lightning_job import PoolEnvironment, Samples, Small  # noqa: PLC0415
+
+    def trainer(*, plugins: list[Any] | None = None, **arguments: Any) -> Trainer:
+        """One for the ranks that are there, and that prints nothing."""
+        quiet: Any = {"logger": False, "enable_progress_bar": False}
+        more = [*(plugins or ()), PoolEnvironment()]
+        return Trainer(accelerator="cpu", devices=2, plugins=more, **quiet, **arguments)
+
+    names: dict[str, Any] = {"module": Small(), "loader": DataLoader(Samples(), 4)}
+    with chdir(folder), patch("lightning.pytorch.Trainer", trainer), redirect_stdout(StringIO()):
+        for program, steps in zip(programs, (16, 20, 24), strict=True):
+            exec(program, names)
+            assert names["trainer"].global_step == steps
+
+
+def lightning(programs: list[str], gloo: Pool) -> None:
+    *training, reading = programs
+    gloo.run(2, train_by_lightning, training, str(Path.cwd()))
+    assert Run("runs/7b").latest() == 24
+    from tests.plugins.lightning_job import Small  # noqa: PLC0415
+
+    names: dict[str, Any] = {"module": Small()}
+    with redirect_stdout(StringIO()) as printed:
+        exec(reading, names)
+    assert printed.getvalue() == "{'width': 12}\n"
+
+
+def read_elastically(program: str, folder: str) -> list[int]:
+    model = nn.Linear(1, 1)
+    given: list[int] = []
+    names: dict[str, Any] = {
+        "dataset": list(range(48)),
+        "model": DistributedDataParallel(model),
+        "optimizer": torch.optim.SGD(model.parameters()),
+        "train": lambda batch: given.extend(batch.tolist()),
+    }
+    with chdir(folder):
+        # The ranks of the pool may start no processes of their own.
+        exec(program.replace("num_workers=1", "num_workers=0"), names)
+    return given
+
+
+def loaders(programs: list[str], gloo: Pool) -> None:
+    (program,) = programs
+    first = gloo.run(2, read_elastically, program, str(Path.cwd()))
+    assert sorted(chain(*first)) == sorted([*range(48)] * 2)
+    assert Run("runs/7b").steps() == [3, 6]
+    Run("runs/7b").delete([6])
+    # In the second epoch nobody had read anything yet.
+    assert sorted(chain(*gloo.run(3, read_elastically, program, str(Path.cwd())))) == [*range(48)]
+
+
 def save_by_dcp(programs: list[str], folder: str) -> None:
     torch.manual_seed(0)  # the same on all ranks, as DDP sees to
     model = nn.Linear(4, 2)
@@ -89,6 +148,8 @@ def dcp(programs: list[str], gloo: Pool) -> None:
 
 SECTIONS: dict[str, Callable[[list[str], Pool], None]] = {
     "accelerate": accelerate,
+    "Data loaders at another size": loaders,
+    "Lightning": lightning,
     "torch.distributed.checkpoint": dcp,
     "The Trainer of transformers": transformers_trainer,
 }

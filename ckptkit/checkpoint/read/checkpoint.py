@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ckptkit.checkpoint.places import Place, described, manifest_at, read_manifest, store_at
 from ckptkit.checkpoint.read.packs import packs_of
 from ckptkit.checkpoint.read.reader import Wanted, plan_read
-from ckptkit.checkpoint.workers import Pace, Progress, share_out, uncollected
+from ckptkit.checkpoint.workers import Pace, Progress, uncollected
 from ckptkit.errors import (
     FormatError,
     LayoutError,
@@ -263,8 +263,7 @@ class Checkpoint(Closing):
         pace = pace or self.packs.pace
         if threads:
             pace = replace(pace, requests=threads)
-        plan = plan_read(self.packs, checked, pace, verify=verify, progress=progress)
-        share_out(plan.runs, plan.read, pace.requests)
+        plan_read(self.packs, checked, pace, verify=verify, progress=progress).run()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Opened again where it arrives: handles do not travel.

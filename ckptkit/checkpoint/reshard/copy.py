@@ -78,8 +78,7 @@ def copy_packs(
     begun: list[Pack] = []
 
     def read(wanted: Sequence[Wanted]) -> None:
-        plan = plan_read(source.packs, wanted, budget.pace, verify=True)
-        share_out(plan.runs, plan.read, plan.pace.requests)
+        plan_read(source.packs, wanted, budget.pace, verify=True).run()
 
     room = budget.shared_bytes
     shared = SharedChunks(source.manifest.arrays, read, room) if room else None
@@ -248,8 +247,7 @@ class ChunkCopier:
             whole = []
         for some, verify in ((whole, True), (exact, False)):
             if some:
-                plan = plan_read(self.source.packs, some, self.budget.pace, verify=verify)
-                share_out(plan.runs, plan.read, plan.pace.requests)
+                plan_read(self.source.packs, some, self.budget.pace, verify=verify).run()
         for array, values, stored in casts:
             cast(array.name, values, stored, (array.source.dtype, array.info.dtype))
 

@@ -20,6 +20,9 @@ from ckptkit.model import Strategy
 # over; ranks along `tp` and `pp` work on the same.
 _DATA = ("ddp", "fsdp", "zero1", "zero2", "zero3", "ep")
 
+SEEN_BY_ALL = "seen_by_all"
+"""In the position of a data loader, what all ranks have taken: such a one goes on at any size."""
+
 
 class WorldSizeError(CkptkitError, KeyError):
     """A value of each rank, asked for by a job with another number of ranks."""

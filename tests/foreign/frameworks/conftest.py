@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,15 @@ from tests.foreign.frameworks.written import written_by
 
 
 @pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder with what a framework wrote, which it does for the first who asks."""
+    return cache(lambda framework: written_by(framework, tmp_path_factory.mktemp(framework)))
+
+
+@pytest.fixture(scope="session")
+def written(written_once: Callable[[str], Path]) -> Path:
     """What DeepSpeed wrote."""
-    return written_by("deepspeed", tmp_path_factory.mktemp("deepspeed"))
+    return written_once("deepspeed")
 
 
 @pytest.fixture

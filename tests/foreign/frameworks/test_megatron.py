@@ -26,7 +26,6 @@ from ckptkit.foreign.readers.samples import sampled
 from ckptkit.live import load
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import BitForBit, ForeignContract, Sample, same
-from tests.foreign.frameworks.written import written_by
 
 STEP = "iter_0000002"
 
@@ -43,8 +42,8 @@ LLAMA: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written_by("megatron", tmp_path_factory.mktemp("megatron"))
+def written(written_once: Callable[[str], Path]) -> Path:
+    return written_once("megatron")
 
 
 @pytest.fixture
@@ -173,6 +172,12 @@ def test_values_of_all_ranks_may_be_an_object(tmp_path: Path) -> None:
         assert checkpoint.details["vocab_size"] == 5
         names = {item.name for item in checkpoint.manifest.objects}
         assert names == {"extra/args", "extra/iteration", "extra/checkpoint_version"}
+    # An older version saved into the same folder before.
+    torch.save({"iteration": 3}, tmp_path / "common.pt")
+    with pytest.raises(FormatError, match="is of an older save into the same folder") as caught:
+        ckptkit.open(tmp_path)
+    assert "common.pt" in str(caught.value)
+    assert "common_state" in str(caught.value)
 
 
 def test_a_save_that_was_not_finished_is_refused(place: Path) -> None:
