@@ -13,7 +13,7 @@ from benchmarks.measured import Measured
 from benchmarks.state import llama, total_bytes
 from benchmarks.table import Bar, Section, speed_columns, speeds
 
-_LOADERS = ("ckptkit", "ckptkit, unchecked", "DCP")
+_LOADERS = ("ckptkit", "ckptkit, unchecked", "DCP", "DCP on ckptkit")
 
 _SAVE_NOTE = (
     "Durable: fsync is on for all, ckptkit and DCP commit. CPU s are those of all ranks together, "
@@ -72,6 +72,7 @@ def _save(job: Job, size: int, repeat: int) -> Section:
             Bar(f"{what}: speed / O_DIRECT floor", best / ours, 0.85),
             Bar(f"{what}: speed / DCP", dcp / ours, 1.8),
             Bar(f"{what}: CPU seconds / DCP", cpu, 0.6, at_least=False),
+            _on_ckptkit(what, measured, 1.8),
         ],
         [_SAVE_NOTE, _DCP_NOTE],
         measured.seconds,
@@ -91,6 +92,7 @@ def _load(job: Job, size: int, repeat: int) -> Section:
         [
             Bar(f"{what}: unchecked speed / preadv floor", ratio, 0.8),
             _against_dcp(what, measured),
+            _on_ckptkit(what, measured, 2.0),
         ],
         [_LOAD_NOTE, _DCP_NOTE],
         measured.seconds,
@@ -114,6 +116,11 @@ def _reshard(saver: Job, loader: Job, what: str, size: int, repeat: int) -> Sect
 def _against_dcp(what: str, measured: Measured) -> Bar:
     ratio = measured.median("DCP") / measured.median("ckptkit")
     return Bar(f"{what}: CRC-checked speed / DCP", ratio, 2.3)
+
+
+def _on_ckptkit(what: str, measured: Measured, least: float) -> Bar:
+    ratio = measured.median("DCP") / measured.median("DCP on ckptkit")
+    return Bar(f"{what}: DCP on ckptkit / DCP", ratio, least)
 
 
 def _asynchronous(job: Job, size: int, repeat: int) -> Section:

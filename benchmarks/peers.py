@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.contender import make_durable
 from benchmarks.state import Part
+from ckptkit.plugins.dcp import Reader, Writer
 
 warnings.filterwarnings("ignore", module="torch")
 
@@ -43,6 +44,21 @@ class Dcp:
     def load(self, folder: Path) -> None:
         """In place."""
         load(dict(self.tensors), storage_reader=FileSystemReader(folder / "dcp"))
+
+
+@dataclass(frozen=True, slots=True)
+class UnderDcp:
+    """DCP with our reader and writer."""
+
+    tensors: Tensors
+
+    def save(self, folder: Path) -> None:
+        """A step."""
+        save(dict(self.tensors), storage_writer=Writer(folder / "run", step=0, overwrite=True))
+
+    def load(self, folder: Path) -> None:
+        """In place, every chunk checked."""
+        load(dict(self.tensors), storage_reader=Reader(folder / "run"))
 
 
 @dataclass(frozen=True, slots=True)

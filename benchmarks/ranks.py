@@ -228,6 +228,7 @@ def _training(
         **{f"asynchronous: {name}": Asynchronous(each) for name, each in savers(training).items()},
         "DCP": peers.Dcp(training.tensors),
         "DCP, thread_count=2": peers.Dcp(training.tensors, threads=2),
+        "DCP on ckptkit": peers.UnderDcp(training.tensors),
         **_floors(training, world_size),
     }
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ckptkit.cli.exits import ABSENT, CORRUPT, STORAGE
 
 import ckptkit
 from ckptkit.checkpoint.read.stream import stored_arrays
+from ckptkit.foreign.readers import formats
 from ckptkit.live import StateMismatchError, load
 from ckptkit.model import Box
 from tests.cli.programs import ckpt, document
@@ -204,3 +207,50 @@ def test_an_optimizer_of_groups_without_names_is_elsewhere_and_a_load_says_so(
     with pytest.raises(StateMismatchError) as caught:
         load(tmp_path / "x.pt", model=net, optimizer=optimizer)
     assert "only numbered" in caught.value.hint
+
+
+@pytest.mark.parametrize("lost", ["gone", "cut", "a folder"])
+def test_a_file_that_changes_once_it_was_looked_at_is_one_clear_error(
+    lost: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a command was to do with it: none claims that all is well."""
+    made, file = formats._manifest, model / "model.safetensors"
+    whole = file.read_bytes()
+
+    def changing(read: Any, folder: Any) -> Any:
+        found = made(read, folder)
+        if not file.is_file():
+            return found
+        file.unlink()
+        if lost == "cut":
+            file.write_bytes(whole[:40])
+        elif lost == "a folder":
+            file.mkdir()
+        return found
+
+    out, same = tmp_path / "out", shutil.copytree(model, tmp_path / "same")
+    for arguments in (
+        ("verify", model),
+        ("verify", model, "--values"),
+        ("verify", model, "--digest"),
+        ("diff", model, same),
+        ("reshard", "--to", "fsdp:2", model, out),
+        ("import", model, out),
+        ("export", model, out, "--to-format", "torch"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(formats, "_manifest", changing)
+            result = ckpt(*arguments)
+        assert isinstance(result.exception, SystemExit), arguments
+        assert result.exit_code in (CORRUPT, ABSENT, STORAGE), arguments
+        said = result.stderr or result.stdout
+        assert said.count("error: ") <= 1
+        assert "Traceback" not in said
+        assert str(model) in said
+        assert not out.is_file()
+        assert not list(out.rglob("manifest.msgpack"))  # what was begun is no step
+        shutil.rmtree(out, ignore_errors=True)
+        if file.is_dir():
+            file.rmdir()
+        file.write_bytes(whole)
+    assert ckpt("verify", model).exit_code == 0

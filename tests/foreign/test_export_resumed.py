@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,15 @@ import ckptkit
 from ckptkit.checkpoint.check import unpack
 from ckptkit.checkpoint.export import export as engine
 from ckptkit.checkpoint.export.file import write_file
-from ckptkit.errors import AlreadyExistsError
+from ckptkit.errors import AlreadyExistsError, CkptkitError, StorageError
+from ckptkit.storage import Store, open_store
 from ckptkit.storage.base.location import new_temporary
 from tests.checkpoint.saving import Tensor, random_values, save
 from tests.cli.programs import document
 from tests.servers.moto import Moto
 from tests.servers.s3_server import Bucket
+from tests.storage.failing import FailingStore
+from tests.storage.forwarding import T
 
 HOW: Any = {"to_format": "hf", "max_file_size": 5000}
 FILES = [f"model-{n:05d}-of-00006.safetensors" for n in range(1, 7)]
@@ -208,3 +213,51 @@ def test_in_a_bucket_it_goes_on_too(
         keys = {entry.key for entry in ckptkit.open_store(out, bucket.options).list()}
         assert keys == set(done.files)
         assert ckptkit.diff(run, out, include=("model/*",), **options).same
+
+
+class DownFrom(FailingStore):
+    """Each operation from the one that is to fail on fails: the network is down."""
+
+    def attempt(self, operation: str, action: Callable[[], T]) -> T:
+        if self.operations + 1 >= self._fail_at:
+            raise StorageError("the network is down", where=str(self.location))
+        return super().attempt(operation, action)
+
+
+@pytest.mark.parametrize("kind", [FailingStore, DownFrom])
+@pytest.mark.parametrize("to_format", ["hf", "dcp"])
+def test_what_fails_leaves_nothing_or_what_the_same_call_goes_on_with(
+    kind: type[FailingStore],
+    to_format: str,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At whichever operation of a bucket: and it never looks whole before it is."""
+    how: Any = {"to_format": to_format, "max_file_size": 13_000, "workers": 1}
+    ckptkit.export(run, tmp_path / to_format, **how)
+    wanted = contents(tmp_path / to_format)
+    place = f"memory://export-{kind.__name__}-{to_format}"
+    counting = FailingStore(open_store(place), fail_at=1 << 30)
+    monkeypatch.setattr(engine, "open_store", lambda *_: counting)
+    ckptkit.export(run, place, **how)
+    monkeypatch.undo()
+    for number in range(1, counting.operations + 1):
+        url = f"memory://export-{kind.__name__}-{to_format}-{number}"
+        store = open_store(url)
+
+        def failing(*_: Any, store: Store = store, number: int = number) -> Store:
+            return kind(store, fail_at=number)
+
+        monkeypatch.setattr(engine, "open_store", failing)
+        with suppress(StorageError):
+            ckptkit.export(run, url, **how)
+        monkeypatch.undo()
+        there = {entry.key: store.read_whole(entry.key, 1 << 20) for entry in store.list("")}
+        if there != wanted:
+            with suppress(CkptkitError):  # but where all is there, but an index or the last step
+                assert ckptkit.diff(run, store, include=("model/*",)).same
+            assert not there or any(key.startswith(".ckptkit-export-") for key in there)
+            ckptkit.export(run, url, **how)
+            there = {entry.key: store.read_whole(entry.key, 1 << 20) for entry in store.list("")}
+        assert there == wanted, number

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptkit.errors import FormatError
+from ckptkit.foreign.pickles import interpreter
 from ckptkit.foreign.pickles.globals import Global
 from ckptkit.foreign.pickles.interpreter import Placeholder, read_pickle
 
@@ -224,3 +225,23 @@ def test_a_hundred_thousand_changes_give_a_value_or_a_format_error(metadata: byt
 def test_large_and_many_keys_are_no_bomb() -> None:
     value = {"ids": {2**62 + n: n for n in range(3000)}, "pairs": {(n, 1): n for n in range(3000)}}
     assert read(pickle.dumps(value)) == value
+
+
+def test_sizes_read_at_once_are_counted_as_opcode_by_opcode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = [torch.Size(range(n)) for n in range(1, 5)] * 2
+    values = [sizes, sizes[0], [torch.Size([True]), torch.Size([2**70, 300])], (5,)]
+    data = pickle.dumps(values, protocol=4)
+    assert data.count(interpreter._REST_OF_SIZE) > 3
+
+    def counted() -> tuple[Any, ...]:
+        it = interpreter._Interpreter(data, "a", None)
+        value = it.run()
+        of_memo = [it.known.get(id(made), (made, 0, 0)) for made in it.memo.values()]
+        inside = [id(made) in it.inside for made in it.memo.values()]
+        return value, of_memo, inside, it.called
+
+    at_once = counted()
+    monkeypatch.setattr(interpreter, "_REST_OF_SIZE", b"\xff")
+    assert at_once == counted()

@@ -27,7 +27,13 @@ from ckptkit.checkpoint.reshard.copy import (
 from ckptkit.checkpoint.reshard.selection import Selection, check_numbers, choose
 from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.workers import Progress, copy_threads
-from ckptkit.errors import AlreadyExistsError, CkptkitError, NotFoundError, UsageError
+from ckptkit.errors import (
+    AlreadyExistsError,
+    CkptkitError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
 from ckptkit.foreign.output.files import (
     EMBEDDINGS,
     Checked,
@@ -148,16 +154,25 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
             numbers = (n for file in missing for n in file.pieces if isinstance(n, int))
             check_room(store, sum(tensors[n].nbytes for n in numbers), place.location)
             if config is not None:
-                keys.extend(_copy_beside(config, store))
+                for name in _copied_beside(config):
+                    keys.append(name)
+                    store.put(name, config.read_whole(name, _MOST_BESIDE))
             check_huge_chunks(arrays, checkpoint, budget)
             copier = ChunkCopier(checkpoint, budget, None, None)
             for file in missing:
+                # Before it is written: what fails may be there all the same.
+                keys.extend([file.key] if finished.note else [])
                 finished.add(file.key, *write_file(file, arrays, copier, store, progress))
-                keys.append(file.key)
+                keys.extend([] if finished.note else [file.key])
             for key, data in new.closing:
-                # Where there are no folders, it makes a model of the files: the first one counts.
-                store.put(key, data, exclusive=not finished.is_resumed)
                 keys.append(key)
+                try:
+                    # Where there are no folders, it makes a model of the files: the first one
+                    # counts.
+                    store.put(key, data, exclusive=not finished.is_resumed)
+                except AlreadyExistsError:
+                    keys.remove(key)  # it is somebody else's
+                    raise
             finished.forget()
         return Exported(
             str(place.location),
@@ -331,15 +346,20 @@ def _removed_on_failure(store: Store) -> Iterator[list[str]]:
     keys: list[str] = []
     try:
         yield keys
-    except Exception:
-        store.delete(keys)
+    except Exception as error:
+        notes = [key for key in keys if key.startswith(_NOTE)]
+        try:
+            # What makes a model of the files comes last, and goes first; the note goes last, so
+            # that what cannot be removed is what the same call goes on with.
+            store.delete([key for key in reversed(keys) if key not in notes])
+            store.delete(notes)
+        except StorageError as left:
+            error.add_note(f"what was written could not be removed: {left}")
         raise
 
 
-def _copy_beside(source: Store, target: Store) -> Iterator[str]:
-    """Copy the config, the tokenizer and other small files; yields the name of each file once it is
-    there, so that it can be removed again.
-    """
+def _copied_beside(source: Store) -> Iterator[str]:
+    """The config, the tokenizer and other small files that are copied."""
     names = source.children("")
     if CONFIG not in names:
         raise NotFoundError(
@@ -353,7 +373,6 @@ def _copy_beside(source: Store, target: Store) -> Iterator[str]:
 
     for name in names:
         if fits(name, _BESIDE) and not fits(name, _NOT_BESIDE):
-            target.put(name, source.read_whole(name, _MOST_BESIDE))
             yield name
 
 

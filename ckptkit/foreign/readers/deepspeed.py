@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import ForeignArray, ForeignStep
 from ckptkit.foreign.folder import Folder
@@ -27,7 +25,7 @@ from ckptkit.foreign.readers.model_parallel import (
     same_on_all,
 )
 from ckptkit.foreign.readers.safetensors import config_of
-from ckptkit.foreign.readers.samples import check_copies
+from ckptkit.foreign.readers.samples import check_copies, check_step
 from ckptkit.foreign.readers.universal import FOLDER, read_universal
 from ckptkit.foreign.readers.zero import (
     MIXED,
@@ -67,6 +65,8 @@ _LAYOUT = (
     *("module", "optimizer", "buffer_names", "param_shapes", "shared_params"),
     *("frozen_param_shapes", "frozen_param_fragments", "universal_checkpoint_info"),
 )
+
+_OTHERWISE = "load it with DeepSpeed in the job that wrote it, and save it with `ckptkit.live.save`"
 
 
 @dataclass(slots=True)
@@ -176,9 +176,9 @@ def _files(folder: Folder, tag: str) -> tuple[dict[int, _Rank], dict[int, dict[i
         name = key.removeprefix(tag) if key.startswith(tag) else "/"
         if _EXPERTS.fullmatch(name):
             raise FormatError(
-                "experts, which ranks have shared out among them, are not read here",
+                "experts (MoE), which ranks have shared out among them, are not read here",
                 where=folder.where(key),
-                hint="load it with DeepSpeed, and save it with `ckptkit.live.save`",
+                hint=_OTHERWISE,
             )
         if match := _LAYER.fullmatch(name):
             layers.setdefault(int(match["tp"] or 0), {})[int(match["layer"])] = key
@@ -245,6 +245,14 @@ def _part(folder: Folder, rank: _Rank, *, is_universal: bool) -> _Part:
     config = tree.get("ds_config")
     said = config.get("zero_optimization") if isinstance(config, dict) else {}
     said = said if isinstance(said, dict) else {}
+    groups = said.get("mics_shard_size")
+    if type(groups) is int and groups > 0:
+        raise FormatError(
+            "shards in groups of ranks (MiCS) are not read here",
+            where=where,
+            value=f"mics_shard_size {groups}",
+            hint=_OTHERWISE,
+        )
     world = document.integer(tree.get("dp_world_size", 1), f"{where}: dp_world_size", least=1)
     optimizers = {
         dp: (folder.where(key), _tree(folder, key).get("optimizer_state_dict"))
@@ -329,7 +337,7 @@ def _model(
         if part.optimizers and not zero:
             zero = read_zero(folder, shapes, part.optimizers, part.stage, reordered=part.reordered)
             zeros.append(zero)
-            _check_step(folder, zero, part)
+            check_step(folder, zero.states, part.tree.get("global_steps"), part.where)
         told, states = (zero.weights, zero.states) if zero else ({}, {})
         told = {name: told[name] for row in shapes for name in row if name in told}
         for name, weight in told.items():
@@ -399,22 +407,6 @@ def _frozen(part: _Part) -> dict[str, StateTensor]:
             raise FormatError(f"not a part of {name} for each rank", where=part.where)
         found[name] = pieces_of(name, shape, parts, part.where)
     return found
-
-
-def _check_step(folder: Folder, zero: Zero, part: _Part) -> None:
-    """Refuse a model's file that is older than those of the optimizer."""
-    steps = part.tree.get("global_steps")
-    step: Any = next((states.get("step") for states in zero.states.values()), None)
-    if isinstance(step, StateTensor) and step.extents and step.dtype.name in ("float32", "int64"):
-        extent = step.extents[0]
-        data = folder.read(extent.file, extent.offset, step.dtype.itemsize)
-        step = np.frombuffer(data, step.dtype.name)[0].item()
-    if type(steps) is int and type(step) in (int, float) and step > steps:
-        raise FormatError(
-            f"the model is of step {steps}, the optimizer has made {step:g}",
-            where=part.where,
-            hint=MIXED,
-        )
 
 
 def _step(

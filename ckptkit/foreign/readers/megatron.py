@@ -163,9 +163,17 @@ def _check(folder: Folder) -> None:
 
 def _common(folder: Folder, has: Contents, unread: dict[str, str]) -> dict[str, Any]:
     """What all ranks have: plain values, by Megatron's names."""
+    # Of later versions it is among the objects.
+    said = [v for name, v in has.objects.items() if name.startswith("common_state/shard_")]
+    if said and COMMON in folder.files:
+        raise FormatError(
+            "what all ranks have is in this file, and in the parts as well: the file is of an "
+            "older save into the same folder",
+            where=folder.where(COMMON),
+            value="common_state",
+            hint="move the file away: what .metadata lists is the last save",
+        )
     if COMMON not in folder.files:
-        # Of later versions it is among the objects.
-        said = [v for name, v in has.objects.items() if name.startswith("common_state/shard_")]
         if not said:
             folder.size(COMMON)
         value: Any = said[0][0] if said and isinstance(said[0], list) and said[0] else {}

@@ -127,6 +127,25 @@ def check_paddings(
             )
 
 
+def check_step(
+    folder: Folder, states: Mapping[str, Mapping[str, Any]], steps: Any, where: str
+) -> None:
+    """Refuse a model's file, which says how many steps there were, that is older than those of the
+    optimizer.
+    """
+    step: Any = next((state.get("step") for state in states.values()), None)
+    if isinstance(step, StateTensor) and step.extents and step.dtype.name in ("float32", "int64"):
+        extent = step.extents[0]
+        data = folder.read(extent.file, extent.offset, step.dtype.itemsize)
+        step = np.frombuffer(data, step.dtype.name)[0].item()
+    if type(steps) is int and type(step) in (int, float) and step > steps:
+        raise FormatError(
+            f"the model is of step {steps}, the optimizer has made {step:g}",
+            where=where,
+            hint="the files are of different saves; copy the folder of one of them again",
+        )
+
+
 def _row(tensor: StateTensor) -> Stretches | None:
     """A tensor as one row of its elements; None where it does not lie so."""
     parts = sorted(tensor.extents, key=lambda extent: extent.box.offset)

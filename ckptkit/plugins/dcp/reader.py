@@ -35,6 +35,7 @@ from ckptkit.errors import CkptkitError, FormatError, NotFoundError, PeerError
 from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path
 from ckptkit.format.names import MODEL, OPTIMIZER
 from ckptkit.live.restore import NOT_LOADED
+from ckptkit.live.state.ranks import copying_threads, current_world
 from ckptkit.live.state.tensors import as_bits, dtype_of, torch_dtype
 from ckptkit.live.state_dict import nested_state
 from ckptkit.model import Box
@@ -300,6 +301,8 @@ class Keys:
                 copied.append((target, memory))
             wanted.append((name, box, as_bits(fqn, memory)))
             filled.append((item, target))
+        if threads is None and not self.checkpoint.store.abilities.waits_for_answers:
+            threads = copying_threads(current_world())
         self.checkpoint.read_many(wanted, verify=verify, threads=threads)
         for target, memory in copied:
             target.copy_(memory)

@@ -172,6 +172,12 @@ def test_values_of_all_ranks_may_be_an_object(tmp_path: Path) -> None:
         assert checkpoint.details["vocab_size"] == 5
         names = {item.name for item in checkpoint.manifest.objects}
         assert names == {"extra/args", "extra/iteration", "extra/checkpoint_version"}
+    # An older version saved into the same folder before.
+    torch.save({"iteration": 3}, tmp_path / "common.pt")
+    with pytest.raises(FormatError, match="is of an older save into the same folder") as caught:
+        ckptkit.open(tmp_path)
+    assert "common.pt" in str(caught.value)
+    assert "common_state" in str(caught.value)
 
 
 def test_a_save_that_was_not_finished_is_refused(place: Path) -> None:
