@@ -15,7 +15,7 @@ from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.checkpoint.read.checkpoint import Array, Checkpoint
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.errors import FormatError
-from ckptkit.format.names import BY_ORDER, MODEL, OPTIMIZER, WRAPPED, join
+from ckptkit.format.names import BY_ORDER, MODEL, OPTIMIZER, WRAPPED, join, split
 from ckptkit.format.objects import ObjectInfo, PerDataRank, PerRank, Replicated
 from ckptkit.live.resume import (
     Resumed,
@@ -34,7 +34,7 @@ from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import listed
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
 from ckptkit.live.state.trees import arrays_in, put_tensors, replace_leaves, with_own
-from ckptkit.live.wrappers.entries import StateMismatchError, parameter_names
+from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.live.wrappers.training import TrainingState
 
 _SHOWN = 8
@@ -173,7 +173,7 @@ def compare(
     known from the step only.
     """
     report, rank, size = Report(), ranks.rank, ranks.world_size
-    names = parameter_names(snapshot.entries)
+    names = training.names(snapshot.entries)
     documents = [
         {"kind": each.kind, "groups": each.options(names), "values": {}}
         for each in training.optimizers
@@ -257,7 +257,17 @@ def compare(
         )
     if training.optimizers and checkpoint.details.get(OPTIMIZER) == BY_ORDER:
         _check_order(checkpoint, saved, documents, ranks)
-    optimizers = resume(checkpoint, saved, fitting, twins, kept)
+    parameters = [
+        (split(held.name)[1], held.shape, held.local.dtype)
+        for held in fitting
+        if held.role == "param"
+    ]
+    # Those in whose place the model shows others fit as those do.
+    shown = {entry.name for entry in snapshot.entries}
+    parameters += [
+        (name, tuple(each.shape), each.dtype) for each, name in names.items() if name not in shown
+    ]
+    optimizers = resume(checkpoint, saved, parameters, twins, kept)
     return Match(report, training, under, objects, values, optimizers, positions, data)
 
 

@@ -53,7 +53,6 @@ from ckptkit.live.state.ranks import (
 from ckptkit.live.state.tensors import bits_of, dtype_of, torch_dtype
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import put_tensors
-from ckptkit.live.wrappers.entries import parameter_names
 from ckptkit.live.wrappers.training import TrainingObjects, TrainingState
 from ckptkit.model import Box, Replicate
 from ckptkit.plan.read import batches, readable_pieces, readers_of
@@ -140,7 +139,7 @@ def load_into(
         # Nothing has changed on any rank when one has found that the step does not fit.
         ranks.wait()
         training = match.training
-        names = parameter_names(before.entries)
+        names = training.names(before.entries)
         for optimizer in training.optimizers:
             optimizer.prepare(names, match.optimizers.of_kind(optimizer.kind))
         snapshot = with_optimizers(before, training) or look(training)

@@ -21,10 +21,10 @@ from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.live.snapshot import Snapshot
 from ckptkit.live.state.agreement import Documents
-from ckptkit.live.state.parts import LiveTensor, Tied
+from ckptkit.live.state.parts import Tied
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state.trees import arrays_in, put_tensors
-from ckptkit.live.wrappers.entries import Saved, SavedState, parameter_names
+from ckptkit.live.wrappers.entries import Saved, SavedState
 from ckptkit.live.wrappers.training import TrainingState
 
 _COMPARE_MEMORY = 64 << 20
@@ -73,18 +73,17 @@ def saved_documents(objects: Mapping[str, ObjectInfo]) -> Documents:
 def resume(
     checkpoint: Checkpoint,
     documents: Documents,
-    fitting: Sequence[LiveTensor],
+    parameters: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
     twins: Twins,
     saved: SavedArrays,
 ) -> Resumed:
-    """What the step has for the parameters among tensors that fit it."""
+    """What the step has for parameters that fit it: their names, shapes and dtypes."""
     trained, made = trained_by(documents), _made_of(checkpoint)
     alike = cache(Saved)  # as layers are
     ours: dict[str, list[str]] = {}
     state: dict[str, dict[str, Any]] = {}
     arrays: dict[str, str] = {}
-    for held in fitting:
-        _, name = split(held.name) if held.role == "param" else ("", "")
+    for name, own_shape, own_dtype in parameters:
         there = next((each for each in twins.get(name, [name]) if each in trained), "")
         if not there:
             continue
@@ -93,15 +92,15 @@ def resume(
         whole = made.get(there, {}).get("")
         of = None if whole is None else (whole.shape, whole.dtype)
         for key, array_name in saved.get(there, {}).items():
-            if of is None:
+            if of is None and join(MODEL, there) in checkpoint:
                 parameter = checkpoint.info(join(MODEL, there))
                 of = parameter.shape, torch_dtype(parameter.dtype)
             arrays[array_name if name == there else join(OPTIMIZER, name, key)] = array_name
             array = checkpoint.info(array_name)
             shape, dtype = array.shape, torch_dtype(array.dtype)
             # In the dtype of the parameter here, where it had that of the one there.
-            dtype = held.local.dtype if (shape, dtype) == of else dtype
-            kept[key] = alike(shape, dtype, shape == held.shape)
+            dtype = own_dtype if (shape, dtype) == of else dtype
+            kept[key] = alike(shape, dtype, shape == own_shape)
         for key, whole in made.get(there, {}).items():
             if key:
                 kept = {k: v for k, v in kept.items() if not k.startswith(f"{key}/")}
@@ -268,7 +267,7 @@ def hand_over(
     training.model.absorb(
         [e._replace(value=values[e.name]) if e.name in values else e for e in snapshot.entries]
     )
-    names = parameter_names(snapshot.entries)
+    names = training.names(snapshot.entries)
     for optimizer, states in zip(training.optimizers, snapshot.states, strict=True):
         mine = [document for document in documents if document["kind"] == optimizer.kind]
         kept = {name: v for document in mine for name, v in document["values"].items()}

@@ -29,7 +29,6 @@ from ckptkit.live.wrappers.entries import (
     StateEntry,
     canonical_names,
     every_module,
-    parameter_names,
 )
 from ckptkit.live.wrappers.fsdp1 import FlatPart, FSDP1Optimizer
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer, fresh_state
@@ -91,7 +90,7 @@ class ShardedOptimizerState:
             entries = _outside(training.model.modules, self._adapter.held)
         else:
             entries = [e for e in training.model.entries() if isinstance(e.value, nn.Parameter)]
-        first = parameter_names(entries)
+        first = training.names(entries)
         if given is None:
             self._adapter.names_of(first, list(stepped))  # refuses those of another model
         elif unknown := [e.name for e in entries if e.value not in stepped]:

@@ -26,7 +26,7 @@ from ckptkit.live.state.agreement import Documents
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import current_world
 from ckptkit.live.state.tensors import dtype_of, torch_dtype
-from ckptkit.live.wrappers.entries import Saved, SavedState, StateMismatchError, parameter_names
+from ckptkit.live.wrappers.entries import Saved, SavedState, StateMismatchError
 from ckptkit.live.wrappers.training import Model, TrainingState
 from ckptkit.model import DTYPES, Box, Strategy
 
@@ -175,7 +175,7 @@ class CheckpointHelper:
         if not problem and mine and mine != there:
             problem = f"the optimizer here is {mine}, the shard has the state of {there or 'none'}"
         exchange.agree({}, problem=problem)
-        names, saved = parameter_names(before.entries), shard.saved_state()
+        names, saved = training.names(before.entries), shard.saved_state()
         for each in training.optimizers:
             each.prepare(names, saved)
         snapshot = take_snapshot(world, training)

@@ -38,7 +38,7 @@ from ckptkit.live.state.tensors import (
 )
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import plain_extra, take_tensors, tensors_inline
-from ckptkit.live.wrappers.entries import ModelEntry, StateEntry, parameter_names
+from ckptkit.live.wrappers.entries import ModelEntry, StateEntry
 from ckptkit.live.wrappers.training import TrainingState
 from ckptkit.model import Placement, Shard, Strategy, Strided
 
@@ -188,7 +188,7 @@ def _optimizers(
     """What optimizers keep of the parameters of a model: their entries, and what they say besides
     tensors.
     """
-    names = parameter_names(entries)
+    names = training.names(entries)
     states: list[list[StateEntry]] = []
     documents: list[dict[str, Any]] = []
     for optimizer in training.optimizers:

@@ -332,3 +332,53 @@ def test_flat_parameters_take_no_lists_of_tensors(gloo: Pool, tmp_path: Path) ->
         for message in messages:
             assert "a container with tensors" in message
             assert "moments" in message
+
+
+class Fused(nn.Module):
+    """One projection, which a state dict shows as three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Parameter(torch.randn(6, 4))
+        untyped: Any = self
+        untyped.register_state_dict_post_hook(self._split)
+        untyped.register_load_state_dict_pre_hook(self._merge)
+
+    @staticmethod
+    def _split(_module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        for name, rows in zip("qkv", state.pop(f"{prefix}fused").chunk(3), strict=True):
+            state[f"{prefix}{name}"] = rows.clone()
+
+    @staticmethod
+    def _merge(_module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        if f"{prefix}q" in state:
+            state[f"{prefix}fused"] = torch.cat([state.pop(f"{prefix}{name}") for name in "qkv"])
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values @ self.fused.T
+
+
+def test_a_parameter_that_a_state_dict_shows_as_others_keeps_what_its_optimizer_had(
+    tmp_path: Path,
+) -> None:
+    def job() -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), Fused())
+        return model, AdamW(model.parameters(), lr=0.1)
+
+    def train(model: nn.Module, optimizer: Optimizer, batches: range) -> float:
+        loss = torch.zeros(())
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 3), float(batch))).square().sum()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    model, optimizer = job()
+    train(model, optimizer, FIRST)
+    live.save(tmp_path, step=3, model=model, optimizer=optimizer)
+    resumed = job()
+    live.load(tmp_path, model=resumed[0], optimizer=resumed[1])
+    assert {"model/1.q", "optimizer/1.fused/exp_avg"} < set(ckptkit.open(tmp_path).arrays)
+    assert train(*resumed, REST) == train(model, optimizer, REST)

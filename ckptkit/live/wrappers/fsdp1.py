@@ -302,9 +302,9 @@ class FSDP1Optimizer(PlainOptimizer):
                 given.setdefault(name, {}).update(values.get(name, {}))
             self._absorb_values(flat, given)
 
-    def _parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
         shared = {piece.holder for flat in self._flats for piece in flat.slices}
-        return [p for p in super()._parameters() if p not in shared]
+        return [p for p in super().parameters() if p not in shared]
 
     def _kept(self, flats: Sequence[Flat]) -> list[_KeptByName]:
         """What all ranks keep, for each flat parameter: with the original parameters, ranks that

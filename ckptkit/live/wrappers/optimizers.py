@@ -54,7 +54,7 @@ class PlainOptimizer:
     def entries(self, names: Names) -> list[StateEntry]:
         """All that it keeps on this rank, tensors in memory that a load may fill."""
         found, kept = list[StateEntry](), self.state
-        for parameter in self._parameters():
+        for parameter in self.parameters():
             state = kept.get(parameter)
             name = _name_of(names, parameter) if state else ""
             for key, value in state.items() if state else ():
@@ -100,7 +100,7 @@ class PlainOptimizer:
         """Make memory for what is saved and not there yet, and drop what is not saved; parameters
         that are not named are left as they are.
         """
-        known = {p: saved[names[p]] for p in self._parameters() if _name_of(names, p) in saved}
+        known = {p: saved[names[p]] for p in self.parameters() if _name_of(names, p) in saved}
         # Of most there is what is to be filled, and nothing else.
         left = {p: kept for p, kept in known.items() if not self._has_just(p, kept)}
         for parameter, kept in left.items():
@@ -136,7 +136,7 @@ class PlainOptimizer:
         """Take over the tensors that were filled, by parameter the values that are no tensors, and
         for each group the options that its parameters were saved with.
         """
-        for parameter in self._parameters():
+        for parameter in self.parameters():
             for key, value in values.get(_name_of(names, parameter), {}).items():
                 if not arrays_in(value, key):  # those were made with their tensors
                     self.state[parameter][key] = put_tensors(value, no_tensor, key)
@@ -152,7 +152,7 @@ class PlainOptimizer:
             its = {"state": self._optimizer.state, "param_groups": self._optimizer.param_groups}
             self._optimizer.__setstate__(its)
 
-    def _parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _has_just(self, parameter: nn.Parameter, kept: Mapping[str, Any]) -> bool:
@@ -341,7 +341,7 @@ class Zero1Optimizer(PlainOptimizer):
 
     def _owned(self, names: Names, of_all: Mapping[str, T]) -> dict[str, T]:
         """Of something by parameter, what this rank keeps."""
-        mine = {names[p] for p in self._parameters() if self.keeps(p)}
+        mine = {names[p] for p in self.parameters() if self.keeps(p)}
         return {name: value for name, value in of_all.items() if name in mine}
 
 

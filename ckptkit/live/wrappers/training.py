@@ -23,7 +23,12 @@ from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
 from ckptkit.live.state.lines import Line, line_of
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.wrappers import fsdp1, modules
-from ckptkit.live.wrappers.entries import ModelEntry, every_module
+from ckptkit.live.wrappers.entries import (
+    ModelEntry,
+    canonical_names,
+    every_module,
+    parameter_names,
+)
 from ckptkit.live.wrappers.flat import has_fsdp1
 from ckptkit.live.wrappers.optimizers import PlainOptimizer, Zero1Optimizer
 
@@ -96,6 +101,19 @@ class TrainingState:
         for name, value in stateful.items():
             _check_stateful(name, value)
         return cls(known, optimizers, {n: v for n, v in stateful.items() if n not in left})
+
+    def names(self, entries: Sequence[ModelEntry]) -> dict[nn.Parameter, str]:
+        """The name of each parameter of the model's entries, and of each that an optimizer steps:
+        hooks of `state_dict` may show others in its place, such as the thirds of a projection.
+        """
+        names = parameter_names(entries)
+        stepped = (parameter for each in self.optimizers for parameter in each.parameters())
+        if self.model is not None and not all(parameter in names for parameter in stepped):
+            for each in self.model.submodules:
+                canonical = canonical_names(each)
+                for name, parameter in each[0].named_parameters():
+                    names.setdefault(parameter, canonical(name))
+        return names
 
     def details(self) -> dict[str, Any]:
         """What a manifest should say of the model."""
