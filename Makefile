@@ -41,7 +41,7 @@ test-long: ## set up with torch, then the tests that take minutes each, and prop
 test-frameworks: ## install DeepSpeed, Megatron and others beside, and read what they write; try plugins on newest releases
 	+@$(SET_UP) dev
 	+@$(SET_UP) frameworks
-	CKPTKIT_FRAMEWORKS=$(FRAMEWORKS)/bin/python $(PYTEST) tests/foreign/frameworks
+	CKPTKIT_FRAMEWORKS=$(FRAMEWORKS)/bin/python $(PYTEST) tests/foreign/frameworks tests/plugins/test_torchtitan.py
 	rm -rf $(NEWEST) && $(PIP) install --no-deps --target $(NEWEST) accelerate lightning torchdata transformers
 	PYTHONPATH=$(NEWEST) $(PYTEST) tests/plugins
 
@@ -73,11 +73,11 @@ $(VENV)/dev.stamp: pyproject.toml $(VENV)/venv.stamp
 	@ln -sfn ../../../schemas $(VENV)/typing/ckptkit/schemas
 	@touch $(VENV)/base.stamp $(VENV)/torch.stamp $@
 
-# DeepSpeed looks for torch when it is built.
+# DeepSpeed looks for torch when it is built. Jobs of torchtitan run ckptkit there.
 $(VENV)/frameworks.stamp: tests/foreign/frameworks/requirements.txt $(VENV)/dev.stamp
 	rm -rf $(FRAMEWORKS) && $(BIN)/python -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/pip install '$(TORCH)' setuptools wheel ninja py-cpuinfo
-	DS_BUILD_OPS=0 $(FRAMEWORKS)/bin/pip install --no-build-isolation -r tests/foreign/frameworks/requirements.txt
+	DS_BUILD_OPS=0 $(FRAMEWORKS)/bin/pip install --no-build-isolation -e . -r tests/foreign/frameworks/requirements.txt
 	@touch $@
 
 # Some Debians ship venv without ensurepip: there the pip outside puts a pip inside.

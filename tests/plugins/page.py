@@ -146,10 +146,17 @@ def dcp(programs: list[str], gloo: Pool) -> None:
     assert Run("runs/dcp").steps() == [1000]
 
 
+def torchtitan(programs: list[str], _: Pool) -> None:
+    """Only read here: `test_torchtitan` runs it where torchtitan is."""
+    for program in programs:
+        compile(program, "torchtitan", "exec")
+
+
 SECTIONS: dict[str, Callable[[list[str], Pool], None]] = {
     "accelerate": accelerate,
     "Data loaders at another size": loaders,
     "Lightning": lightning,
     "torch.distributed.checkpoint": dcp,
     "The Trainer of transformers": transformers_trainer,
+    "torchtitan": torchtitan,
 }
