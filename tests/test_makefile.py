@@ -72,10 +72,10 @@ def test_what_is_set_up_is_not_set_up_again(tree: Path) -> None:
 @pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
 def test_other_frameworks_get_an_environment_of_their_own_once(tree: Path) -> None:
     first, second = (outputs(make(tree, "test-frameworks"))[0] for _ in range(2))
-    into = f".venv/frameworks/bin/pip install --no-build-isolation -r {REQUIREMENTS}\n"
+    into = f".venv/frameworks/bin/pip install --no-build-isolation -e . -r {REQUIREMENTS}\n"
     assert into in first
     variables = "CKPTKIT_FRAMEWORKS=.venv/frameworks/bin/python PYTHONDONTWRITEBYTECODE="
-    assert second.startswith(f"{variables} .venv/bin/pytest tests/foreign/frameworks\n")
+    assert second.startswith(f"{variables} .venv/bin/pytest tests/foreign/frameworks")
     assert REQUIREMENTS not in second
     # Where others are asked for they are made anew, and what is beside them is not.
     os.utime(tree / ".venv" / "frameworks.stamp", (0, 0))
