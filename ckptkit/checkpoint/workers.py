@@ -197,6 +197,10 @@ class Pace:
     """As of the store. Where nothing waits reads are copies, and many small ones cost little: some
     rows of many chunks are read at a time.
     """
+    borrows: bool = True
+    """Whether what the system has of a file in memory is copied from there. Meanwhile it counts as
+    memory of this process.
+    """
 
     @classmethod
     def of(cls, store: Store, memory: int | None = None) -> Pace:
@@ -227,11 +231,11 @@ class Pace:
         return self._sized(requests, room // requests)
 
     def shared(self, workers: int) -> Pace:
-        """What each of some workers gets of it; in a file system, where each does its own reading,
-        one request.
+        """What each of some workers in bounded memory gets of it; in a file system, where each does
+        its own reading, one request.
         """
         if not self.waits_for_answers:
-            return replace(self, requests=1)
+            return replace(self, requests=1, borrows=False)
         requests = max(1, self.requests // workers)
         return self._sized(requests, self.requests * self.request_bytes // (requests * workers))
 

@@ -148,7 +148,9 @@ class ReadPlan:
         first, last = run
         start = int(self.start[first])
         size, direct = int(self.stop[first:last].max()) - start, self.direct(first)
-        if size < _LEAST_LENT or (direct and (address_of(direct) - start) % _ALIKE == 0):
+        if not self.pace.borrows or size < _LEAST_LENT:
+            return False
+        if direct and (address_of(direct) - start) % _ALIKE == 0:
             return False
         with source.lend(start, size) as memory:
             if memory is None:
