@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ckptkit.format.folds import fold_names, natural_order
     from ckptkit.format.objects import PerRank, Replicated, Split, Sum
     from ckptkit.model import Strategy
+    from ckptkit.model.document import size_text
     from ckptkit.storage import open_store
 
 # Each name is imported when it is first asked for: `ckpt ls` needs a tenth of them, and would take
@@ -67,6 +68,7 @@ _MODULES = {
     "format.folds": ("fold_names", "natural_order"),
     "format.objects": ("PerRank", "Replicated", "Split", "Sum"),
     "model": ("Strategy",),
+    "model.document": ("size_text",),
     "storage": ("open_store",),
 }
 # After `import ckptkit` alone too; those that need torch import it then.
@@ -109,6 +111,7 @@ __all__ = [
     "plan_reshard",
     "rebuild",
     "reshard",
+    "size_text",
     "unpack",
     "verify",
 ]

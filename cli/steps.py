@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ckptkit.cli.options import (
     location,
     memory,
     names,
+    patterns,
     selected,
     sizes_from,
     source_storage,
@@ -29,7 +31,6 @@ from ckptkit.cli.output import (
     in_short,
     json_value,
     remark,
-    size_text,
     stored_bytes,
 )
 
@@ -147,7 +148,7 @@ def unpack(
             "bytes": nbytes,
             "files": files,
         }
-    what = f"{counted(len(checkpoint.arrays), 'array')}, {size_text(nbytes)} in"
+    what = f"{counted(len(checkpoint.arrays), 'array')}, {ckptkit.size_text(nbytes)} in"
     line = f"unpacked step {checkpoint.step} into {folder}: {what} {counted(files, 'file')}"
     answer(document, [line], as_json=as_json)
 
@@ -183,8 +184,7 @@ def unpack(
 @click.option(
     "--optimizer", is_flag=True, help="The state of the optimizer as well, for torch and dcp."
 )
-@click.option("--include", metavar="PATTERN", multiple=True, help="Write only these arrays.")
-@click.option("--exclude", metavar="PATTERN", multiple=True, help="Leave these arrays out.")
+@patterns("Write only these arrays.")
 @click.option(
     "--cast", metavar="[PATTERN=]DTYPE", multiple=True, help="Convert parameters, or these arrays."
 )
@@ -249,7 +249,7 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
         "left_out": list(done.left_out),
         "tied": [{"name": name, "written_as": other} for name, other in done.tied],
     }
-    what = f"{counted(done.arrays, 'array')}, {size_text(done.nbytes)}"
+    what = f"{counted(done.arrays, 'array')}, {ckptkit.size_text(done.nbytes)}"
     before = f", {len(done.finished)} of them from before" if done.finished else ""
     answer(
         document,
@@ -316,10 +316,11 @@ def rebuild(
 @click.option("--overwrite", is_flag=True, help="Replace the step where it is committed already.")
 @storage
 def commit(run: str, *, as_json: bool, **given: Any) -> None:
-    """Commit the step of RUN that `ckpt reshard --engine slice:i/n` has written.
+    """Commit the step of RUN that slices of a reshard have written.
 
-    Every slice writes its share of the packs and no more; once all have, this makes the step. It is
-    refused while packs are missing, and says which.
+    These are calls of `ckpt reshard --engine slice:I/N`, each of which writes its share of the
+    packs and no more; once all have, this makes the step. It is refused while packs are missing,
+    and says which.
     """
     manifest = ckptkit.commit_packs(run, **given)
     save, packs = manifest.save, len(manifest.packs)
@@ -344,8 +345,7 @@ def commit(run: str, *, as_json: bool, **given: Any) -> None:
 )
 @location("a")
 @location("b")
-@click.option("--include", metavar="PATTERN", multiple=True, help="Compare only these.")
-@click.option("--exclude", metavar="PATTERN", multiple=True, help="Leave these out.")
+@patterns("Compare only these arrays.")
 @click.option("--atol", type=float, default=0.0, help="Numbers may be this far apart.")
 @click.option("--rtol", type=float, default=0.0, help="Or this many times the size of B's.")
 @memory()
@@ -363,8 +363,9 @@ def diff(
 ) -> int:
     """Compare the steps A and B: names, shapes, dtypes, values, objects.
 
-    How they are sharded is no difference. Elements have to be the same to the bit, unless --atol or
-    --rtol is given: then NaNs are alike, and numbers that are at most ATOL + RTOL * |b| apart.
+    What differs most comes first. How they are sharded is no difference. Elements have to be the
+    same to the bit, unless --atol or --rtol is given: then NaNs are alike, and numbers that are at
+    most ATOL + RTOL * |b| apart.
     PATTERN, with * and ?, picks by the whole name or by the one inside of the group. Every byte is
     checked on the way.
     """
@@ -380,12 +381,23 @@ def diff(
 
 
 def _lines(found: ckptkit.Diff) -> list[str]:
-    """A line for each difference, and one for all."""
-    lines = [*map(_array_line, found.arrays), *map(_object_line, found.objects)]
+    """A line for each difference, the largest first, and one for all."""
+    # What has other names, shapes or dtypes differs most; alike layers share a line of these.
+    others = [each for each in found.arrays if each.values is None]
+    kinds = [(each.kind, each.a, each.b) for each in others]
+    folds = ckptkit.fold_names([each.name for each in others], kinds)
+    lines = []
+    for name, places in folds:
+        count = f", {len(places)} x" if len(places) > 1 else ""
+        lines.append(_array_line(others[places[0]], f"{name}{count}"))
+    values = {each.name: each for each in found.arrays if each.values is not None}
+    ordered = [values[name] for name in ckptkit.natural_order(values)]
+    lines += [_array_line(each, each.name) for each in sorted(ordered, key=_nearness)]
+    lines += map(_object_line, found.objects)
     between = f"A {found.a.strategy}, B {found.b.strategy}"
     arrays, objects = counted(found.array_count, "array"), counted(found.object_count, "object")
     if found.same:
-        what = f"{arrays}, {objects}, {size_text(found.nbytes)}"
+        what = f"{arrays}, {objects}, {ckptkit.size_text(found.nbytes)}"
         return [*lines, f"the same state: {what} ({between})"]
     differing = ((found.arrays, arrays), (found.objects, objects))
     parts = [f"{len(items)} of {every}" for items, every in differing if items]
@@ -393,17 +405,23 @@ def _lines(found: ckptkit.Diff) -> list[str]:
     return [*lines, f"{' and '.join(parts)} {verb} ({between})"]
 
 
-def _array_line(found: ckptkit.ArrayDifference) -> str:
+def _nearness(found: ckptkit.ArrayDifference) -> float:
+    """What those with the largest difference have least of; of a NaN there is no difference."""
+    largest = found.values and found.values.max_abs
+    return -inf if largest is None else -largest
+
+
+def _array_line(found: ckptkit.ArrayDifference, name: str) -> str:
     a, b, values = found.a, found.b, found.values
     if a is None or b is None:
-        return f"{found.name}: only in {'B' if a is None else 'A'}"
+        return f"{name}: only in {'B' if a is None else 'A'}"
     if found.kind == "shape":
-        return f"{found.name}: shape {a.shape} != {b.shape}"
+        return f"{name}: shape {a.shape} != {b.shape}"
     if values is None:
-        return f"{found.name}: dtype {a.dtype} != {b.dtype}"
+        return f"{name}: dtype {a.dtype} != {b.dtype}"
     most = "" if values.max_abs is None else f" by {values.max_abs:.6g} at most"
     first = f", first at {list(values.first)}" if values.first else ""
-    return f"{found.name}: {values.count} of {counted(values.of, 'element')} differ{most}{first}"
+    return f"{name}: {values.count} of {counted(values.of, 'element')} differ{most}{first}"
 
 
 def _object_line(found: ckptkit.ObjectDifference) -> str:

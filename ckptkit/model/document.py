@@ -78,6 +78,17 @@ def parse_size(what: int | str) -> int:
     return size
 
 
+def size_text(nbytes: float) -> str:
+    """A size for people: `1.5 GiB`."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    amount, power = nbytes / 1024, 0
+    # 1023.96 would be rounded to 1024.0.
+    while amount >= 1023.95 and power < 4:
+        amount, power = amount / 1024, power + 1
+    return f"{amount:.1f} {'KMGTP'[power]}iB"
+
+
 LIMIT = 1 << 63
 
 

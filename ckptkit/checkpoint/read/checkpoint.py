@@ -21,6 +21,7 @@ from ckptkit.errors import (
     NotCommittedError,
     NotFoundError,
     PeerError,
+    nearest,
 )
 from ckptkit.foreign.contents import SAVE_ID_PREFIX as FOREIGN
 from ckptkit.foreign.contents import ForeignManifest
@@ -275,11 +276,12 @@ class Checkpoint(Closing):
 
     def _place(self, name: str) -> int:
         if name not in self._places:
+            guess = nearest(name, self._places, 3) if isinstance(name, str) else ""
             raise NotFoundError(
                 "no such array",
                 where=self.location,
                 value=name,
-                hint=f"`ckpt show {self.location}` lists the arrays",
+                hint=f"{guess}`ckpt show {self.location}` lists the arrays",
             )
         return self._places[name]
 
