@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import click
@@ -29,8 +29,6 @@ from ckptkit.errors import StorageError
 if TYPE_CHECKING:
     import numpy as np
     from rich.progress import Progress
-
-    from ckptkit import Checkpoint
 
 PATIENCE = 1.0
 _STRATEGY = re.compile(r"(?<![\w.:/%-])(?:\w+=)?(ddp|fsdp|zero[123]|tp|pp|ep):\d+\b(?!/)")
@@ -154,7 +152,7 @@ def aligned(
     """
     if not rows:
         return []
-    columns = list(zip(*rows, strict=True))
+    columns: list[Sequence[str]] = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     shown = [number for number, most in enumerate(widths) if most]
     width = screen_width()
@@ -204,26 +202,9 @@ def _bar(share: float, length: int) -> str:
     return _BLOCKS[8] * (eighths // 8) + _BLOCKS[eighths % 8].strip()
 
 
-def moment(seconds: float | None) -> str | None:
-    """Unix seconds as an ISO 8601 text in UTC; None where they are no date."""
-    if seconds is None:
-        return None
-    try:
-        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
-    except (OverflowError, OSError, ValueError):
-        return None
-
-
 def counted(number: int, what: str) -> str:
     """`1 pack`, `8 packs`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def stored_bytes(checkpoint: Checkpoint) -> int:
-    """The size of a step's packs, or of the files of a foreign checkpoint."""
-    if checkpoint.foreign is not None:
-        return sum(checkpoint.foreign.files.values())
-    return sum(pack.size for pack in checkpoint.manifest.packs)
 
 
 def json_value(value: Any) -> Any:

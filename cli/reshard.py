@@ -213,43 +213,20 @@ def _plan_lines(
     plan: ckptkit.ReshardPlan, done: ckptkit.Resharded | None = None, seconds: float = 0.0
 ) -> list[str]:
     """What a reshard takes, and where it is done what it took."""
-    left = f", {len(plan.left_out)} left out" if plan.left_out else ""
-    kept = sum(array.is_kept for array in plan.arrays)
-    arrays = f"{len(plan.arrays) + len(plan.aliases)}, chunks of {kept} go over as they are{left}"
-    read = f"{ckptkit.size_text(plan.bytes_read)}, {plan.read_amplification:.2f} times each byte"
-    files = f"{counted(plan.files, 'file')}, {counted(plan.chunks, 'chunk')}"
-    least, most = (
-        ckptkit.size_text(min(plan.bytes_by_rank)),
-        ckptkit.size_text(max(plan.bytes_by_rank)),
-    )
-    rows = [
-        ("from", f"{plan.source}, {plan.from_strategy}"),
-        ("to", f"{plan.destination}, {plan.to_strategy}"),
-        ("arrays", arrays),
-        ("read", f"{read}, at most {counted(plan.requests, 'request')}"),
-        ("write", f"{ckptkit.size_text(plan.bytes_written)} in {files}"),
-        ("packs", f"{least} to {most}, the largest {plan.imbalance:.2f} times the mean"),
-        ("memory", f"at most {ckptkit.size_text(plan.memory)}, {counted(plan.workers, 'worker')}"),
-    ]
+    facts = plan.facts()
     if done is not None:
         written = sum(plan.bytes_by_rank[r] for r in plan.ranks if r not in done.finished)
         speed = ckptkit.size_text(written / max(seconds, 1e-3))
-        rows.append(
-            ("took", f"{seconds:.1f} s, {speed}/s; the process had {_most_memory()} at most")
-        )
-    elif plan.seconds is not None:
-        rows.append(("time", f"about {plan.seconds:.1f} s, by a short probe"))
-    if done is not None and done.finished:
-        rows.append(("there", f"{counted(len(done.finished), 'pack')} of an earlier run"))
-    elif plan.finished:
-        rows.append(("there", f"{counted(len(plan.finished), 'pack')} of an earlier run"))
+        facts["took"] = f"{seconds:.1f} s, {speed}/s; the process had {_most_memory()} at most"
+        if done.finished:
+            facts["there"] = f"{counted(len(done.finished), 'pack')} of an earlier run"
     changed = {}
     for array in plan.arrays:
         (old, before), (new, after) = ((a.name, a.dtype.name) for a in (array.source, array.info))
         if (old, before) != (new, after):
             name = new if old == new else f"{old} -> {new}"
             changed[name] = "" if before == after else f" {before} -> {after}"
-    lines = aligned(rows)
+    lines = aligned(list(facts.items()))
     if changed:
         lines += ["", "changed on the way:", *_some(changed)]
     if plan.left_out:

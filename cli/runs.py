@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 from ckptkit.cli.options import Options, command, location, seconds_of, storage
-from ckptkit.cli.output import aligned, answer, counted, moment
+from ckptkit.cli.output import aligned, answer, counted
 
 import ckptkit
 from ckptkit.errors import UsageError
@@ -37,7 +37,7 @@ def ls(run: str, *, storage_options: Options | None, as_json: bool) -> None:
         {
             "step": info.step,
             "committed": info.committed,
-            "time": moment(info.time),
+            "time": ckptkit.time_text(info.time),
             "bytes": info.nbytes,
             "strategy": info.strategy or None,
             "problem": info.problem or None,

@@ -21,8 +21,6 @@ from ckptkit.cli.output import (
     in_short,
     json_value,
     keeping,
-    moment,
-    stored_bytes,
 )
 
 import ckptkit
@@ -107,7 +105,7 @@ def describe(
     return {
         "location": checkpoint.location,
         "step": checkpoint.step,
-        "time": moment(checkpoint.time),
+        "time": ckptkit.time_text(checkpoint.time),
         "save_id": checkpoint.save_id,
         "writer": checkpoint.manifest.save.writer,
         "format": None if foreign is None else foreign.format,
@@ -120,7 +118,7 @@ def describe(
         else None,
         "details": json_value(dict(checkpoint.details)),
         "packs": packs,
-        "stored_bytes": stored_bytes(checkpoint),
+        "stored_bytes": checkpoint.stored_bytes,
         "bytes": sum(array["bytes"] for array in stored),
         "rank": held,
         "arrays": arrays,
@@ -249,7 +247,12 @@ def _head(doc: Doc, shown: int, lines: int) -> list[Row]:
         rows.append(("saved", doc["time"] or "at no date"))
     rows += [("strategy", written_by), ("size", size)]
     if lines < shown:
-        rows.append(("arrays", f"{shown} in {counted(lines, 'line')}, as layers are alike; --all shows each"))
+        rows.append(
+            (
+                "arrays",
+                f"{shown} in {counted(lines, 'line')}, as layers are alike; --all shows each",
+            )
+        )
     if rank is not None:
         at = ", ".join(f"{axis} {coord}" for axis, coord in rank["coords"].items())
         held = f"holds {ckptkit.size_text(rank['bytes'])} of {counted(shown, 'array')}"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from ckptkit.cli.output import (
     in_short,
     json_value,
     remark,
-    stored_bytes,
 )
 
 import ckptkit
@@ -73,7 +71,7 @@ def verify(
     # Of a format that is broken verify says what is wrong.
     with suppress(FormatError), ckptkit.open(step, storage_options=storage_options) as checkpoint:
         # The step itself, where a run was given.
-        location, total = checkpoint.location, stored_bytes(checkpoint)
+        location, total = checkpoint.location, checkpoint.stored_bytes
         foreign = checkpoint.foreign
     how: Any = {"threads": threads, "storage_options": storage_options}
     times = (foreign is None) + digest + values
@@ -302,7 +300,7 @@ def rebuild(
             "strategy": str(checkpoint.strategy),
             "arrays": arrays,
             "packs": packs,
-            "bytes": stored_bytes(checkpoint),
+            "bytes": checkpoint.stored_bytes,
         }
     what = f"{counted(arrays, 'array')} in {counted(packs, 'pack')}"
     line = f"step {checkpoint.step} is committed again: {what}, saved as {checkpoint.save_id}"
@@ -372,56 +370,13 @@ def diff(
     total = 0
     for place, own in ((a, source_options or storage_options), (b, storage_options)):
         with ckptkit.open(place, storage_options=own) as checkpoint:
-            total += stored_bytes(checkpoint)
+            total += checkpoint.stored_bytes
     stores: Any = {"storage_options": storage_options, "source_options": source_options}
     with Bar("diff", total) as bar:
         found = ckptkit.diff(a, b, progress=bar, **stores, **given)
-    answer(_document(found), _lines(found), as_json=as_json)
+    lines = [*found.lines(), *map(_object_line, found.objects), found.summary()]
+    answer(_document(found), lines, as_json=as_json)
     return OK if found.same else NO
-
-
-def _lines(found: ckptkit.Diff) -> list[str]:
-    """A line for each difference, the largest first, and one for all."""
-    # What has other names, shapes or dtypes differs most; alike layers share a line of these.
-    others = [each for each in found.arrays if each.values is None]
-    kinds = [(each.kind, each.a, each.b) for each in others]
-    folds = ckptkit.fold_names([each.name for each in others], kinds)
-    lines = []
-    for name, places in folds:
-        count = f", {len(places)} x" if len(places) > 1 else ""
-        lines.append(_array_line(others[places[0]], f"{name}{count}"))
-    values = {each.name: each for each in found.arrays if each.values is not None}
-    ordered = [values[name] for name in ckptkit.natural_order(values)]
-    lines += [_array_line(each, each.name) for each in sorted(ordered, key=_nearness)]
-    lines += map(_object_line, found.objects)
-    between = f"A {found.a.strategy}, B {found.b.strategy}"
-    arrays, objects = counted(found.array_count, "array"), counted(found.object_count, "object")
-    if found.same:
-        what = f"{arrays}, {objects}, {ckptkit.size_text(found.nbytes)}"
-        return [*lines, f"the same state: {what} ({between})"]
-    differing = ((found.arrays, arrays), (found.objects, objects))
-    parts = [f"{len(items)} of {every}" for items, every in differing if items]
-    verb = "differs" if len(found.arrays) + len(found.objects) == 1 else "differ"
-    return [*lines, f"{' and '.join(parts)} {verb} ({between})"]
-
-
-def _nearness(found: ckptkit.ArrayDifference) -> float:
-    """What those with the largest difference have least of; of a NaN there is no difference."""
-    largest = found.values and found.values.max_abs
-    return -inf if largest is None else -largest
-
-
-def _array_line(found: ckptkit.ArrayDifference, name: str) -> str:
-    a, b, values = found.a, found.b, found.values
-    if a is None or b is None:
-        return f"{name}: only in {'B' if a is None else 'A'}"
-    if found.kind == "shape":
-        return f"{name}: shape {a.shape} != {b.shape}"
-    if values is None:
-        return f"{name}: dtype {a.dtype} != {b.dtype}"
-    most = "" if values.max_abs is None else f" by {values.max_abs:.6g} at most"
-    first = f", first at {list(values.first)}" if values.first else ""
-    return f"{name}: {values.count} of {counted(values.of, 'element')} differ{most}{first}"
 
 
 def _object_line(found: ckptkit.ObjectDifference) -> str:

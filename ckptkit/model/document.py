@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from ckptkit.errors import CkptkitError, FormatError, UsageError
@@ -87,6 +88,21 @@ def size_text(nbytes: float) -> str:
     while amount >= 1023.95 and power < 4:
         amount, power = amount / 1024, power + 1
     return f"{amount:.1f} {'KMGTP'[power]}iB"
+
+
+def time_text(seconds: float | None) -> str | None:
+    """Unix seconds as an ISO 8601 text in UTC; None where they are no date."""
+    if seconds is None:
+        return None
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    except (OverflowError, OSError, ValueError):
+        return None
+
+
+def counted(number: int, what: str) -> str:
+    """`1 pack`, `8 packs`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 LIMIT = 1 << 63

@@ -63,6 +63,9 @@ class Strategy:
     def world_size(self) -> int:
         return self.mesh.world_size
 
+    def __repr__(self) -> str:
+        return f"Strategy({str(self)!r})"
+
     def __str__(self) -> str:
         named = (("" if a.name == a.kind else f"{a.name}=", a) for a in self.mesh.axes)
         return ",".join(f"{name}{axis.kind}:{axis.size}" for name, axis in named) or "single"
