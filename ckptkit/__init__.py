@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.write.writer import Writer
     from ckptkit.format.objects import PerRank, Replicated, Split, Sum
     from ckptkit.model import Strategy
+    from ckptkit.page.view import view
     from ckptkit.storage import open_store
 
 # Each name is imported when it is first asked for: `ckpt ls` needs a tenth of them, and would take
@@ -65,6 +66,7 @@ _MODULES = {
     "checkpoint.write.writer": ("Writer",),
     "format.objects": ("PerRank", "Replicated", "Split", "Sum"),
     "model": ("Strategy",),
+    "page.view": ("view",),
     "storage": ("open_store",),
 }
 # After `import ckptkit` alone too; those that need torch import it then.
@@ -107,6 +109,7 @@ __all__ = [
     "reshard",
     "unpack",
     "verify",
+    "view",
 ]
 
 
