@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.reshard.target import Explained, explain_rules
     from ckptkit.checkpoint.run.run import Run
     from ckptkit.checkpoint.write.writer import Writer
+    from ckptkit.format.folds import fold_names, natural_order
     from ckptkit.format.objects import PerRank, Replicated, Split, Sum
     from ckptkit.model import Strategy
     from ckptkit.page.view import view
@@ -64,6 +65,7 @@ _MODULES = {
     "checkpoint.reshard.target": ("Explained", "explain_rules"),
     "checkpoint.run.run": ("Run",),
     "checkpoint.write.writer": ("Writer",),
+    "format.folds": ("fold_names", "natural_order"),
     "format.objects": ("PerRank", "Replicated", "Split", "Sum"),
     "model": ("Strategy",),
     "page.view": ("view",),
@@ -102,6 +104,8 @@ __all__ = [
     "digest",
     "explain_rules",
     "export",
+    "fold_names",
+    "natural_order",
     "open",
     "open_store",
     "plan_reshard",
