@@ -73,7 +73,9 @@ def _rows(members: list[tuple[list[str], int]]) -> Iterable[tuple[_Numbers, list
     if prod(map(len, columns)) == len(members):  # every combination, as nearly always
         return [(tuple(columns), [place for _, place in members])]
     # Of those that differ in one number only one row is made: number after number, from the last.
-    rows = {tuple((number,) for number in numbers): [place] for numbers, place in members}
+    rows: dict[_Numbers, list[int]] = {
+        tuple((number,) for number in numbers): [place] for numbers, place in members
+    }
     for position in reversed(range(len(columns))):
         merged: dict[_Numbers, tuple[list[str], list[int]]] = {}
         for numbers, places in rows.items():

@@ -34,7 +34,12 @@ def test_a_browser_is_asked_to_show_it(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", lambda url: shown.append(url) or len(shown) == 1)
+
+    def show(url: str) -> bool:
+        shown.append(url)
+        return len(shown) == 1
+
+    monkeypatch.setattr(webbrowser, "open", show)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     done = ckpt("view", run, "--open")
