@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ckptkit.format.objects import PerRank, Replicated, Split, Sum
     from ckptkit.model import Strategy
     from ckptkit.model.document import size_text, time_text
+    from ckptkit.page.view import view
     from ckptkit.storage import open_store
 
 # Each name is imported when it is first asked for: `ckpt ls` needs a tenth of them, and would take
@@ -59,6 +60,7 @@ _MODULES = {
     "format.objects": ("PerRank", "Replicated", "Split", "Sum"),
     "model": ("Strategy",),
     "model.document": ("size_text", "time_text"),
+    "page.view": ("view",),
     "storage": ("open_store",),
 }
 # After `import ckptkit` alone too; those that need torch import it then.
@@ -106,6 +108,7 @@ __all__ = [
     "time_text",
     "unpack",
     "verify",
+    "view",
 ]
 
 

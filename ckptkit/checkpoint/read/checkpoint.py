@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from types import EllipsisType, MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,7 +34,7 @@ from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import whole
 from ckptkit.model import Box, DType, Grid, Layout, Part, Strategy, layout_of
 from ckptkit.model.document import counted, size_text, time_text
-from ckptkit.model.pictures import card, cut_picture, mesh_picture, table
+from ckptkit.model.pictures import Inline, card, cut_picture, mesh_picture, table
 from ckptkit.storage import Address, Location, Options, Store
 from ckptkit.storage.base.store import Closing
 
@@ -243,6 +244,14 @@ class Checkpoint(Closing):
             mesh_picture(self.strategy),
             table(head, [cells for _, cells in rows[:_SHOWN]]),
         )
+
+    def show(self, **options: Any) -> Inline:
+        """The page of `ckptkit.view`, which takes these options, as the result of a cell."""
+        place: Place = self.store
+        if self.prefix:
+            place = replace(self.store.address, location=self.store.location / self.prefix)
+        # By its name: pages stand on steps, and nothing that a step does needs one.
+        return Inline(import_module("ckptkit.page.view").view(place, **options))
 
     def _ipython_key_completions_(self) -> list[str]:
         return natural_order(self._places)

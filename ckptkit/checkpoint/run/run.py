@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers.formats import numbered
 from ckptkit.format.manifest import Manifest
 from ckptkit.model.document import counted, size_text, time_text
-from ckptkit.model.pictures import card, table
+from ckptkit.model.pictures import Inline, card, table
 from ckptkit.storage import Options, Store, Stored
 
 if TYPE_CHECKING:
@@ -86,6 +87,10 @@ class Run:
         total = f"{counted(len(steps), 'step')}, {size_text(sum(info.nbytes for info in steps))}"
         head = ("step", "saved", "size", "strategy", "state")
         return card("run", {"where": self.location, "steps": total}, table(head, rows))
+
+    def show(self, **options: Any) -> Inline:
+        """The page of its newest step, as `Checkpoint.show`."""
+        return Inline(import_module("ckptkit.page.view").view(self._store, **options))
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
