@@ -19,9 +19,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from ckptkit.errors import CkptkitError  # noqa: E402
-from ckptkit.live import Checkpointer  # noqa: E402
+from ckptkit.live import Checkpointer, load, save  # noqa: E402
 from ckptkit.plugins.deepspeed import load_checkpoint, save_checkpoint  # noqa: E402
 
 _accelerator = deepspeed.get_accelerator()
@@ -64,6 +65,14 @@ def distance(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(x.float().flatten(0, 1), target.flatten())
 
 
+def groups_of(net: nn.Module) -> list[dict[str, Any]]:
+    trained = [p for p in net.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "lr": 0.02},
+    ]
+
+
 def engine_of(task: dict[str, Any]) -> Any:
     precision, zero = task["precision"], {"stage": task["stage"], **task.get("zero", {})}
     if zero["stage"] == 3:
@@ -99,17 +108,23 @@ def engine_of(task: dict[str, Any]) -> Any:
         config["train_micro_batch_size_per_gpu"] = micro
     else:
         net = Model(task.get("width", 5))
-    trained = [p for p in net.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "lr": 0.02},
-    ]
     kind = torch.optim.SGD if task.get("optimizer") == "SGD" else torch.optim.AdamW
-    optimizer = kind(groups, lr=0.01)
-    engine, *_ = deepspeed.initialize(
-        model=net, optimizer=optimizer, model_parameters=trained, config=config
-    )
+    optimizer = kind(groups_of(net), lr=0.01)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
     return engine
+
+
+def by_torch(task: dict[str, Any]) -> dict[str, Any]:
+    """What torch alone has of the loss of the next step, after it has loaded what an engine saved;
+    it is saved again.
+    """
+    net = Model()
+    fully_shard(net)
+    optimizer = torch.optim.AdamW(groups_of(net), lr=0.01)
+    restored = load(task["by_torch"], model=net, optimizer=optimizer)
+    save(task["again"], step=restored.step, model=net, optimizer=optimizer)
+    x = batch(restored.step)
+    return {"losses": [float(distance(net(x), x.flip(1)))], "lr": optimizer.param_groups[1]["lr"]}
 
 
 def batch(step: int) -> torch.Tensor:
@@ -162,7 +177,7 @@ def main(tasks: list[dict[str, Any]]) -> None:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     for task in tasks:
         try:
-            said = run(task)
+            said = by_torch(task) if "by_torch" in task else run(task)
         except CkptkitError as error:
             said = {"refused": str(error)}
         if dist.get_rank() == 0:

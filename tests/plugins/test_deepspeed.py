@@ -186,6 +186,19 @@ def test_a_folder_of_deepspeed_goes_on_under_another_stage_and_size(tmp_path: Pa
     assert found["lr"] == whole["lr"][3:]
 
 
+def test_torch_goes_on_with_it_and_it_with_what_torch_saved(
+    trained: tuple[Path, dict[str, dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder, whole = trained
+    back = {**resumed(FP32["zero3"], tmp_path / "again"), "how": {"skip": ["scheduler"]}}
+    theirs = {"by_torch": str(folder / "zero2"), "again": str(tmp_path / "again")}
+    sharded, found = run(2, [theirs, back])
+    wanted = whole["zero2"]
+    assert sharded["losses"] == pytest.approx(wanted["losses"][3:4], rel=1e-6)
+    assert sharded["lr"] == wanted["lr"][2][1]
+    assert found["losses"][0] == pytest.approx(wanted["losses"][3], rel=1e-6)
+
+
 def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "frameworks.md").read_text().partition("\n## DeepSpeed\n")[2]
     program = page.partition("```python\n")[2].partition("```")[0]
