@@ -34,7 +34,11 @@ LOW: dict[str, dict[str, Any]] = {
     "zero1-bf16": {"stage": 1, "precision": "bf16"},
     "zero1-bf16-fp32": {"stage": 1, "precision": "bf16", "accumulate": "fp32"},
     "zero2-bf16": {"stage": 2, "precision": "bf16", "zero": {"parameter_alignment": True}},
-    "zero3-bf16": {"stage": 3, "precision": "bf16"},
+    "zero3-bf16": {
+        "stage": 3,
+        "precision": "bf16",
+        "zero": {"offload_optimizer": {"device": "cpu"}},
+    },
     "zero2-fp16": {"stage": 2, "precision": "fp16"},
 }
 PIPE = {"stage": 1, "precision": "fp32", "stages": 2}

@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from ckptkit.errors import UsageError
 from ckptkit.plugins.deepspeed import save_checkpoint
-from ckptkit.plugins.deepspeed.shares import Cut, Share, exchange
+from ckptkit.plugins.deepspeed_elements import ElementCut, HeldElements, exchange
 from tests.live.pool import Pool
 
 SHAPES = ((5, 3), (7,), (1,), (2, 2, 2), (1, 4), (0, 3), (4,))
 
 
 def test_a_cut_says_who_has_which_elements() -> None:
-    cut = Cut(size=7, each=4, before=3)  # …a bcde fg..
+    cut = ElementCut(size=7, each=4, before=3)  # …a bcde fg..
     assert [cut.of(rank) for rank in range(4)] == [(0, 1), (1, 5), (5, 7), (7, 7)]
     assert list(cut.ranks(0, 7)) == [0, 1, 2]
     assert list(cut.ranks(1, 5)) == [1]
@@ -33,9 +33,9 @@ def there_and_back(each: int) -> tuple[list[npt.NDArray[Any]], bool]:
     row = torch.arange(rank * each, (rank + 1) * each, dtype=torch.float32)
     shares, before = [], 0
     for shape in SHAPES:
-        cut = Cut(torch.Size(shape).numel(), each, before)
+        cut = ElementCut(torch.Size(shape).numel(), each, before)
         at = before + cut.of(rank)[0] - rank * each
-        shares.append(Share(shape, cut, row, at, rank, ranks))
+        shares.append(HeldElements(shape, cut, row, at, rank, ranks))
         before += cut.size
     rows = [share.empty_rows(torch.float32) for share in shares]
     group = dist.group.WORLD

@@ -2,7 +2,7 @@
 torch, whose tensors are rows of the master weights and of their states.
 
 The engine's own are rows of elements of many parameters. Only it knows which: all that is private
-in DeepSpeed is looked at here, and read from 0.19.
+in DeepSpeed is looked at here, as it is in 0.19.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckptkit.live import StateMismatchError
 from ckptkit.live.state.tensors import local_of
 from ckptkit.live.wrappers.entries import canonical_names, every_module, state_of
 from ckptkit.live.wrappers.flat import as_dtensor
-from ckptkit.plugins.deepspeed.shares import Cut, Move, Share, exchange
+from ckptkit.plugins.deepspeed_elements import ElementCut, HeldElements, Move, exchange
 from ckptkit.plugins.framework import Framework
 
 DEEPSPEED = Framework("deepspeed", "0.19", "deepspeed")
@@ -43,7 +43,7 @@ class _Held(NamedTuple):
     """A parameter whose master weight is not in the module as it is."""
 
     parameter: nn.Parameter
-    share: Share
+    share: HeldElements
     group: int | None
     """The number of the optimizer's group that it is in; None where nothing steps it."""
 
@@ -202,7 +202,7 @@ class EngineState:
             else:
                 kept[key] = value
 
-    def _spread(self, share: Share, dtype: torch.dtype) -> torch.Tensor:
+    def _spread(self, share: HeldElements, dtype: torch.dtype) -> torch.Tensor:
         """Rows to be filled, as what all ranks have together."""
         rows = share.empty_rows(dtype)
         if self._group is None:
@@ -253,10 +253,10 @@ class EngineState:
                 share = self._share(each.ds_shape, each.ds_tensor, 0, each.partition_numel())
                 yield _Held(each, share, None)
 
-    def _share(self, shape: Sequence[int], row: torch.Tensor, at: int, part: int) -> Share:
+    def _share(self, shape: Sequence[int], row: torch.Tensor, at: int, part: int) -> HeldElements:
         size = torch.Size(shape).numel()
         rank, ranks = self._group.rank(), self._group.size()
-        return Share(tuple(shape), Cut(size, part), row, at, rank, ranks)
+        return HeldElements(tuple(shape), ElementCut(size, part), row, at, rank, ranks)
 
     def _shares(self) -> Iterator[_Held]:
         """Groups of parameters are one row each, which the ranks have cut into equal parts, or all
@@ -284,10 +284,12 @@ class EngineState:
                     row, before = row[at], 0
                 if offsets is not None:
                     before = offsets[number][at]
-                cut = Cut(size, row.numel(), before)
+                cut = ElementCut(size, row.numel(), before)
                 start, _ = cut.of(rank)
                 begin = before + start - rank * row.numel()
-                yield _Held(each, Share(tuple(each.shape), cut, row, begin, rank, ranks), number)
+                yield _Held(
+                    each, HeldElements(tuple(each.shape), cut, row, begin, rank, ranks), number
+                )
                 before += size
 
     def _private(self, name: str) -> Any:

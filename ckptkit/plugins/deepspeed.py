@@ -1,4 +1,6 @@
-"""`save_checkpoint` and `load_checkpoint` of an engine of DeepSpeed, in place of its methods."""
+"""DeepSpeed engines whose checkpoints are the steps of a run: `save_checkpoint(engine, "runs/7b")`
+and `load_checkpoint(engine, "runs/7b")`, in place of the engine's methods.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 from ckptkit.checkpoint.places import Place
 from ckptkit.errors import NotFoundError, UsageError
 from ckptkit.live import Checkpointer, Restored, load
-from ckptkit.plugins.deepspeed.engine import EngineState
+from ckptkit.plugins.deepspeed_state import EngineState
 from ckptkit.plugins.runs import opened
 
 _OWN = "deepspeed"

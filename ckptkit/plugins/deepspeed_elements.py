@@ -20,7 +20,7 @@ _BATCH_BYTES = 256 << 20  # on each rank, besides what is exchanged
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ElementCut:
     """Which elements of a parameter each rank has. The ranks have a long row together, `each` the
     same number of its elements; `size` of these, after `before` others, are the parameter's.
     """
@@ -46,18 +46,18 @@ class Cut:
 class Move(NamedTuple):
     """Elements that ranks have by one cut, and are to have by another."""
 
-    given: Cut
+    given: ElementCut
     elements: torch.Tensor
-    wanted: Cut
+    wanted: ElementCut
     into: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Share:
+class HeldElements:
     """What this rank has of a parameter."""
 
     shape: tuple[int, ...]
-    cut: Cut
+    cut: ElementCut
     row: torch.Tensor
     """Has its elements, and mostly those of other parameters."""
     at: int
@@ -66,9 +66,9 @@ class Share:
     ranks: int
 
     @property
-    def rows_cut(self) -> Cut:
+    def rows_cut(self) -> ElementCut:
         """How ranks have rows of it, as many as the others each."""
-        return Cut(math.prod(self.shape), self._height * math.prod(self.shape[1:]))
+        return ElementCut(math.prod(self.shape), self._height * math.prod(self.shape[1:]))
 
     @property
     def _height(self) -> int:
