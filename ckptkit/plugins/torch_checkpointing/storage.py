@@ -11,6 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch_checkpointing.checkpoint_writer import DEFAULT_TEMP_DIR_PREFIX as BEFORE
+from torch_checkpointing.storage.base_storage import Storage, StorageConfig
 
 from ckptkit.checkpoint.places import store_at
 from ckptkit.errors import (
@@ -25,7 +27,6 @@ from ckptkit.foreign.readers.torch_save import FILES, RECORD, RECORD_KIND, SUMS
 from ckptkit.format.envelope import seal, unseal
 from ckptkit.live.state.ranks import current_world
 from ckptkit.model.document import Fields
-from ckptkit.plugins.framework import Framework
 from ckptkit.plugins.torch_checkpointing.streams import (
     BLOCK,
     SUMS_KIND,
@@ -34,17 +35,11 @@ from ckptkit.plugins.torch_checkpointing.streams import (
 )
 from ckptkit.storage import Store
 
-TORCH_CHECKPOINTING = Framework("torch_checkpointing", "0.1", "torch-checkpointing")
-_base = TORCH_CHECKPOINTING.module("torch_checkpointing.storage.base_storage")
-_TEMPORARY: str = TORCH_CHECKPOINTING.private(
-    TORCH_CHECKPOINTING.module("torch_checkpointing.checkpoint_writer"), "DEFAULT_TEMP_DIR_PREFIX"
-)
-
 _MOST = 1 << 30
 
 
 @dataclass
-class CkptkitStorageConfig(_base.StorageConfig):  # type: ignore[misc, name-defined]
+class CkptkitStorageConfig(StorageConfig):
     """Where the checkpoints are: `location` is a path or a URL, and a checkpoint's id is a name
     below it, such as `step-1000`.
     """
@@ -90,7 +85,7 @@ class _At(NamedTuple):
     is_temporary: bool = False
 
 
-class CkptkitStorage(_base.Storage):  # type: ignore[misc, name-defined]
+class CkptkitStorage(Storage):
     """A storage of torch_checkpointing over any store of ckptkit."""
 
     def __init__(self, config: CkptkitStorageConfig) -> None:
@@ -113,12 +108,13 @@ class CkptkitStorage(_base.Storage):  # type: ignore[misc, name-defined]
             )
         nodes = key.split("/")
         for number, node in enumerate(nodes):
-            name = node.removeprefix(_TEMPORARY)
+            name = node.removeprefix(BEFORE)
             if name in (node, ""):
                 continue
-            if name.startswith(_TEMPORARY):
+            if name.startswith(BEFORE):
                 raise UsageError(
-                    f"the name of a checkpoint must not begin with {_TEMPORARY}", value=text
+                    f"the name of a checkpoint must not begin with {BEFORE}",
+                    value=text,
                 )
             checkpoint = "/".join([*nodes[:number], name])
             return _At(key, checkpoint, "/".join(nodes[number + 1 :]), is_temporary=True)
