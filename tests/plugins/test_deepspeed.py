@@ -22,7 +22,9 @@ JOB = Path(__file__).with_name("deepspeed_job.py")
 
 pytestmark = pytest.mark.skipif(not FRAMEWORKS, reason="needs the environment of test-frameworks")
 
-# By name, what a job of two ranks trains, and under what two others go on.
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+
+# By name, what a job of two ranks trains.
 FP32: dict[str, dict[str, Any]] = {
     "zero0": {"stage": 0, "precision": "fp32"},
     "zero1": {"stage": 1, "precision": "fp32"},
@@ -34,11 +36,7 @@ LOW: dict[str, dict[str, Any]] = {
     "zero1-bf16": {"stage": 1, "precision": "bf16"},
     "zero1-bf16-fp32": {"stage": 1, "precision": "bf16", "accumulate": "fp32"},
     "zero2-bf16": {"stage": 2, "precision": "bf16", "zero": {"parameter_alignment": True}},
-    "zero3-bf16": {
-        "stage": 3,
-        "precision": "bf16",
-        "zero": {"offload_optimizer": {"device": "cpu"}},
-    },
+    "zero3-bf16": {"stage": 3, "precision": "bf16", "zero": OFFLOADED},
     "zero2-fp16": {"stage": 2, "precision": "fp16"},
 }
 PIPE = {"stage": 1, "precision": "fp32", "stages": 2}
