@@ -42,7 +42,9 @@ def test_statistics_are_those_of_numpy(tmp_path: Path, name: str) -> None:
     counts = [int((top & (finite < 0)).sum()), int(near.sum()), int((top & (finite > 0)).sum())]
     shown = [bars[0], bars[len(bars) // 2], bars[-1]]
     at = int(np.argmax(counts))
-    assert [count * shown[at] // max(1, counts[at]) for count in counts] <= [each + 1 for each in shown]
+    assert [count * shown[at] // max(1, counts[at]) for count in counts] <= [
+        each + 1 for each in shown
+    ]
 
 
 def test_nothing_and_not_a_number_have_no_least(tmp_path: Path) -> None:
