@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,15 +42,16 @@ def test_flows_are_those_of_each_element(tmp_path: Path, to: str) -> None:
     manifest, ranks = plan.checkpoint.manifest, plan.target.world_size
     wanted, stays = np.zeros((len(manifest.packs), ranks)), 0.0
     for array in plan.arrays:
-        packs = np.zeros(array.source.shape, np.int64)
+        packs, whole = np.zeros(array.source.shape, np.int64), Box.whole(array.source.shape)
         grid, first = array.source.grid, plan.checkpoint.first_row(array.source.name)
         for chunk in range(grid.chunk_count):
-            box = grid.box(grid.index(chunk)).within(Box.whole(packs.shape))
-            packs[(*box, ...)] = manifest.pack[first + chunk]
+            inside: Any = (*grid.box(grid.index(chunk)).within(whole), ...)
+            packs[inside] = manifest.pack[first + chunk]
         for rank in range(ranks):
             for share in array.layout.shares(rank):
                 for box in share.boxes:
-                    there = packs[(*box.within(Box.whole(packs.shape)), ...)].reshape(-1)
+                    inside = (*box.within(whole), ...)
+                    there = packs[inside].reshape(-1)
                     weights = np.full(there.size, 4 if array.info.dtype.itemsize == 4 else 2)
                     here = np.bincount(there, weights / share.replicas.count, len(manifest.packs))
                     wanted[:, rank] += here

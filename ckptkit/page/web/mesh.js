@@ -13,7 +13,7 @@ function arrangement(axes) {
   const world = product(sizes);
   let across = 1;
   let first = sizes.length;
-  while (first > 0 && (first === sizes.length || across * sizes[first - 1] <= Math.max(16, Math.sqrt(world) * 1.5))) {
+  while (first > 0 && (first === sizes.length || across * sizes[first - 1] <= Math.sqrt(world) * 1.5)) {
     first -= 1;
     across *= sizes[first];
   }
