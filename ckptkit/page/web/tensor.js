@@ -203,7 +203,7 @@ function cutCard(source, number, title, why) {
   draw();
   const [down, right] = plane.drawn.length === 2 ? plane.drawn : [undefined, plane.drawn[0]];
   const says = [down === undefined ? null : `dim ${down} (${whole(kind.shape[down])}) downwards`, right === undefined ? null : `dim ${right} (${whole(kind.shape[right])}) across`].filter(Boolean).join(", ");
-  const chunk = kind.chunks.shape ? `chunks of ${shapeText(kind.chunks.shape)}` : `${counted(product(kind.counts), "chunk")} between ${kind.chunks.edges ? "edges" : "many edges"}`;
+  const chunk = kind.chunks.shape ? `chunks of ${shapeText(kind.chunks.shape)}` : "of several lengths";
   const rules = strategy.axes.map((axis, at) => placementWords(axis, source.placements[kind.placements][at], kind.shape));
   return card(
     title,
