@@ -329,6 +329,19 @@ def test_odd_steps_are_shown(browser: Browser, tmp_path: Path, name: str) -> Non
     assert "The same state" in texts(browser, "main")[0]
 
 
+def test_shared_heads_are_said_to_overlap(browser: Browser, tmp_path: Path) -> None:
+    cut = {"tp": "shard(0, blocks=[16,4,4], unit=4)"}
+    save(tmp_path / "run", {"model/qkv": Tensor(random_values((24, 3)), cut)}, strategy="tp:4")
+    page = tmp_path / "page.html"
+    page.write_text(ckptkit.view(tmp_path / "run"), encoding="utf-8")
+    browser.open(page)
+    browser.run("go('tensor/0')")
+    (shown,) = texts(browser, "main")
+    assert "Parts overlap" in shown
+    assert "[0:4, 0:3]\n[16:24, 0:3]" in shown
+    assert "each of its blocks 16 + 4 + 4 for itself, in units of 4" in shown
+
+
 def test_checkpoints_of_others_are_shown(browser: Browser, run: Path, tmp_path: Path) -> None:
     for kind in ("hf", "dcp"):
         assert ckpt("export", run, tmp_path / kind, "--to-format", kind).exit_code == 0

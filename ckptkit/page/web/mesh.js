@@ -13,7 +13,9 @@ function arrangement(axes) {
   const world = product(sizes);
   let across = 1;
   let first = sizes.length;
-  while (first > 0 && (first === sizes.length || across * sizes[first - 1] <= Math.sqrt(world) * 1.5)) {
+  // The last axis lies across, and those before it while there is room, and one is left to go down.
+  const fits = (size) => size <= Math.sqrt(world) * 2 && size < world;
+  while (first > 0 && (first === sizes.length || fits(across * sizes[first - 1]))) {
     first -= 1;
     across *= sizes[first];
   }

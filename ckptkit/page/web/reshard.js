@@ -5,7 +5,8 @@ function groupWords(counts, what) {
   let first = 0;
   return counts.map((count) => {
     const last = first + count - 1;
-    const text = count === 1 ? `${what} ${first}` : `${what}s ${whole(first)}–${whole(last)}`;
+    const file = what === "file" && count === 1 ? (step.files[first] ?? "pieces of files") : null;
+    const text = file ? inShort(printable(file.split("/").at(-1)), 20) : count === 1 ? `${what} ${first}` : `${what}s ${whole(first)}–${whole(last)}`;
     first += count;
     return text;
   });
