@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import time
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+
+import numpy as np
 
 from benchmarks.memory import peak_mib, reset_peak, resident_mib
 from benchmarks.ranks import isolated
 from benchmarks.reshard import RULES
 from benchmarks.table import Bar, Section
 from ckptkit.checkpoint.reshard.target import ReshardOptions, cost_of, target_of
+from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import ArrayInfo, ArrayKind
-from ckptkit.format.manifest import Manifest
+from ckptkit.format.manifest import Manifest, PackInfo, pack_name
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import DType, Rules, Strategy, layout_of
 from ckptkit.plan.chunks import choose_grid
@@ -74,9 +76,7 @@ def planning() -> Section:
 
 
 def _planned(source: str, to: str) -> tuple[int, Any, float, float, int]:
-    # Of a manifest all but its chunks, of which planning looks at none.
-    parts = {"save": _save_info(source), "arrays": _arrays(Strategy.parse(source))}
-    step = cast("Manifest", SimpleNamespace(**parts, aliases=(), objects=()))
+    step = _manifest(source)
     gc.collect()
     reset_peak()
     before, start = resident_mib(), time.monotonic()
@@ -88,26 +88,42 @@ def _planned(source: str, to: str) -> tuple[int, Any, float, float, int]:
     return chunks, cost, seconds, grown, target.world_size + 1
 
 
-def _save_info(strategy: str) -> SaveInfo:
+def _manifest(strategy: str) -> Manifest:
+    """Of a step whose chunks lie in the packs of all ranks in turn: no plan looks where."""
     known = Strategy.parse(strategy)
-    return SaveInfo("20260101T000000Z-0123456789ab", 1, 0.0, "", known.world_size, known, {})
+    ranks, table = known.world_size, ArrayTable.of(_arrays(known), ())
+    length = table.stored_bytes()
+    pack = np.arange(len(length), dtype=np.uint32) % np.uint32(ranks)
+    offset = np.zeros_like(length)
+    sizes = np.zeros(ranks, np.uint64)
+    for rank in range(ranks):
+        mine = length[rank::ranks]
+        offset[rank::ranks] = np.cumsum(mine) - mine
+        sizes[rank] = mine.sum()
+    packs = tuple(PackInfo(pack_name(r), int(size), (int(size), 0)) for r, size in enumerate(sizes))
+    save = SaveInfo("20260101T000000Z-0123456789ab", 1, 0.0, "", ranks, known, {})
+    crc32 = np.zeros(len(length), np.uint32)
+    return Manifest(save, packs, table, pack, offset, length, crc32, ())
 
 
 def _arrays(strategy: Strategy) -> tuple[ArrayInfo, ...]:
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, HIDDEN), "norm.weight": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "norm.weight": (HIDDEN,),
+    }
     for layer in range(LAYERS):
         shapes |= {
             f"layers.{layer}.{name}.weight": shape
             for name, shape in {
-                "attention.wq": (HIDDEN, HIDDEN),
-                "attention.wk": (KV, HIDDEN),
-                "attention.wv": (KV, HIDDEN),
-                "attention.wo": (HIDDEN, HIDDEN),
-                "ffn.gate": (FFN, HIDDEN),
-                "ffn.up": (FFN, HIDDEN),
-                "ffn.down": (HIDDEN, FFN),
-                "attention.norm": (HIDDEN,),
-                "ffn.norm": (HIDDEN,),
+                "self_attn.q_proj": (HIDDEN, HIDDEN),
+                "self_attn.k_proj": (KV, HIDDEN),
+                "self_attn.v_proj": (KV, HIDDEN),
+                "self_attn.o_proj": (HIDDEN, HIDDEN),
+                "mlp.gate_proj": (FFN, HIDDEN),
+                "mlp.up_proj": (FFN, HIDDEN),
+                "mlp.down_proj": (HIDDEN, FFN),
+                "input_layernorm": (HIDDEN,),
+                "post_attention_layernorm": (HIDDEN,),
             }.items()
         }
     arrays = [(f"model/{name}", shape, "bfloat16", "param", None) for name, shape in shapes.items()]
