@@ -15,11 +15,15 @@ from ckptkit.foreign.extents import Extent, ForeignStep
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.readers.safetensors import config_of, weight_map
 from ckptkit.foreign.spread import MeshPart, strategy_of
-<<<<<<< HEAD
-from ckptkit.foreign.states import Path, States, StateTensor, counted, states_of
-=======
-from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path, States, StateTensor, states_of
->>>>>>> main
+from ckptkit.foreign.states import (
+    MODEL_KEYS,
+    OPTIMIZER_KEYS,
+    Path,
+    States,
+    StateTensor,
+    counted,
+    states_of,
+)
 from ckptkit.foreign.torch_file import read_file
 from ckptkit.format.envelope import unseal
 from ckptkit.model import Box
@@ -221,26 +225,12 @@ def _step(
     )
 
 
-<<<<<<< HEAD
-def _of_ranks(folder: Folder, ranks: Mapping[str, re.Match[str]]) -> ForeignStep:
-    """The step of files of which each rank of a job wrote one, or one of each kind."""
-=======
-def counted(tree: Mapping[Any, Any]) -> int:
-    """The number of the step, where the file says it."""
-    for key in ("global_step", "step", "iteration"):
-        value = tree.get(key)
-        if type(value) is int and 0 <= value < 1 << 53:
-            return value
-    return 0
-
-
 def _of_ranks(
     folder: Folder, ranks: Mapping[str, re.Match[str]], *, are_items: bool = False
 ) -> ForeignStep:
     """The step of files of which each rank of a job wrote one, or one of each kind; a kind may be
     an item of one state dictionary.
     """
->>>>>>> main
     kinds: dict[str, dict[int, str]] = {}
     for key, match in ranks.items():
         kinds.setdefault(match["what"], {})[int(match["rank"])] = key
