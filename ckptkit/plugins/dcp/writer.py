@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from ckptkit.errors import (
     UnsupportedTypeError,
     UsageError,
 )
-from ckptkit.foreign.extents import Extent
+from ckptkit.foreign.extents import Extent, ForeignArray
 from ckptkit.foreign.spread import by_boxes
 from ckptkit.foreign.states import Path, StateTensor
 from ckptkit.format.arrays import ArrayKind
@@ -132,10 +132,33 @@ class DcpWriter(StorageWriter):
     @uncollected()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans = list(_whole(plans))
-        told = _told(plans, self._target.wanted_step(), str(self._target), self._chunk_bytes)
+        step, where = self._target.wanted_step(), str(self._target)
+        told = _told(plans, step, where, self._chunk_bytes, self._spread_over)
         return [replace(plan, storage_data=told) for plan in plans]
 
+    def _spread_over(
+        self, arrays: list[ForeignArray], plans: Sequence[SavePlan]
+    ) -> tuple[Strategy, list[ForeignArray]]:
+        """The strategy of the ranks that write these plans, and the arrays with their placements,
+        as far as boxes tell them. The file of an extent is the number of the rank that writes it.
+        """
+        spread, placed = by_boxes(arrays, len(plans))
+        if spread is not None and spread.world_size == len(plans):
+            return spread, placed
+        # Ranks may have several pieces.
+        spread = Strategy.of("single" if len(plans) == 1 else f"ddp:{len(plans)}")
+        whole = (Replicate(),) * len(spread.mesh.axes)
+        return spread, [replace(array, placements=whole) for array in arrays]
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with uncollected():
+            self.commit(self.prepared(plan, planner))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def prepared(self, plan: SavePlan, planner: SavePlanner) -> Writer:
+        """A writer that has all which the plan gives this rank."""
         told = plan.storage_data
         if not isinstance(told, ToldSave):
             raise UsageError(
@@ -145,17 +168,25 @@ class DcpWriter(StorageWriter):
                 hint="create plans by dataclasses.replace(plan, items=…), which keeps storage_data",
             )
         ranks = told.meeting.ranks(self._rank, self._timeout, Ranks.failure)
-        with failing_together(ranks), uncollected():
-            self._write(told, plan, planner, ranks)
+        with failing_together(ranks):
+            writer = self._filled(told, plan, planner, ranks)
         # All ranks have begun this save: none looks at what the last one left in the store.
         if self._used is not None and self._rank == 0:
             self._used.forget()
         self._used = ranks
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
+        return writer
+
+    def commit(self, writer: Writer) -> None:
+        """Write this rank's pack, and make the step exist together with the others."""
+        assert self._used is not None  # noqa: S101 — those that `prepared` met
+        with failing_together(self._used):
+            writer.commit()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002
+        self.prune()
+
+    def prune(self) -> None:
+        """Delete what is not to be kept beside the step that was committed."""
         keep_last, keep_every = self._keep
         if keep_last is None and keep_every is None:
             return
@@ -174,8 +205,8 @@ class DcpWriter(StorageWriter):
         # To the process of an asynchronous save, whose job is another one.
         return {**self.__dict__, "_used": None}
 
-    def _write(self, told: ToldSave, plan: SavePlan, planner: SavePlanner, ranks: Ranks) -> None:
-        """Write this rank's pack, and make the step exist together with the others."""
+    def _filled(self, told: ToldSave, plan: SavePlan, planner: SavePlanner, ranks: Ranks) -> Writer:
+        """A writer with what this rank has of each array."""
         state: Any = getattr(planner, "state_dict", None)
         state = state if isinstance(state, Mapping) else {}
         items: dict[str, list[WriteItem]] = {}
@@ -235,7 +266,7 @@ class DcpWriter(StorageWriter):
         elif values:
             kept = {fqn: [list(path), value] for fqn, (path, value) in values.items()}
             writer.add_object(f"{OBJECT}/rank-{self._rank:05d}", {"values": kept})
-        writer.commit()
+        return writer
 
 
 def _whole(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
@@ -255,9 +286,15 @@ def _whole(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
     return [replace(plan, usable=True) for plan in fitting[0]]
 
 
-def _told(plans: Sequence[SavePlan], step: int, where: str, chunk_bytes: int) -> ToldSave:
+def _told(
+    plans: Sequence[SavePlan],
+    step: int,
+    where: str,
+    chunk_bytes: int,
+    spread_over: Callable[..., tuple[Strategy, list[ForeignArray]]],
+) -> ToldSave:
     """What the ranks have to know, out of what all of them write."""
-    tensors: dict[str, tuple[tuple[int, ...], DType, list[Box], int]] = {}
+    tensors: dict[str, tuple[tuple[int, ...], DType, list[Extent], int]] = {}
     paths: dict[str, Path] = {}
     for rank, plan in enumerate(plans):
         spelled = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
@@ -272,17 +309,13 @@ def _told(plans: Sequence[SavePlan], step: int, where: str, chunk_bytes: int) ->
                 known = tuple(data.size), _dtype(fqn, data.properties.dtype), [], rank
                 tensors[fqn] = known
             if not (box := _box(item)).is_empty:
-                known[2].append(box)
+                known[2].append(Extent(box, str(rank), 0))
     found = {
-        fqn: StateTensor(shape, dtype, tuple(Extent(box, "", 0) for box in boxes))
-        for fqn, (shape, dtype, boxes, _) in tensors.items()
+        fqn: StateTensor(shape, dtype, tuple(extents))
+        for fqn, (shape, dtype, extents, _) in tensors.items()
     }
     arrays, names = name_tensors(found, paths, where)
-    spread, placed = by_boxes(list(arrays.values()), len(plans))
-    if spread is None or spread.world_size != len(plans):  # ranks may have several pieces
-        spread = Strategy.of("single" if len(plans) == 1 else f"ddp:{len(plans)}")
-        whole = (Replicate(),) * len(spread.mesh.axes)
-        placed = [replace(array, placements=whole) for array in placed]
+    spread, placed = spread_over(list(arrays.values()), plans)
 
     # The dims that layouts of a known model cut; the others stay whole in a chunk.
     presets = fitting_presets(inner_name(a.name, a.role) for a in placed if a.role == "param")
@@ -296,7 +329,8 @@ def _told(plans: Sequence[SavePlan], step: int, where: str, chunk_bytes: int) ->
     kinds: dict[Any, ArrayKind] = {}
     told: dict[str, ToldArray] = {}
     for fqn, array in zip(arrays, placed, strict=True):
-        shape, dtype, boxes, first_rank = tensors[fqn]
+        shape, dtype, extents, first_rank = tensors[fqn]
+        boxes = [extent.box for extent in extents]
         is_large = may_cut(array.dtype.itemsize * int(np.prod(shape)), chunk_bytes)
         of = array.of and of_first_layer(array.of)
         dims = sliced(of_first_layer(array.name), of, shape) if is_large else None
