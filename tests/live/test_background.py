@@ -54,8 +54,12 @@ def test_without_a_thread_to_be_had_the_work_is_done_at_once(
 def test_a_process_that_is_copied_meanwhile_ends_by_itself() -> None:
     """As workers of data loaders do: the thread is in the first process alone."""
     goes_on = threading.Event()
+
+    def work() -> None:
+        goes_on.wait()
+
     background = Background()
-    background.run(goes_on.wait, "step 1")
+    background.run(work, "step 1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of copies beside threads
         copied = multiprocessing.get_context("fork").Process(target=len, args=("",))

@@ -156,7 +156,8 @@ class Job:
         total = torch.tensor(sum(float(each["loss"]) for each in found) / BATCH)
         # Only the last stage has a loss, on each rank of tensor parallelism the same.
         dist.all_reduce(total)
-        return float(total) / parallel_state.get_tensor_model_parallel_world_size()
+        copies: int = parallel_state.get_tensor_model_parallel_world_size()
+        return float(total) / copies
 
 
 def say(*words: object) -> None:
@@ -164,7 +165,7 @@ def say(*words: object) -> None:
     sys.stdout.flush()
 
 
-def same_everywhere(model: torch.nn.Module) -> None:
+def same_everywhere(model: Any) -> None:
     """Weights that are the same under every layout: drawn whole, then cut."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()

@@ -45,7 +45,7 @@ from ckptkit.storage import Options
 log = logging.getLogger("ckptkit.plugins")
 
 _dist_checkpointing = MEGATRON.module("megatron.core.dist_checkpointing")
-_Load = MEGATRON.private(STRATEGIES, "TorchDistLoadShardedStrategy")
+_Load: Any = MEGATRON.private(STRATEGIES, "TorchDistLoadShardedStrategy")
 MEGATRON.private(_Load, "load", takes=["sharded_state_dict", "checkpoint_dir"])
 
 

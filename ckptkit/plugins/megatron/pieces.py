@@ -78,7 +78,7 @@ def pieces_of(held: Any) -> Iterator[Piece]:
                 below = rows if half[2] == "v" else 0
                 place = Box((place.offset[0] + below, *place.offset[1:]), place.shape)
                 shape = (2 * rows, *shape[1:])
-            keys = ("model", parameter)
+            keys: Keys = ("model", parameter)
             if state is not None:
                 keys = ("optimizer", "state", parameter, state)
             yield Piece(keys, shape, place, memory)

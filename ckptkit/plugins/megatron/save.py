@@ -62,7 +62,7 @@ FILE = "ckptkit.megatron.file"
 """The mark of a value that a step has no type for: a file of torch, as Megatron's own have it."""
 
 _parallel = MEGATRON.module("megatron.core.parallel_state")
-_Save = MEGATRON.private(STRATEGIES, "TorchDistSaveShardedStrategy")
+_Save: Any = MEGATRON.private(STRATEGIES, "TorchDistSaveShardedStrategy")
 _AsyncRequest = MEGATRON.private(STRATEGIES, "AsyncRequest")
 _is_main_replica = MEGATRON.private(MAPPING, "is_main_replica")
 MEGATRON.private(_Save, "async_save", takes=["sharded_state_dict", "checkpoint_dir"])
