@@ -13,6 +13,10 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
@@ -29,11 +33,7 @@ from ckptkit.plugins.dcp.names import from_leaf
 from ckptkit.plugins.dcp.reader import Keys
 from ckptkit.plugins.megatron.pieces import (
     BACKEND,
-    MAPPING,
-    MEGATRON,
-    NESTED,
     OBJECT,
-    STRATEGIES,
     leaves_of,
     number_in,
     pieces_of,
@@ -43,10 +43,6 @@ from ckptkit.plugins.megatron.save import FILE
 from ckptkit.storage import Options
 
 log = logging.getLogger("ckptkit.plugins")
-
-_dist_checkpointing = MEGATRON.module("megatron.core.dist_checkpointing")
-_Load: Any = MEGATRON.private(STRATEGIES, "TorchDistLoadShardedStrategy")
-MEGATRON.private(_Load, "load", takes=["sharded_state_dict", "checkpoint_dir"])
 
 
 def load(
@@ -87,7 +83,7 @@ def load(
         strategy = LoadStrategy(store, step=number, verify=verify, threads=threads, timeout=timeout)
         try:
             folder = strategy.folder()
-            return _dist_checkpointing.load(sharded_state_dict, folder, strategy, **options)
+            return dist_checkpointing.load(sharded_state_dict, folder, strategy, **options)
         except FormatError as error:  # on all ranks alike: they told each other
             if older is None:
                 raise
@@ -101,7 +97,7 @@ def load(
     return None
 
 
-class LoadStrategy(_Load):  # type: ignore[misc]
+class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
     """Loads from a run: `dist_checkpointing.load(state, folder, LoadStrategy("runs/gpt"))`.
 
     The step is the one asked for, or that in the name of the folder. Where the folder that Megatron
@@ -162,22 +158,22 @@ class LoadStrategy(_Load):  # type: ignore[misc]
             ranks.wait()
 
         def given(held: Any) -> Any:
-            is_object = isinstance(held, MAPPING.ShardedObject)
+            is_object = isinstance(held, ShardedObject)
             return values[held.unique_key] if is_object else held.data.detach()
 
-        return MEGATRON.private(NESTED, "dict_list_map_outplace")(given, sharded_state_dict)
+        return dict_list_map_outplace(given, sharded_state_dict)
 
     def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Any = None) -> Any:  # noqa: ARG002
         found = {}
         for key, (dtype, shape) in self._said(checkpoint_dir)["tensors"].items():
             empty = torch.empty(shape, dtype=torch_dtype(DType.of(dtype)), device="meta")
-            found[key] = MAPPING.ShardedTensor.from_rank_offsets(key, empty).without_data()
+            found[key] = ShardedTensor.from_rank_offsets(key, empty).without_data()
         return found
 
     def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
         found = self.load_tensors_metadata(checkpoint_dir)
         for key in self._said(checkpoint_dir)["objects"]:
-            found[key] = MAPPING.ShardedObject.empty_from_unique_key(key)
+            found[key] = ShardedObject.empty_from_unique_key(key)
         return found
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from ckptkit.errors import UsageError
 from ckptkit.foreign.extents import Extent
@@ -21,12 +23,6 @@ from ckptkit.foreign.states import Path as Keys
 from ckptkit.foreign.states import StateTensor
 from ckptkit.live.state.tensors import dtype_of
 from ckptkit.model import Box
-from ckptkit.plugins.framework import Framework
-
-MEGATRON = Framework("megatron-core", "0.16", "megatron")
-MAPPING = MEGATRON.module("megatron.core.dist_checkpointing.mapping")
-NESTED = MEGATRON.module("megatron.core.dist_checkpointing.dict_utils")
-STRATEGIES = MEGATRON.module("megatron.core.dist_checkpointing.strategies.torch")
 
 BACKEND = "ckptkit"
 """What `metadata.json` says of a folder whose tensors are in a run of ours."""
@@ -35,11 +31,9 @@ OBJECT = "megatron"
 """The object of a step that has Megatron's `common.pt`, and its keys of tensors and objects."""
 
 _NUMBERED = re.compile(r"(?:.*[^0-9])?(?:iter|step)[-_]?([0-9]{1,19})", re.ASCII)
-_sharded_tensor = MEGATRON.private(MAPPING, "ShardedTensor")
-_sharded_object = MEGATRON.private(MAPPING, "ShardedObject")
 
 
-class Piece(NamedTuple):
+class HeldPiece(NamedTuple):
     """What a rank holds of one array."""
 
     keys: Keys
@@ -55,7 +49,7 @@ class Piece(NamedTuple):
         return ".".join(map(str, self.keys))
 
 
-def pieces_of(held: Any) -> Iterator[Piece]:
+def pieces_of(held: Any) -> Iterator[HeldPiece]:
     """The pieces that one of Megatron's sharded tensors is, as views of its memory."""
     data: torch.Tensor = held.data.detach()
     above = held.prepend_axis_num
@@ -64,7 +58,7 @@ def pieces_of(held: Any) -> Iterator[Piece]:
     dtype = dtype_of(held.key, data)
     whole = StateTensor(tuple(held.global_shape), dtype, (Extent(box, "", 0, strides),))
     if OF_RANKS.fullmatch(held.key):
-        yield Piece((held.key,), whole.shape, box, data)
+        yield HeldPiece((held.key,), whole.shape, box, data)
         return
     for state, name, _, one in parameters_of(held.key, whole):
         for part in one.extents:
@@ -81,17 +75,17 @@ def pieces_of(held: Any) -> Iterator[Piece]:
             keys: Keys = ("model", parameter)
             if state is not None:
                 keys = ("optimizer", "state", parameter, state)
-            yield Piece(keys, shape, place, memory)
+            yield HeldPiece(keys, shape, place, memory)
 
 
 def leaves_of(state: Any) -> tuple[list[Any], list[Any]]:
     """The sharded tensors of a state dictionary, and its sharded objects."""
-    leaves = list(MEGATRON.private(NESTED, "nested_values")(state))
+    leaves = list(nested_values(state))
     for leaf in leaves:
-        if not isinstance(leaf, _sharded_tensor | _sharded_object):
+        if not isinstance(leaf, ShardedTensor | ShardedObject):
             raise UsageError("not of a sharded state dictionary", value=type(leaf).__name__)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, _sharded_tensor)]
-    return tensors, [leaf for leaf in leaves if isinstance(leaf, _sharded_object)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
+    return tensors, [leaf for leaf in leaves if isinstance(leaf, ShardedObject)]
 
 
 def number_in(folder: Any) -> int:

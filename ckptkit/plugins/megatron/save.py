@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -47,10 +51,7 @@ from ckptkit.plugins.dcp.names import as_leaf
 from ckptkit.plugins.dcp.writer import DcpWriter, ToldArray
 from ckptkit.plugins.megatron.pieces import (
     BACKEND,
-    MAPPING,
-    MEGATRON,
     OBJECT,
-    STRATEGIES,
     leaves_of,
     number_in,
     pieces_of,
@@ -61,14 +62,8 @@ from ckptkit.storage import Options, open_store
 FILE = "ckptkit.megatron.file"
 """The mark of a value that a step has no type for: a file of torch, as Megatron's own have it."""
 
-_parallel = MEGATRON.module("megatron.core.parallel_state")
-_Save: Any = MEGATRON.private(STRATEGIES, "TorchDistSaveShardedStrategy")
-_AsyncRequest = MEGATRON.private(STRATEGIES, "AsyncRequest")
-_is_main_replica = MEGATRON.private(MAPPING, "is_main_replica")
-MEGATRON.private(_Save, "async_save", takes=["sharded_state_dict", "checkpoint_dir"])
 
-
-class SaveStrategy(_Save):  # type: ignore[misc]
+class SaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Saves into a run: `dist_checkpointing.save(state, folder, SaveStrategy("runs/gpt"))`.
 
     `location` is a run, a path or a URL. The number of the step is that in the name of the folder,
@@ -134,7 +129,7 @@ class SaveStrategy(_Save):  # type: ignore[misc]
                 mark.unlink(missing_ok=True)
 
         self._background.run(work, f"saving {checkpoint_dir}")
-        return _AsyncRequest(wait_until_gone, (str(mark), os.getpid()), [self._background.wait])
+        return AsyncRequest(wait_until_gone, (str(mark), os.getpid()), [self._background.wait])
 
     def _begun(self, state: Any, place: Any, *, is_staged: bool) -> Callable[[], None]:
         """Prepare a save, on all ranks; what is returned writes it."""
@@ -216,10 +211,10 @@ def _places() -> dict[str, tuple[int, int]]:
     """Where this rank is along each axis of Megatron, and how long that is."""
 
     def place(group: str) -> tuple[int, int]:
-        rank = MEGATRON.private(_parallel, f"get_{group}_rank")()
-        return rank, MEGATRON.private(_parallel, f"get_{group}_world_size")()
+        rank: int = getattr(parallel_state, f"get_{group}_rank")()
+        return rank, getattr(parallel_state, f"get_{group}_world_size")()
 
-    if not MEGATRON.private(_parallel, "model_parallel_is_initialized")():
+    if not parallel_state.model_parallel_is_initialized():
         return {}
     found = {"pp": place("pipeline_model_parallel"), "tp": place("tensor_model_parallel")}
     experts = place("expert_model_parallel")
@@ -276,7 +271,7 @@ class _Pieces(DefaultSavePlanner):
 
     def take(self, tensors: Sequence[Any], objects: Sequence[Any]) -> None:
         """Take what this rank is the one to write of."""
-        for held in filter(lambda each: _is_main_replica(each.replica_id), tensors):
+        for held in filter(lambda each: is_main_replica(each.replica_id), tensors):
             self._keys[held.key] = [dtype_name(held.data.dtype), list(held.global_shape)]
             for piece in pieces_of(held):
                 offset = torch.Size(piece.box.offset)
@@ -287,7 +282,7 @@ class _Pieces(DefaultSavePlanner):
                 self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
                 self._paths[piece.fqn] = piece.keys
                 self._memory[piece.fqn, offset] = piece.memory
-        for held in filter(lambda each: _is_main_replica(each.replica_id), objects):
+        for held in filter(lambda each: is_main_replica(each.replica_id), objects):
             key = held.unique_key
             self.values[key] = _storable(held.data, key)
 
