@@ -47,6 +47,7 @@ from ckptkit.live.state.ranks import (
     current_world,
     group_along,
     next_name,
+    ranks_here,
     ranks_of,
     wire,
 )
@@ -155,10 +156,12 @@ def load_into(
             threads=threads,
             progress=options.progress,
         )
-        rest = fillings
+        topology, rest, here = snapshot.topology, fillings, ranks_here(world)
         if options.read_once and world.size > 1:
-            rest = fill_once(checkpoint, snapshot.topology, fillings, ranks, read)
-        fill(snapshot.topology, rest, read)
+            alone = bound(read, alone=True)
+            rest = fill_once(checkpoint, topology, fillings, ranks, alone)
+        for is_alone, some in _told_apart(topology, rest, here).items():
+            fill(topology, some, bound(read, alone=is_alone))
         # Some wrappers take over in a collective, which one that failed would not come to.
         ranks.wait()
         hand_over(training, snapshot, match.values, match.optimizers.documents)
@@ -255,6 +258,34 @@ def fill(topology: Topology, fillings: Sequence[Filling], read: ReadMany) -> Non
                 held.local.copy_(there)
 
 
+def _repeating(topology: Topology, held: LiveTensor) -> Axes:
+    """The axes along which ranks hold the same of a tensor."""
+    return tuple(
+        number
+        for number, axis in enumerate(topology.strategy.mesh.axes)
+        if axis.size > 1 and isinstance(held.placements.get(axis.name, Replicate()), Replicate)
+    )
+
+
+def _told_apart(
+    topology: Topology, fillings: Sequence[Filling], here: int
+) -> dict[bool, list[Filling]]:
+    """Under True what this rank is alone to need on its machine, which has so many ranks. They
+    follow each other, so what is repeated at a larger distance is repeated on other machines.
+    """
+    sizes = topology.strategy.mesh.sizes
+    found: dict[bool, list[Filling]] = {}
+    known: dict[int, list[Filling]] = {}  # layers are alike
+    for held, array in fillings:
+        some = known.get(id(held.placements))
+        if some is None:
+            steps = [math.prod(sizes[axis + 1 :]) for axis in _repeating(topology, held)]
+            some = found.setdefault(all(step >= here for step in steps), [])
+            known[id(held.placements)] = some
+        some.append((held, array))
+    return found
+
+
 def _boxes(topology: Topology, held: LiveTensor) -> list[tuple[Box, tuple[Any, ...]]]:
     """The boxes of a tensor that this rank holds, and where each is in its memory: an index with an
     ellipsis, so that it also gives a view of what has no dims.
@@ -291,12 +322,7 @@ def fill_once(
     mesh = topology.strategy.mesh
     by_axes: dict[Axes, list[Filling]] = {}
     for held, array in fillings:
-        repeating = tuple(
-            number
-            for number, axis in enumerate(mesh.axes)
-            if axis.size > 1 and isinstance(held.placements.get(axis.name, Replicate()), Replicate)
-        )
-        by_axes.setdefault(repeating, []).append((held, array))
+        by_axes.setdefault(_repeating(topology, held), []).append((held, array))
     alone = by_axes.pop((), [])
     plans = {axes: _shares(checkpoint, topology, each) for axes, each in by_axes.items()}
     agreed = _agreed(ranks, topology, plans)

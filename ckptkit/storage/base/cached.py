@@ -37,10 +37,29 @@ class CachedFile:
     def __init__(self, file: int, status: os.stat_result) -> None:
         self._file = file
         self._size = status.st_size
-        self._has_leases = sys.platform == "linux" and os.major(status.st_dev) != 0
+        self._is_on_device = sys.platform == "linux" and os.major(status.st_dev) != 0
         self._memory: mmap.mmap | None = None
         self._borrowers = 0
         self._lock = threading.Lock()
+
+    def has(self, offset: int) -> bool:
+        """Whether a byte is in the cache; from now on it is. So who asks for the same again is told
+        of a file that is read more than once, whose place is in the cache.
+
+        True too of what is on no device, such as a network: it may have caches of its own.
+        """
+        if not self._is_on_device:
+            return True
+        try:
+            if os.preadv(self._file, [bytearray(1)], offset, os.RWF_NOWAIT):
+                return True
+        except BlockingIOError:
+            pass
+        except OSError:
+            return True  # this file system does not tell
+        with suppress(OSError):
+            os.pread(self._file, 1, offset)
+        return False
 
     @contextmanager
     def lend(self, offset: int, length: int) -> Iterator[memoryview | None]:
@@ -70,7 +89,7 @@ class CachedFile:
                 memory.close()
 
     def _borrowed(self) -> mmap.mmap | None:
-        if not self._has_leases:
+        if not self._is_on_device:
             return None
         with self._lock:
             try:
