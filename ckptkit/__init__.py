@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.reshard.target import Explained, explain_rules
     from ckptkit.checkpoint.run.run import Run
     from ckptkit.checkpoint.write.writer import Writer
+    from ckptkit.format.folds import fold_names, natural_order
     from ckptkit.format.objects import PerRank, Replicated, Split, Sum
     from ckptkit.model import Strategy
+    from ckptkit.page.view import view
     from ckptkit.storage import open_store
 
 # Each name is imported when it is first asked for: `ckpt ls` needs a tenth of them, and would take
@@ -63,8 +65,10 @@ _MODULES = {
     "checkpoint.reshard.target": ("Explained", "explain_rules"),
     "checkpoint.run.run": ("Run",),
     "checkpoint.write.writer": ("Writer",),
+    "format.folds": ("fold_names", "natural_order"),
     "format.objects": ("PerRank", "Replicated", "Split", "Sum"),
     "model": ("Strategy",),
+    "page.view": ("view",),
     "storage": ("open_store",),
 }
 # After `import ckptkit` alone too; those that need torch import it then.
@@ -100,6 +104,8 @@ __all__ = [
     "digest",
     "explain_rules",
     "export",
+    "fold_names",
+    "natural_order",
     "open",
     "open_store",
     "plan_reshard",
@@ -107,6 +113,7 @@ __all__ = [
     "reshard",
     "unpack",
     "verify",
+    "view",
 ]
 
 

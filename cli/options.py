@@ -127,6 +127,20 @@ def names(function: Function) -> Function:
     )(function)
 
 
+def rules_options(function: Function) -> Function:
+    """The options that say what is cut where."""
+    text = "A config.json with the sizes that rules refer to."
+    # As decorators are written, from the inside: the help has them in the opposite order.
+    for add in (
+        click.option("--replicate-unknown", is_flag=True, help="Replicate what no rule knows."),
+        click.option("--set", "sizes", metavar="NAME=N", multiple=True, help="One such size."),
+        click.option("--config", metavar="FILE", help=text),
+        click.option("--rules", metavar="RULES", help="A file, a preset, or auto (the default)."),
+    ):
+        function = add(function)
+    return function
+
+
 def memory(
     default: str = "256MiB", text: str = "Never use more than this."
 ) -> Callable[[Function], Function]:

@@ -24,6 +24,7 @@ _MOMENT = 0.01  # seconds
 COMMANDS = {
     "ls": "runs",
     "show": "show",
+    "view": "view",
     "verify": "steps",
     "diff": "steps",
     "reshard": "reshard",

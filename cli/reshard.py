@@ -10,12 +10,12 @@ from typing import Any
 import click
 from ckptkit.cli.exits import CORRUPT, NO, OK, PEER
 from ckptkit.cli.options import (
-    Function,
     Options,
     command,
     location,
     memory,
     names,
+    rules_options,
     selected,
     sizes_from,
     source_storage,
@@ -30,20 +30,6 @@ _SHOWN = 12
 _NAMED = 3
 
 
-def _rules(function: Function) -> Function:
-    """The options that say what is cut where."""
-    text = "A config.json with the sizes that rules refer to."
-    # As decorators are written, from the inside: the help has them in the opposite order.
-    for add in (
-        click.option("--replicate-unknown", is_flag=True, help="Replicate what no rule knows."),
-        click.option("--set", "sizes", metavar="NAME=N", multiple=True, help="One such size."),
-        click.option("--config", metavar="FILE", help=text),
-        click.option("--rules", metavar="RULES", help="A file, a preset, or auto (the default)."),
-    ):
-        function = add(function)
-    return function
-
-
 @command(
     "ckpt reshard --from fsdp:8 --to tp:4 --config config.json runs/7b runs/tp4",
     "ckpt reshard --to tp:2,pp:2 --set head_dim=128 --dry-run runs/7b runs/2x2",
@@ -55,7 +41,7 @@ def _rules(function: Function) -> Function:
 @location("dst")
 @click.option("--to", metavar="STRATEGY", required=True, help="Such as tp:4 or pp:2,fsdp:4.")
 @click.option("--from", "expect", metavar="STRATEGY", help="What SRC is expected to be.")
-@_rules
+@rules_options
 @click.option(
     "--allow-split-heads", is_flag=True, help="Cut where no size says whether a head ends there."
 )
@@ -244,7 +230,7 @@ def _some(lines: Sequence[str]) -> list[str]:
 @location("run")
 @click.option("--step", metavar="N", type=click.IntRange(min=0), help="Its number in RUN.")
 @click.option("--to", metavar="STRATEGY", help="Such as fsdp:8; as SRC has it, or single.")
-@_rules
+@rules_options
 @names
 @memory("1GiB")
 @click.option("--overwrite", is_flag=True, help="Replace the step in RUN.")
@@ -327,7 +313,7 @@ def import_(  # noqa: PLR0913 - what is not passed on as it is
 )
 @location("src")
 @click.option("--to", metavar="STRATEGY", required=True, help="Such as tp:4 or pp:2,fsdp:4.")
-@_rules
+@rules_options
 @storage
 def rules(
     src: str,

@@ -21,6 +21,7 @@ LAYERS: dict[str, tuple[set[str], str]] = {
         "a reader of foreign metadata says where bytes lie, and moves none",
     ),
     "checkpoint": (ENGINE | {"version"}, "the engine is below torch and commands"),
+    "page": (ENGINE | {"version"}, "a page tells what the engine knows, and needs no torch"),
     "live": (ENGINE, "live is the one door between torch and the engine"),
     **dict.fromkeys(
         ("parallel", "activation", "plugins"), (ENGINE | {"live"}, "all stand on live, apart")
@@ -28,7 +29,7 @@ LAYERS: dict[str, tuple[set[str], str]] = {
     "schemas": (set(), "the written format is data"),
     "version": (set(), "a number stands on nothing"),
     "ckptkit": (
-        ENGINE | {"version"},
+        ENGINE | {"page", "version"},
         "`import ckptkit` must work without torch and without commands",
     ),
     "cli": (set(), "a command calls the public API only, as a user's script would"),

@@ -156,12 +156,11 @@ def load_into(
             threads=threads,
             progress=options.progress,
         )
-        topology, rest, here = snapshot.topology, fillings, ranks_here(world)
+        topology, rest = snapshot.topology, fillings
         if options.read_once and world.size > 1:
-            alone = bound(read, alone=True)
-            rest = fill_once(checkpoint, topology, fillings, ranks, alone)
-        for is_alone, some in _told_apart(topology, rest, here).items():
-            fill(topology, some, bound(read, alone=is_alone))
+            rest = fill_once(checkpoint, topology, rest, ranks, bound(read, alone=True))
+        for alone, some in _told_apart(topology, rest, ranks_here(world)).items():
+            fill(topology, some, bound(read, alone=alone))
         # Some wrappers take over in a collective, which one that failed would not come to.
         ranks.wait()
         hand_over(training, snapshot, match.values, match.optimizers.documents)
@@ -275,14 +274,12 @@ def _told_apart(
     """
     sizes = topology.strategy.mesh.sizes
     found: dict[bool, list[Filling]] = {}
-    known: dict[int, list[Filling]] = {}  # layers are alike
+    known: dict[int, bool] = {}  # layers are alike
     for held, array in fillings:
-        some = known.get(id(held.placements))
-        if some is None:
-            steps = [math.prod(sizes[axis + 1 :]) for axis in _repeating(topology, held)]
-            some = found.setdefault(all(step >= here for step in steps), [])
-            known[id(held.placements)] = some
-        some.append((held, array))
+        if (kind := id(held.placements)) not in known:
+            axes = _repeating(topology, held)
+            known[kind] = all(math.prod(sizes[axis + 1 :]) >= here for axis in axes)
+        found.setdefault(known[kind], []).append((held, array))
     return found
 
 
@@ -301,9 +298,6 @@ def _boxes(topology: Topology, held: LiveTensor) -> list[tuple[Box, tuple[Any, .
         )
     places = [here for _, here in indices(part, held.shape)]
     return [(box, (*place, ...)) for box, place in zip(part.boxes, places, strict=True)]
-
-
-# What several ranks need alike, read by one of them and given to the others by broadcasts.
 
 
 def fill_once(

@@ -122,7 +122,9 @@ class Tiers:
         """On rank 0: which steps to load from, best first, and from where."""
         if self._mirror is not None:
             return self._mirror.candidates(step, fallback=fallback)
-        steps = [step] if step is not None else Run(self._place).steps()[::-1]
+        steps = Run(self._place).steps()[::-1] if step is None or fallback else []
+        if step is not None:  # whether it is there or not: that it lacks has to be said
+            steps = [step, *(number for number in steps if number < step)]
         return [(number, REMOTE) for number in (steps if fallback else steps[:1])]
 
     def raise_failed(self, said: tuple[int, str] | None) -> None:

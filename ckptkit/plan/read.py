@@ -405,7 +405,7 @@ def spread(
                 int(target.stored_elements(chunks_in(target, box)).sum()) * itemsizes[1]
                 for box in share.boxes
             )
-            ranks = [rank] if layout.is_tangled else _members(layout, share.replicas)
+            ranks = [rank] if layout.is_tangled else members(layout, share.replicas)
             nbytes[ranks] += stored / share.replicas.count
             # What ranks hold alike is read once, by whichever of them writes it.
             first += share.boxes if share.replicas.index == 0 else ()
@@ -414,7 +414,7 @@ def spread(
     return Spread(nbytes, Reading(requests, read))
 
 
-def _members(layout: Layout, replicas: Replicas) -> list[int]:
+def members(layout: Layout, replicas: Replicas) -> list[int]:
     """The ranks that hold the same: along each axis some, in all combinations."""
     sizes = layout.strategy.mesh.sizes
     ranks = np.zeros(1, dtype=np.int64)

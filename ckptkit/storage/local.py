@@ -9,7 +9,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from io import FileIO
 from itertools import groupby
 from operator import attrgetter
@@ -20,9 +20,7 @@ from ckptkit.storage.base.buffers import AlignedBuffer, address_of, copy_bytes, 
 from ckptkit.storage.base.cached import CachedFile
 from ckptkit.storage.base.disk import (
     BLOCK,
-    DEVICE_BYTES,
     DirectFile,
-    DirectReads,
     entered,
     free_bytes,
     refusals,
@@ -290,7 +288,7 @@ class LocalSource(Closing):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         self.size = status.st_size
         self._cached = CachedFile(self._file.fileno(), status)
-        self._direct = DirectReads(self._file.fileno())
+        self.lend = self._cached.lend
         self.is_at_hand = self._cached.has
 
     def read_into(self, offset: int, *buffers: memoryview) -> None:
@@ -326,25 +324,6 @@ class LocalSource(Closing):
     def fetch(self, offset: int, length: int) -> memoryview:
         return memoryview(self.read(offset, length))
 
-    def lend(
-        self, offset: int, length: int, *, past_cache: bool = False
-    ) -> AbstractContextManager[memoryview | None]:
-        return self._brought(offset, length) if past_cache else self._cached.lend(offset, length)
-
-    @contextmanager
-    def _brought(self, offset: int, length: int) -> Iterator[memoryview]:
-        """Bytes from the device, by the whole blocks that they lie in."""
-        checked_range(self._path, self.size, offset, length)
-        first = offset // BLOCK * BLOCK
-        begin, end = offset - first, offset - first + length
-        # Always as much, so that loans find each other again.
-        size = max(-(-end // BLOCK) * BLOCK, DEVICE_BYTES + 2 * BLOCK)
-        with default_pool().take(size) as memory:
-            if self._direct.read(memory[: -(-end // BLOCK) * BLOCK], first) < end:
-                # What is wrong is said there, if anything is.
-                self.read_into(offset, memory[begin:end])
-            yield memory[begin:end]
-
     def read(self, start: int = 0, length: int | None = None) -> bytes:
         """Exactly these bytes."""
         count = checked_range(self._path, self.size, start, length)
@@ -358,7 +337,6 @@ class LocalSource(Closing):
 
     def close(self) -> None:
         self._cached.close()
-        self._direct.close()
         self._file.close()
 
 

@@ -22,7 +22,14 @@ import ckptkit
 from ckptkit.checkpoint.places import MANIFEST
 from ckptkit.checkpoint.run import mirror
 from ckptkit.checkpoint.run.copy import Copied, copy_step
-from ckptkit.errors import CkptkitError, CorruptionError, PeerError, StorageError, UsageError
+from ckptkit.errors import (
+    CkptkitError,
+    CorruptionError,
+    NotFoundError,
+    PeerError,
+    StorageError,
+    UsageError,
+)
 from ckptkit.live import Checkpointer
 from ckptkit.storage import LocalStore, Location, open_store
 from tests.live.pool import Pool
@@ -214,6 +221,25 @@ def test_a_damaged_step_is_loaded_from_the_other_place(
     for message in gloo.run(2, restore_damaged, str(kept), str(local), False):
         assert "has the checksum" in message
     assert gloo.run(2, restore_damaged, str(kept), str(local), True) == [(1, 1.0)] * 2
+
+
+@pytest.mark.parametrize("nearer", [False, True], ids=["in one place", "in two"])
+def test_a_step_that_was_asked_for_and_is_damaged_makes_way_to_the_one_before_it(
+    places: tuple[Path, Path], nearer: bool
+) -> None:
+    local, kept = places
+    near = local if nearer else None
+    with Checkpointer(kept, local=near) as checkpointer:
+        for step in (1, 2, 4, 5):
+            checkpointer.save(step, state=value(step))
+    for place in (local, kept) if nearer else (kept,):
+        damage(place, 4)
+    with Checkpointer(kept, local=near) as checkpointer:
+        assert loaded(checkpointer, step=4, fallback=True) == (2, 2.0)
+        with pytest.raises(CorruptionError):
+            loaded(checkpointer, step=4)
+        with pytest.raises(NotFoundError, match="3"):
+            loaded(checkpointer, step=3, fallback=True)
 
 
 def test_a_step_whose_local_manifest_is_damaged_is_loaded_from_the_other_place(

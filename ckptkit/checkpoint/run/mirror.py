@@ -111,7 +111,9 @@ class Mirror:
         """
         here = Run(self.local).steps()
         there = self._listed(here, fallback=fallback)
-        numbers = sorted({*here, *there}, reverse=True) if step is None else [step]
+        numbers = sorted({*here, *there}, reverse=True)
+        if step is not None:  # whether it is there or not: that it lacks has to be said
+            numbers = [step, *(number for number in numbers if number < step)]
         found: list[tuple[int, str]] = []
         for number in numbers:
             sides = [REMOTE] if number in there or number not in here else []

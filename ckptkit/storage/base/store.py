@@ -84,8 +84,8 @@ class Source(AbstractContextManager["Source", None], Protocol):
         self, offset: int, length: int, *, past_cache: bool = False
     ) -> AbstractContextManager[memoryview | None]:
         """These bytes where they lie in memory anyway, for as long as the block lasts; None where
-        they do not, or nothing is won by it. With `past_cache` in memory that is lent for the
-        block, where a device brings them sooner than the page cache does.
+        they do not, or nothing is won by it. With `past_cache`, where only a device has them, in
+        memory that it brings them to sooner than the page cache would.
         """
 
     def close(self) -> None:

@@ -1,0 +1,92 @@
+"""Which bytes of which packs go to which ranks when a step is resharded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.checkpoint.reshard.plan import ReshardPlan
+from ckptkit.checkpoint.reshard.target import TargetArray
+from ckptkit.model import Box, Grid, Layout
+from ckptkit.plan.read import members
+
+_GROUPS = 16
+# What takes longer than a look is worth is not counted.
+_MOST_BOXES = 200_000
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+
+
+def flows_of(plan: ReshardPlan) -> dict[str, Any] | None:
+    """The bytes of elements, and the chunks touched, from each pack to each rank, packs and ranks
+    in at most 16 groups that follow each other; None where there are too many boxes to look at.
+
+    What ranks will hold alike is in equal shares, as they write it.
+    """
+    manifest, ranks = plan.checkpoint.manifest, plan.target.world_size
+    packs = max(len(manifest.packs), 1)
+    sources, targets = min(packs, _GROUPS), min(ranks, _GROUPS)
+    group_of_pack = np.arange(packs) * sources // packs
+    group_of_rank = np.arange(ranks) * targets // ranks
+    alike: dict[tuple[int, int], list[TargetArray]] = defaultdict(list)
+    for array in plan.arrays:
+        alike[id(array.source.kind), id(array.info.kind)].append(array)
+    nbytes, touched = np.zeros((2, sources, targets))
+    in_place, boxes = 0.0, 0
+    for arrays in alike.values():
+        first, layout = arrays[0], arrays[0].layout
+        grid, itemsize = first.source.grid, first.source.dtype.itemsize
+        if not grid.chunk_count:
+            continue
+        starts = [plan.checkpoint.first_row(array.source.name) for array in arrays]
+        held = np.stack([manifest.pack[at : at + grid.chunk_count] for at in starts])
+        # How many of the arrays have each chunk in each group of packs.
+        counts = np.zeros((grid.chunk_count, sources))
+        for row in held:
+            counts[np.arange(grid.chunk_count), group_of_pack[row]] += 1
+        for box, holders, share in _boxes(layout):
+            boxes += 1
+            if boxes > _MOST_BOXES:
+                return None
+            chunks, elements = _overlaps(grid, box)
+            shares = np.bincount(group_of_rank[holders], minlength=targets) * share
+            nbytes += np.outer(elements * itemsize @ counts[chunks], shares)
+            touched += np.outer(counts[chunks].sum(axis=0), shares)
+            stays = np.isin(held[:, chunks], holders).sum(axis=0)
+            in_place += float(elements @ stays) * itemsize * share
+    return {
+        "sources": np.bincount(group_of_pack).tolist(),
+        "targets": np.bincount(group_of_rank).tolist(),
+        "bytes": np.rint(nbytes).astype(np.int64).tolist(),
+        "chunks": np.ceil(touched).astype(np.int64).tolist(),
+        # A file of another program belongs to no rank.
+        "in_place": round(in_place) if plan.checkpoint.foreign is None else None,
+    }
+
+
+def _boxes(layout: Layout) -> Iterator[tuple[Box, list[int], float]]:
+    """Each box that ranks will hold, some of them, and which share of it each of these writes."""
+    # Parts that overlap have holders of each stretch of their own: no part stands for others then.
+    is_tangled, every = layout.is_tangled, range(layout.strategy.world_size)
+    for rank in every if is_tangled else layout.distinct_ranks():
+        for share in layout.shares(rank):
+            holders = [rank] if is_tangled else members(layout, share.replicas)
+            for box in share.boxes:
+                yield box, holders, 1 / share.replicas.count
+
+
+def _overlaps(grid: Grid, box: Box) -> tuple[I64, F64]:
+    """The chunks that a box touches, and how many elements it has of each."""
+    chunks, elements = np.zeros(1, np.int64), np.ones(1)
+    for dim, span in enumerate(grid.span(box)):
+        low, high = box.offset[dim], box.offset[dim] + box.shape[dim]
+        along = [grid.interval(dim, index)[:2] for index in span]
+        lengths = np.array([min(b, high) - max(a, low) for a, b in along], np.float64)
+        chunks = (chunks[:, None] * grid.counts[dim] + np.array(span, np.int64)).reshape(-1)
+        elements = (elements[:, None] * lengths).reshape(-1)
+    return chunks, elements

@@ -1,0 +1,105 @@
+"""`ckpt view`: a step as one HTML file to look at, and to send to others."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+import click
+from ckptkit.cli.exits import CORRUPT
+from ckptkit.cli.options import (
+    Options,
+    command,
+    location,
+    memory,
+    rules_options,
+    sizes_from,
+    storage,
+)
+from ckptkit.cli.output import Bar, answer, remark, stored_bytes
+
+import ckptkit
+from ckptkit.errors import StorageError, UsageError
+
+
+@command(
+    "ckpt view runs/7b --open",
+    "ckpt view runs/7b --to tp:4 --config config.json -o 7b.html",
+    "ckpt view runs/7b --against runs/7b/step-0000001000 --stats -o 7b.html",
+    codes=[CORRUPT],
+)
+@location("step")
+@click.option("--against", metavar="OTHER", help="Show what differs from this step, too.")
+@click.option("--to", metavar="STRATEGY", help="Show what a reshard would move, too.")
+@click.option("--stats", is_flag=True, help="Show what the numbers are like; reads all of them.")
+@click.option("-o", "--out", metavar="FILE", type=click.Path(), help="Write the page there.")
+@click.option("--open", "to_open", is_flag=True, help="Show the page in a browser.")
+@rules_options
+@click.option(
+    "--allow-split-heads", is_flag=True, help="Cut where no size says whether a head ends there."
+)
+@memory()
+@storage
+def view(  # noqa: PLR0913 - what is not passed on as it is
+    step: str,
+    *,
+    against: str | None,
+    stats: bool,
+    out: str | None,
+    to_open: bool,
+    config: str | None,
+    sizes: tuple[str, ...],
+    storage_options: Options | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Show STEP as a page in a browser.
+
+    The page is one file that needs no other, no server and no network: who holds what, as pictures
+    of the mesh and of each array, sizes by layer, the packs, and the steps of the run. STEP may be
+    what another program wrote.
+
+    With --to it also shows what `ckpt reshard` would move, where --rules, --config and the others
+    are as there; with --against what `ckpt diff` finds; with --stats smallest, largest and mean
+    values, zeros, NaNs and a histogram of each array. --against and --stats read all values, and
+    check them; else only the manifest is read.
+    """
+    if out is None and not to_open:
+        raise UsageError("nowhere to put the page", hint="say -o FILE.html, or --open")
+    total = 0
+    if stats or against is not None:
+        with ckptkit.open(step, storage_options=storage_options) as checkpoint:
+            total = stored_bytes(checkpoint) * (stats + (against is not None))
+    with Bar("view", total) as bar:
+        page = ckptkit.view(
+            step,
+            against=against,
+            stats=stats,
+            sizes=sizes_from(config, sizes),
+            progress=bar,
+            storage_options=storage_options,
+            **given,
+        )
+    path = _written(page, out)
+    if to_open and not webbrowser.open(path.as_uri()):
+        remark(f"no browser could be started; open {path} in one")
+    document = {"file": str(path), "bytes": path.stat().st_size}
+    answer(document, [str(path)], as_json=as_json)
+
+
+def _written(page: str, out: str | None) -> Path:
+    """Where the page is. It replaces what has its name, and follows no link."""
+    path = Path(out).absolute() if out else Path(tempfile.mkdtemp(prefix="ckpt-view-"), "view.html")
+    begun = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with begun.open("x", encoding="utf-8") as file:
+            file.write(page)
+        begun.replace(path)
+    except OSError as error:
+        begun.unlink(missing_ok=True)
+        what = f"the page cannot be written: {error.strerror}"
+        raise StorageError(what, where=str(path)) from error
+    return path
