@@ -42,7 +42,7 @@ test-frameworks: ## install DeepSpeed, Megatron and others beside, and read what
 	+@$(SET_UP) dev
 	+@$(SET_UP) frameworks
 	CKPTKIT_FRAMEWORKS=$(FRAMEWORKS)/bin/python $(PYTEST) tests/foreign/frameworks tests/plugins/test_torchtitan.py
-	rm -rf $(NEWEST) && $(PIP) install --no-deps --target $(NEWEST) accelerate lightning torchdata transformers
+	rm -rf $(NEWEST) && $(PIP) install --no-deps --target $(NEWEST) accelerate lightning torch_checkpointing torchdata transformers
 	PYTHONPATH=$(NEWEST) $(PYTEST) tests/plugins
 
 bench: ## set up with torch, then measure side by side with peers

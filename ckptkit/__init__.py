@@ -17,17 +17,12 @@ from ckptkit.errors import CkptkitError
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoint.check.state import (
-        ArrayDifference,
-        Diff,
-        Digest,
-        ObjectDifference,
-        diff,
-        digest,
-    )
+    from ckptkit.checkpoint.check.differences import ArrayDifference, Diff, ObjectDifference
+    from ckptkit.checkpoint.check.state import Digest, diff, digest
     from ckptkit.checkpoint.check.unpack import unpack
     from ckptkit.checkpoint.check.verify import Finding, rebuild, verify
     from ckptkit.checkpoint.export.export import Exported, export
+    from ckptkit.checkpoint.progress import ProgressBar
     from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
     from ckptkit.checkpoint.read.checkpoint import Checkpoint
     from ckptkit.checkpoint.read.checkpoint import open_checkpoint as open  # noqa: A004
@@ -40,23 +35,19 @@ if TYPE_CHECKING:
     from ckptkit.format.folds import fold_names, natural_order
     from ckptkit.format.objects import PerRank, Replicated, Split, Sum
     from ckptkit.model import Strategy
+    from ckptkit.model.document import size_text, time_text
     from ckptkit.page.view import view
     from ckptkit.storage import open_store
 
 # Each name is imported when it is first asked for: `ckpt ls` needs a tenth of them, and would take
 # three times as long if it waited for all.
 _MODULES = {
-    "checkpoint.check.state": (
-        "ArrayDifference",
-        "Diff",
-        "Digest",
-        "ObjectDifference",
-        "diff",
-        "digest",
-    ),
+    "checkpoint.check.differences": ("ArrayDifference", "Diff", "ObjectDifference"),
+    "checkpoint.check.state": ("Digest", "diff", "digest"),
     "checkpoint.check.unpack": ("unpack",),
     "checkpoint.check.verify": ("Finding", "rebuild", "verify"),
     "checkpoint.export.export": ("Exported", "export"),
+    "checkpoint.progress": ("ProgressBar",),
     "checkpoint.ranks": ("FileBarrier", "Ranks", "ThreadBarrier"),
     "checkpoint.read.checkpoint": ("Checkpoint", "open"),
     "checkpoint.reshard.engines": ("commit_packs",),
@@ -68,6 +59,7 @@ _MODULES = {
     "format.folds": ("fold_names", "natural_order"),
     "format.objects": ("PerRank", "Replicated", "Split", "Sum"),
     "model": ("Strategy",),
+    "model.document": ("size_text", "time_text"),
     "page.view": ("view",),
     "storage": ("open_store",),
 }
@@ -87,6 +79,7 @@ __all__ = [
     "Finding",
     "ObjectDifference",
     "PerRank",
+    "ProgressBar",
     "Ranks",
     "Replicated",
     "ReshardPlan",
@@ -111,6 +104,8 @@ __all__ = [
     "plan_reshard",
     "rebuild",
     "reshard",
+    "size_text",
+    "time_text",
     "unpack",
     "verify",
     "view",

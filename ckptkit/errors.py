@@ -23,6 +23,8 @@ CkptkitError
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 _ABSENT: Any = object()
@@ -58,6 +60,32 @@ def _shown(value: object) -> str:
     except (ValueError, RecursionError):  # an integer of thousands of digits, a very deep tree
         return f"a value of {type(value).__name__} that is too large to show"
     return text if len(text) <= 200 else f"{text[:160]}… ({len(text)} characters)"
+
+
+def nearest(value: str, known: Iterable[str], most: int = 1) -> str:
+    """What a hint begins with where a name is unknown: `did you mean a or b? `, or nothing.
+
+    Names that differ in numbers are alike: of 100,000 arrays only a few are really compared.
+    """
+    import difflib  # noqa: PLC0415 - costs time
+
+    wanted, alike = value[:_LONGEST], dict[str, list[str]]()
+    for name in known:
+        alike.setdefault(_NUMBER.sub("0", name), []).append(name)
+    template, numbers = _NUMBER.sub("0", wanted), _NUMBER.findall(wanted)
+    close = [each for each in alike if each == template or each.endswith(f"/{template}")]
+    if not close and len(alike) <= _COMPARED:
+        close = difflib.get_close_matches(template, alike, most)
+
+    def likeness(name: str) -> int:
+        return sum(map(str.__eq__, _NUMBER.findall(name), numbers))
+
+    found = [max(alike[each], key=likeness) for each in close[:most]]
+    return f"did you mean {' or '.join(found)}? " if found else ""
+
+
+_NUMBER = re.compile(r"[0-9]+")
+_LONGEST, _COMPARED = 200, 2000
 
 
 def _restore(kind: type[CkptkitError], what: str, state: dict[str, Any]) -> CkptkitError:

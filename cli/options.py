@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,12 +18,15 @@ from ckptkit.cli.output import printing
 from click.shell_completion import CompletionItem
 
 import ckptkit
+from ckptkit.errors import CkptkitError
 
 Function = TypeVar("Function", bound=Callable[..., int | None])
 Options = dict[str, object]
 """How to reach a store, as the library takes it."""
 
 ALWAYS = (OK, USAGE, ABSENT, STORAGE, INTERRUPTED)
+
+_NAMED = 60  # arrays that are offered by their whole names
 
 # Spans of time are written as the library's sizes are, whose reader is no public API.
 _SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -53,9 +58,14 @@ def command(
 class Command(click.Command):
     """A command whose --help, which is printed while the line is read, may meet a full stdout."""
 
-    def make_context(self, *args: Any, **options: Any) -> click.Context:
+    def make_context(
+        self, info_name: str | None, args: list[str], *parent: Any, **extra: Any
+    ) -> click.Context:
+        if extra.get("resilient_parsing") and args and args[-1].startswith("-"):
+            # Its value is being completed; click would forget the arguments before it.
+            args = args[:-1]
         with printing():
-            return super().make_context(*args, **options)
+            return super().make_context(info_name, args, *parent, **extra)
 
 
 def epilog(examples: Sequence[str], told: Mapping[int, str]) -> str:
@@ -68,12 +78,63 @@ def epilog(examples: Sequence[str], told: Mapping[int, str]) -> str:
 
 def location(name: str) -> Callable[[Function], Function]:
     """An argument that is a path or URL; the engine says what is wrong with one."""
+    return click.argument(name, shell_complete=_steps)
 
-    def folders(ctx: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:  # noqa: ARG001
-        # A shell knows folders only, and would take a URL for one.
-        return [] if "://" in begun else [CompletionItem(begun, type="dir")]
 
-    return click.argument(name, shell_complete=folders)
+def _steps(ctx: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:  # noqa: ARG001
+    """The steps of a run, newest first, by their folders or their numbers; else any folder."""
+    if "://" in begun:
+        return []  # a shell would take it for a folder
+    run, slash, last = begun.rpartition("/")
+    found = []
+    with suppress(OSError):
+        names = [each.name for each in Path(run + slash or ".").expanduser().iterdir()]
+        for name in sorted(names, reverse=True):
+            number = name.removeprefix("step-").lstrip("0")
+            is_meant = name.startswith(last) or (last.isdecimal() and number.startswith(last))
+            if name.startswith("step-") and is_meant:
+                found.append(CompletionItem(f"{run}{slash}{name}"))
+    # Shells take what they are given apart at spaces, and quote folders that they find themselves.
+    return found if found and " " not in run else [CompletionItem(begun, type="dir")]
+
+
+def array_names(ctx: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:  # noqa: ARG001
+    """The arrays of the step that is the first argument; of many the next part of their names."""
+    first = next(each for each in ctx.command.params if isinstance(each, click.Argument))
+    place, found = ctx.params.get(first.name or ""), list[str]()
+    # Nobody waits for a server to be asked at every key.
+    if place and "://" not in place:
+        with suppress(CkptkitError), ckptkit.open(Path(place).expanduser()) as checkpoint:
+            found = [name for name in checkpoint.names if name.startswith(begun)]
+    if len(found) > _NAMED:
+        same = next(i for i in count() if found[0][: i + 1] != found[-1][: i + 1])  # is sorted
+        ends = (re.compile("[^./]*[./]?").match(name, same) for name in found)
+        found = list({end.string[: end.end()]: None for end in ends if end})
+    return [CompletionItem(name) for name in ckptkit.natural_order(found)]
+
+
+def documents(folder: str) -> Callable[..., list[CompletionItem]]:
+    """Completes the names of documents that come with ckptkit, or of a file."""
+
+    def complete(ctx: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:  # noqa: ARG001
+        known = sorted(p.stem for p in (Path(ckptkit.__file__).parent / folder).iterdir())
+        found = [CompletionItem(name) for name in known if name.startswith(begun)]
+        return found or [CompletionItem(begun, type="file")]
+
+    return complete
+
+
+def patterns(what: str) -> Callable[[Function], Function]:
+    """The options that choose arrays."""
+
+    def add(function: Function) -> Function:
+        for name, text in (("--exclude", "Leave these arrays out."), ("--include", what)):
+            function = click.option(
+                name, metavar="PATTERN", multiple=True, help=text, shell_complete=array_names
+            )(function)
+        return function
+
+    return add
 
 
 def storage(function: Function) -> Function:
@@ -121,7 +182,9 @@ def _pairs(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -
 def names(function: Function) -> Function:
     """The options that say what arrays are called in the result."""
     text = "Translate names by a table: a file, llama-megatron, or mixtral-megatron."
-    function = click.option("--names", "table", metavar="TABLE", help=text)(function)
+    function = click.option(
+        "--names", "table", metavar="TABLE", help=text, shell_complete=documents("translations")
+    )(function)
     return click.option(
         "--rename", metavar="REGEX=>NEW", multiple=True, help="Rename inside of the groups."
     )(function)
@@ -135,7 +198,12 @@ def rules_options(function: Function) -> Function:
         click.option("--replicate-unknown", is_flag=True, help="Replicate what no rule knows."),
         click.option("--set", "sizes", metavar="NAME=N", multiple=True, help="One such size."),
         click.option("--config", metavar="FILE", help=text),
-        click.option("--rules", metavar="RULES", help="A file, a preset, or auto (the default)."),
+        click.option(
+            "--rules",
+            metavar="RULES",
+            help="A file, a preset, or auto (the default).",
+            shell_complete=documents("presets"),
+        ),
     ):
         function = add(function)
     return function

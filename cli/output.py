@@ -1,5 +1,8 @@
 """What goes to stdout: aligned lines for people, one document for programs; and, on stderr, a bar
 for work that turns out to take longer than a moment.
+
+In a terminal lines fit its width, and strategies have colours. What is piped is as wide as it needs
+to be, and plain.
 """
 
 from __future__ import annotations
@@ -8,13 +11,15 @@ import gc
 import json
 import math
 import os
+import re
 import reprlib
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import click
@@ -25,10 +30,13 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.progress import Progress
 
-    from ckptkit import Checkpoint
-
 PATIENCE = 1.0
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_STRATEGY = re.compile(r"(?<![\w.:/%-])(?:\w+=)?(ddp|fsdp|zero[123]|tp|pp|ep):\d+\b(?!/)")
+_COLOURS = {"ddp": 32, "fsdp": 36, "zero1": 34, "zero2": 34, "zero3": 34, "tp": 35, "pp": 33}
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+# Where a terminal has letters of ASCII only, or of one country.
+_PLAIN = str.maketrans({"…": "~", **dict(zip(_BLOCKS, "    ####" + "#", strict=True))})
+_LEAST, _BAR, _LEAST_BAR = 16, 20, 6  # letters
 
 
 def answer(document: Any, lines: Iterable[str], *, as_json: bool) -> None:
@@ -59,8 +67,15 @@ def emit(lines: Iterable[str]) -> None:
     """Print lines; one write, since there may be many."""
     found = [printable(line) for line in lines]
     if found:
+        text = "\n".join(found)
+        if not has_letters("…█"):
+            text = text.translate(_PLAIN)
+        if has_colours():
+            text = _STRATEGY.sub(
+                lambda part: f"\x1b[{_COLOURS.get(part[1], 31)}m{part[0]}\x1b[0m", text
+            )
         with printing():
-            click.echo("\n".join(found))
+            click.echo(text)
 
 
 def remark(line: str) -> None:
@@ -69,6 +84,26 @@ def remark(line: str) -> None:
         click.echo(printable(line), err=True)
     except OSError:
         let_go(sys.stderr)
+
+
+def screen_width() -> int | None:
+    """The columns of the terminal that stdout is; None where it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def has_colours() -> bool:
+    """Whether stdout is a terminal that shows colours, and they are wanted."""
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return screen_width() is not None and not is_plain
+
+
+def has_letters(letters: str) -> bool:
+    """Whether stdout can write them."""
+    try:
+        letters.encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 @contextmanager
@@ -101,56 +136,75 @@ def printable(line: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
-def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list[str]:
-    """Rows of text as lines with columns of one width, those in `right` flush right."""
+def aligned(
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Iterable[int] = (),
+    spare: Sequence[int] = (),
+    is_cut: bool = False,
+    bars: Sequence[float] = (),
+) -> list[str]:
+    """Rows of text as lines with columns of one width, those in `right` flush right.
+
+    Columns with nothing in them are left out. So are those in `spare`, one after another, where a
+    terminal is too narrow; where `is_cut` the names in the first column lose their middle then. A
+    terminal that has room shows `bars`, numbers from 0 to 1, behind the rows.
+    """
     if not rows:
         return []
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [">" if number in set(right) else "<" for number in range(len(widths))]
-    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    columns: list[Sequence[str]] = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    shown = [number for number, most in enumerate(widths) if most]
+    width = screen_width()
+    if width is not None:
+        for number in spare:
+            if number in shown and _together(widths, shown) > width:
+                shown.remove(number)
+        too_wide = _together(widths, shown) - width
+        if is_cut and too_wide > 0:
+            widths[0] = min(widths[0], max(_LEAST, widths[0] - too_wide))
+            columns[0] = [_cut(text, widths[0]) for text in columns[0]]
+    sides = set(right)
+    forms = [f"{{:{'>' if number in sides else '<'}{widths[number]}}}" for number in shown]
+    first, rest = forms[0], "".join(f"  {form}" for form in forms[1:])
     # Of many rows most end as others do.
-    first, _, rest = form.partition("  ")
     ends: dict[tuple[str, ...], str] = {}
     lines = []
-    for row in rows:
-        end = tuple(row[1:])
-        if end not in ends:
-            ends[end] = ("  " if end else "") + rest.format(*end)
-        lines.append((first.format(row[0]) + ends[end]).rstrip())
-    return lines
+    for name, *end in zip(*(columns[number] for number in shown), strict=True):
+        if (key := tuple(end)) not in ends:
+            ends[key] = rest.format(*end)
+        lines.append((first.format(name) + ends[key]).rstrip())
+    length = 0 if width is None else min(_BAR, width - _together(widths, shown) - 2)
+    if not bars or length < _LEAST_BAR:
+        return lines
+    start = _together(widths, shown) + 2
+    return [
+        f"{line:<{start}}{_bar(share, length)}" if share else line
+        for line, share in zip(lines, bars, strict=True)
+    ]
 
 
-def moment(seconds: float | None) -> str | None:
-    """Unix seconds as an ISO 8601 text in UTC; None where they are no date."""
-    if seconds is None:
-        return None
-    try:
-        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
-    except (OverflowError, OSError, ValueError):
-        return None
+def _together(widths: Sequence[int], shown: Sequence[int]) -> int:
+    return sum(widths[number] for number in shown) + 2 * (len(shown) - 1)
+
+
+def _cut(text: str, width: int) -> str:
+    """A text without its middle, where it is too long; its end says more than its beginning."""
+    if len(text) <= width:
+        return text
+    kept = (width - 1) // 3
+    return f"{text[:kept]}…{text[kept + 1 - width :]}"
+
+
+def _bar(share: float, length: int) -> str:
+    """A bar of blocks, the last of which may be narrow; what there is has at least some of one."""
+    eighths = max(1, round(share * length * 8))
+    return _BLOCKS[8] * (eighths // 8) + _BLOCKS[eighths % 8].strip()
 
 
 def counted(number: int, what: str) -> str:
     """`1 pack`, `8 packs`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def size_text(nbytes: int) -> str:
-    """A size for people: `1.5 GiB`."""
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    amount, power = nbytes / 1024, 0
-    # 1023.96 would be rounded to 1024.0.
-    while amount >= 1023.95 and power < len(_UNITS) - 1:
-        amount, power = amount / 1024, power + 1
-    return f"{amount:.1f} {_UNITS[power]}"
-
-
-def stored_bytes(checkpoint: Checkpoint) -> int:
-    """The size of a step's packs, or of the files of a foreign checkpoint."""
-    if checkpoint.foreign is not None:
-        return sum(checkpoint.foreign.files.values())
-    return sum(pack.size for pack in checkpoint.manifest.packs)
 
 
 def json_value(value: Any) -> Any:

@@ -18,26 +18,24 @@ from ckptkit.cli.options import Command, epilog
 from ckptkit.cli.output import emit
 
 import ckptkit
+from ckptkit.errors import UsageError, nearest
 
 _MOMENT = 0.01  # seconds
 # Each with the module that it is in, imported when it is asked for; in the order of the help.
-COMMANDS = {
-    "ls": "runs",
-    "show": "show",
-    "view": "view",
-    "verify": "steps",
-    "diff": "steps",
-    "reshard": "reshard",
-    "import": "reshard",
-    "export": "steps",
-    "rules": "reshard",
-    "commit": "steps",
-    "unpack": "steps",
-    "prune": "runs",
-    "rebuild": "steps",
-    "launch": "launch",
-    "demo": "demo",
+GROUPS = {
+    "Look": {"ls": "runs", "show": "show", "view": "view", "diff": "steps", "rules": "reshard"},
+    "Check": {"verify": "steps", "rebuild": "steps"},
+    "Change": {
+        "reshard": "reshard",
+        "import": "reshard",
+        "export": "steps",
+        "unpack": "steps",
+        "commit": "steps",
+        "prune": "runs",
+    },
+    "Run": {"launch": "launch", "demo": "demo"},
 }
+COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
 
 
 class Program(Command, click.Group):
@@ -52,6 +50,28 @@ class Program(Command, click.Group):
         module = import_module(f"ckptkit.cli.{COMMANDS[cmd_name]}")
         found: click.Command = getattr(module, f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name)
         return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Of a command that is none the nearest one is named."""
+        if args[0] not in COMMANDS and args[0][:1] != "-" and not ctx.resilient_parsing:
+            guess = nearest(args[0], COMMANDS)
+            raise UsageError(
+                "no such command", value=args[0], hint=f"{guess}`ckpt --help` lists them"
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands of each group, with what they do."""
+        width = max(map(len, COMMANDS))
+        left = formatter.width - width - 4
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                found = [(name, self.get_command(ctx, name)) for name in names]
+                formatter.write_dl(
+                    [(f"{name:<{width}}", it.get_short_help_str(left)) for name, it in found if it]
+                )
 
     def make_context(self, *args: Any, **options: Any) -> click.Context:
         """Read the line; --help and --version print then."""

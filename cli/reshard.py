@@ -4,7 +4,11 @@ ours or of what another program saved; and how that would cut every tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import sys
+import time
+from collections.abc import Mapping
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import click
@@ -15,13 +19,14 @@ from ckptkit.cli.options import (
     location,
     memory,
     names,
+    patterns,
     rules_options,
     selected,
     sizes_from,
     source_storage,
     storage,
 )
-from ckptkit.cli.output import Bar, aligned, answer, counted, remark, size_text
+from ckptkit.cli.output import Bar, aligned, answer, counted, remark
 
 import ckptkit
 from ckptkit.errors import UsageError
@@ -45,8 +50,7 @@ _NAMED = 3
 @click.option(
     "--allow-split-heads", is_flag=True, help="Cut where no size says whether a head ends there."
 )
-@click.option("--include", metavar="PATTERN", multiple=True, help="Take only these arrays.")
-@click.option("--exclude", metavar="PATTERN", multiple=True, help="Leave these arrays out.")
+@patterns("Take only these arrays.")
 @click.option("--no-optimizer", is_flag=True, help="Leave all optimizer state out.")
 @click.option(
     "--cast", metavar="[PATTERN=]DTYPE", multiple=True, help="Convert parameters, or these arrays."
@@ -123,11 +127,15 @@ def reshard(  # noqa: PLR0913 - what is not passed on as it is
     if dry_run:
         answer(_plan_document(plan), _plan_lines(plan), as_json=as_json)
         return
+    began = time.monotonic()
     with Bar("reshard", plan.bytes_written) as bar:
         done = plan.run(bar)
+    seconds = time.monotonic() - began
     found = {"save_id": done.save_id, "finished_packs": list(done.finished)}
     document = {**_plan_document(plan), **found, "committed": done.committed}
-    answer(document, [_said(plan, done)], as_json=as_json)
+    is_new = len(done.finished) < done.packs
+    lines = [*_plan_lines(plan, done, seconds), ""] if is_new else []
+    answer(document, [*lines, _said(plan, done)], as_json=as_json)
 
 
 def _said(plan: ckptkit.ReshardPlan, done: ckptkit.Resharded) -> str:
@@ -137,8 +145,8 @@ def _said(plan: ckptkit.ReshardPlan, done: ckptkit.Resharded) -> str:
         return f"{done.location} is there already, made of the same step in the same way"
     before = f", {len(done.finished)} of them from before" if done.finished else ""
     arrays = counted(len(plan.arrays) + len(plan.aliases), "array")
-    what = f"{arrays}, {size_text(plan.bytes_written)} in {counted(done.packs, 'pack')}{before}"
-    return f"{done.location}: {plan.from_strategy} -> {plan.to_strategy}, {what}"
+    what = f"{ckptkit.size_text(plan.bytes_written)} in {counted(done.packs, 'pack')}{before}"
+    return f"{done.location}: {plan.from_strategy} -> {plan.to_strategy}, {arrays}, {what}"
 
 
 def _plan_document(plan: ckptkit.ReshardPlan) -> dict[str, Any]:
@@ -181,43 +189,44 @@ def _plan_document(plan: ckptkit.ReshardPlan) -> dict[str, Any]:
     }
 
 
-def _plan_lines(plan: ckptkit.ReshardPlan) -> list[str]:
-    left = f", {len(plan.left_out)} left out" if plan.left_out else ""
-    kept = sum(array.is_kept for array in plan.arrays)
-    arrays = f"{len(plan.arrays) + len(plan.aliases)}, chunks of {kept} go over as they are{left}"
-    read = f"{size_text(plan.bytes_read)}, {plan.read_amplification:.2f} times each byte"
-    files = f"{counted(plan.files, 'file')}, {counted(plan.chunks, 'chunk')}"
-    least, most = size_text(min(plan.bytes_by_rank)), size_text(max(plan.bytes_by_rank))
-    rows = [
-        ("from", f"{plan.source}, {plan.from_strategy}"),
-        ("to", f"{plan.destination}, {plan.to_strategy}"),
-        ("arrays", arrays),
-        ("read", f"{read}, at most {counted(plan.requests, 'request')}"),
-        ("write", f"{size_text(plan.bytes_written)} in {files}"),
-        ("packs", f"{least} to {most}, the largest {plan.imbalance:.2f} times the mean"),
-        ("memory", f"at most {size_text(plan.memory)}, {counted(plan.workers, 'worker')}"),
-    ]
-    if plan.seconds is not None:
-        rows.append(("time", f"about {plan.seconds:.1f} s, by a short probe"))
-    if plan.finished:
-        rows.append(("there", f"{counted(len(plan.finished), 'pack')} of an earlier run"))
-    changed = []
+def _plan_lines(
+    plan: ckptkit.ReshardPlan, done: ckptkit.Resharded | None = None, seconds: float = 0.0
+) -> list[str]:
+    """What a reshard takes, and where it is done what it took."""
+    facts = plan.facts()
+    if done is not None:
+        written = sum(plan.bytes_by_rank[r] for r in plan.ranks if r not in done.finished)
+        speed = ckptkit.size_text(written / max(seconds, 1e-3))
+        facts["took"] = f"{seconds:.1f} s, {speed}/s; the process had {_most_memory()} at most"
+        if done.finished:
+            facts["there"] = f"{counted(len(done.finished), 'pack')} of an earlier run"
+    changed = {}
     for array in plan.arrays:
         (old, before), (new, after) = ((a.name, a.dtype.name) for a in (array.source, array.info))
         if (old, before) != (new, after):
             name = new if old == new else f"{old} -> {new}"
-            changed.append(name if before == after else f"{name} {before} -> {after}")
-    lines = aligned(rows)
+            changed[name] = "" if before == after else f" {before} -> {after}"
+    lines = aligned(list(facts.items()))
     if changed:
         lines += ["", "changed on the way:", *_some(changed)]
     if plan.left_out:
-        lines += ["", "left out:", *_some(plan.left_out)]
+        lines += ["", "left out:", *_some(dict.fromkeys(plan.left_out, ""))]
     return lines
 
 
-def _some(lines: Sequence[str]) -> list[str]:
-    shown = [f"  {line}" for line in lines[:_SHOWN]]
-    return [*shown, f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else shown
+def _most_memory() -> str:
+    """The most memory that this process has had."""
+    most = getrusage(RUSAGE_SELF).ru_maxrss
+    return ckptkit.size_text(most if sys.platform == "darwin" else most << 10)
+
+
+def _some(told: Mapping[str, str]) -> list[str]:
+    """The first of names with what is told of each, alike ones on one line."""
+    names, lines = list(told), []
+    for name, places in ckptkit.fold_names(names, told.values()):
+        count = f", {len(places)} x" if len(places) > 1 else ""
+        lines.append(f"  {name}{count}{told[names[places[0]]]}")
+    return [*lines[:_SHOWN], f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else lines
 
 
 @command(
@@ -294,7 +303,7 @@ def import_(  # noqa: PLR0913 - what is not passed on as it is
         "bytes": plan.bytes_written,
         "left_out": dict(found.details.get("left_out", {})),
     }
-    what = f"{counted(arrays, 'array')}, {size_text(plan.bytes_written)}"
+    what = f"{counted(arrays, 'array')}, {ckptkit.size_text(plan.bytes_written)}"
     line = f"{done.location}: {what} of {found.format}, as {plan.to_strategy}"
     answer(document, [line], as_json=as_json)
     left = list(document["left_out"])
@@ -327,18 +336,19 @@ def rules(
     """Show how a strategy would cut each tensor of the step SRC.
 
     Each tensor has a line: name, shape, how each axis cuts it, the shape of the part of rank 0, and
-    which rule says so. Without --rules a SRC that was trained with tensor or pipeline parallelism
-    is cut as it was; else the preset that fits the names of the tensors is taken.
+    which rule says so; layers that are alike share one. Without --rules a SRC that was trained with
+    tensor or pipeline parallelism is cut as it was; else the preset that fits the names of the
+    tensors is taken.
     """
     found = ckptkit.explain_rules(src, to=to, sizes=sizes_from(config, sizes), **given)
     unknown = [each.name for each in found if each.unknown]
     missing = sorted({size for each in found for size in each.unknown_sizes})
-    rows = [("NAME", "SHAPE", "CUTS", "PART", "WHY")]
-    tensors = []
+    tensors, rows = [], []
     for each in found:
         cuts = [f"{axis} {cut}" for axis, cut in each.placements if cut != "replicate"]
         cut = "; ".join(cuts) or "replicate"
-        rows.append((each.name, str(each.shape), cut, str(each.part), each.why))
+        why = re.sub(r"\blayer \d+", "its layer", each.why)  # else no two layers were alike
+        rows.append((str(each.shape), cut, str(each.part), why))
         tensors.append(
             {
                 "name": each.name,
@@ -351,7 +361,12 @@ def rules(
             }
         )
     document = {"to": to, "tensors": tensors, "unknown": unknown, "unknown_sizes": missing}
-    answer(document, aligned(rows), as_json=as_json)
+    folds = ckptkit.fold_names([each.name for each in found], rows)
+    lines = [("NAME", "", "SHAPE", "CUTS", "PART", "WHY")]
+    for name, places in folds:
+        count = f"{len(places)} x" if len(places) > 1 else ""
+        lines.append((name, count, *rows[places[0]]))
+    answer(document, aligned(lines, right=[1], spare=[5, 4], is_cut=True), as_json=as_json)
     if missing and not as_json:
         remark(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} unknown: attention heads"

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 from ckptkit.cli.options import Options, command, location, seconds_of, storage
-from ckptkit.cli.output import aligned, answer, counted, moment, size_text
+from ckptkit.cli.output import aligned, answer, counted
 
 import ckptkit
 from ckptkit.errors import UsageError
@@ -25,7 +25,8 @@ _KINDS = {
 def ls(run: str, *, storage_options: Options | None, as_json: bool) -> None:
     """List the steps of RUN, lowest number first.
 
-    Says of each when it was saved, its size, its strategy, and whether it is committed. A step that
+    Says of each when it was saved, its size, its strategy, as old -> new where it changed, and
+    whether it is committed; and the size of all. A step that
     is not committed was never finished, or is being written; its size is what is there. The newest
     step is the last one: numbers count, not times. A step whose folder is a symbolic link is shown
     as one: it is read, and never written or pruned. So are checkpoints of other programs in folders
@@ -36,7 +37,7 @@ def ls(run: str, *, storage_options: Options | None, as_json: bool) -> None:
         {
             "step": info.step,
             "committed": info.committed,
-            "time": moment(info.time),
+            "time": ckptkit.time_text(info.time),
             "bytes": info.nbytes,
             "strategy": info.strategy or None,
             "problem": info.problem or None,
@@ -46,14 +47,23 @@ def ls(run: str, *, storage_options: Options | None, as_json: bool) -> None:
         for info in sorted([*found.listing(), *found.foreign()], key=attrgetter("step"))
     ]
     rows = [("STEP", "SAVED", "SIZE", "STRATEGY", "STATE")]
+    before = None
     for step in steps:
         state = step["format"] or ("committed" if step["committed"] else "not committed")
         state += f", a link to {step['link']}" if step["link"] else ""
         state += f", but: {step['problem']}" if step["problem"] else ""
-        size, strategy = size_text(step["bytes"]), step["strategy"] or "-"
+        strategy = step["strategy"] or "-"
+        if step["strategy"]:
+            if before not in (None, strategy):
+                strategy = f"{before} -> {strategy}"
+            before = step["strategy"]
+        size = ckptkit.size_text(step["bytes"])
         rows.append((str(step["step"]), step["time"] or "-", size, strategy, state))
+    if len(steps) > 1:
+        total = ckptkit.size_text(sum(step["bytes"] for step in steps))
+        rows.append(("total", counted(len(steps), "step"), total, "", ""))
     document = {"run": found.location, "steps": steps}
-    answer(document, aligned(rows, right=[0, 2]), as_json=as_json)
+    answer(document, aligned(rows, right=[0, 2], spare=[1]), as_json=as_json)
 
 
 @command(
@@ -138,8 +148,8 @@ def prune(
         what = ("unfinished file, of the run", "")
         if removal.step is not None:
             what = (_KINDS[removal.kind], str(removal.step))
-        rows.append((*what, size_text(removal.nbytes), removal.name))
-    freed = f"{'would free' if dry_run else 'freed'} {size_text(nbytes)}"
+        rows.append((*what, ckptkit.size_text(removal.nbytes), removal.name))
+    freed = f"{'would free' if dry_run else 'freed'} {ckptkit.size_text(nbytes)}"
     lines = [*aligned(rows, right=[1, 2]), f"{freed}; kept: {counted(len(kept_steps), 'step')}"]
     if young:
         lines.append(f"left alone, as younger than --grace: {counted(len(young), 'leftover')}")

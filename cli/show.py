@@ -1,5 +1,5 @@
 """`ckpt show`: a step as one plain document, which `--json` gives as it is, and as lines: a head,
-then its arrays as a tree, one line each.
+then its arrays as a tree, one line for those that are alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import click
 from ckptkit.cli.exits import CORRUPT
-from ckptkit.cli.options import Options, command, location, storage
+from ckptkit.cli.options import Options, array_names, command, location, storage
 from ckptkit.cli.output import (
     aligned,
     answer,
@@ -21,18 +21,17 @@ from ckptkit.cli.output import (
     in_short,
     json_value,
     keeping,
-    moment,
-    size_text,
-    stored_bytes,
 )
 
 import ckptkit
-from ckptkit.errors import NotFoundError, UsageError
+from ckptkit.errors import NotFoundError, UsageError, nearest
 
 Doc: TypeAlias = dict[str, Any]
 Row: TypeAlias = tuple[str, ...]
 
 _BOXES_SHOWN = 4
+_FOLDED = re.compile(r"\{[0-9.,]+\}")
+_SPARE = (4, 2, 5)  # role, dtype, parts: what a narrow terminal does without, in this order
 _SEMANTICS = {
     "replicated": "",
     "per_rank": ", by rank",
@@ -47,8 +46,9 @@ _SEMANTICS = {
     codes=[CORRUPT],
 )
 @location("step")
-@click.argument("pattern", required=False)
+@click.argument("pattern", required=False, shell_complete=array_names)
 @click.option("--rank", metavar="R", type=click.IntRange(min=0), help="Show what this rank holds.")
+@click.option("--all", "each", is_flag=True, help="A line for every array, alike ones too.")
 @click.option("--mapping", is_flag=True, help="Show what another program calls each array.")
 @storage
 def show(
@@ -56,6 +56,7 @@ def show(
     pattern: str | None,
     rank: int | None,
     *,
+    each: bool,
     mapping: bool,
     storage_options: Options | None,
     as_json: bool,
@@ -63,8 +64,10 @@ def show(
     """Show what is in STEP: strategy, arrays, objects.
 
     Each array has a line: name, dtype, shape, role, how many different parts it is cut into and the
-    shape of the first, bytes. PATTERN, with * and ?, picks arrays by their whole name. With --rank
-    the lines are of this rank alone: the shape of its part, and the boxes it is made of.
+    shape of the first, bytes. Layers that are alike share one, with the bytes of all of them:
+    layers.{0..31}.norm.weight. PATTERN, with * and ?, picks arrays by their whole name, or is such
+    a name of alike ones. With --rank the lines are of this rank alone: the shape of its part, and
+    the boxes it is made of.
 
     STEP may be what another program wrote: its format is named then, and with --mapping each line
     is the name of an array here and there.
@@ -79,9 +82,8 @@ def show(
         doc = describe(checkpoint, pattern, rank)
     lines: list[str] = []
     if not as_json:
-        names = [(array["name"], array["theirs"]) for array in doc["arrays"]] if mapping else []
         with keeping():
-            lines = aligned([("NAME", "IN ITS FILES"), *names]) if mapping else lines_of(doc)
+            lines = _mapping(doc) if mapping else lines_of(doc, each=each)
     answer(doc, lines, as_json=as_json)
 
 
@@ -103,7 +105,7 @@ def describe(
     return {
         "location": checkpoint.location,
         "step": checkpoint.step,
-        "time": moment(checkpoint.time),
+        "time": ckptkit.time_text(checkpoint.time),
         "save_id": checkpoint.save_id,
         "writer": checkpoint.manifest.save.writer,
         "format": None if foreign is None else foreign.format,
@@ -116,7 +118,7 @@ def describe(
         else None,
         "details": json_value(dict(checkpoint.details)),
         "packs": packs,
-        "stored_bytes": stored_bytes(checkpoint),
+        "stored_bytes": checkpoint.stored_bytes,
         "bytes": sum(array["bytes"] for array in stored),
         "rank": held,
         "arrays": arrays,
@@ -130,14 +132,15 @@ def describe(
 def _arrays(checkpoint: ckptkit.Checkpoint, pattern: str | None, rank: int | None) -> list[Doc]:
     names: Iterable[str] = checkpoint.names
     if pattern is not None:
-        matches = re.compile(translate(pattern)).match
+        matches = re.compile(translate(_FOLDED.sub("*", pattern))).match
         names = [name for name in names if matches(name)]
         if not names:
+            guess = nearest(pattern, checkpoint.names, 3)
             raise NotFoundError(
                 "no array of such a name",
                 where=checkpoint.location,
                 value=pattern,
-                hint=f"`ckpt show {checkpoint.location}` lists them; * stands for any text",
+                hint=f"{guess}`ckpt show {checkpoint.location}` lists them; * stands for any text",
             )
     is_foreign = checkpoint.foreign is not None
     theirs = {} if checkpoint.foreign is None else checkpoint.foreign.theirs
@@ -188,15 +191,43 @@ def _of_kind(array: Any, rank: int | None) -> Doc:
     }
 
 
-def lines_of(doc: Doc) -> list[str]:
-    """The document for people."""
+def _mapping(doc: Doc) -> list[str]:
+    theirs = {array["name"]: array["theirs"] for array in doc["arrays"]}
+    names = [(name, theirs[name]) for name in ckptkit.natural_order(theirs)]
+    return aligned([("NAME", "IN ITS FILES"), *names])
+
+
+def lines_of(doc: Doc, *, each: bool) -> list[str]:
+    """The document for people; with `each` alike arrays have a line each."""
     by_rank = doc["rank"] is not None
     arrays = [a for a in doc["arrays"] if a["part"]["boxes"]] if by_rank else doc["arrays"]
-    head = aligned(_head(doc, len(arrays)))
-    return [*head, "", *aligned(_tree(arrays, by_rank=by_rank), right=[5])]
+    names = [array["name"] for array in arrays]
+    # What has one document of its parts has the same cells: layers are alike.
+    known: dict[tuple[Any, ...], Row] = {}
+    cells: list[Row] = []
+    for array in arrays:
+        kind = array["alias_of"], id(array["parts"])
+        if kind not in known:
+            known[kind] = _part_cells(array) if by_rank else _whole_cells(array)
+        cells.append(known[kind])
+    if each:
+        place = {name: number for number, name in enumerate(names)}
+        rows = [(name, [place[name]]) for name in ckptkit.natural_order(names)]
+    else:
+        rows = [(name, places) for name, places in ckptkit.fold_names(names, cells)]
+    lines = []
+    for name, places in rows:
+        first = arrays[places[0]]
+        nbytes = first["part"]["bytes"] if by_rank else first["bytes"]
+        is_stored = first["alias_of"] is None
+        count = f"{len(places)} x" if len(places) > 1 else ""
+        total = nbytes * len(places) if is_stored else None
+        lines.append((name, total, (count, *cells[places[0]])))
+    head = aligned(_head(doc, len(arrays), len(lines)))
+    return [*head, "", *_tree(lines, "BOXES" if by_rank else "PARTS")]
 
 
-def _head(doc: Doc, shown: int) -> list[Row]:
+def _head(doc: Doc, shown: int, lines: int) -> list[Row]:
     strategy, rank = doc["strategy"], doc["rank"]
     written_by = "unknown: the files do not say it"
     if strategy is not None:
@@ -207,7 +238,7 @@ def _head(doc: Doc, shown: int) -> list[Row]:
         ranks = counted(strategy["world_size"], "rank") + (f": {' x '.join(axes)}" if axes else "")
         written_by = f"{strategy['text']} ({ranks})"
     what = "pack" if doc["format"] is None else "file"
-    size = f"{size_text(doc['stored_bytes'])} in {counted(doc['packs'], what)}"
+    size = f"{ckptkit.size_text(doc['stored_bytes'])} in {counted(doc['packs'], what)}"
     rows: list[Row] = [("step", str(doc["step"])), ("where", doc["location"])]
     if doc["format"] is None:
         rows.append(("saved", f"{doc['time'] or 'at no date'} by {doc['writer']}"))
@@ -215,62 +246,66 @@ def _head(doc: Doc, shown: int) -> list[Row]:
         rows.append(("format", f"{doc['format']}, which has no checksums"))
         rows.append(("saved", doc["time"] or "at no date"))
     rows += [("strategy", written_by), ("size", size)]
+    if lines < shown:
+        rows.append(
+            (
+                "arrays",
+                f"{shown} in {counted(lines, 'line')}, as layers are alike; --all shows each",
+            )
+        )
     if rank is not None:
         at = ", ".join(f"{axis} {coord}" for axis, coord in rank["coords"].items())
-        held = f"holds {size_text(rank['bytes'])} of {counted(shown, 'array')}"
+        held = f"holds {ckptkit.size_text(rank['bytes'])} of {counted(shown, 'array')}"
         rows.append(("rank", f"{rank['rank']} {f'({at}) ' if at else ''}{held}"))
     details = [f"{name} = {in_short(value)}" for name, value in doc["details"].items()]
     objects = [
         f"{item['name']}{_SEMANTICS[item['semantics']]} = {in_short(item['value'])}"
         for item in doc["objects"]
     ]
-    for title, lines in (("details", details), ("objects", objects)):
-        rows += [("" if number else title, line) for number, line in enumerate(lines)]
+    for title, items in (("details", details), ("objects", objects)):
+        rows += [("" if number else title, item) for number, item in enumerate(items)]
     return rows
 
 
-def _tree(arrays: Sequence[Doc], *, by_rank: bool) -> list[Row]:
-    # The bytes of every group; tied arrays count once, where they are stored.
+def _tree(named: Sequence[tuple[str, int | None, Row]], parts: str) -> list[str]:
+    """The lines of rows with a name and, unless they are stored elsewhere, bytes: as a tree."""
     direct: Counter[str] = Counter()
-    for array in arrays:
-        if array["alias_of"] is None:
-            nbytes = array["part"]["bytes"] if by_rank else array["bytes"]
-            direct[array["name"].rpartition("/")[0]] += nbytes
+    for name, nbytes, _ in named:
+        direct[name.rpartition("/")[0]] += nbytes or 0
     totals: Counter[str] = Counter()
     for group, nbytes in direct.items():
         while group:
             totals[group] += nbytes
             group = group.rpartition("/")[0]  # noqa: PLW2901 - upwards
-    cells_of = _part_cells if by_rank else _whole_cells
-    # Layers are alike: what has one shape, dtype and role, and the same cuts, has the same cells.
-    known: dict[tuple[Any, ...], Row] = {}
-    rows: list[Row] = []
+    rows: list[Row] = [("NAME", "", "DTYPE", "SHAPE", "ROLE", parts, "SIZE")]
+    bars = [0.0]
+    largest = max((nbytes or 0 for _, nbytes, _ in named), default=0) or 1
+    texts: dict[int | None, str] = {None: ""}
     before, indent = "", ""
     groups: list[str] = []
-    for array in arrays:
-        group, _, leaf = array["name"].rpartition("/")
+    for name, nbytes, cells in named:
+        group, _, leaf = name.rpartition("/")
         if group != before:
             above, groups = groups, group.split("/") if group else []
             same = 0
             while same < min(len(groups), len(above)) and groups[same] == above[same]:
                 same += 1
             for depth in range(same, len(groups)):
-                size = size_text(totals["/".join(groups[: depth + 1])])
-                rows.append(("  " * depth + f"{groups[depth]}/", "", "", "", "", size))
+                size = ckptkit.size_text(totals["/".join(groups[: depth + 1])])
+                rows.append(("  " * depth + f"{groups[depth]}/", "", "", "", "", "", size))
+                bars.append(0)
             before, indent = group, "  " * len(groups)
-        kind = array["alias_of"], id(array["parts"])
-        cells = known.get(kind)
-        if cells is None:
-            cells = known[kind] = cells_of(array)
-        rows.append((indent + leaf, *cells))
-    return rows
+        if nbytes not in texts:
+            texts[nbytes] = ckptkit.size_text(nbytes or 0)
+        rows.append((indent + leaf, *cells, texts[nbytes]))
+        bars.append((nbytes or 0) / largest)
+    return aligned(rows, right=[1, 6], spare=_SPARE, is_cut=True, bars=bars)
 
 
 def _whole_cells(array: Doc) -> Row:
     shape, parts = array["shape"], array["parts"]
-    size = size_text(array["bytes"])
     if array["alias_of"] is not None:
-        cut, size = f"= {array['alias_of']}", ""
+        cut = f"= {array['alias_of']}"
     elif not array["bytes"]:
         cut = "empty"
     elif parts["count"] == 1 and parts["shape"] == shape:
@@ -278,7 +313,7 @@ def _whole_cells(array: Doc) -> Row:
     else:
         boxes = f" in {parts['boxes']} boxes" if parts["boxes"] > 1 else ""
         cut = f"{parts['count']} x {parts['shape']}{boxes}"
-    return (array["dtype"], str(shape), array["role"], cut, size)
+    return (array["dtype"], str(shape), array["role"], cut)
 
 
 def _part_cells(array: Doc) -> Row:
@@ -292,5 +327,4 @@ def _part_cells(array: Doc) -> Row:
     if len(part["boxes"]) > _BOXES_SHOWN:
         boxes.append(f"+{len(part['boxes']) - _BOXES_SHOWN}")
     where = "whole" if prod(part["shape"]) == prod(array["shape"]) else " ".join(boxes)
-    size = "" if array["alias_of"] else size_text(part["bytes"])
-    return (array["dtype"], str(part["shape"]), array["role"], where, size)
+    return (array["dtype"], str(part["shape"]), array["role"], where)

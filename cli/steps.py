@@ -17,6 +17,7 @@ from ckptkit.cli.options import (
     location,
     memory,
     names,
+    patterns,
     selected,
     sizes_from,
     source_storage,
@@ -29,8 +30,6 @@ from ckptkit.cli.output import (
     in_short,
     json_value,
     remark,
-    size_text,
-    stored_bytes,
 )
 
 import ckptkit
@@ -72,7 +71,7 @@ def verify(
     # Of a format that is broken verify says what is wrong.
     with suppress(FormatError), ckptkit.open(step, storage_options=storage_options) as checkpoint:
         # The step itself, where a run was given.
-        location, total = checkpoint.location, stored_bytes(checkpoint)
+        location, total = checkpoint.location, checkpoint.stored_bytes
         foreign = checkpoint.foreign
     how: Any = {"threads": threads, "storage_options": storage_options}
     times = (foreign is None) + digest + values
@@ -147,7 +146,7 @@ def unpack(
             "bytes": nbytes,
             "files": files,
         }
-    what = f"{counted(len(checkpoint.arrays), 'array')}, {size_text(nbytes)} in"
+    what = f"{counted(len(checkpoint.arrays), 'array')}, {ckptkit.size_text(nbytes)} in"
     line = f"unpacked step {checkpoint.step} into {folder}: {what} {counted(files, 'file')}"
     answer(document, [line], as_json=as_json)
 
@@ -183,8 +182,7 @@ def unpack(
 @click.option(
     "--optimizer", is_flag=True, help="The state of the optimizer as well, for torch and dcp."
 )
-@click.option("--include", metavar="PATTERN", multiple=True, help="Write only these arrays.")
-@click.option("--exclude", metavar="PATTERN", multiple=True, help="Leave these arrays out.")
+@patterns("Write only these arrays.")
 @click.option(
     "--cast", metavar="[PATTERN=]DTYPE", multiple=True, help="Convert parameters, or these arrays."
 )
@@ -249,7 +247,7 @@ def export(  # noqa: PLR0913 - what is not passed on as it is
         "left_out": list(done.left_out),
         "tied": [{"name": name, "written_as": other} for name, other in done.tied],
     }
-    what = f"{counted(done.arrays, 'array')}, {size_text(done.nbytes)}"
+    what = f"{counted(done.arrays, 'array')}, {ckptkit.size_text(done.nbytes)}"
     before = f", {len(done.finished)} of them from before" if done.finished else ""
     answer(
         document,
@@ -302,7 +300,7 @@ def rebuild(
             "strategy": str(checkpoint.strategy),
             "arrays": arrays,
             "packs": packs,
-            "bytes": stored_bytes(checkpoint),
+            "bytes": checkpoint.stored_bytes,
         }
     what = f"{counted(arrays, 'array')} in {counted(packs, 'pack')}"
     line = f"step {checkpoint.step} is committed again: {what}, saved as {checkpoint.save_id}"
@@ -316,10 +314,11 @@ def rebuild(
 @click.option("--overwrite", is_flag=True, help="Replace the step where it is committed already.")
 @storage
 def commit(run: str, *, as_json: bool, **given: Any) -> None:
-    """Commit the step of RUN that `ckpt reshard --engine slice:i/n` has written.
+    """Commit the step of RUN that slices of a reshard have written.
 
-    Every slice writes its share of the packs and no more; once all have, this makes the step. It is
-    refused while packs are missing, and says which.
+    These are calls of `ckpt reshard --engine slice:I/N`, each of which writes its share of the
+    packs and no more; once all have, this makes the step. It is refused while packs are missing,
+    and says which.
     """
     manifest = ckptkit.commit_packs(run, **given)
     save, packs = manifest.save, len(manifest.packs)
@@ -344,8 +343,7 @@ def commit(run: str, *, as_json: bool, **given: Any) -> None:
 )
 @location("a")
 @location("b")
-@click.option("--include", metavar="PATTERN", multiple=True, help="Compare only these.")
-@click.option("--exclude", metavar="PATTERN", multiple=True, help="Leave these out.")
+@patterns("Compare only these arrays.")
 @click.option("--atol", type=float, default=0.0, help="Numbers may be this far apart.")
 @click.option("--rtol", type=float, default=0.0, help="Or this many times the size of B's.")
 @memory()
@@ -363,47 +361,22 @@ def diff(
 ) -> int:
     """Compare the steps A and B: names, shapes, dtypes, values, objects.
 
-    How they are sharded is no difference. Elements have to be the same to the bit, unless --atol or
-    --rtol is given: then NaNs are alike, and numbers that are at most ATOL + RTOL * |b| apart.
+    What differs most comes first. How they are sharded is no difference. Elements have to be the
+    same to the bit, unless --atol or --rtol is given: then NaNs are alike, and numbers that are at
+    most ATOL + RTOL * |b| apart.
     PATTERN, with * and ?, picks by the whole name or by the one inside of the group. Every byte is
     checked on the way.
     """
     total = 0
     for place, own in ((a, source_options or storage_options), (b, storage_options)):
         with ckptkit.open(place, storage_options=own) as checkpoint:
-            total += stored_bytes(checkpoint)
+            total += checkpoint.stored_bytes
     stores: Any = {"storage_options": storage_options, "source_options": source_options}
     with Bar("diff", total) as bar:
         found = ckptkit.diff(a, b, progress=bar, **stores, **given)
-    answer(_document(found), _lines(found), as_json=as_json)
+    lines = [*found.lines(), *map(_object_line, found.objects), found.summary()]
+    answer(_document(found), lines, as_json=as_json)
     return OK if found.same else NO
-
-
-def _lines(found: ckptkit.Diff) -> list[str]:
-    """A line for each difference, and one for all."""
-    lines = [*map(_array_line, found.arrays), *map(_object_line, found.objects)]
-    between = f"A {found.a.strategy}, B {found.b.strategy}"
-    arrays, objects = counted(found.array_count, "array"), counted(found.object_count, "object")
-    if found.same:
-        what = f"{arrays}, {objects}, {size_text(found.nbytes)}"
-        return [*lines, f"the same state: {what} ({between})"]
-    differing = ((found.arrays, arrays), (found.objects, objects))
-    parts = [f"{len(items)} of {every}" for items, every in differing if items]
-    verb = "differs" if len(found.arrays) + len(found.objects) == 1 else "differ"
-    return [*lines, f"{' and '.join(parts)} {verb} ({between})"]
-
-
-def _array_line(found: ckptkit.ArrayDifference) -> str:
-    a, b, values = found.a, found.b, found.values
-    if a is None or b is None:
-        return f"{found.name}: only in {'B' if a is None else 'A'}"
-    if found.kind == "shape":
-        return f"{found.name}: shape {a.shape} != {b.shape}"
-    if values is None:
-        return f"{found.name}: dtype {a.dtype} != {b.dtype}"
-    most = "" if values.max_abs is None else f" by {values.max_abs:.6g} at most"
-    first = f", first at {list(values.first)}" if values.first else ""
-    return f"{found.name}: {values.count} of {counted(values.of, 'element')} differ{most}{first}"
 
 
 def _object_line(found: ckptkit.ObjectDifference) -> str:

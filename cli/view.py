@@ -19,7 +19,7 @@ from ckptkit.cli.options import (
     sizes_from,
     storage,
 )
-from ckptkit.cli.output import Bar, answer, remark, stored_bytes
+from ckptkit.cli.output import Bar, answer, remark
 
 import ckptkit
 from ckptkit.errors import StorageError, UsageError
@@ -72,7 +72,7 @@ def view(  # noqa: PLR0913 - what is not passed on as it is
     total = 0
     if stats or against is not None:
         with ckptkit.open(step, storage_options=storage_options) as checkpoint:
-            total = stored_bytes(checkpoint) * (stats + (against is not None))
+            total = checkpoint.stored_bytes * (stats + (against is not None))
     with Bar("view", total) as bar:
         page = ckptkit.view(
             step,

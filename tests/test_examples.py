@@ -6,12 +6,16 @@ others are forked from a process that has imported torch, which is most of what 
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,3 +133,26 @@ def test_the_activations_of_each_policy_are_told_and_its_gradients_are_the_same(
     assert list(peaks) == ["none", "full", "every:2", "selective", "budget: half", "offload"]
     assert peaks["budget: half"] <= peaks["none"] / 2 + 0.1
     assert chart.exists() == ("no chart" not in out)
+
+
+def test_the_notebook_runs_and_shows_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel runs it: cell by cell, where the value of a last expression is shown."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    text = (FOLDER / "look.ipynb").read_text(encoding="utf-8")
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    names: dict[str, Any] = {}
+    shown = []
+    for cell in cells:
+        *lines, last = ast.parse("".join(cell["source"])).body
+        exec(compile(ast.Module(lines, []), "look.ipynb", "exec"), names)
+        if not isinstance(last, ast.Expr):
+            exec(compile(ast.Module([last], []), "look.ipynb", "exec"), names)
+            continue
+        found = eval(compile(ast.Expression(last.value), "look.ipynb", "eval"), names)
+        if found is not None:
+            shown.append(found._repr_html_())
+    assert sum("<svg" in each for each in shown) == 4
+    assert sum("<iframe" in each for each in shown) == 1
+    assert len("".join(shown)) < 1 << 20
+    shutil.rmtree(names["folder"])

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from ckptkit.errors import UnsupportedTypeError
+from ckptkit.model.document import size_text
 
 LayerId = str | int
 
@@ -186,7 +187,7 @@ class MemoryStats:
     """How many were dropped to stay within the budget."""
 
     def __str__(self) -> str:
-        return f"{self.count} activations, {_in_words(self.current)} (peak {_in_words(self.peak)})"
+        return f"{self.count} activations, {size_text(self.current)} (peak {size_text(self.peak)})"
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -238,9 +239,9 @@ class GroupMemoryStats:
     def __str__(self) -> str:
         when = datetime.fromtimestamp(self.timestamp, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         sizes = ", ".join(
-            f"{name} {_in_words(getattr(self, name))}" for name in ("peak", "mean", "min", "max")
+            f"{name} {size_text(getattr(self, name))}" for name in ("peak", "mean", "min", "max")
         )
-        what = f"{sum(self.counts)}, {_in_words(self.total)} ({sizes})"
+        what = f"{sum(self.counts)}, {size_text(self.total)} ({sizes})"
         lines = [f"  rank {number}: {rank}" for number, rank in enumerate(self.ranks)]
         return "\n".join([f"activations of {len(self.ranks)} ranks at {when}: {what}", *lines])
 
@@ -252,10 +253,3 @@ class GroupMemoryStats:
             "counts": list(self.counts),
             "ranks": [rank.to_dict() for rank in self.ranks],
         }
-
-
-def _in_words(size: float) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size:.0f} B"

@@ -9,7 +9,8 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TypeAlias
 
 from isal import isal_zlib
@@ -17,6 +18,7 @@ from isal import isal_zlib
 from ckptkit.checkpoint.workers import ask_all, uncollected
 from ckptkit.errors import (
     AlreadyExistsError,
+    CkptkitError,
     FormatError,
     NoSpaceError,
     NotCommittedError,
@@ -350,9 +352,24 @@ def _not_committed(
             hint=known.hint or (_FOREIGN_HINT if known.read is None else READABLE_HINT),
         )
     what = f"{len(names)} other files" if names else "nothing there"
+    guess = "" if names else _steps_beside(store, prefix)
     return NotFoundError(
-        f"no checkpoint: {what}", where=where, hint="pass the folder of a run or of a step"
+        f"no checkpoint: {what}", where=where, hint=f"{guess}pass the folder of a run or of a step"
     )
+
+
+def _steps_beside(store: Store, prefix: str) -> str:
+    """What a hint begins with where a run lacks a step: those of the nearest numbers."""
+    wanted = step_number(prefix or store.location.name)
+    if wanted is None:
+        return ""
+    with suppress(CkptkitError):
+        place = replace(store.address, location=store.location.parent)
+        steps = step_folders(store if prefix else store_at(place))
+        close = sorted(steps, key=lambda step: abs(step - wanted))[:2]
+        if close:
+            return f"did you mean {' or '.join(steps[step] for step in sorted(close))}? "
+    return ""
 
 
 _FOREIGN_HINT = (

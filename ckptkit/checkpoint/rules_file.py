@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from ckptkit.errors import RulesError
+from ckptkit.errors import RulesError, nearest
 from ckptkit.model import Rules, Strategy
 from ckptkit.model.expression import sizes_of
 from ckptkit.model.rules import matches
@@ -149,12 +148,10 @@ def document_in(what: str | os.PathLike[str], known: Sequence[str] = ()) -> Any:
         with suppress(OSError, ValueError):  # a name that no file can have
             is_file = is_file or path.exists()
         if not is_file:
-            close = difflib.get_close_matches(what[:80], known, n=1)
-            guess = f"did you mean {close[0]}? " if close else ""
             raise RulesError(
                 "no preset of this name, nor a file",
                 value=what,
-                hint=f"{guess}presets are {', '.join(known)}",
+                hint=f"{nearest(what, known)}presets are {', '.join(known)}",
             )
     try:
         text = path.read_text(encoding="utf-8")

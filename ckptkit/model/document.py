@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from ckptkit.errors import CkptkitError, FormatError, UsageError
@@ -76,6 +77,32 @@ def parse_size(what: int | str) -> int:
     if size < 1:
         raise UsageError("less than one byte", value=what, hint="write 512MiB or 1.5GB")
     return size
+
+
+def size_text(nbytes: float) -> str:
+    """A size for people: `1.5 GiB`."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    amount, power = nbytes / 1024, 0
+    # 1023.96 would be rounded to 1024.0.
+    while amount >= 1023.95 and power < 4:
+        amount, power = amount / 1024, power + 1
+    return f"{amount:.1f} {'KMGTP'[power]}iB"
+
+
+def time_text(seconds: float | None) -> str | None:
+    """Unix seconds as an ISO 8601 text in UTC; None where they are no date."""
+    if seconds is None:
+        return None
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    except (OverflowError, OSError, ValueError):
+        return None
+
+
+def counted(number: int, what: str) -> str:
+    """`1 pack`, `8 packs`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 LIMIT = 1 << 63

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ckptkit.errors import UnsupportedTypeError
+from ckptkit.errors import UnsupportedTypeError, nearest
 
 # Raw elements of a size: numpy moves these fastest. It has no 16-byte integer, and copying
 # complex128 to complex128 moves the bits untouched.
@@ -128,8 +128,5 @@ def _unsupported(name: str, value: object) -> UnsupportedTypeError:
     for pattern, reason, hint in _REASONS:
         if re.fullmatch(pattern, short):
             return UnsupportedTypeError(reason, value=value, hint=hint)
-    import difflib  # noqa: PLC0415 — costs time
-
-    close = difflib.get_close_matches(short[:40], DTYPES, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"supported are {', '.join(DTYPES)}"
+    hint = nearest(short, DTYPES).rstrip() or f"supported are {', '.join(DTYPES)}"
     return UnsupportedTypeError("no such element type", value=value, hint=hint)

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from ckptkit.errors import FormatError, StrategyError
+from ckptkit.errors import FormatError, StrategyError, nearest
 from ckptkit.model import document
 
 _EXAMPLES = "fsdp:8, tp:4, ddp:2,fsdp:4, pp:2,tp:2,fsdp:2, hsdp:2x4 or single"
@@ -62,6 +62,9 @@ class Strategy:
     @property
     def world_size(self) -> int:
         return self.mesh.world_size
+
+    def __repr__(self) -> str:
+        return f"Strategy({str(self)!r})"
 
     def __str__(self) -> str:
         named = (("" if a.name == a.kind else f"{a.name}=", a) for a in self.mesh.axes)
@@ -160,10 +163,7 @@ class Axis:
                 hint="lower-case letters, digits and _, at most 64",
             )
         if self.kind not in KINDS:
-            import difflib  # noqa: PLC0415 — costs time
-
-            close = difflib.get_close_matches(self.kind[:40], KINDS, n=1, cutoff=0.5)
-            guess = f"did you mean {close[0]}? " if close else ""
+            guess = nearest(self.kind, KINDS)
             raise StrategyError(
                 "unknown kind of axis",
                 value=self.kind,

@@ -8,7 +8,7 @@ import math
 import reprlib
 from typing import Any, TypeAlias
 
-from ckptkit.checkpoint.check.state import ArrayForm, Diff
+from ckptkit.checkpoint.check.differences import ArrayForm, Diff
 from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.reshard.plan import ReshardPlan
 from ckptkit.checkpoint.run.run import Run

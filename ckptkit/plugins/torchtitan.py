@@ -16,6 +16,7 @@ from ckptkit.checkpoint.read.checkpoint import open_checkpoint
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.errors import UsageError
 from ckptkit.live import Checkpointer, StateMismatchError, load, save
+from ckptkit.live.state.ranks import current_world, meeting
 from ckptkit.plugins.framework import Framework
 from ckptkit.storage import Options
 
@@ -165,7 +166,7 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
                 Run(f"{hf}/.step", storage_options=self._storage).delete([step])
 
     def _load(self, step: int = -1) -> bool:
-        newest = self._checkpointer.run.latest()
+        newest = self._newest()
         if newest is None and step == -1:
             return self._load_initial()
         wanted = newest if step == -1 else step
@@ -173,7 +174,7 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
             # A seed has the weights only.
             return self._checkpointer.restore(step=0, model=self._model) is not None
         try:
-            self._checkpointer.restore(
+            restored = self._checkpointer.restore(
                 step=None if step == -1 else step,
                 skip=self._config.exclude_from_loading,
                 fallback=self._config.fallback,
@@ -183,15 +184,25 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
                 state=self._states,
             )
         except StateMismatchError as error:
-            if error.where != _DATALOADER:
-                raise
-            raise StateMismatchError(
-                error.what,
-                where=error.where,
-                hint="torchtitan's data loaders go on only with as many data-parallel ranks; "
-                "--checkpoint.exclude_from_loading dataloader begins their data anew",
-            ) from error
-        return True
+            if error.where == _DATALOADER:
+                error.hint = (
+                    "torchtitan's data loaders go on only with as many data-parallel ranks; "
+                    "--checkpoint.exclude_from_loading dataloader begins their data anew"
+                )
+            elif "missing: " in error.what and _TRAIN_STATE in error.what:
+                error.hint = (
+                    "a training ends with its weights alone, unless --checkpoint.no-"
+                    "last_save_model_only: --checkpoint.load_step goes on with a step before"
+                )
+            raise
+        return restored is not None or self._load_initial()
+
+    def _newest(self) -> int | None:
+        """The newest step, in the run or still in the local folder, as the first rank sees it."""
+        runs = [self._checkpointer.run, *([Run(self._config.local)] if self._config.local else [])]
+        with meeting(current_world(), "the newest step") as ranks:
+            steps = ranks.share(lambda: [run.latest() for run in runs])
+        return max((step for step in steps if step is not None), default=None)
 
     def _load_initial(self) -> bool:
         """What a training begins with, where its own run has no step yet."""

@@ -29,7 +29,7 @@ def test_all_steps_are_listed_whether_committed_or_not(run: Path) -> None:
 def test_the_columns_are_for_people(run: Path) -> None:
     head, *lines = ckpt("ls", run).stdout.splitlines()
     assert head.split() == ["STEP", "SAVED", "SIZE", "STRATEGY", "STATE"]
-    assert [line.split()[0] for line in lines] == ["10", "20", "30"]
+    assert [line.split()[0] for line in lines] == ["10", "20", "30", "total"]
     assert lines[1].endswith("KiB  ddp:2,fsdp:2  committed")
     assert lines[2].endswith("100 B  -             not committed")
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import click
 import pytest
 from ckptkit.cli.options import seconds_of
-from ckptkit.cli.output import size_text
+
+from ckptkit import size_text
 
 
 @pytest.mark.parametrize(

@@ -152,11 +152,25 @@ def torchtitan(programs: list[str], _: Pool) -> None:
         compile(program, "torchtitan", "exec")
 
 
+def torch_checkpointing(programs: list[str], _: Pool) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    names: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    (program,) = programs
+    exec(program, names)
+    names["manager"].close()
+    assert names["newest"] == "step-1000"
+    assert torch.equal(names["state"]["model"]["weight"], model.weight)
+
+
 SECTIONS: dict[str, Callable[[list[str], Pool], None]] = {
     "accelerate": accelerate,
     "Data loaders at another size": loaders,
     "Lightning": lightning,
     "torch.distributed.checkpoint": dcp,
+    "torch_checkpointing": torch_checkpointing,
     "The Trainer of transformers": transformers_trainer,
     "torchtitan": torchtitan,
 }

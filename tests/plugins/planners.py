@@ -47,3 +47,20 @@ class Rows(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
         return found[index.offset[0] :][:1] if index.offset else found
+
+
+class Turns(DefaultSavePlanner):
+    """Lets one rank write all tensors, which all ranks have alike."""
+
+    def __init__(self, writing: int) -> None:
+        super().__init__()
+        self.writing = writing
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        tensors = [item for plan in plans for item in plan.items if item.tensor_data]
+        for rank, plan in enumerate(plans):
+            values = [item for item in plan.items if not item.tensor_data]
+            items = values + (tensors if rank == self.writing else [])
+            plans[rank] = replace(plan, items=items)
+        return plans, metadata

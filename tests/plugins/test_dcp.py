@@ -34,7 +34,7 @@ from ckptkit.plugins.dcp import Reader, Writer
 from tests.live import strategies
 from tests.live.pool import Died, Pool
 from tests.live.strategies import Job, adamw
-from tests.plugins.planners import Half, Rows
+from tests.plugins.planners import Half, Rows, Turns
 from tests.servers.s3_server import Bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -201,6 +201,25 @@ def save_twice_in_the_background(folder: str) -> None:
 def test_saves_in_the_background_are_those_of_their_moment(gloo: Pool, tmp_path: Path) -> None:
     gloo.run(2, save_twice_in_the_background, str(tmp_path))
     assert ckptkit.Run(tmp_path).steps() == [2]
+
+
+def save_by_turns(folder: str) -> None:
+    writer = Writer(folder)
+    for step, writing in enumerate((0, 0, 1, 1, 0)):
+        state = {"model": {"v": torch.full((3,), 1.0 + step), "w": torch.full((5, 2), 7.0 + step)}}
+        save(state, storage_writer=writer, checkpoint_id=str(step), planner=Turns(writing))
+        found = emptied(state)
+        load(found, storage_reader=Reader(folder, step=step))
+        assert not differing(state, found)
+
+
+def test_a_writer_saves_again_what_other_ranks_wrote_before(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(2, save_by_turns, str(tmp_path))
+    for step, writing in ((1, 0), (2, 1), (4, 0)):
+        folder = tmp_path / f"step-{step:010d}"
+        sizes = [pack.stat().st_size for pack in sorted(folder.rglob("*.zip"))]
+        assert sizes[writing] == max(sizes)
+        assert ckptkit.verify(folder) == []
 
 
 def save_from_some_ranks(folder: str) -> None:

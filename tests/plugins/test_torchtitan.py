@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,22 @@ def test_a_training_that_was_killed_goes_on_as_if_it_had_not_been(
     assert not ckptkit.verify(tmp_path / "checkpoint")
     again, said = train(tmp_path, 6)
     assert again == {step: losses[step] for step in (4, 5, 6)}, said
+
+
+def test_a_training_goes_on_with_what_is_still_in_the_local_folder(
+    whole: tuple[Path, dict[int, float]], tmp_path: Path
+) -> None:
+    _, losses = whole
+    local = {"local": str(tmp_path / "local"), "last_save_model_only": True}
+    train(tmp_path, 6, killed_in=5, checkpoint=local)
+    for step in (tmp_path / "checkpoint").glob("step-*"):
+        shutil.rmtree(step)  # as if it had died before it was copied
+    again, said = train(tmp_path, 6, checkpoint=local)
+    assert again == {step: losses[step] for step in (4, 5, 6)}, said
+    # That was its end: the weights alone.
+    refused, said = train(tmp_path, 9, checkpoint=local)
+    assert not refused
+    assert "--checkpoint.load_step goes on with a step before" in said
 
 
 def test_a_training_goes_on_under_another_parallelism(

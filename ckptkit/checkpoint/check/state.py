@@ -18,6 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ckptkit.checkpoint.check.differences import (
+    ArrayDifference,
+    ArrayForm,
+    Compared,
+    Diff,
+    ObjectDifference,
+    ValueDifference,
+)
 from ckptkit.checkpoint.check.verify import Finding
 from ckptkit.checkpoint.places import Place, store_at, stores_at
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
@@ -42,7 +50,7 @@ from ckptkit.format.names import (
 )
 from ckptkit.format.objects import ObjectInfo, whole
 from ckptkit.model import DType
-from ckptkit.model.document import parse_size
+from ckptkit.model.document import counted, parse_size
 from ckptkit.storage import Options
 
 _ARRAY, _OBJECT, _STEP = b"ckptkit-array-1\0", b"ckptkit-object-1\0", b"ckptkit-step-1\0"
@@ -65,6 +73,9 @@ class Digest:
     arrays: dict[str, str]
     """By name; tied arrays are there under each of their names."""
     objects: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"Digest({self.step!r}, of {counted(len(self.arrays), 'array')})"
 
     @property
     def algorithm(self) -> str:
@@ -143,77 +154,6 @@ def object_digest(item: ObjectInfo) -> str:
     hasher = xxhash.xxh3_128(_OBJECT + item.semantics.encode() + b"\0")
     hasher.update(canonical(whole(item), item.name))
     return hasher.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayForm:
-    """What an array is, but for its values."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class ValueDifference:
-    """How many elements of an array differ, and how much."""
-
-    count: int
-    of: int
-    max_abs: int | float | None
-    """The largest difference; None where none is a number, as between a number and a NaN."""
-    first: tuple[int, ...]
-    """The index of the first of them, in row-major order."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayDifference:
-    """An array that is not the same in both steps."""
-
-    name: str
-    kind: str
-    """only_a, only_b, shape, dtype or values."""
-    a: ArrayForm | None
-    b: ArrayForm | None
-    values: ValueDifference | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectDifference:
-    """An object that is not the same in both steps; sums by their total, splits by all items."""
-
-    name: str
-    kind: str
-    """only_a, only_b, semantics or value."""
-    a: Any
-    b: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One of the two steps."""
-
-    location: str
-    step: int
-    strategy: str
-
-
-@dataclass(frozen=True, slots=True)
-class Diff:
-    """Two steps, what of them was compared, and what differs, sorted by name."""
-
-    a: Compared
-    b: Compared
-    arrays: tuple[ArrayDifference, ...]
-    objects: tuple[ObjectDifference, ...]
-    array_count: int
-    object_count: int
-    nbytes: int
-    """The bytes of the arrays that were compared, on one side."""
-
-    @property
-    def same(self) -> bool:
-        """Whether they are the same state."""
-        return not self.arrays and not self.objects
 
 
 @uncollected()

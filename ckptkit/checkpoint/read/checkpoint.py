@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from types import EllipsisType, MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,15 +22,19 @@ from ckptkit.errors import (
     NotCommittedError,
     NotFoundError,
     PeerError,
+    nearest,
 )
 from ckptkit.foreign.contents import SAVE_ID_PREFIX as FOREIGN
 from ckptkit.foreign.contents import ForeignManifest
 from ckptkit.foreign.extents import ForeignStep
 from ckptkit.foreign.readers.formats import find_foreign
 from ckptkit.format.arrays import ArrayInfo
+from ckptkit.format.folds import fold_names, natural_order
 from ckptkit.format.manifest import Manifest
 from ckptkit.format.objects import whole
 from ckptkit.model import Box, DType, Grid, Layout, Part, Strategy, layout_of
+from ckptkit.model.document import counted, size_text, time_text
+from ckptkit.model.pictures import Inline, card, cut_picture, mesh_picture, table
 from ckptkit.storage import Address, Location, Options, Store
 from ckptkit.storage.base.store import Closing
 
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
 
     from ckptkit.checkpoint.read.zarr_view import ZarrView
 
+_SHOWN = 12
 UNKNOWN = "an unknown strategy"
 """What wrote a foreign checkpoint that does not say it."""
 
@@ -193,6 +199,63 @@ class Checkpoint(Closing):
         infos = {name: array.info for name, array in self.arrays.items()}
         return ZarrView(self.location, infos, self.read)
 
+    @property
+    def stored_bytes(self) -> int:
+        """The size of its packs, or of the files of a foreign checkpoint."""
+        if self.foreign is not None:
+            return sum(self.foreign.files.values())
+        return sum(pack.size for pack in self.manifest.packs)
+
+    def __repr__(self) -> str:
+        what = f"{counted(len(self._places), 'array')}, {size_text(self.stored_bytes)}"
+        return f"Checkpoint({self.location!r}, step {self.step}, {self.written_by}, {what})"
+
+    def _repr_html_(self) -> str:
+        names = self.names
+        kinds = [self.info(name).kind for name in names]
+        # Foreign arrays that are alike have kinds of their own.
+        alike = [
+            (k.shape, k.dtype.name, k.role, name == self.info(name).name)
+            for name, k in zip(names, kinds, strict=True)
+        ]
+        rows = []
+        for name, places in fold_names(names, alike):
+            info = self.info(names[places[0]])
+            nbytes = info.nbytes * len(places) if info.name == names[places[0]] else 0
+            count = f"{len(places)} x" if len(places) > 1 else ""
+            cells = (name, count, info.dtype.name, str(info.shape), info.role, size_text(nbytes))
+            rows.append((nbytes, cells))
+        rows.sort(key=lambda row: -row[0])
+        packs = counted(len(self.manifest.packs), "pack")
+        if self.foreign is not None:
+            packs = counted(len(self.foreign.files), "file")
+        facts = {
+            "where": self.location,
+            "saved": time_text(self.time) or "at no date",
+            "strategy": self.written_by,
+            "size": f"{size_text(self.stored_bytes)} in {packs}",
+            "arrays": f"{len(names)}, the largest of them below",
+            "objects": ", ".join(item.name for item in self.manifest.objects[:_SHOWN]) or "none",
+        }
+        head = ("name", "", "dtype", "shape", "role", "size")
+        return card(
+            f"step {self.step}",
+            facts,
+            mesh_picture(self.strategy),
+            table(head, [cells for _, cells in rows[:_SHOWN]]),
+        )
+
+    def show(self, **options: Any) -> Inline:
+        """The page of `ckptkit.view`, which takes these options, as the result of a cell."""
+        place: Place = self.store
+        if self.prefix:
+            place = replace(self.store.address, location=self.store.location / self.prefix)
+        # By its name: pages stand on steps, and nothing that a step does needs one.
+        return Inline(import_module("ckptkit.page.view").view(place, **options))
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return natural_order(self._places)
+
     def __getitem__(self, name: str) -> Array:
         return Array(self, name, self.info(name))
 
@@ -280,11 +343,12 @@ class Checkpoint(Closing):
 
     def _place(self, name: str) -> int:
         if name not in self._places:
+            guess = nearest(str(name), self._places, 3)
             raise NotFoundError(
                 "no such array",
                 where=self.location,
                 value=name,
-                hint=f"`ckpt show {self.location}` lists the arrays",
+                hint=f"{guess}`ckpt show {self.location}` lists the arrays",
             )
         return self._places[name]
 
@@ -329,6 +393,22 @@ class Array:
     def nbytes(self) -> int:
         """The bytes of its elements."""
         return self.info.nbytes
+
+    def __repr__(self) -> str:
+        what = f"{self.shape} {self.dtype}, {self.role}, {size_text(self.nbytes)}"
+        return f"Array({self.name!r}, {what})"
+
+    def _repr_html_(self) -> str:
+        layout, checkpoint = self.layout, self._checkpoint
+        axes = zip(layout.strategy.mesh.axes, layout.placements, strict=True)
+        facts = {
+            "of": f"step {checkpoint.step} of {checkpoint.written_by}",
+            "shape": f"{self.shape} {self.dtype}, {size_text(self.nbytes)}",
+            "role": self.role if self.alias_of is None else f"{self.role}, tied to {self.alias_of}",
+            "cut": "; ".join(f"{axis.name} {cut}" for axis, cut in axes) or "whole",
+            "chunks": self.grid.chunk_count,
+        }
+        return card(self.name, facts, cut_picture(layout))
 
     @property
     def layout(self) -> Layout:

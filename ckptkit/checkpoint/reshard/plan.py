@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
@@ -39,6 +38,7 @@ from ckptkit.checkpoint.reshard.copy import (
     resident_bytes,
 )
 from ckptkit.checkpoint.reshard.engines import copy_elsewhere, ranks_to_copy
+from ckptkit.checkpoint.reshard.probe import seconds_of
 from ckptkit.checkpoint.reshard.selection import Selection, check_numbers
 from ckptkit.checkpoint.reshard.target import (
     SAVE_ID_PREFIX,
@@ -50,7 +50,7 @@ from ckptkit.checkpoint.reshard.target import (
     target_of,
 )
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.checkpoint.workers import Progress, copy_threads, share_out, uncollected
+from ckptkit.checkpoint.workers import Progress, copy_threads, uncollected
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     FormatError,
@@ -61,13 +61,12 @@ from ckptkit.errors import (
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import pack_name
 from ckptkit.model import Box, Strategy
-from ckptkit.model.document import parse_size
-from ckptkit.storage import Options, Store, default_pool
+from ckptkit.model.document import counted, parse_size, size_text
+from ckptkit.model.pictures import card, mesh_picture, sizes_picture
+from ckptkit.storage import Options, Store
 
 # What a chunk adds to a manifest, and about what an array does.
 _CHUNK_BYTES, _ARRAY_BYTES = 24, 160
-# How much of a source is read for an estimate, and at most written.
-_PROBE_BYTES, _PROBE_PARTS, _PROBE_CHUNKS = 8 << 20, 16, 64
 # What has not been written for so long is taken for abandoned.
 QUIET_SECONDS = 5.0
 
@@ -194,7 +193,7 @@ def plan_reshard(
         memory=min(memory, budget.peak),
         workers=budget.workers,
         finished=tuple(finished),
-        seconds=_seconds(checkpoint, store, prefix, budget, cost) if probe else None,
+        seconds=seconds_of(checkpoint, store, prefix, budget, cost) if probe else None,
         ranks=ranks,
         checkpoint=checkpoint,
         store=store,
@@ -231,6 +230,42 @@ class ReshardPlan(ReshardCost):
     store: Store = field(repr=False)
     target: ReshardTarget = field(repr=False)
     budget: Budget = field(repr=False)
+
+    def facts(self) -> dict[str, str]:
+        """The same for people."""
+        left = f", {len(self.left_out)} left out" if self.left_out else ""
+        kept = sum(array.is_kept for array in self.arrays)
+        count = len(self.arrays) + len(self.aliases)
+        read = f"{size_text(self.bytes_read)}, {self.read_amplification:.2f} times each byte"
+        files = f"{counted(self.files, 'file')}, {counted(self.chunks, 'chunk')}"
+        least, most = map(size_text, (min(self.bytes_by_rank), max(self.bytes_by_rank)))
+        found = {
+            "from": f"{self.source}, {self.from_strategy}",
+            "to": f"{self.destination}, {self.to_strategy}",
+            "arrays": f"{count}, chunks of {kept} go over as they are{left}",
+            "read": f"{read}, at most {counted(self.requests, 'request')}",
+            "write": f"{size_text(self.bytes_written)} in {files}",
+            "packs": f"{least} to {most}, the largest {self.imbalance:.2f} times the mean",
+            "memory": f"at most {size_text(self.memory)}, {counted(self.workers, 'worker')}",
+        }
+        if self.seconds is not None:
+            found["time"] = f"about {self.seconds:.1f} s, by a short probe"
+        if self.finished:
+            found["there"] = f"{counted(len(self.finished), 'pack')} of an earlier run"
+        return found
+
+    def __repr__(self) -> str:
+        what = f"{self.from_strategy} -> {self.to_strategy}, {size_text(self.bytes_written)}"
+        return f"ReshardPlan(step {self.step}, {what} to {self.destination!r})"
+
+    def _repr_html_(self) -> str:
+        return card(
+            f"reshard step {self.step}",
+            self.facts(),
+            mesh_picture(self.checkpoint.strategy),
+            mesh_picture(self.target.strategy),
+            sizes_picture(self.bytes_by_rank, "bytes by rank"),
+        )
 
     @uncollected()
     def run(self, progress: Progress | None = None) -> Resharded:
@@ -345,64 +380,6 @@ def _readable(array: TargetArray, stored: Mapping[str, Readable]) -> Readable:
                     cast(array.name, given[some], found[some], (source.dtype, dtype))
 
     return Readable(array.name, source.shape, dtype, source.grid, fill)
-
-
-def _seconds(
-    source: Checkpoint, store: Store, prefix: str, budget: Budget, cost: ReshardCost
-) -> float:
-    """About how long it takes to read and to write, beside each other: a little of both is tried.
-
-    What is written is a pack that is given up before anyone can take it for one; where even that is
-    cut off, `prune` finds it.
-    """
-    manifest, reading, writing = source.manifest, 0.0, 0.0
-    if cost.bytes_read:
-        # Chunks all over the step: its beginning may be in a cache, and the rest not.
-        spread = np.linspace(0, len(manifest.pack) - 1, _PROBE_CHUNKS).astype(np.int64)
-        rows: list[int] = np.unique(spread).tolist()
-        sizes = np.minimum(manifest.length[rows], _PROBE_BYTES).astype(np.int64).tolist()
-
-        def read(row: int) -> None:
-            size, offset = min(_PROBE_BYTES, int(manifest.length[row])), int(manifest.offset[row])
-            with (
-                default_pool().take(_PROBE_BYTES) as memory,
-                memory[:size] as data,
-                source.packs.use(int(manifest.pack[row])) as opened,
-            ):
-                opened.read_into(offset, data)
-
-        with source:
-            began = time.perf_counter()
-            share_out(rows, read, budget.workers * budget.pace.requests)
-            reading = cost.bytes_read * _passed(began) / max(1, sum(sizes))
-    if cost.bytes_written:
-        size = min(_PROBE_BYTES, cost.bytes_written)
-        parts = min(_PROBE_PARTS, cost.bytes_written // size)
-        key = f"{data_prefix(prefix, f'probe-{secrets.token_hex(8)}')}/{pack_name(0)}"
-        sink = store.create(key, [size] * parts, memory=budget.sink_bytes)
-        is_kept = store.abilities.waits_for_answers
-
-        def write(part: int) -> None:
-            with default_pool().take(size) as memory:
-                np.frombuffer(memory, np.uint8)[:] = part
-                sink.write(part, memory)
-
-        try:
-            began = time.perf_counter()
-            share_out(range(parts), write, budget.workers)
-            if is_kept:
-                # What a sink keeps is on its way only, and there when it is finished.
-                sink.finish()
-            writing = cost.bytes_written * _passed(began) / (size * parts)
-        finally:
-            sink.abort()
-            if is_kept:
-                store.delete([key])
-    return max(reading, writing)
-
-
-def _passed(began: float) -> float:
-    return max(1e-9, time.perf_counter() - began)
 
 
 # What an earlier run left: packs that are whole need not be copied again.

@@ -7,6 +7,8 @@ import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.places import (
@@ -29,10 +31,15 @@ from ckptkit.checkpoint.workers import ask_all
 from ckptkit.errors import FormatError, NotFoundError, UsageError
 from ckptkit.foreign.readers.formats import numbered
 from ckptkit.format.manifest import Manifest
+from ckptkit.model.document import counted, size_text, time_text
+from ckptkit.model.pictures import Inline, card, table
 from ckptkit.storage import Options, Store, Stored
 
 if TYPE_CHECKING:
     from ckptkit.checkpoint.read.checkpoint import Checkpoint
+
+
+_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,29 @@ class Run:
     def location(self) -> str:
         """Where the run is."""
         return str(self._store.location)
+
+    def __repr__(self) -> str:
+        return f"Run({self.location!r})"
+
+    def _repr_html_(self) -> str:
+        steps = sorted([*self.listing(), *self.foreign()], key=attrgetter("step"))
+        rows = [
+            (
+                str(info.step),
+                time_text(info.time) or "-",
+                size_text(info.nbytes),
+                info.strategy or "-",
+                info.problem or info.format or ("committed" if info.committed else "not committed"),
+            )
+            for info in steps[: -_SHOWN - 1 : -1]
+        ]
+        total = f"{counted(len(steps), 'step')}, {size_text(sum(info.nbytes for info in steps))}"
+        head = ("step", "saved", "size", "strategy", "state")
+        return card("run", {"where": self.location, "steps": total}, table(head, rows))
+
+    def show(self, **options: Any) -> Inline:
+        """The page of its newest step, as `Checkpoint.show`."""
+        return Inline(import_module("ckptkit.page.view").view(self._store, **options))
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""

@@ -83,6 +83,12 @@ def _torch(folder: Folder) -> ForeignStep:
     return read_torch(folder)
 
 
+def _torch_checkpointing(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.torch_save import read_torch_checkpointing  # noqa: PLC0415
+
+    return read_torch_checkpointing(folder)
+
+
 def _torchsnapshot(folder: Folder) -> ForeignStep:
     from ckptkit.foreign.readers.torchsnapshot import read_torchsnapshot  # noqa: PLC0415
 
@@ -120,6 +126,18 @@ FORMATS = (
         "lies: docs/migration.md has a script that makes a step of it",
     ),
     Format("a plain Zarr folder", r"zarr\.json|\.zgroup|\.zarray|\.zmetadata"),
+    Format(
+        "a checkpoint of torch_checkpointing",
+        r"commit\.msgpack",
+        _torch_checkpointing,
+        and_="files",
+    ),
+    Format(
+        "a checkpoint of torch_checkpointing",
+        r"metadata\.pkl",
+        _torch_checkpointing,
+        and_=r".*_\d+\.pt",
+    ),
     Format("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)", _torch),
     Format("a safetensors file", rb".{5}\x00{3}\{", _safetensors),
     Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\".*\.bin\"", _torch),

@@ -1,5 +1,5 @@
 """Checkpoints of torch.save: one file, the files of a model with their index, or those of all
-ranks of a job.
+ranks of a job, also as torch_checkpointing calls them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from ckptkit.foreign.extents import Extent, ForeignStep
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.readers.safetensors import config_of, weight_map
 from ckptkit.foreign.spread import MeshPart, strategy_of
-from ckptkit.foreign.states import Path, States, StateTensor, states_of
+from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path, States, StateTensor, states_of
 from ckptkit.foreign.torch_file import read_file
+from ckptkit.format.envelope import unseal
 from ckptkit.model import Box
 
 INDEX = ".bin.index.json"
@@ -25,6 +26,12 @@ _RANK = re.compile(
 )
 _SHARD = re.compile(r"(?P<what>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.(?:pt|bin|pth)")
 _PART = re.compile(r"consolidated\.\d+\.pth")
+# What torch_checkpointing calls the file of an item of a rank. What our storage of it wrote has
+# these deeper, and beside them a record, created last, that says where.
+_ITEM = re.compile(r"(?P<what>[^/]+)_(?P<rank>\d{1,9})\.pt")
+RECORD, FILES, SUMS = "commit.msgpack", "files", "sums"
+RECORD_KIND = "ckptkit-torch-checkpointing"
+
 _ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 _MODELS = ("pytorch_model", "model", "consolidated", "consolidated.00", "adapter_model")
 _OPTIMIZERS = ("optimizer", "optim")
@@ -74,6 +81,23 @@ def read_torch(folder: Folder) -> ForeignStep:
             )
         return _one(folder, dict.fromkeys([*models, *more]), beside)
     return _one(folder, dict.fromkeys(files), beside)
+
+
+def read_torch_checkpointing(folder: Folder) -> ForeignStep:
+    """The step of a checkpoint of torch_checkpointing: of all items that torch.save wrote."""
+    below = ""
+    if RECORD in folder.files:
+        written = unseal(RECORD_KIND, folder.read(RECORD), folder.where(RECORD)).get("id")
+        below = f"{FILES}/{written}/"
+    found = {key: _ITEM.fullmatch(key.removeprefix(below)) for key in folder.files}
+    ranks = {key: match for key, match in found.items() if match and key.startswith(below)}
+    if not ranks:
+        raise FormatError(
+            "no item is in a file of torch.save",
+            where=str(folder.store.location),
+            hint="items with another layout are read by torch_checkpointing alone",
+        )
+    return replace(_of_ranks(folder, ranks, are_items=True), format="torch_checkpointing")
 
 
 def _ranks(folder: Folder, files: Sequence[str]) -> dict[str, re.Match[str]]:
@@ -202,13 +226,17 @@ def counted(tree: Mapping[Any, Any]) -> int:
     return 0
 
 
-def _of_ranks(folder: Folder, ranks: Mapping[str, re.Match[str]]) -> ForeignStep:
-    """The step of files of which each rank of a job wrote one, or one of each kind."""
+def _of_ranks(
+    folder: Folder, ranks: Mapping[str, re.Match[str]], *, are_items: bool = False
+) -> ForeignStep:
+    """The step of files of which each rank of a job wrote one, or one of each kind; a kind may be
+    an item of one state dictionary.
+    """
     kinds: dict[str, dict[int, str]] = {}
     for key, match in ranks.items():
         kinds.setdefault(match["what"], {})[int(match["rank"])] = key
     world = max(len(files) for files in kinds.values())
-    said = {int(match["size"]) for match in ranks.values() if match["size"]}
+    said = {int(size) for match in ranks.values() if (size := match.groupdict().get("size"))}
     if said and said != {world}:
         _incomplete(folder, max(said), kinds)
     trees: list[dict[Any, Any]] = [{} for _ in range(world)]
@@ -218,6 +246,8 @@ def _of_ranks(folder: Folder, ranks: Mapping[str, re.Match[str]]) -> ForeignStep
         if not _is_whole(files, world):
             _incomplete(folder, world, kinds)
         is_extra = what.startswith(_EXTRAS)
+        if are_items:
+            is_extra = what not in MODEL_KEYS and what not in OPTIMIZER_KEYS
         for rank, key in files.items():
             try:
                 part = read_file(folder, key, rank)
@@ -228,6 +258,9 @@ def _of_ranks(folder: Folder, ranks: Mapping[str, re.Match[str]]) -> ForeignStep
                 left_out[key] = error.what + (f" (got {error.value})" if error.has_value else "")
                 continue
             spreads |= part.spreads
+            if are_items:
+                trees[rank][what] = part.tree
+                continue
             tree = part.tree if isinstance(part.tree, dict) else {"value": part.tree}
             is_optimizer = what.startswith(_OPTIMIZERS) and "state" in tree
             name = "optimizer" if is_optimizer else what if is_extra else "model"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks, failing_together
 from ckptkit.checkpoint.rules_file import fitting_presets, of_first_layer
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import DEFAULT_THREADS, uncollected
+from ckptkit.checkpoint.write.plan import PackPlan
 from ckptkit.checkpoint.write.writer import HeldKind, Writer
 from ckptkit.errors import (
     CkptkitError,
@@ -104,6 +106,8 @@ class DcpWriter(StorageWriter):
         self._rank = 0
         self._keys: frozenset[str] = frozenset()
         self._used: Ranks | None = None
+        self._told: tuple[list[Any], ToldSave] | None = None
+        self._last: tuple[list[Any], PackPlan] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -132,7 +136,14 @@ class DcpWriter(StorageWriter):
     @uncollected()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans = list(_whole(plans))
-        told = _told(plans, self._target.wanted_step(), str(self._target), self._chunk_bytes)
+        step, where = self._target.wanted_step(), str(self._target)
+        # Copies: what they are of may be changed in place.
+        made_for = [(list(plan.items), copy(plan.planner_data)) for plan in plans]
+        if self._told is not None and self._told[0] == made_for:
+            told = replace(self._told[1], meeting=Meeting.of(len(plans)), step=step)
+        else:
+            told = _told(plans, step, where, self._chunk_bytes)
+        self._told = made_for, told
         return [replace(plan, storage_data=told) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -172,7 +183,7 @@ class DcpWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # To the process of an asynchronous save, whose job is another one.
-        return {**self.__dict__, "_used": None}
+        return {**self.__dict__, "_used": None, "_told": None, "_last": None}
 
     def _write(self, told: ToldSave, plan: SavePlan, planner: SavePlanner, ranks: Ranks) -> None:
         """Write this rank's pack, and make the step exist together with the others."""
@@ -211,6 +222,7 @@ class DcpWriter(StorageWriter):
             threads=self._threads,
         )
         kinds: dict[Any, HeldKind] = {}  # layers are alike
+        written: list[Any] = []
         rows = {} if spread is None else spread[1]
         for fqn, array in told.arrays.items():
             mine = items.get(fqn, [])
@@ -223,6 +235,7 @@ class DcpWriter(StorageWriter):
                 kinds[key] = _kind(array, boxes, rows.get(fqn), writer.strategy)
             data = _data(planner, array, held, kinds[key].part) if held else None
             writer.add_alike(array.name, kinds[key], data, array.of)
+            written.append((array.name, boxes, array.first_rank))
 
         paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
         values: dict[str, tuple[Path, Any]] = {}
@@ -235,7 +248,12 @@ class DcpWriter(StorageWriter):
         elif values:
             kept = {fqn: [list(path), value] for fqn, (path, value) in values.items()}
             writer.add_object(f"{OBJECT}/rank-{self._rank:05d}", {"values": kept})
+        # As the last time where each rank writes the same boxes again, which planners may share out
+        # in another way.
+        if self._last is not None and self._last[0] == written:
+            writer.like = self._last[1]
         writer.commit()
+        self._last = (written, writer.plan) if writer.plan else None
 
 
 def _whole(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:

@@ -1,0 +1,155 @@
+"""What notebooks show: a card of facts, tables, and small pictures of meshes, cuts and sizes.
+
+It is HTML that needs nothing else, in the colours of the notebook. Every text is escaped: names
+come from files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from itertools import islice
+
+from ckptkit.model.box import Box
+from ckptkit.model.layout import Layout
+from ckptkit.model.strategy import Strategy
+
+_ROWS, _COLUMNS = 8, 16  # of a mesh
+_PARTS, _BARS = 64, 64
+_WIDTH, _HEIGHT = 240, 120
+_CARD = (
+    "border:1px solid #8886;border-radius:4px;padding:.5em .8em;display:inline-block;"
+    "max-width:100%;overflow-x:auto"
+)
+
+
+def card(title: str, facts: Mapping[str, object], *parts: str) -> str:
+    """A title, facts by their names, and what is HTML already."""
+    rows = "".join(
+        f'<tr><th style="text-align:left">{escape(name)}</th>'
+        f'<td style="text-align:left">{escape(str(fact))}</td></tr>'
+        for name, fact in facts.items()
+    )
+    inside = "".join(f'<div style="margin-top:.5em">{part}</div>' for part in parts if part)
+    return f'<div style="{_CARD}"><b>{escape(title)}</b><table>{rows}</table>{inside}</div>'
+
+
+@dataclass(frozen=True)
+class Inline:
+    """A whole page, which a notebook shows in a frame of its own."""
+
+    page: str = field(repr=False)
+
+    def _repr_html_(self) -> str:
+        style = "width:100%;height:640px;border:1px solid #8886;border-radius:4px"
+        inside = f'sandbox="allow-scripts" srcdoc="{escape(self.page)}"'
+        return f'<iframe style="{style}" {inside}></iframe>'
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; nothing where it has no rows."""
+    cells = [[f"<td>{escape(text)}</td>" for text in row] for row in rows]
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    lines = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+    return f"<table><tr>{names}</tr>{lines}</table>" if cells else ""
+
+
+def mesh_picture(strategy: Strategy) -> str:
+    """The ranks of a strategy: the last axis from left to right, all others downwards."""
+    *outer, last = strategy.mesh.sizes or (1,)
+    rows, side, shapes = math.prod(outer), 24, []
+    gap_after = outer[-1] if len(outer) > 1 else rows
+    for row in range(min(rows, _ROWS)):
+        for column in range(min(last, _COLUMNS)):
+            rank = row * last + column
+            coords = zip(strategy.mesh.axes, strategy.mesh.coords(rank), strict=True)
+            title = ", ".join(f"{axis.name} {coord}" for axis, coord in coords)
+            box = (column * side, row * side + row // gap_after * 4, side - 2, side - 2)
+            title = f"rank {rank}: {title}" if title else "rank 0"
+            shapes.append(_rect(box, column / last, str(rank), title))
+    height = min(rows, _ROWS) * side + (min(rows, _ROWS) - 1) // gap_after * 4
+    caption = " x ".join(f"{axis.name} {axis.size}" for axis in strategy.mesh.axes) or "one rank"
+    if rows > _ROWS or last > _COLUMNS:
+        caption += f", the first of {strategy.world_size} ranks"
+    return _picture(shapes, min(last, _COLUMNS) * side, height, caption)
+
+
+def cut_picture(layout: Layout) -> str:
+    """The parts that ranks hold of a tensor, in two of its dims: those that are cut, or are the
+    largest.
+    """
+    shape = layout.shape
+    if not shape or 0 in shape:
+        return ""
+    ranks = list(islice(layout.distinct_ranks(), _PARTS + 1))
+    cut = [bool(edges) for edges in layout.edges]
+    by_use = sorted(range(len(shape)), key=lambda dim: (not cut[dim], -shape[dim]))
+    dims = sorted(by_use[:2])
+    down, across = (shape[dims[0]], shape[dims[-1]]) if len(dims) > 1 else (1, shape[0])
+    # A tensor of one long dim is a band, however long.
+    height = min(_HEIGHT, max(20, round(_WIDTH * math.sqrt(down / across)))) if down > 1 else 20
+    shapes = []
+    for number, rank in enumerate(ranks[:_PARTS]):
+        for box in layout.part(rank).boxes:
+            x, width = box.offset[dims[-1]] / across, box.shape[dims[-1]] / across
+            y, tall = (
+                (0.0, 1.0)
+                if len(dims) < 2
+                else (box.offset[dims[0]] / down, box.shape[dims[0]] / down)
+            )
+            place = (x * _WIDTH, y * height, width * _WIDTH, tall * height)
+            title = f"rank {rank}: {_spans(box, shape)}"
+            shapes.append(_rect(place, number / len(ranks), str(rank), title))
+    names = " x ".join(f"dim {dim}" for dim in dims)
+    caption = f"{names}: the lowest rank with each part"
+    if len(ranks) > _PARTS:
+        caption += f", the first {_PARTS}"
+    return _picture(shapes, _WIDTH, height, caption)
+
+
+def _spans(box: Box, shape: Sequence[int]) -> str:
+    spans = zip(box.offset, box.shape, shape, strict=True)
+    return f"[{', '.join(':' if n == whole else f'{a}:{a + n}' for a, n, whole in spans)}]"
+
+
+def sizes_picture(sizes: Sequence[int], what: str) -> str:
+    """A bar for each of some sizes."""
+    shown = sizes[:_BARS]
+    most, width = max(shown, default=0) or 1, _WIDTH / max(1, len(shown))
+    shapes = []
+    for number, size in enumerate(shown):
+        tall = size / most * 40
+        place = (number * width, 40 - tall, max(1.0, width - 1), tall)
+        shapes.append(_rect(place, number / len(shown), "", f"{number}: {size}"))
+    more = f", the first {_BARS} of {len(sizes)}" if len(sizes) > _BARS else ""
+    return _picture(shapes, _WIDTH, 40, f"{what}{more}")
+
+
+def _rect(box: tuple[float, float, float, float], turn: float, label: str, title: str) -> str:
+    x, y, width, height = (round(number, 1) for number in box)
+    rect = (
+        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="hsl({turn * 360:.0f} 60% '
+        f'70%)" stroke="#8888" stroke-width=".5"><title>{escape(title)}</title></rect>'
+    )
+    if not label or width < 7 * len(label) or height < 10:
+        return rect
+    middle = f'x="{x + width / 2:.1f}" y="{y + height / 2 + 3:.1f}"'
+    text = f'<text {middle} text-anchor="middle" font-size="9" fill="#222">{escape(label)}</text>'
+    return rect + text
+
+
+def _picture(shapes: Sequence[str], width: float, height: float, caption: str) -> str:
+    what = escape(caption)
+    return (
+        f'<svg width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'role="img" aria-label="{what}" font-family="sans-serif">{"".join(shapes)}</svg>'
+        f"<div><small>{what}</small></div>"
+    )
+
+
+def progress_picture(text: str, done: int, total: int | None) -> str:
+    """How far something is; a bar that says nothing where nobody knows how much there is."""
+    values = f' value="{min(done, total)}" max="{total}"' if total else ""
+    return f"<div><progress{values}></progress> <small>{escape(text)}</small></div>"
