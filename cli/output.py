@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import click
 
+import ckptkit
 from ckptkit.errors import StorageError
 
 if TYPE_CHECKING:
@@ -264,21 +265,21 @@ class Bar:
     """Counts bytes from any thread; after a second, and if stderr is a terminal, it shows."""
 
     def __init__(self, label: str, total: int) -> None:
-        self._label = label
-        self._total = total
+        self._count = ckptkit.ProgressBar(label, total)
         self._begun = time.monotonic()
         self._lock = threading.Lock()
-        self._done = 0
         self._shown: Progress | None = None
         self._wanted = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def __call__(self, nbytes: int) -> None:
+        self._count(nbytes)
         with self._lock:
-            self._done += nbytes
+            if self._wanted and self._shown is None and time.monotonic() - self._begun > PATIENCE:
+                self._shown = self._bar()
+                self._shown.start()
             if self._shown is not None:
-                self._shown.update(self._shown.task_ids[0], completed=self._done)
-            elif self._wanted and time.monotonic() - self._begun > PATIENCE:
-                self._show()
+                task = self._shown.task_ids[0]
+                self._shown.update(task, description=repr(self._count), completed=self._count.done)
 
     def __enter__(self) -> Self:
         return self
@@ -290,19 +291,20 @@ class Bar:
             if self._shown is not None:
                 self._shown.stop()
 
-    def _show(self) -> None:
+    def _bar(self) -> Progress:
         # Here, because rich takes longer to import than most commands run.
         from rich import progress  # noqa: PLC0415
         from rich.console import Console  # noqa: PLC0415
+        from rich.table import Column  # noqa: PLC0415
 
-        self._shown = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.DownloadColumn(binary_units=True),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(),
+        # Its own speed would be since the bar appeared, and a narrow terminal would break lines.
+        told = Column(no_wrap=True, overflow="ellipsis")
+        bar = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False, table_column=told),
+            progress.BarColumn(None, table_column=Column(ratio=1)),
             console=Console(stderr=True),
             transient=True,
+            expand=True,
         )
-        self._shown.add_task(self._label, total=self._total or None, completed=self._done)
-        self._shown.start()
+        bar.add_task(repr(self._count), total=self._count.total or None)
+        return bar

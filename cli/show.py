@@ -203,18 +203,21 @@ def lines_of(doc: Doc, *, each: bool) -> list[str]:
     arrays = [a for a in doc["arrays"] if a["part"]["boxes"]] if by_rank else doc["arrays"]
     names = [array["name"] for array in arrays]
     # What has one document of its parts has the same cells: layers are alike.
-    known: dict[tuple[Any, ...], Row] = {}
-    cells: list[Row] = []
+    cells: dict[Row, int] = {}
+    known: dict[tuple[Any, ...], int] = {}
+    kinds: list[int] = []
     for array in arrays:
-        kind = array["alias_of"], id(array["parts"])
-        if kind not in known:
-            known[kind] = _part_cells(array) if by_rank else _whole_cells(array)
-        cells.append(known[kind])
+        parts = array["alias_of"], id(array["parts"])
+        if parts not in known:
+            row = _part_cells(array) if by_rank else _whole_cells(array)
+            known[parts] = cells.setdefault(row, len(cells))
+        kinds.append(known[parts])
+    row_of = list(cells)
     if each:
         place = {name: number for number, name in enumerate(names)}
         rows = [(name, [place[name]]) for name in ckptkit.natural_order(names)]
     else:
-        rows = [(name, places) for name, places in ckptkit.fold_names(names, cells)]
+        rows = [(name, places) for name, places in ckptkit.fold_names(names, kinds)]
     lines = []
     for name, places in rows:
         first = arrays[places[0]]
@@ -222,7 +225,7 @@ def lines_of(doc: Doc, *, each: bool) -> list[str]:
         is_stored = first["alias_of"] is None
         count = f"{len(places)} x" if len(places) > 1 else ""
         total = nbytes * len(places) if is_stored else None
-        lines.append((name, total, (count, *cells[places[0]])))
+        lines.append((name, total, (count, *row_of[kinds[places[0]]])))
     head = aligned(_head(doc, len(arrays), len(lines)))
     return [*head, "", *_tree(lines, "BOXES" if by_rank else "PARTS")]
 

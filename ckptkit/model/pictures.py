@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from itertools import islice
 
 from ckptkit.model.box import Box
+from ckptkit.model.document import size_text
 from ckptkit.model.layout import Layout
 from ckptkit.model.strategy import Strategy
 
@@ -40,10 +41,13 @@ def card(title: str, facts: Mapping[str, object], *parts: str) -> str:
 class Inline:
     """A whole page, which a notebook shows in a frame of its own."""
 
-    page: str = field(repr=False)
+    page: str
+
+    def __repr__(self) -> str:
+        return f"Inline(a page of {size_text(len(self.page))}, for a notebook)"
 
     def _repr_html_(self) -> str:
-        style = "width:100%;height:640px;border:1px solid #8886;border-radius:4px"
+        style = "width:100%;height:640px;box-sizing:border-box;border:1px solid #8886"
         inside = f'sandbox="allow-scripts" srcdoc="{escape(self.page)}"'
         return f'<iframe style="{style}" {inside}></iframe>'
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from itertools import islice
 from typing import Any, TypeAlias
 
 from ckptkit.checkpoint.check.differences import ArrayForm, Diff
@@ -35,6 +36,8 @@ def step_facts(checkpoint: Checkpoint) -> Facts:
     kind = [kinds.number(each) for each in table.kinds]
     kind += [kind[number] for number in tied]
     alias = [*([-1] * len(place)), *tied]
+    for name in dict(zip(reversed(kind), reversed(names), strict=True)).values():
+        checkpoint[name].layout  # noqa: B018 - raises where its placements do not fit its shape
     folds = fold_names(names, zip(kind, (at >= 0 for at in alias), strict=True))
     fold = [0] * len(names)
     for number, each in enumerate(folds):
@@ -44,7 +47,9 @@ def step_facts(checkpoint: Checkpoint) -> Facts:
     theirs = None if foreign is None else [foreign.theirs.get(name) for name in names]
     return {
         **_head(checkpoint),
-        "details": [[key, _short(value)] for key, value in checkpoint.details.items()],
+        "details": [
+            [key, _short(value)] for key, value in islice(checkpoint.details.items(), _ITEMS)
+        ],
         "objects": [
             [item.name, item.semantics, _short(item.value)] for item in manifest.objects[:_ITEMS]
         ],
@@ -64,9 +69,9 @@ def run_facts(checkpoint: Checkpoint, run: Run) -> list[Facts]:
     """The steps of the run that a step was found in, ascending."""
     return [
         {
-            "step": info.step,
+            "step": _exact(info.step),
             "bytes": info.nbytes,
-            "time": info.time,
+            "time": _number(info.time),
             "strategy": info.strategy or info.format,
             "committed": info.committed or bool(info.format),
             "problem": info.problem,
@@ -141,8 +146,8 @@ def _head(checkpoint: Checkpoint) -> Facts:
         sizes = [foreign.files[key] for key in sorted(foreign.files)]
     return {
         "location": checkpoint.location,
-        "step": checkpoint.step,
-        "time": checkpoint.time or None,
+        "step": _exact(checkpoint.step),
+        "time": _number(checkpoint.time or None),
         "save_id": checkpoint.save_id,
         "writer": manifest.save.writer,
         "format": None if foreign is None else foreign.format,
@@ -201,6 +206,11 @@ def _grid(grid: Grid) -> Facts:
 
 def _form(form: ArrayForm | None) -> list[Any] | None:
     return None if form is None else [list(form.shape), form.dtype]
+
+
+def _exact(number: int) -> int | str:
+    """An integer as a page shows it: it holds numbers as doubles."""
+    return number if number <= 1 << 53 else str(number)
 
 
 def _number(value: float | None) -> float | str | None:

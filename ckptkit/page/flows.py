@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,20 @@ import numpy.typing as npt
 from ckptkit.checkpoint.reshard.plan import ReshardPlan
 from ckptkit.checkpoint.reshard.target import TargetArray
 from ckptkit.model import Box, Grid, Layout
+from ckptkit.plan.chunks import inner_borders
 from ckptkit.plan.read import members
 
 _GROUPS = 16
 # What takes longer than a look is worth is not counted.
-_MOST_BOXES = 200_000
+_MOST_PARTS = 50_000
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
 
-def flows_of(plan: ReshardPlan) -> dict[str, Any] | None:
+def flows_of(plan: ReshardPlan, most_parts: int = _MOST_PARTS) -> dict[str, Any] | None:
     """The bytes of elements, and the chunks touched, from each pack to each rank, packs and ranks
-    in at most 16 groups that follow each other; None where there are too many boxes to look at.
+    in at most 16 groups that follow each other; None where there are too many parts to look at.
 
     What ranks will hold alike is in equal shares, as they write it.
     """
@@ -36,8 +38,14 @@ def flows_of(plan: ReshardPlan) -> dict[str, Any] | None:
     alike: dict[tuple[int, int], list[TargetArray]] = defaultdict(list)
     for array in plan.arrays:
         alike[id(array.source.kind), id(array.info.kind)].append(array)
+    parts = 0
+    for arrays in alike.values():
+        layout = arrays[0].layout
+        parts += ranks if layout.is_tangled else sum(1 for _ in layout.distinct_ranks())
+        if parts > most_parts:
+            return None
     nbytes, touched = np.zeros((2, sources, targets))
-    in_place, boxes = 0.0, 0
+    in_place = 0.0
     for arrays in alike.values():
         first, layout = arrays[0], arrays[0].layout
         grid, itemsize = first.source.grid, first.source.dtype.itemsize
@@ -50,9 +58,6 @@ def flows_of(plan: ReshardPlan) -> dict[str, Any] | None:
         for row in held:
             counts[np.arange(grid.chunk_count), group_of_pack[row]] += 1
         for box, holders, share in _boxes(layout):
-            boxes += 1
-            if boxes > _MOST_BOXES:
-                return None
             chunks, elements = _overlaps(grid, box)
             shares = np.bincount(group_of_rank[holders], minlength=targets) * share
             nbytes += np.outer(elements * itemsize @ counts[chunks], shares)
@@ -85,8 +90,15 @@ def _overlaps(grid: Grid, box: Box) -> tuple[I64, F64]:
     chunks, elements = np.zeros(1, np.int64), np.ones(1)
     for dim, span in enumerate(grid.span(box)):
         low, high = box.offset[dim], box.offset[dim] + box.shape[dim]
-        along = [grid.interval(dim, index)[:2] for index in span]
-        lengths = np.array([min(b, high) - max(a, low) for a, b in along], np.float64)
-        chunks = (chunks[:, None] * grid.counts[dim] + np.array(span, np.int64)).reshape(-1)
+        borders = _borders(grid, dim)[span.start : span.stop + 1]
+        lengths = np.diff(np.clip(borders, low, high)).astype(np.float64)
+        index = np.arange(span.start, span.stop)
+        chunks = (chunks[:, None] * grid.counts[dim] + index).reshape(-1)
         elements = (elements[:, None] * lengths).reshape(-1)
     return chunks, elements
+
+
+@lru_cache(maxsize=64)
+def _borders(grid: Grid, dim: int) -> I64:
+    """Where chunks begin along a dim, and where the last one ends."""
+    return np.array([0, *inner_borders(grid, dim), grid.shape[dim]], np.int64)

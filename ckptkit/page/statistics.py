@@ -76,7 +76,7 @@ class Tally:
         low = max(0, top - OCTAVES + 1)
         near = zeros + int(negative[:low].sum() + positive[:low].sum())
         bars = np.concatenate([negative[low : top + 1][::-1], [near], positive[low : top + 1]])
-        scaled = np.ceil(bars * (999 / max(1, int(bars.max())))).astype(np.int64)
+        scaled = -(-bars * 999 // max(1, int(bars.max())))
         mean = self.total / self.count
         found = [self.least, self.most, mean if math.isfinite(mean) else None]
         return [*found, zeros, self.nans, self.infinite, top + _LEAST, scaled.tolist()]

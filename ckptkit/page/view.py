@@ -65,7 +65,7 @@ def view(  # noqa: PLR0913 — one keyword for each decision, all with defaults
         facts["run"] = run_facts(checkpoint, Run(store)) if checkpoint.prefix else None
         if to is not None:
             plan = plan_reshard(
-                store,
+                checkpoint.place,
                 MemoryStore(),
                 to=to,
                 rules=rules,
@@ -77,7 +77,7 @@ def view(  # noqa: PLR0913 — one keyword for each decision, all with defaults
             facts["plan"] = {**plan_facts(plan), "flows": flows_of(plan)}
         if against is not None:
             other = store_at(against, storage_options)
-            found = diff(store, other, memory=memory, progress=progress)
+            found = diff(checkpoint.place, other, memory=memory, progress=progress)
             facts["diff"] = diff_facts(found, stack.enter_context(open_checkpoint(other)))
         if stats:
             limits = Limits.of(parse_size(memory), None, stores=[store])

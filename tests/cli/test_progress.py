@@ -31,7 +31,7 @@ def test_long_work_shows_bytes_of_the_total(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(output, "PATIENCE", 0)
     text = _work(monkeypatch, Terminal())
     assert "verify" in text
-    assert "/10.0 MiB" in text
+    assert "MiB of 10.0 MiB, " in text
     # Transient: the last thing is to clear the line and to show the cursor again.
     assert text.rstrip().endswith("\x1b[2K")
     assert text.index("\x1b[?25h") > text.index("\x1b[?25l")

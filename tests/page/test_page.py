@@ -13,9 +13,13 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptkit
+from ckptkit.model import Shard, layout_of, parse_placement
+from ckptkit.page.view import page_of
+from ckptkit.storage import MemoryStore
 from tests.checkpoint.saving import Tensor, add, random_values, save, save_by
 from tests.cli.programs import ckpt, document
 from tests.page.browser import Browser
+from tests.page.facts import no_facts
 
 LAYERS = 3
 
@@ -325,6 +329,19 @@ def test_odd_steps_are_shown(browser: Browser, tmp_path: Path, name: str) -> Non
     assert "The same state" in texts(browser, "main")[0]
 
 
+def test_shared_heads_are_said_to_overlap(browser: Browser, tmp_path: Path) -> None:
+    cut = {"tp": "shard(0, blocks=[16,4,4], unit=4)"}
+    save(tmp_path / "run", {"model/qkv": Tensor(random_values((24, 3)), cut)}, strategy="tp:4")
+    page = tmp_path / "page.html"
+    page.write_text(ckptkit.view(tmp_path / "run"), encoding="utf-8")
+    browser.open(page)
+    browser.run("go('tensor/0')")
+    (shown,) = texts(browser, "main")
+    assert "Parts overlap" in shown
+    assert "[0:4, 0:3]\n[16:24, 0:3]" in shown
+    assert "each of its blocks 16 + 4 + 4 for itself, in units of 4" in shown
+
+
 def test_checkpoints_of_others_are_shown(browser: Browser, run: Path, tmp_path: Path) -> None:
     for kind in ("hf", "dcp"):
         assert ckpt("export", run, tmp_path / kind, "--to-format", kind).exit_code == 0
@@ -337,3 +354,80 @@ def test_checkpoints_of_others_are_shown(browser: Browser, run: Path, tmp_path: 
         assert shown["format"] in texts(browser, "main")[0]
         browser.run("go('reshard')")
         assert "→ fsdp:2" in texts(browser, "main")[0]
+
+
+def test_the_mesh_says_which_rank_is_where(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    browser.settle()
+    wide, tall = browser.run(
+        "(() => { const canvas = document.querySelector('canvas');"
+        " return [canvas.clientWidth, canvas.clientHeight]; })()"
+    )
+    for rank, (x, y) in enumerate(((10, 10), (44, 10), (10, 36), (44, 36))):
+        browser.click("canvas", x / wide, y / tall)
+        assert texts(browser, "#tip")[0].split("\n")[0] == f"rank {rank}"
+        assert texts(browser, ".told")[0].split("\n")[1] == str(rank)
+
+
+def test_thousands_of_ranks_are_a_page_and_a_picture(browser: Browser, tmp_path: Path) -> None:
+    facts = no_facts()
+    facts["step"] |= {
+        "strategy": {"text": "fsdp:1024,tp:8", "axes": [["fsdp", "fsdp", 1024], ["tp", "tp", 8]]},
+        "packs": [1 << 30] * 8192,
+        "names": ["model/w"],
+        "kind": [0],
+        "alias": [-1],
+        "of": [-1],
+        "fold": [0],
+        "folds": ["model/w"],
+        "kinds": [
+            {
+                "shape": [53248, 16384],
+                "dtype": "bfloat16",
+                "itemsize": 2,
+                "role": "param",
+                "chunks": {"edges": None},
+                "counts": [7712, 1],
+                "placements": 0,
+            }
+        ],
+        "placements": [
+            [
+                {"kind": "strided", "dim": 0, "text": "strided(0)"},
+                {"kind": "shard", "dim": 0, "text": "shard(0)"},
+            ]
+        ],
+    }
+    page = tmp_path / "page.html"
+    page.write_text(page_of(facts), encoding="utf-8")
+    assert page.stat().st_size < 200_000
+    browser.open(page)
+    assert shades(browser.screenshot()) > 60
+    assert browser.run("document.querySelector('canvas').clientHeight") < 600
+    # Block after block, each rank is found where the one before it leaves off.
+    browser.run("document.querySelector('canvas').focus()")
+    for _ in range(2):
+        browser.key("ArrowDown")
+    assert texts(browser, ".said")[0].startswith("rank 8 · fsdp 1 · tp 0")
+    browser.run("go('tensor/0')")
+    assert shades(browser.screenshot()) > 60
+    layout = layout_of((53248, 16384), "fsdp:1024,tp:8", [parse_placement("strided(0)"), Shard(0)])
+    assert browser.run("layoutOf(step, 0).parts") == sum(1 for _ in layout.distinct_ranks())
+
+
+def test_ten_thousand_tensors_are_a_small_page(browser: Browser, tmp_path: Path) -> None:
+    store = MemoryStore()
+    rng = np.random.default_rng(0)
+    with ckptkit.Writer(store, step=1) as writer:
+        for number, values in enumerate(rng.standard_normal((10_000, 4), np.float32)):
+            writer.add(f"model/layers.{number // 40}.part{number % 40:x}.weight", values)
+    page = tmp_path / "page.html"
+    page.write_text(ckptkit.view(store, stats=True), encoding="utf-8")
+    assert page.stat().st_size < 2_000_000
+    browser.open(page)
+    browser.key("2")
+    assert "10,000 arrays in 40 rows" in texts(browser, "main")[0]
+    browser.click("#all")
+    assert browser.run("document.querySelectorAll('tr.leaf').length") < 1000
+    browser.click("button.more")
+    assert browser.run("document.querySelectorAll('tr.leaf').length") < 2000

@@ -131,6 +131,13 @@ class Checkpoint(Closing):
         return described(self.store, self.prefix)
 
     @property
+    def place(self) -> Place:
+        """What opens this step again, whatever steps its run gets."""
+        if not self.prefix:
+            return self.store
+        return replace(self.store.address, location=self.store.location / self.prefix)
+
+    @property
     def step(self) -> int:
         """The number of the step."""
         return self.manifest.save.step
@@ -247,11 +254,8 @@ class Checkpoint(Closing):
 
     def show(self, **options: Any) -> Inline:
         """The page of `ckptkit.view`, which takes these options, as the result of a cell."""
-        place: Place = self.store
-        if self.prefix:
-            place = replace(self.store.address, location=self.store.location / self.prefix)
         # By its name: pages stand on steps, and nothing that a step does needs one.
-        return Inline(import_module("ckptkit.page.view").view(place, **options))
+        return Inline(import_module("ckptkit.page.view").view(self.place, **options))
 
     def _ipython_key_completions_(self) -> list[str]:
         return natural_order(self._places)

@@ -39,6 +39,8 @@ function printable(text) {
   });
 }
 
+const inShort = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+
 /** The same as an element that keeps its direction to itself. */
 function named(text, properties) {
   return h("bdi", { class: "name", dir: "ltr", ...properties }, printable(text));

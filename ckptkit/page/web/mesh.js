@@ -1,20 +1,29 @@
 // The ranks of a strategy as a picture: the last axes from left to right, those before downwards.
 
 const MOST_ACROSS = 128;
+const MOST_DOWN = 48;
 const MOST_DRAWN = 1 << 17;
 
-/** Where each rank is drawn: how many axes lie across, and how many cells that makes. */
+/**
+ * Where each rank is drawn: how many axes lie across, how many cells that makes, in rows of `wrap`.
+ * Many rows become blocks of `tall` rows side by side.
+ */
 function arrangement(axes) {
   const sizes = axes.map((axis) => axis[2]);
   const world = product(sizes);
   let across = 1;
   let first = sizes.length;
-  while (first > 0 && (first === sizes.length || across * sizes[first - 1] <= Math.max(16, Math.sqrt(world) * 1.5))) {
+  // The last axis lies across, and those before it while there is room, and one is left to go down.
+  const fits = (size) => size <= Math.sqrt(world) * 2 && size < world;
+  while (first > 0 && (first === sizes.length || fits(across * sizes[first - 1]))) {
     first -= 1;
     across *= sizes[first];
   }
-  const wrap = across > MOST_ACROSS ? MOST_ACROSS : across;
-  return { sizes, world, first, across, wrap, rows: Math.ceil(across / wrap) * (world / across) };
+  const wrap = Math.min(across, MOST_ACROSS);
+  const wraps = Math.ceil(across / wrap);
+  const rows = wraps * (world / across);
+  const tall = rows > MOST_DOWN && wraps === 1 ? Math.min(rows, Math.max(MOST_DOWN / 2, Math.ceil(Math.sqrt(world) * 0.7))) : rows;
+  return { sizes, world, first, across, wrap, wraps, rows, tall, blocks: Math.ceil(rows / tall) };
 }
 
 /** Pixels before the cell of a number, with a gap where an axis inside of others begins anew. */
@@ -35,25 +44,27 @@ function offsets(count, sizes, cell) {
 
 /** The picture; `colour(rank, coords)` fills a cell, `lines(rank)` says what it is. */
 function meshPicture(strategy, { colour, lines, pick, label = "The mesh of ranks" }) {
-  const plan = arrangement(strategy.axes);
-  const { sizes, world, first, across, wrap, rows } = plan;
+  const { sizes, world, first, across, wrap, wraps, rows, tall, blocks } = arrangement(strategy.axes);
   if (world > MOST_DRAWN) return h("p", { class: "quiet" }, "Too many ranks to draw.");
-  const wraps = Math.ceil(across / wrap);
   let xs = null;
   let ys = null;
+  let apart = 0; // from block to block
   const measure = (width) => {
-    let cell = Math.min(34, Math.max(2, width / wrap));
-    do {
+    const room = (width - 8 * (blocks - 1)) / blocks;
+    let cell = Math.min(34, Math.max(1, room / wrap));
+    for (;;) {
       xs = offsets(wrap, wraps > 1 ? [] : sizes.slice(first), cell);
+      if (xs[wrap] <= room || cell < 1) break;
       cell *= 0.94;
-    } while (xs[wrap] > width && cell > 1.5);
-    cell /= 0.94;
-    ys = offsets(rows, wraps > 1 ? [rows] : sizes.slice(0, first), Math.min(cell, 26));
-    return ys[rows];
+    }
+    ys = offsets(tall, wraps > 1 || blocks > 1 ? [] : sizes.slice(0, first), Math.min(Math.max(cell, 2), 26));
+    apart = xs[wrap] + 8;
+    return ys[tall];
   };
   const place = (rank) => {
     const column = rank % across;
-    return [column % wrap, Math.floor(rank / across) * wraps + Math.floor(column / wrap)];
+    const row = Math.floor(rank / across) * wraps + Math.floor(column / wrap);
+    return [Math.floor(row / tall) * apart + xs[column % wrap], ys[row % tall]];
   };
   const rankAt = (column, row) => Math.floor(row / wraps) * across + (row % wraps) * wrap + column;
   const find = (edges, at) => {
@@ -71,7 +82,7 @@ function meshPicture(strategy, { colour, lines, pick, label = "The mesh of ranks
     label: `${label}: ${strategy.text}`,
     lines,
     pick,
-    draw(context, width, tall, marked) {
+    draw(context, width, _, marked) {
       measure(width);
       const cell = Math.min(xs[1], ys[1]);
       const round = cell > 12 ? 3 : 0;
@@ -80,26 +91,27 @@ function meshPicture(strategy, { colour, lines, pick, label = "The mesh of ranks
       context.textAlign = "center";
       context.textBaseline = "middle";
       for (let rank = 0; rank < world; rank += 1) {
-        const [column, row] = place(rank);
+        const [x, y] = place(rank);
         context.fillStyle = colour(rank);
         context.beginPath();
-        context.roundRect(xs[column], ys[row], xs[1] - line, ys[1] - line, round);
+        context.roundRect(x, y, xs[1] - line, ys[1] - line, round);
         context.fill();
         if (cell >= 20) {
           context.fillStyle = ink("on-tint");
-          context.fillText(String(rank), xs[column] + (xs[1] - line) / 2, ys[row] + (ys[1] - line) / 2);
+          context.fillText(String(rank), x + (xs[1] - line) / 2, y + (ys[1] - line) / 2);
         }
       }
       if (marked !== null) {
-        const [column, row] = place(marked);
+        const [x, y] = place(marked);
         context.strokeStyle = ink("ink");
         context.lineWidth = 2;
-        context.strokeRect(xs[column] - 1, ys[row] - 1, xs[1] - line + 2, ys[1] - line + 2);
+        context.strokeRect(x - 1, y - 1, xs[1] - line + 2, ys[1] - line + 2);
       }
     },
     at(x, y, width) {
       measure(width);
-      const [column, row] = [find(xs, x), find(ys, y)];
+      const block = Math.min(blocks - 1, Math.floor(x / apart));
+      const [column, row] = [find(xs, x - block * apart), block * tall + find(ys, y)];
       const rank = rankAt(column, row);
       return column < wrap && row < rows && rank < world ? rank : null;
     },
@@ -112,13 +124,13 @@ function meshPicture(strategy, { colour, lines, pick, label = "The mesh of ranks
 
 /** How the picture is to be read. */
 function meshWords(strategy) {
-  const { first, across, wrap } = arrangement(strategy.axes);
+  const { first, across, wrap, blocks, tall } = arrangement(strategy.axes);
   const said = (axes) => axes.map(([name, kind, size]) => `${name === kind ? name : `${name} (${kind})`} ${size}`).join(" × ");
   const right = said(strategy.axes.slice(first));
   const down = said(strategy.axes.slice(0, first));
   const wrapped = across > wrap ? `, ${wrap} in a row` : "";
   if (!right) return "one rank";
-  return `${right} from left to right${wrapped}${down ? `, ${down} from top to bottom` : ""}`;
+  return `${right} from left to right${wrapped}${down ? `, ${down} from top to bottom${blocks > 1 ? ` in blocks of ${tall}` : ""}` : ""}`;
 }
 
 /** A rank in words: its place on every axis. */

@@ -5,7 +5,8 @@ function groupWords(counts, what) {
   let first = 0;
   return counts.map((count) => {
     const last = first + count - 1;
-    const text = count === 1 ? `${what} ${first}` : `${what}s ${whole(first)}–${whole(last)}`;
+    const file = what === "file" && count === 1 ? (step.files[first] ?? "pieces of files") : null;
+    const text = file ? inShort(printable(file.split("/").at(-1)), 20) : count === 1 ? `${what} ${first}` : `${what}s ${whole(first)}–${whole(last)}`;
     first += count;
     return text;
   });
@@ -90,20 +91,21 @@ function flowTable(flows) {
   return h("details", null, h("summary", null, "As a table"), some(rows, ([from, to, value, chunks]) => [from, to, bytes(value), whole(chunks)], ["from", "to", "bytes", "chunks"], { most: 60, numbers: [2, 3] }));
 }
 
-/** Arrays by who decided how they are cut. */
+/** Arrays by who decided how they are cut; layers are one, though each is in a stage of its own. */
 function decisions(plan) {
   const found = new Map();
-  step.members.forEach((members, fold) => {
-    const at = members[0];
-    if (plan.kind[at] < 0 || step.alias[at] >= 0) return;
-    const key = `${plan.why[at]}\0${cutText(plan, plan.kind[at])}`;
-    if (!found.has(key)) found.set(key, { why: plan.whys[plan.why[at]], cut: cutText(plan, plan.kind[at]), folds: [], count: 0, size: 0 });
+  plan.kind.forEach((kind, at) => {
+    if (kind < 0 || step.alias[at] >= 0) return;
+    const cut = cutText(plan, kind, false);
+    const why = plan.whys[plan.why[at]].replace(/\blayer \d+/g, "its layer");
+    const key = `${why}\0${cut}`;
+    if (!found.has(key)) found.set(key, { why, cut, folds: new Set(), count: 0, size: 0 });
     const row = found.get(key);
-    row.folds.push(fold);
-    row.count += members.length;
-    row.size += sum(members.map((member) => sizes[member]));
+    row.folds.add(step.fold[at]);
+    row.count += 1;
+    row.size += sizes[at];
   });
-  return [...found.values()].sort((a, b) => b.size - a.size);
+  return [...found.values()].map((row) => ({ ...row, folds: [...row.folds].sort((a, b) => a - b) })).sort((a, b) => b.size - a.size);
 }
 
 function showReshard() {
@@ -111,7 +113,9 @@ function showReshard() {
   const { flows } = plan;
   const before = heldBytes(step, step.kind);
   const after = heldBytes(plan, plan.kind);
-  const most = Math.max(largest(before ?? []), largest(after ?? [])); // both on one scale
+  // Both on one scale, where both are to be seen then.
+  const [low, high] = [largest(before ?? []), largest(after ?? [])].sort((a, b) => a - b);
+  const most = high < 20 * low ? high : 0;
   const tintOf = (rank) => rankTint(plan.strategy, rank);
   const kept = plan.kept.filter((each, at) => each && step.alias[at] < 0);
   const keptBytes = sum(plan.kept.map((each, at) => (each ? sizes[at] : 0)));

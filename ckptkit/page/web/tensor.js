@@ -1,9 +1,12 @@
 // One array: its shape cut by ranks and chunks, what a rank holds, what cuts it, what it is like.
 
+/** The first ones of many. */
+const firstOf = (list, most = 8) => (list.length > most ? [...list.slice(0, most), "…"] : list);
+
 /** What an axis does to an array, in words. */
 function placementWords([name, , size], placement, shape) {
   const unit = placement.unit ? `, in units of ${whole(placement.unit)}` : "";
-  const blocks = placement.blocks ? `, each of its blocks ${placement.blocks.map(whole).join(" + ")} for itself` : "";
+  const blocks = placement.blocks ? `, each of its blocks ${firstOf(placement.blocks).map((block) => (typeof block === "number" ? whole(block) : block)).join(" + ")} for itself` : "";
   const words = {
     replicate: () => "each rank has all of it",
     shard: () => `cuts dim ${placement.dim} (${whole(shape[placement.dim])}) into ${size}${blocks}${unit}`,
@@ -11,7 +14,7 @@ function placementWords([name, , size], placement, shape) {
     owner: () => `only rank ${placement.coord} of the axis has it`,
     stage: () => `only stage ${placement.coord} of the pipeline has it`,
   };
-  return [`${name} ${size}`, h("code", null, placement.text), words[placement.kind]()];
+  return [`${name} ${size}`, h("code", null, inShort(placement.text, 80)), words[placement.kind]()];
 }
 
 /** The two dims that are drawn: those that are cut, else the last ones. */
@@ -201,15 +204,17 @@ function cutCard(source, number, title, why) {
     }
   }
   draw();
+  const overlaps = plane.layout.dims.some((dim) => sum(dim.pieces().map(({ intervals }) => lengthOf(intervals))) > dim.length);
   const [down, right] = plane.drawn.length === 2 ? plane.drawn : [undefined, plane.drawn[0]];
   const says = [down === undefined ? null : `dim ${down} (${whole(kind.shape[down])}) downwards`, right === undefined ? null : `dim ${right} (${whole(kind.shape[right])}) across`].filter(Boolean).join(", ");
-  const chunk = kind.chunks.shape ? `chunks of ${shapeText(kind.chunks.shape)}` : `${counted(product(kind.counts), "chunk")} between ${kind.chunks.edges ? "edges" : "many edges"}`;
+  const chunk = kind.chunks.shape ? `chunks of ${shapeText(kind.chunks.shape)}` : "of several lengths";
   const rules = strategy.axes.map((axis, at) => placementWords(axis, source.placements[kind.placements][at], kind.shape));
   return card(
     title,
     h("div", { class: "line" }, h("label", null, "rank ", rank), planes, h("span", { class: "quiet" }, `${says}${says ? "; " : ""}colours are parts, lines are chunks`)),
     box,
     told,
+    overlaps ? h("p", { class: "quiet" }, "Parts overlap: some blocks are shared by more ranks than others. Each place has the colour of the last part that has it.") : null,
     factList([["parts", whole(plane.layout.parts), `the first ${shapeText(plane.layout.part(plane.layout.firstRank).shape)}`], ["chunks", whole(product(kind.counts)), chunk]]),
     h("h2", null, "What cuts it"),
     rules.length ? table(["axis", "placement", "what it does"], rules) : h("p", { class: "quiet" }, step.strategy ? "One rank: nothing cuts it." : "Nothing is known of what cuts it."),

@@ -40,12 +40,12 @@ function matcher(words) {
 }
 
 /** How the axes cut a kind, in short: `fsdp 0 · tp 1`. */
-function cutText(source, kind) {
+function cutText(source, kind, stages = true) {
   const axes = source.strategy?.axes ?? [];
   const row = source.placements[source.kinds[kind].placements];
   const said = row.map((placement, axis) => {
     if (placement.kind === "replicate") return null;
-    const text = { shard: `dim ${placement.dim}`, strided: `dim ${placement.dim}, strided`, owner: `rank ${placement.coord}`, stage: `stage ${placement.coord}` }[placement.kind];
+    const text = { shard: `dim ${placement.dim}`, strided: `dim ${placement.dim}, strided`, owner: `rank ${placement.coord}`, stage: stages ? `stage ${placement.coord}` : "its stage" }[placement.kind];
     return `${axes[axis][0]}: ${text}`;
   });
   return said.filter(Boolean).join(" · ") || "whole";
