@@ -35,6 +35,9 @@ class Ranks(ABC):
     failure = "there is no new step"
     """What it means that a rank has failed."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
+
     def share(self, answer: Callable[[], Any]) -> Any:
         """Rank 0's answer, on every rank; only rank 0 works it out."""
         return unpack(self._tell(dumps(answer()) if self.rank == 0 else b""), "rank 0")

@@ -18,7 +18,7 @@ from ckptkit.model.layout import Layout
 from ckptkit.model.strategy import Strategy
 
 _ROWS, _COLUMNS = 8, 16  # of a mesh
-_PARTS, _BARS = 64, 64
+_PARTS, _BARS, _RANKS = 64, 64, 1 << 16
 _WIDTH, _HEIGHT = 240, 120
 _CARD = (
     "border:1px solid #8886;border-radius:4px;padding:.5em .8em;display:inline-block;"
@@ -85,7 +85,7 @@ def cut_picture(layout: Layout) -> str:
     largest.
     """
     shape = layout.shape
-    if not shape or 0 in shape:
+    if not shape or 0 in shape or layout.strategy.world_size > _RANKS:
         return ""
     ranks = list(islice(layout.distinct_ranks(), _PARTS + 1))
     cut = [bool(edges) for edges in layout.edges]

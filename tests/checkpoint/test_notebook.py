@@ -75,8 +75,13 @@ def shown(run: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 def test_a_repr_is_a_line_with_what_matters(shown: dict[str, Any]) -> None:
-    digest = ckptkit.digest(shown["7b"].location)
-    for what, thing in {**shown, "fsdp:2": Strategy.parse("fsdp:2"), "12 arrays": digest}.items():
+    more = {
+        "'fsdp:2'": Strategy.parse("fsdp:2"),
+        "of 12 arrays": ckptkit.digest(shown["7b"].location),
+        "7b', step 9, rank 0": Writer(shown["7b"].location, step=9),
+        "rank 1 of 2": ckptkit.ThreadBarrier.group(2)[1],
+    }
+    for what, thing in {**shown, **more}.items():
         assert what in repr(thing)
         assert len(repr(thing).splitlines()) == 1
         assert len(repr(thing)) < 250
@@ -138,6 +143,8 @@ def test_pictures_of_large_jobs_are_small() -> None:
         assert len(picture) < 40_000
     assert cut_picture(layout_of((0, 3), "single", ())) == ""
     assert cut_picture(layout_of((), "single", ())) == ""
+    huge = layout_of((1 << 24,), "fsdp:16777216", [parse_placement("shard(0)")])
+    assert cut_picture(huge) == ""
 
 
 class Handle:

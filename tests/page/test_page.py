@@ -117,7 +117,9 @@ def test_a_page_fits_a_phone_and_is_printed(browser: Browser, page: Path) -> Non
     browser.open(page)
     for view in ("overview", "tensors", "tensor/0", "reshard", "compare"):
         browser.run(f"go('{view}')")
-        wide = browser.run("document.documentElement.scrollWidth - innerWidth")
+        wide = browser.run(
+            "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        )
         assert wide <= 0, view
         assert browser.printed().startswith(b"%PDF-")
 

@@ -48,7 +48,7 @@ from ckptkit.foreign.readers.safetensors import CONFIG, parsed
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.format.names import MODEL, OPTIMIZER, inner_name, split
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.model.document import parse_size
+from ckptkit.model.document import counted, parse_size, size_text
 from ckptkit.storage import Options, Store, open_store
 from ckptkit.version import __version__
 
@@ -83,6 +83,10 @@ class Exported:
     """The files that an earlier run had completed."""
     tied: tuple[tuple[str, str], ...]
     """Second names of tensors that are written once, and the first ones."""
+
+    def __repr__(self) -> str:
+        what = f"{counted(self.arrays, 'array')}, {size_text(self.nbytes)}"
+        return f"Exported({self.location!r}, {what} in {counted(len(self.files), 'file')})"
 
 
 def export(  # noqa: PLR0913 — one keyword for each decision, all but one with defaults

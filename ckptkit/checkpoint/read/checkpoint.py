@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -217,20 +218,16 @@ class Checkpoint(Closing):
         what = f"{counted(len(self._places), 'array')}, {size_text(self.stored_bytes)}"
         return f"Checkpoint({self.location!r}, step {self.step}, {self.written_by}, {what})"
 
+    @uncollected()
     def _repr_html_(self) -> str:
-        names = self.names
-        kinds = [self.info(name).kind for name in names]
-        # Foreign arrays that are alike have kinds of their own.
-        alike = [
-            (k.shape, k.dtype.name, k.role, name == self.info(name).name)
-            for name, k in zip(names, kinds, strict=True)
-        ]
+        names, kinds = self.manifest.table.names, self.manifest.table.kinds
+        # Foreign arrays that are alike have kinds of their own; each is compared once.
+        alike = {id(k): (k.shape, k.dtype.name, k.role) for k in kinds}
         rows = []
-        for name, places in fold_names(names, alike):
-            info = self.info(names[places[0]])
-            nbytes = info.nbytes * len(places) if info.name == names[places[0]] else 0
-            count = f"{len(places)} x" if len(places) > 1 else ""
-            cells = (name, count, info.dtype.name, str(info.shape), info.role, size_text(nbytes))
+        for name, places in fold_names(names, [alike[id(kind)] for kind in kinds]):
+            kind, count = kinds[places[0]], f"{len(places)} x" if len(places) > 1 else ""
+            nbytes = math.prod(kind.shape) * kind.dtype.itemsize * len(places)
+            cells = (name, count, kind.dtype.name, str(kind.shape), kind.role, size_text(nbytes))
             rows.append((nbytes, cells))
         rows.sort(key=lambda row: -row[0])
         packs = counted(len(self.manifest.packs), "pack")
@@ -241,7 +238,7 @@ class Checkpoint(Closing):
             "saved": time_text(self.time) or "at no date",
             "strategy": self.written_by,
             "size": f"{size_text(self.stored_bytes)} in {packs}",
-            "arrays": f"{len(names)}, the largest of them below",
+            "arrays": f"{len(self._places)}, the largest below",
             "objects": ", ".join(item.name for item in self.manifest.objects[:_SHOWN]) or "none",
         }
         head = ("name", "", "dtype", "shape", "role", "size")

@@ -104,10 +104,8 @@ class Writer:
         self._ranks = ranks_for(self.strategy, rank, barrier)
         self._details = unpack(dumps(dict(details or {}), "details"), "details")
         self._store = store_at(location, storage_options)
-        self._overwrite = overwrite
-        self._chunk_bytes = chunk_bytes
-        self._threads = threads
-        self._progress = progress
+        self._overwrite, self._progress = overwrite, progress
+        self._chunk_bytes, self._threads = chunk_bytes, threads
         self._arrays: dict[str, Holding] = {}
         # Layers are alike: what one has found out holds for all.
         self._kinds: dict[Hashable, HeldKind] = {}
@@ -122,6 +120,9 @@ class Writer:
         """The plan of a committed pack of the same job: it is used again where it holds."""
         self._again: Sequence[npt.NDArray[Any] | None] | None = None
         self._done = False
+
+    def __repr__(self) -> str:
+        return f"Writer({str(self._store.location)!r}, step {self.step}, rank {self.rank})"
 
     def add(
         self,

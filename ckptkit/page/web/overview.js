@@ -90,7 +90,7 @@ function byLayer() {
   });
 }
 
-function spread(values, what, { labelOf = (at) => `${what} ${at}`, tinted = null, most: top = 0 } = {}) {
+function spread(values, what, { labelOf = (at) => `${what} ${at}`, tinted = null, scale = 0 } = {}) {
   const mean = sum(values) / values.length;
   const [least, most] = values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, 0]);
   return [
@@ -98,7 +98,7 @@ function spread(values, what, { labelOf = (at) => `${what} ${at}`, tinted = null
       series: [{ tint: tinted ?? (() => tint(0, 1)), values }],
       label: `Bytes of each ${what}`,
       height: 90,
-      most: top,
+      most: scale,
       lines: (at) => [labelOf(at), bytes(values[at]), `${whole(values[at])} bytes`, `${(values[at] / (mean || 1)).toFixed(2)} times the mean`],
     }),
     factList([
@@ -169,7 +169,7 @@ function timeline() {
 }
 
 function values() {
-  const rows = [...step.details.map(([name, text]) => [named(name), "", printable(text)]), ...step.objects.map(([name, how, text]) => [named(name), how === "replicated" ? "" : how.replace("_", " "), printable(text)])];
+  const rows = [...step.details.map(([name, text]) => [named(name), "", named(text)]), ...step.objects.map(([name, how, text]) => [named(name), how === "replicated" ? "" : how.replace("_", " "), named(text)])];
   if (!rows.length) return null;
   const left = step.object_count - step.objects.length;
   return card("Values", some(rows, (row) => row, ["name", "", "value"], { most: 40 }), left > 0 ? h("p", { class: "quiet" }, `and ${whole(left)} more`) : null);

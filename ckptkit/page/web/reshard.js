@@ -133,8 +133,8 @@ function showReshard() {
     h(
       "div",
       { class: "cards" },
-      before ? card("What ranks hold before", spread([...before], "rank", { tinted: (rank) => rankTint(meshOf(step.strategy), rank), most })) : null,
-      after ? card("What ranks hold after", spread([...after], "rank", { tinted: tintOf, most })) : null,
+      before ? card("What ranks hold before", spread([...before], "rank", { tinted: (rank) => rankTint(meshOf(step.strategy), rank), scale: most })) : null,
+      after ? card("What ranks hold after", spread([...after], "rank", { tinted: tintOf, scale: most })) : null,
       card("Packs that are written", spread(plan.bytes_by_rank, "pack", { labelOf: (at) => `pack of rank ${at}`, tinted: tintOf })),
       card(
         "Who decided",

@@ -1,6 +1,6 @@
 // All arrays as a tree; alike ones are one row, as `format.folds` has folded them.
 
-const tree = { words: "", order: "name", all: false, closed: new Set(), top: 0 };
+const tree = { words: "", order: "name", all: false, closed: new Set() };
 const ROWS = 400;
 
 /** The parts of a name that are levels of the tree; what is in braces is no level of its own. */
