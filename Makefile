@@ -41,7 +41,7 @@ test-long: ## set up with torch, then the tests that take minutes each, and prop
 test-frameworks: ## install DeepSpeed, Megatron and others beside, and read what they write; try plugins on newest releases
 	+@$(SET_UP) dev
 	+@$(SET_UP) frameworks
-	CKPTKIT_FRAMEWORKS=$(FRAMEWORKS)/bin/python $(PYTEST) tests/foreign/frameworks tests/plugins/test_torchtitan.py
+	CKPTKIT_FRAMEWORKS=$(FRAMEWORKS)/bin/python $(PYTEST) tests/foreign/frameworks tests/plugins/test_torchtitan.py tests/plugins/test_deepspeed.py
 	rm -rf $(NEWEST) && $(PIP) install --no-deps --target $(NEWEST) accelerate lightning torch_checkpointing torchdata transformers
 	PYTHONPATH=$(NEWEST) $(PYTEST) tests/plugins
 
@@ -73,7 +73,7 @@ $(VENV)/dev.stamp: pyproject.toml $(VENV)/venv.stamp
 	@ln -sfn ../../../schemas $(VENV)/typing/ckptkit/schemas
 	@touch $(VENV)/base.stamp $(VENV)/torch.stamp $@
 
-# DeepSpeed looks for torch when it is built. Jobs of torchtitan run ckptkit there.
+# DeepSpeed looks for torch when it is built. Jobs of it and of torchtitan run ckptkit there.
 $(VENV)/frameworks.stamp: tests/foreign/frameworks/requirements.txt $(VENV)/dev.stamp
 	rm -rf $(FRAMEWORKS) && $(BIN)/python -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/pip install '$(TORCH)' setuptools wheel ninja py-cpuinfo

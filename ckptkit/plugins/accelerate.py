@@ -8,8 +8,7 @@ that the Accelerator has prepared, what was registered with it, and the state of
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,6 +18,7 @@ from ckptkit.errors import NotFoundError, UsageError
 from ckptkit.format.leaves import dumps
 from ckptkit.live import Checkpointer, PerDataRank, Restored, load, rng_state, set_rng_state
 from ckptkit.plugins.framework import Framework
+from ckptkit.plugins.runs import opened
 
 log = logging.getLogger("ckptkit.plugins")
 
@@ -56,7 +56,7 @@ def save_state(
             value=min(taken),
             hint="choose another key",
         )
-    with _opened(checkpoints) as checkpointer:
+    with opened(checkpoints) as checkpointer:
         return checkpointer.save(step, extra={**(extra or {}), **own}, **objects)
 
 
@@ -69,7 +69,7 @@ def load_state(
     `how` is what `Checkpointer.restore` takes: `fallback=True`, `partial=True`, `skip=[…]`.
     """
     objects = _objects(accelerator)
-    with _opened(checkpoints) as checkpointer:
+    with opened(checkpoints) as checkpointer:
         restored = checkpointer.restore(step=step, **how, **objects)
         if restored is None:
             _check_nothing(checkpointer)
@@ -227,12 +227,3 @@ class _Loader:
 def _alone(values: Sequence[Any]) -> Any:
     """As a loop passes it that has one, or none."""
     return values if len(values) > 1 else next(iter(values), None)
-
-
-@contextmanager
-def _opened(checkpoints: Checkpointer | Place) -> Iterator[Checkpointer]:
-    if isinstance(checkpoints, Checkpointer):
-        yield checkpoints
-        return
-    with Checkpointer(checkpoints) as mine:
-        yield mine

@@ -424,10 +424,12 @@ def _are_cold(packs: OpenPacks, pack: npt.NDArray[np.uint32], start: I64, stop: 
     if not len(reach) or reach[-1] < _LEAST_COLD:
         return False
     found = 0
-    for place in range(_LOOKS):
-        row = int(np.searchsorted(reach, reach[-1] * (2 * place + 1) // (2 * _LOOKS)))
+    for number in range(_LOOKS):
+        place = int(reach[-1]) * (2 * number + 1) // (2 * _LOOKS)
+        row = int(np.searchsorted(reach, place, side="right"))
         with packs.use(int(pack[row])) as source:
-            found += source.is_at_hand(int(start[row]))
+            # Not where the extent begins: several of these places may lie in a long one.
+            found += source.is_at_hand(int(stop[row] - reach[row]) + place)
     return 2 * found < _LOOKS
 
 

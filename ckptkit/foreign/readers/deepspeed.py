@@ -70,7 +70,7 @@ _OTHERWISE = "load it with DeepSpeed in the job that wrote it, and save it with 
 
 
 @dataclass(slots=True)
-class _Rank:
+class _Files:
     """The files of one rank of model parallelism, by rank of data parallelism."""
 
     models: dict[int, str] = field(default_factory=dict)
@@ -79,7 +79,9 @@ class _Rank:
 
 @dataclass(slots=True)
 class _Part:
-    """What the files of one rank of model parallelism say."""
+    """What the files of one rank of model parallelism say: a stage of a pipeline, or some of each
+    tensor; mostly all there is.
+    """
 
     where: str
     models: list[dict[str, Any]]
@@ -101,27 +103,32 @@ class _Part:
 
 def read_deepspeed(folder: Folder) -> ForeignStep:
     """The checkpoint in a folder; of one of tags the one that `latest` names, or the newest."""
-    tag = _tag(folder)
+    # Which files there are, and what those of each rank of model parallelism say.
+    tag = _tag_folder(folder)
     where = folder.where(tag).rstrip("/")
-    ranks, layers = _files(folder, tag)
+    files_by_rank, layers = _files_by_rank(folder, tag)
     universal = [key for key in folder.files if key.startswith(f"{tag}{FOLDER}")]
+    is_universal = bool(universal)
     parts = [
-        _part(folder, ranks[number], is_universal=bool(universal)) for number in range(len(ranks))
+        _read_part(folder, files_by_rank[rank], is_universal=is_universal)
+        for rank in range(len(files_by_rank))
     ]
     for part in parts[1:]:
         for key in ("global_steps", "dp_world_size"):
             if len({(repr(each.tree.get(key)), each.stage) for each in (part, parts[0])}) > 1:
                 raise FormatError(f"{key} is not that of rank 0", where=part.where, hint=MIXED)
+
+    # The stages of a pipeline make a model, of which ranks of tensor parallelism have columns.
     stages, columns = degrees(parts[0].tree, len(parts), layers, where)
-    whole = (
-        read_universal(folder, tag, [_shapes(part, {}) for part in parts]) if universal else None
-    )
+    whole = None
+    if is_universal:
+        whole = read_universal(folder, tag, [_shapes(part, {}) for part in parts])
     zeros = [whole] if whole else []
     models: list[ParallelModel] = []
     for column in range(columns):
-        mine = [parts[stage * columns + column] for stage in range(stages)]
-        trees = {n: _tree(folder, key) for n, key in layers.get(column, {}).items()}
-        models.append(_model(folder, mine, trees, whole, zeros))
+        of_stages = [parts[stage * columns + column] for stage in range(stages)]
+        trees = {n: _read_tree(folder, key) for n, key in layers.get(column, {}).items()}
+        models.append(_read_stages(folder, of_stages, trees, whole, zeros))
     steps = [next((it.get("step") for it in zero.states.values()), None) for zero in zeros]
     if steps:
         same_on_all("step", steps, where)
@@ -130,14 +137,16 @@ def read_deepspeed(folder: Folder) -> ForeignStep:
         info = parts[0].tree.get("universal_checkpoint_info")
         uncut = whole.weights if whole else ()
         model = joined(models, info, uncut, [part.where for part in parts[:columns]], where)
-    files = [k for r in ranks.values() for k in (*r.models.values(), *r.optimizers.values())]
-    files += [key for by_layer in layers.values() for key in by_layer.values()]
+
+    # All of it as a step, and which files were read.
+    read = [k for r in files_by_rank.values() for k in (*r.models.values(), *r.optimizers.values())]
+    read += [key for by_layer in layers.values() for key in by_layer.values()]
     # Universal Checkpoints are for any strategy: nothing is cut.
-    sizes = {} if universal else {"pp": stages, "tp": columns}
-    return _step(folder, tag, parts, model, zeros, [*files, *universal], sizes)
+    sizes = {} if is_universal else {"pp": stages, "tp": columns}
+    return _as_step(folder, tag, parts, model, zeros, [*read, *universal], sizes)
 
 
-def _tag(folder: Folder) -> str:
+def _tag_folder(folder: Folder) -> str:
     """The folder of the tag that counts, with a slash behind it; empty where it is this one."""
     if any(_MODEL.fullmatch(key) or _OPTIMIZER.fullmatch(key) for key in folder.files):
         return ""
@@ -166,11 +175,11 @@ def _tag(folder: Folder) -> str:
     return f"{numbered[max(numbered)]}/"
 
 
-def _files(folder: Folder, tag: str) -> tuple[dict[int, _Rank], dict[int, dict[int, str]]]:
+def _files_by_rank(folder: Folder, tag: str) -> tuple[dict[int, _Files], dict[int, dict[int, str]]]:
     """The files of the checkpoint by rank of model parallelism, and those of the layers of a
     pipeline by rank of tensor parallelism; none of them is missing.
     """
-    found: dict[int, _Rank] = {}
+    found: dict[int, _Files] = {}
     layers: dict[int, dict[int, str]] = {}
     for key in folder.files:
         name = key.removeprefix(tag) if key.startswith(tag) else "/"
@@ -184,7 +193,7 @@ def _files(folder: Folder, tag: str) -> tuple[dict[int, _Rank], dict[int, dict[i
             layers.setdefault(int(match["tp"] or 0), {})[int(match["layer"])] = key
         for pattern in (_MODEL, _OPTIMIZER):
             if match := pattern.fullmatch(name):
-                rank = found.setdefault(int(match["mp"]), _Rank())
+                rank = found.setdefault(int(match["mp"]), _Files())
                 files = rank.models if pattern is _MODEL else rank.optimizers
                 dp = int(match["dp"] or 0)
                 if dp in files:
@@ -239,8 +248,8 @@ def _check_all(folder: Folder, there: Mapping[int, str], count: int, what: str =
         )
 
 
-def _part(folder: Folder, rank: _Rank, *, is_universal: bool) -> _Part:
-    models = [_tree(folder, rank.models[dp]) for dp in range(len(rank.models))]
+def _read_part(folder: Folder, rank: _Files, *, is_universal: bool) -> _Part:
+    models = [_read_tree(folder, rank.models[dp]) for dp in range(len(rank.models))]
     tree, where = models[0], folder.where(rank.models[0])
     config = tree.get("ds_config")
     said = config.get("zero_optimization") if isinstance(config, dict) else {}
@@ -255,7 +264,7 @@ def _part(folder: Folder, rank: _Rank, *, is_universal: bool) -> _Part:
         )
     world = document.integer(tree.get("dp_world_size", 1), f"{where}: dp_world_size", least=1)
     optimizers = {
-        dp: (folder.where(key), _tree(folder, key).get("optimizer_state_dict"))
+        dp: (folder.where(key), _read_tree(folder, key).get("optimizer_state_dict"))
         for dp, key in rank.optimizers.items()
     }
     own = said.get("stage", 0) if is_universal else 0
@@ -295,7 +304,7 @@ def _part(folder: Folder, rank: _Rank, *, is_universal: bool) -> _Part:
     return _Part(where, models, found, world, stage, reordered)
 
 
-def _tree(folder: Folder, key: str) -> dict[str, Any]:
+def _read_tree(folder: Folder, key: str) -> dict[str, Any]:
     found = read_file(folder, key).tree
     if not isinstance(found, dict):
         raise FormatError("not a file of DeepSpeed", where=folder.where(key))
@@ -310,7 +319,7 @@ def _shapes(part: _Part, module: Mapping[str, Any]) -> list[dict[str, tuple[int,
     return shapes_of([] if said is None and not part.optimizers else said, part.where)
 
 
-def _model(
+def _read_stages(
     folder: Folder,
     mine: Sequence[_Part],
     layers: Mapping[int, Mapping[str, Any]],
@@ -364,12 +373,15 @@ def _model(
         }
         check_copies(folder, copied, module)
     model.stages = {n: stage for n, stage in model.stages.items() if n not in several}
-    _add_rest(model, module, weights | _frozen(first), first)
+    _add_the_rest(model, module, weights | _frozen(first), first)
     return model
 
 
-def _add_rest(
-    model: ParallelModel, module: Mapping[str, Any], weights: Mapping[str, StateTensor], part: _Part
+def _add_the_rest(
+    model: ParallelModel,
+    module: Mapping[str, Any],
+    weights: Mapping[str, StateTensor],
+    part: _Part,
 ) -> None:
     """Add the tensors of the model, its weights in place of their copies."""
     tied = part.tree.get("shared_params")
@@ -409,7 +421,7 @@ def _frozen(part: _Part) -> dict[str, StateTensor]:
     return found
 
 
-def _step(
+def _as_step(
     folder: Folder,
     tag: str,
     parts: Sequence[_Part],
@@ -450,7 +462,7 @@ def _step(
     arrays: Sequence[ForeignArray] = found.arrays
     strategy = None
     if sizes:
-        strategy, arrays = _strategy(first, model, arrays, sizes)
+        strategy, arrays = _strategy_of(first, model, arrays, sizes)
     return ForeignStep(
         format="DeepSpeed",
         files={key: folder.size(key) for key in files},
@@ -465,7 +477,7 @@ def _step(
     )
 
 
-def _strategy(
+def _strategy_of(
     part: _Part, model: ParallelModel, arrays: Sequence[ForeignArray], sizes: Mapping[str, int]
 ) -> tuple[Strategy, list[ForeignArray]]:
     """What wrote the arrays, in our words, and how that cuts them. DeepSpeed's own cuts go by

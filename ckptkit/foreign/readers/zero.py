@@ -236,7 +236,7 @@ def _piece(where: str, said: Any, stage: int, world: int) -> _Piece:
             f"{world}",
             where=where,
             hint="files of other ranks are missing or too many; what cuts experts, or shards in "
-            "groups of ranks (hpZ, MiCS), is not read here",
+            "groups of ranks (MiCS), is not read here",
         )
     rows = said.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     inner = said.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")

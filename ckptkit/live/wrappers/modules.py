@@ -23,10 +23,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptkit.live.state.lines import Line, assumed, dtensor_lines, line_of, mesh_lines
+from ckptkit.live.state.lines import (
+    Line,
+    assumed,
+    dtensor_lines,
+    kind_of,
+    line_of,
+    mesh_lines,
+)
 from ckptkit.live.state.tensors import as_spread, dtype_name
 from ckptkit.live.wrappers.entries import ModelEntry, canonical_names, state_of
 from ckptkit.live.wrappers.flat import cut_before
+
+_SHARDERS = ("fsdp", "zero1", "zero2", "zero3")
 
 
 class Submodules(list[nn.Module]):
@@ -70,8 +79,13 @@ def details(submodules: Submodules, specs: Sequence[DTensorSpec]) -> dict[str, A
     for spec in specs:
         mesh = spec.device_mesh
         if mesh not in others:
+            kinds = [kind_of(name) for name in mesh.mesh_dim_names or ("",) * mesh.ndim]
             along = enumerate(mesh_lines(mesh, ("tp",) * mesh.ndim))
-            others[mesh] = [n for n, line in along if line.ranks not in fsdp and line.size > 1]
+            others[mesh] = [
+                n
+                for n, line in along
+                if line.ranks not in fsdp and line.size > 1 and kinds[n] not in _SHARDERS
+            ]
         for place in (spec.placements[n] for n in others[mesh]):
             if hasattr(place, "dim"):
                 dims[str(place.dim)] = dims.get(str(place.dim), 0) + 1

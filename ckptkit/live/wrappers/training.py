@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ckptkit.errors import InvalidNameError, UnsupportedTypeError, UsageError
 from ckptkit.format.names import matches, pattern_list
 from ckptkit.format.objects import PerDataRank, PerRank, Replicated, Split, Sum
-from ckptkit.live.state.lines import Line, line_of
+from ckptkit.live.state.lines import Line, kind_of, line_of
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.wrappers import fsdp1, modules
 from ckptkit.live.wrappers.entries import (
@@ -200,7 +200,11 @@ class Model:
                 )
             self.modules.append(module)
         self._names: list[set[str]] = []
+        # One module may be one stage, of another library's pipeline: the mesh that it comes with
+        # says so.
+        axes = self.mesh.mesh_dim_names or () if self.mesh is not None else ()
         self.is_staged = bool(self._stages) or len(self.modules) > 1
+        self.is_staged |= any(kind_of(axis) == "pp" for axis in axes)
 
     @cached_property
     def submodules(self) -> list[modules.Submodules]:

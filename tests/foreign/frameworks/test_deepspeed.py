@@ -34,6 +34,7 @@ STRATEGIES = {
     "zero2-aligned": "zero2:2",
     "zero2-fp16": "zero2:2",
     "zero3": "zero3:2",
+    "zero3-hpz": "zero3:4",
     "zero3-three": "zero3:3",
     "zero3-universal": "an unknown strategy",
     "pipe": "pp:2,zero1:2",

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "zero2-aligned": (2, "bf16", {"stage": 2, "parameter_alignment": True}),
     "zero2-fp16": (2, "fp16", {"stage": 2}),
     "zero3": (2, "bf16", {"stage": 3}),
+    "zero3-hpz": (4, "bf16", {"stage": 3, "zero_hpz_partition_size": 2}),
     "zero3-three": (3, "fp32", {"stage": 3, "groups": 2, "sub_group_size": 20}),
 }
 
@@ -345,7 +346,7 @@ def worker(rank: int, world: int, port: int, out: str, cases: list[str]) -> None
 
 
 def main(out: str) -> None:
-    jobs = [(world, [c for c, it in CASES.items() if it[0] == world]) for world in (1, 2, 3)]
+    jobs = [(world, [c for c, it in CASES.items() if it[0] == world]) for world in (1, 2, 3, 4)]
     # Their groups of ranks are global: one in a process.
     jobs += [(4, [case]) for case in ("pipe", "pipe-bf16", "tp")]
     for world, cases in jobs:
