@@ -133,7 +133,7 @@ def load_into(
     """
     started = time.perf_counter()
     look = bound(take_snapshot, world, mesh=options.mesh, rules=options.rules, ranks=ranks)
-    with failing_together(ranks), _open(store, step, ranks) as checkpoint:
+    with failing_together(ranks), open_together(store, step, ranks) as checkpoint:
         # What optimizers are to keep is known from the step only.
         before = look(replace(training, optimizers=()))
         match = compare(checkpoint, training, before, ranks, options)
@@ -184,7 +184,7 @@ def load_into(
     return Restored(checkpoint.step, Extra(extra, match.data), match.report)
 
 
-def _open(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
+def open_together(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
     """Open what rank 0 finds in the store: a collective call, in the thread that trains. Even while
     others are being saved, all ranks open the same step: rank 0 reads the manifest for all.
     """
