@@ -11,7 +11,7 @@ import bisect
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -36,7 +36,7 @@ from ckptkit.format.manifest import Manifest, PackInfo
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import Strategy
 from ckptkit.storage import Source
-from ckptkit.storage.base.store import Closing
+from ckptkit.storage.base.store import LendsNothing
 
 SAVE_ID_PREFIX = "foreign-"
 # A file is read along where elements are so near each other; farther apart they are read one row
@@ -185,7 +185,7 @@ def _check_inside(entry: Gathered, sizes: Mapping[str, int], name: str) -> None:
             )
 
 
-class GatheredSource(Closing):
+class GatheredSource(LendsNothing):
     """The pack of gathered chunks, open for reading."""
 
     def __init__(
@@ -223,9 +223,6 @@ class GatheredSource(Closing):
         memory = memoryview(bytearray(length))
         self.read_into(offset, memory)
         return memory
-
-    def lend(self, offset: int, length: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        return nullcontext()
 
     def close(self) -> None:
         """Nothing is held: the files are the others' packs."""

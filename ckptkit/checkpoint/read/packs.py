@@ -21,8 +21,8 @@ from ckptkit.format.record import Record
 from ckptkit.storage import Source, Store
 from ckptkit.storage.base.store import Closing
 
-# Processes may often open 1,024 files, and one that is lent from the page cache counts twice; what
-# is beyond this is opened for each read.
+# Processes may often open 1,024 files, and one that is lent from the page cache, or read past it,
+# counts twice; what is beyond this is opened for each read.
 _KEPT_OPEN = 300
 
 
@@ -203,8 +203,13 @@ class _UncheckedPack(Closing):
         with self._sources.explaining(self._pack):
             return self._source.fetch(offset, length)
 
-    def lend(self, offset: int, length: int) -> AbstractContextManager[memoryview | None]:
-        return self._source.lend(offset, length)
+    def is_at_hand(self, offset: int) -> bool:
+        return self._source.is_at_hand(offset)
+
+    def lend(
+        self, offset: int, length: int, *, past_cache: bool = False
+    ) -> AbstractContextManager[memoryview | None]:
+        return self._source.lend(offset, length, past_cache=past_cache)
 
     def close(self) -> None:
         self._source.close()
