@@ -24,6 +24,9 @@ _PART = re.compile(
     r"[^/]*\.(pt|pth|bin|ckpt|safetensors)|(optimizer|scheduler|rng_state|random_states)[^/]*|trainer_state\.json"
 )
 
+# Beside a model, what a Trainer under FSDP has DCP write.
+_APART = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+/\.metadata")
+
 
 class Folder:
     """Files of a store by key, and reads of their metadata."""
@@ -54,8 +57,16 @@ class Folder:
         """What looks like parts of the checkpoint beside the files that are used, and why it is
         left out; nothing of one file, which is itself whatever lies beside it.
         """
-        names = set() if self.only is not None else self.files.keys() - set(used)
-        return {key: "a file that is not read" for key in sorted(names) if _PART.fullmatch(key)}
+        if self.only is not None:
+            return {}
+        left = sorted(self.files.keys() - set(used))
+        found = {key: "a file that is not read" for key in left if _PART.fullmatch(key)}
+        # Where the model is such a folder too, both are one checkpoint of DCP.
+        apart = {key.partition("/")[0] for key in self.files if _APART.fullmatch(key)}
+        if all(name.startswith("optimizer") for name in apart):
+            what = "a checkpoint of its own that is not read: name its folder"
+            found |= dict.fromkeys(sorted(apart), what)
+        return found
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         """Some metadata of a file, which is neither cut short nor larger than metadata is."""
