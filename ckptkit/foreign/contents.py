@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ckptkit.errors import FormatError
+from ckptkit.foreign.decoded import DECODED
 from ckptkit.foreign.extents import (
     Cells,
     Extent,
@@ -96,8 +97,10 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
     """
     arrays = sorted(found.arrays, key=attrgetter("name"))
     strategy = found.strategy or Strategy.of("single")
-    files = sorted(found.files)
-    number_of = {key: number for number, key in enumerate(files)}
+    sizes = {key: found.files[key] for key in sorted(found.files)}
+    if found.encoded:
+        sizes[DECODED] = sum(chunk.nbytes for chunk in found.encoded)
+    number_of = {key: number for number, key in enumerate(sizes)}
     infos: list[ArrayInfo] = []
     gathered: list[Gathered] = []
     columns: list[tuple[Any, Any, Any]] = []
@@ -116,12 +119,12 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
         for chunk, stretches in cells.gathered.items():
             nbytes = int(lengths[chunk])
             entry = Gathered(end, nbytes, array.dtype.itemsize, stretches, array.extents)
-            _check_inside(entry, found, array.name)
+            _check_inside(entry, sizes, array.name)
             gathered.append(entry)
-            pack[chunk], offset[chunk] = len(files), end
+            pack[chunk], offset[chunk] = len(sizes), end
             end += nbytes
         columns.append((pack, offset, lengths))
-    packs = [PackInfo(key, found.files[key], None) for key in files]
+    packs = [PackInfo(key, size, None) for key, size in sizes.items()]
     if gathered:
         packs.append(PackInfo(_NOWHERE, end, None))
     aliases = [Alias(name, of) for name, of in sorted(found.aliases.items())]
@@ -168,14 +171,14 @@ def _placed(array: ForeignArray, cells: Cells, number_of: dict[str, int]) -> tup
     return pack, np.array([e.offset for e in array.extents])[cells.owner] + cells.offset
 
 
-def _check_inside(entry: Gathered, found: ForeignStep, name: str) -> None:
+def _check_inside(entry: Gathered, sizes: Mapping[str, int], name: str) -> None:
     for stretch in entry.stretches:
         extent = entry.extents[stretch.extent]
         begin = extent.offset + stretch.offset
         end = begin + span_of(stretch.shape, stretch.strides) * entry.itemsize
-        if begin < 0 or end > found.files[extent.file]:
+        if begin < 0 or end > sizes[extent.file]:
             raise FormatError(
-                f"{name} reaches past the end of a file of {found.files[extent.file]} bytes",
+                f"{name} reaches past the end of a file of {sizes[extent.file]} bytes",
                 where=extent.file,
                 value=(begin, end),
                 hint="the file was cut short, or is another one; copy it again",

@@ -13,6 +13,7 @@ from ckptkit.checkpoint.places import data_prefix, described, read_manifest
 from ckptkit.checkpoint.workers import Pace
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.foreign.contents import ForeignManifest, GatheredSource
+from ckptkit.foreign.decoded import DECODED, DecodedSource
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import Manifest, PackInfo, pack_name
 from ckptkit.format.pack import END_BYTES, Entry, find_record
@@ -157,7 +158,14 @@ class ForeignFiles(OpenPacks):
     def _opened(self, pack: int) -> Source:
         if not self.is_put_together(pack):
             return super()._opened(pack)
-        return GatheredSource(self._foreign, lambda key: self.use(self._numbers[key]))
+
+        def use(key: str) -> AbstractContextManager[Source]:
+            return self.use(self._numbers[key])
+
+        if self.key(pack) == DECODED:
+            encoded = self._foreign.foreign.encoded
+            return DecodedSource(encoded, use, lambda key: described(self._store, key))
+        return GatheredSource(self._foreign, use)
 
     def _unlike(self, pack: int, size: int | None) -> CkptkitError:
         has = "is gone" if size is None else f"has {size} bytes now"
