@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -107,3 +108,18 @@ class Folder:
         for data in read:
             self.seen.update(data)
         return found
+
+
+def parsed(data: bytes, where: str) -> Any:
+    """JSON of somebody else's, of which every key is there once."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise FormatError("a key is there twice", where=where)
+        return found
+
+    try:
+        return json.loads(data, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise FormatError("not valid JSON", where=where, value=str(error)) from error

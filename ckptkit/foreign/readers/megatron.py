@@ -21,9 +21,8 @@ from ckptkit.foreign.pickles.globals import Global
 from ckptkit.foreign.pickles.interpreter import Placeholder
 from ckptkit.foreign.readers.dcp import Contents, contents_of
 from ckptkit.foreign.readers.megatron_buckets import BUCKETS, differing, placed_in
-from ckptkit.foreign.readers.torch_save import counted
 from ckptkit.foreign.spread import placed_by_writers
-from ckptkit.foreign.states import StateTensor, states_of
+from ckptkit.foreign.states import StateTensor, counted, states_of
 from ckptkit.foreign.torch_file import read_file
 from ckptkit.model import MAX_WORLD_SIZE, Axis, Box, Mesh, Shard, Stage, Strategy
 
