@@ -209,8 +209,8 @@ def _refuse_foreign(checkpoint: Checkpoint) -> None:
         raise UsageError(
             f"this is no step of ckptkit, but a checkpoint of {checkpoint.foreign.format}",
             where=checkpoint.location,
-            hint="what Megatron wrote is loaded by megatron.core.dist_checkpointing.load alone; then "
-            "save it with SaveStrategy",
+            hint="load what Megatron wrote by its own dist_checkpointing.load alone, and save it "
+            "with SaveStrategy",
         )
 
 
