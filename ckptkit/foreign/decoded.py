@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ckptkit.errors import CorruptionError
 from ckptkit.foreign.folder import Folder
 from ckptkit.storage import Source
-from ckptkit.storage.base.store import Closing
+from ckptkit.storage.base.store import LendsNothing
 
 DECODED = ".decoded"
 _KEPT_BYTES = 64 << 20
@@ -130,7 +130,7 @@ def _frame_bytes(data: bytes) -> tuple[int | None, int]:
     return said if width else None, bound
 
 
-class DecodedSource(Closing):
+class DecodedSource(LendsNothing):
     """The file of decoded chunks, one after the other, open for reading."""
 
     def __init__(
@@ -164,9 +164,6 @@ class DecodedSource(Closing):
         memory = memoryview(bytearray(length))
         self.read_into(offset, memory)
         return memory
-
-    def lend(self, offset: int, length: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        return nullcontext()
 
     def close(self) -> None:
         """No file is held: those are the others' packs."""

@@ -209,8 +209,8 @@ def _refuse_foreign(checkpoint: Checkpoint) -> None:
         raise UsageError(
             f"this is no step of ckptkit, but a checkpoint of {checkpoint.foreign.format}",
             where=checkpoint.location,
-            hint="a folder of Megatron is loaded without sharded_strategy=; weights of others are "
-            "after `ckpt import` (--names llama-megatron for those of Hugging Face)",
+            hint="load what Megatron wrote by its own dist_checkpointing.load alone, and save it "
+            "with SaveStrategy",
         )
 
 
