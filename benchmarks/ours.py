@@ -31,7 +31,7 @@ class Ckptkit:
                 for name, array in self.part.arrays.items()
                 for box in step[name].part(self.part.rank).boxes
             ]
-            step.read_many(wanted, verify=self.verify)
+            step.read_many(wanted, verify=self.verify, alone=True)
 
 
 def add_and_commit(

@@ -21,7 +21,6 @@ from contextlib import ExitStack, chdir, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -39,7 +38,6 @@ from ckptkit.live import Checkpointer
 from ckptkit.parallel import as_distributed, init, run_in_memory
 from tests.cli.programs import ckpt, process
 from tests.live.pool import Pool
-from tests.orbax_stand_in import orbax_with
 from tests.plugins.page import run_sections
 from tests.servers.s3_server import Bucket
 
@@ -257,23 +255,16 @@ def run_in_place(page: str) -> Callable[[Pool], None]:
     return run_it
 
 
-def run_migration(_: Pool) -> None:
-    with patch.dict(sys.modules, orbax_with({"params.w": np.ones((3, 4)), "step": np.array(7)})):
-        run("migration.md", training(Network()))
-    assert ckpt("show", "runs/jax").output.count("(3, 4)") == 1
-
-
 PROGRAMS: dict[str, Callable[[Pool], None]] = {
     "README.md": run_readme,
     "activations.md": run_activations,
     "communication.md": run_communication,
     "frameworks.md": lambda gloo: run_sections(PAGES["frameworks.md"], gloo),
     "from-dcp.md": run_from_dcp,
-    "migration.md": run_migration,
     "optimizers.md": run_optimizers,
     "python.md": run_python,
     "state.md": run_state,
-    **{page: run_in_place(page) for page in ("resharding.md", "storage.md")},
+    **{page: run_in_place(page) for page in ("migration.md", "resharding.md", "storage.md")},
     "strategies.md": run_strategies,
     "training.md": run_training,
 }

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import TypeVar
 
 from ckptkit.storage import Abilities, Store
+from ckptkit.storage.base.disk import DEVICE_BYTES
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -31,6 +32,8 @@ _COPIES = 2
 _LEAST_REQUEST = 1 << 20
 # Above that, many requests at a time are worth more than larger ones.
 _GOOD_REQUEST = 8 << 20
+# A device reads so much in the time of a request.
+_GAP_ON_DEVICE = 128 << 10
 
 Progress = Callable[[int], None]
 """Called, from any thread, with the number of bytes done since the last call."""
@@ -213,6 +216,16 @@ class Pace:
             return cls(requests, can.request_bytes, can.gap_bytes, waits_for_answers=False)
         whole = cls(at_once(can), can.request_bytes, can.gap_bytes, waits_for_answers=True)
         return whole if memory is None else whole.within(memory)
+
+    def past_cache(self) -> Pace:
+        """How a device is read past the page cache: as a server is, by few large requests."""
+        return replace(
+            self,
+            requests=max(self.requests, DEFAULT_THREADS),
+            request_bytes=DEVICE_BYTES,
+            gap_bytes=_GAP_ON_DEVICE,
+            waits_for_answers=True,
+        )
 
     @property
     def nbytes(self) -> int:

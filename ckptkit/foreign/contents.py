@@ -11,7 +11,7 @@ import bisect
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ckptkit.errors import FormatError
+from ckptkit.foreign.decoded import DECODED
 from ckptkit.foreign.extents import (
     Cells,
     Extent,
@@ -35,7 +36,7 @@ from ckptkit.format.manifest import Manifest, PackInfo
 from ckptkit.format.record import SaveInfo
 from ckptkit.model import Strategy
 from ckptkit.storage import Source
-from ckptkit.storage.base.store import Closing
+from ckptkit.storage.base.store import LendsNothing
 
 SAVE_ID_PREFIX = "foreign-"
 # A file is read along where elements are so near each other; farther apart they are read one row
@@ -96,8 +97,10 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
     """
     arrays = sorted(found.arrays, key=attrgetter("name"))
     strategy = found.strategy or Strategy.of("single")
-    files = sorted(found.files)
-    number_of = {key: number for number, key in enumerate(files)}
+    sizes = {key: found.files[key] for key in sorted(found.files)}
+    if found.encoded:
+        sizes[DECODED] = sum(chunk.nbytes for chunk in found.encoded)
+    number_of = {key: number for number, key in enumerate(sizes)}
     infos: list[ArrayInfo] = []
     gathered: list[Gathered] = []
     columns: list[tuple[Any, Any, Any]] = []
@@ -116,12 +119,12 @@ def manifest_of(found: ForeignStep, fingerprint: bytes) -> ForeignManifest:
         for chunk, stretches in cells.gathered.items():
             nbytes = int(lengths[chunk])
             entry = Gathered(end, nbytes, array.dtype.itemsize, stretches, array.extents)
-            _check_inside(entry, found, array.name)
+            _check_inside(entry, sizes, array.name)
             gathered.append(entry)
-            pack[chunk], offset[chunk] = len(files), end
+            pack[chunk], offset[chunk] = len(sizes), end
             end += nbytes
         columns.append((pack, offset, lengths))
-    packs = [PackInfo(key, found.files[key], None) for key in files]
+    packs = [PackInfo(key, size, None) for key, size in sizes.items()]
     if gathered:
         packs.append(PackInfo(_NOWHERE, end, None))
     aliases = [Alias(name, of) for name, of in sorted(found.aliases.items())]
@@ -168,21 +171,21 @@ def _placed(array: ForeignArray, cells: Cells, number_of: dict[str, int]) -> tup
     return pack, np.array([e.offset for e in array.extents])[cells.owner] + cells.offset
 
 
-def _check_inside(entry: Gathered, found: ForeignStep, name: str) -> None:
+def _check_inside(entry: Gathered, sizes: Mapping[str, int], name: str) -> None:
     for stretch in entry.stretches:
         extent = entry.extents[stretch.extent]
         begin = extent.offset + stretch.offset
         end = begin + span_of(stretch.shape, stretch.strides) * entry.itemsize
-        if begin < 0 or end > found.files[extent.file]:
+        if begin < 0 or end > sizes[extent.file]:
             raise FormatError(
-                f"{name} reaches past the end of a file of {found.files[extent.file]} bytes",
+                f"{name} reaches past the end of a file of {sizes[extent.file]} bytes",
                 where=extent.file,
                 value=(begin, end),
                 hint="the file was cut short, or is another one; copy it again",
             )
 
 
-class GatheredSource(Closing):
+class GatheredSource(LendsNothing):
     """The pack of gathered chunks, open for reading."""
 
     def __init__(
@@ -220,9 +223,6 @@ class GatheredSource(Closing):
         memory = memoryview(bytearray(length))
         self.read_into(offset, memory)
         return memory
-
-    def lend(self, offset: int, length: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        return nullcontext()
 
     def close(self) -> None:
         """Nothing is held: the files are the others' packs."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.errors import FormatError
+from ckptkit.foreign.decoded import Encoded
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.model import Box, DType, Grid, Placement, Strategy
 from ckptkit.model.document import located
@@ -75,6 +76,8 @@ class ForeignStep:
     details: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """Of the model, as `config.json` has them: rules refer to them."""
+    encoded: Sequence[Encoded] = ()
+    """What lies compressed in the files. Decoded, one after the other, it is the file `DECODED`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

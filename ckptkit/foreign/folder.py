@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,9 @@ _AT_ONCE = 16
 _PART = re.compile(
     r"[^/]*\.(pt|pth|bin|ckpt|safetensors)|(optimizer|scheduler|rng_state|random_states)[^/]*|trainer_state\.json"
 )
+
+# Beside a model, what a Trainer under FSDP has DCP write.
+_APART = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+/\.metadata")
 
 
 class Folder:
@@ -53,8 +57,16 @@ class Folder:
         """What looks like parts of the checkpoint beside the files that are used, and why it is
         left out; nothing of one file, which is itself whatever lies beside it.
         """
-        names = set() if self.only is not None else self.files.keys() - set(used)
-        return {key: "a file that is not read" for key in sorted(names) if _PART.fullmatch(key)}
+        if self.only is not None:
+            return {}
+        left = sorted(self.files.keys() - set(used))
+        found = {key: "a file that is not read" for key in left if _PART.fullmatch(key)}
+        # Where the model is such a folder too, both are one checkpoint of DCP.
+        apart = {key.partition("/")[0] for key in self.files if _APART.fullmatch(key)}
+        if all(name.startswith("optimizer") for name in apart):
+            what = "a checkpoint of its own that is not read: name its folder"
+            found |= dict.fromkeys(sorted(apart), what)
+        return found
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         """Some metadata of a file, which is neither cut short nor larger than metadata is."""
@@ -107,3 +119,18 @@ class Folder:
         for data in read:
             self.seen.update(data)
         return found
+
+
+def parsed(data: bytes, where: str) -> Any:
+    """JSON of somebody else's, of which every key is there once."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise FormatError("a key is there twice", where=where)
+        return found
+
+    try:
+        return json.loads(data, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise FormatError("not valid JSON", where=where, value=str(error)) from error

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import permutations
 from typing import Any
 
 from ckptkit.errors import CkptkitError, FormatError
@@ -18,9 +19,11 @@ from ckptkit.model import (
     Axis,
     Box,
     Mesh,
+    Owner,
     Placement,
     Replicate,
     Shard,
+    Stage,
     Strategy,
     Strided,
     document,
@@ -268,3 +271,57 @@ def _rows_of(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> int | None:
     fits = all(p.offset[0] == rows * number for number, p in enumerate(pieces))
     fits = fits and all(p.shape[0] == min(rows, shape[0] - p.offset[0]) for p in pieces)
     return rows if fits else None
+
+
+def by_places(places: Sequence[Mapping[str, tuple[int, int]]]) -> Strategy | None:
+    """The strategy of ranks that each say where they are along some axes, and how long those are,
+    whatever order of the axes has numbered the ranks; None where none has.
+    """
+    sizes = {name: size for name, (_, size) in places[0].items() if size > 1}
+    if math.prod(sizes.values()) != len(places):
+        return None
+    for order in permutations(sizes):
+        axes = (Axis(n, n if n in ("pp", "tp", "ep") else "ddp", sizes[n]) for n in order)
+        mesh = Mesh(tuple(axes))
+        told = [tuple(place[name][0] for name in order) for place in places]
+        if told == [mesh.coords(rank) for rank in range(len(places))]:
+            return Strategy(mesh)
+    return None
+
+
+def placed_by_writers(
+    arrays: Sequence[ForeignArray], strategy: Strategy, rank_of: Callable[[str], int]
+) -> list[ForeignArray]:
+    """The arrays with their placements, as far as their boxes tell them, and who has written these:
+    any of the ranks of data parallelism may have. `rank_of` says it of the file of an extent.
+    """
+    mesh = strategy.mesh
+    found: list[ForeignArray] = []
+    for array in arrays:
+        coords = {mesh.coords(rank_of(extent.file)) for extent in array.extents}
+        boxes = frozenset(extent.box for extent in array.extents)
+        row: list[Placement] = []
+        for number, axis in enumerate(mesh.axes):
+            there = {each[number] for each in coords}
+            is_expert = axis.kind == "ep" and ".experts." in array.name
+            if axis.kind == "tp" and not array.is_flat:
+                row.append(_cut(array.shape, boxes, axis.size))
+            elif len(there) == 1 and (axis.kind == "pp" or is_expert):
+                row.append(Owner(*there) if is_expert else Stage(*there))
+            else:
+                row.append(Replicate())
+        found.append(replace(array, placements=tuple(row)))
+    return found
+
+
+@cache
+def _cut(shape: tuple[int, ...], boxes: frozenset[Box], size: int) -> Placement:
+    """The cut into so many parts that gives these boxes; of gated layers it cuts each half."""
+    cuts: list[Placement] = [Shard(dim) for dim in range(len(shape))]
+    if shape and shape[0] and not shape[0] % 2:
+        cuts.append(Shard(0, blocks=(shape[0] // 2,) * 2))
+    for cut in cuts:
+        layout = layout_of(shape, Strategy.of(f"tp:{size}"), (cut,))
+        if boxes == {box for rank in range(size) for box in layout.part(rank).boxes}:
+            return cut
+    return Replicate()

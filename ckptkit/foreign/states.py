@@ -318,6 +318,15 @@ def _of_parameter(path: str, known: Container[str]) -> tuple[str, list[str]]:
     return ".".join(nodes[:-1]), nodes[-1:]
 
 
+def counted(tree: Mapping[Any, Any]) -> int:
+    """The number of the step, where the file says it."""
+    for key in ("global_step", "step", "iteration"):
+        value = tree.get(key)
+        if type(value) is int and 0 <= value < 1 << 53:
+            return value
+    return 0
+
+
 def put(tree: dict[Any, Any], path: Sequence[str | int], value: Any, name: str) -> None:
     """Put a value where its path says in a tree of dictionaries."""
     node = tree

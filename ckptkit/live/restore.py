@@ -47,6 +47,7 @@ from ckptkit.live.state.ranks import (
     current_world,
     group_along,
     next_name,
+    ranks_here,
     ranks_of,
     wire,
 )
@@ -132,7 +133,7 @@ def load_into(
     """
     started = time.perf_counter()
     look = bound(take_snapshot, world, mesh=options.mesh, rules=options.rules, ranks=ranks)
-    with failing_together(ranks), _open(store, step, ranks) as checkpoint:
+    with failing_together(ranks), open_together(store, step, ranks) as checkpoint:
         # What optimizers are to keep is known from the step only.
         before = look(replace(training, optimizers=()))
         match = compare(checkpoint, training, before, ranks, options)
@@ -155,10 +156,11 @@ def load_into(
             threads=threads,
             progress=options.progress,
         )
-        rest = fillings
+        topology, rest = snapshot.topology, fillings
         if options.read_once and world.size > 1:
-            rest = fill_once(checkpoint, snapshot.topology, fillings, ranks, read)
-        fill(snapshot.topology, rest, read)
+            rest = fill_once(checkpoint, topology, rest, ranks, bound(read, alone=True))
+        for alone, some in _told_apart(topology, rest, ranks_here(world)).items():
+            fill(topology, some, bound(read, alone=alone))
         # Some wrappers take over in a collective, which one that failed would not come to.
         ranks.wait()
         hand_over(training, snapshot, match.values, match.optimizers.documents)
@@ -182,7 +184,7 @@ def load_into(
     return Restored(checkpoint.step, Extra(extra, match.data), match.report)
 
 
-def _open(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
+def open_together(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
     """Open what rank 0 finds in the store: a collective call, in the thread that trains. Even while
     others are being saved, all ranks open the same step: rank 0 reads the manifest for all.
     """
@@ -255,6 +257,32 @@ def fill(topology: Topology, fillings: Sequence[Filling], read: ReadMany) -> Non
                 held.local.copy_(there)
 
 
+def _repeating(topology: Topology, held: LiveTensor) -> Axes:
+    """The axes along which ranks hold the same of a tensor."""
+    return tuple(
+        number
+        for number, axis in enumerate(topology.strategy.mesh.axes)
+        if axis.size > 1 and isinstance(held.placements.get(axis.name, Replicate()), Replicate)
+    )
+
+
+def _told_apart(
+    topology: Topology, fillings: Sequence[Filling], here: int
+) -> dict[bool, list[Filling]]:
+    """Under True what this rank is alone to need on its machine, which has so many ranks. They
+    follow each other, so what is repeated at a larger distance is repeated on other machines.
+    """
+    sizes = topology.strategy.mesh.sizes
+    found: dict[bool, list[Filling]] = {}
+    known: dict[int, bool] = {}  # layers are alike
+    for held, array in fillings:
+        if (kind := id(held.placements)) not in known:
+            axes = _repeating(topology, held)
+            known[kind] = all(math.prod(sizes[axis + 1 :]) >= here for axis in axes)
+        found.setdefault(known[kind], []).append((held, array))
+    return found
+
+
 def _boxes(topology: Topology, held: LiveTensor) -> list[tuple[Box, tuple[Any, ...]]]:
     """The boxes of a tensor that this rank holds, and where each is in its memory: an index with an
     ellipsis, so that it also gives a view of what has no dims.
@@ -270,9 +298,6 @@ def _boxes(topology: Topology, held: LiveTensor) -> list[tuple[Box, tuple[Any, .
         )
     places = [here for _, here in indices(part, held.shape)]
     return [(box, (*place, ...)) for box, place in zip(part.boxes, places, strict=True)]
-
-
-# What several ranks need alike, read by one of them and given to the others by broadcasts.
 
 
 def fill_once(
@@ -291,12 +316,7 @@ def fill_once(
     mesh = topology.strategy.mesh
     by_axes: dict[Axes, list[Filling]] = {}
     for held, array in fillings:
-        repeating = tuple(
-            number
-            for number, axis in enumerate(mesh.axes)
-            if axis.size > 1 and isinstance(held.placements.get(axis.name, Replicate()), Replicate)
-        )
-        by_axes.setdefault(repeating, []).append((held, array))
+        by_axes.setdefault(_repeating(topology, held), []).append((held, array))
     alone = by_axes.pop((), [])
     plans = {axes: _shares(checkpoint, topology, each) for axes, each in by_axes.items()}
     agreed = _agreed(ranks, topology, plans)

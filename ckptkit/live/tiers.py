@@ -324,6 +324,9 @@ def _settle_all() -> None:
         background.end()
 
 
+# A process that is copied has none of the threads: it would wait for them when it ends.
+os.register_at_fork(after_in_child=_unsettled.clear)
+
 # Before the thread pools' own end, which was registered earlier, when concurrent.futures was
 # loaded: they take no more work after it. A thread that is merely no daemon is joined too late.
 threading._register_atexit(_settle_all)  # type: ignore[attr-defined]

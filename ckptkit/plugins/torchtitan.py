@@ -194,6 +194,11 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
                     "a training ends with its weights alone, unless --checkpoint.no-"
                     "last_save_model_only: --checkpoint.load_step goes on with a step before"
                 )
+            else:
+                error.hint = (
+                    "these are steps of another model, or of other settings: choose another "
+                    "--checkpoint.folder"
+                )
             raise
         return restored is not None or self._load_initial()
 
@@ -219,7 +224,14 @@ class CheckpointManager(TORCHTITAN.private(_base, "BaseCheckpointManager")):  # 
                     where="checkpoint.initial_load_in_hf",
                 )
             named = self._adapter.to_hf(self._weights())
-            load(path, storage_options=self._storage, model=_as_module(named))
+            try:
+                load(path, storage_options=self._storage, model=_as_module(named))
+            except StateMismatchError as error:
+                error.hint = (
+                    "are these the names of Hugging Face? Steps of torchtitan, or of ckptkit, are "
+                    "begun with without --checkpoint.initial_load_in_hf"
+                )
+                raise
             self._wrapped.load_state_dict(self._adapter.from_hf(named))
         elif config.initial_load_model_only:
             load(path, storage_options=self._storage, model=self._model)

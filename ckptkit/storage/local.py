@@ -289,6 +289,7 @@ class LocalSource(Closing):
         self.size = status.st_size
         self._cached = CachedFile(self._file.fileno(), status)
         self.lend = self._cached.lend
+        self.is_at_hand = self._cached.has
 
     def read_into(self, offset: int, *buffers: memoryview) -> None:
         if len(buffers) == 1 and offset >= 0:

@@ -198,7 +198,16 @@ class MemorySource(Closing):
         checked_range(self._where, self.size, offset, length)
         return self._data[offset : offset + length]
 
-    def lend(self, offset: int, length: int) -> AbstractContextManager[memoryview]:
+    def is_at_hand(self, offset: int) -> bool:  # noqa: ARG002
+        return True
+
+    def lend(
+        self,
+        offset: int,
+        length: int,
+        *,
+        past_cache: bool = False,  # noqa: ARG002
+    ) -> AbstractContextManager[memoryview]:
         return nullcontext(self.fetch(offset, length))
 
     def close(self) -> None:

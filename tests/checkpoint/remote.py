@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from ckptkit.storage import Abilities, MemoryStore, Sink, Store
-from ckptkit.storage.base.store import Closing, Entries
+from ckptkit.storage.base.store import Entries, LendsNothing
 from tests.storage.counting import CountingStore
 
 MIB = 1 << 20
@@ -96,7 +95,7 @@ class RemoteStore(CountingStore):
 
 
 @dataclass(slots=True)
-class Unasked(Closing):
+class Unasked(LendsNothing):
     """A source of a `RemoteStore`."""
 
     store: RemoteStore
@@ -112,9 +111,6 @@ class Unasked(Closing):
         buffer = memoryview(bytearray(length))
         self.store.fetch(self.key, offset, buffer)
         return buffer
-
-    def lend(self, offset: int, length: int) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def close(self) -> None:
         pass

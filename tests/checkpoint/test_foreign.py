@@ -26,13 +26,13 @@ FOLDERS = {
     "mp_rank_00 mp_rank_01": "a Megatron checkpoint of a file for each rank",
     "iter_0000100 latest_checkpointed_iteration.txt": "checkpoints of Megatron",
     "zarr.json model": "a plain Zarr folder",
+}
+READ = {
     # A step, an item in it with arrays of Zarr in a database or as files, and a step of version 1.
     "_CHECKPOINT_METADATA commit_success.txt default": "a checkpoint of Orbax",
     "_METADATA _sharding array_metadatas d manifest.ocdbt ocdbt.process_0": "a checkpoint of Orbax",
     "_METADATA _sharding params.dense.bias params.dense.kernel": "a checkpoint of Orbax",
     "orbax.checkpoint commit_success.txt state": "a checkpoint of Orbax",
-}
-READ = {
     "global_step100 latest zero_to_fp32.py": "a DeepSpeed checkpoint",
     "metadata.json .metadata __0_0.distcp": "a Megatron checkpoint (torch_dist)",
     ".snapshot_metadata replicated": "a snapshot of torchsnapshot",

@@ -299,3 +299,13 @@ def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.safetensors" / "x").write_bytes(b"x")
     with pytest.raises(FormatError, match="no tensor is in"):
         ckptkit.open(tmp_path)
+
+
+def test_an_optimizer_in_a_folder_beside_a_model_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"w": random(0, (2, 3))})
+    for folder in ("optimizer_0", "logs"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / ".metadata").touch()
+    with ckptkit.open(tmp_path) as checkpoint:
+        left_out = checkpoint.details["left_out"]
+    assert left_out == {"optimizer_0": "a checkpoint of its own that is not read: name its folder"}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
+import warnings
 
 import pytest
 
@@ -47,6 +49,28 @@ def test_without_a_thread_to_be_had_the_work_is_done_at_once(
         background.run(lambda number=number: done.append(number), "step 1")  # type: ignore[misc]
     background.wait()
     assert done == [0, 1]
+
+
+def test_a_process_that_is_copied_meanwhile_ends_by_itself() -> None:
+    """As workers of data loaders do: the thread is in the first process alone."""
+    goes_on = threading.Event()
+
+    def work() -> None:
+        goes_on.wait()
+
+    background = Background()
+    background.run(work, "step 1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of copies beside threads
+        copied = multiprocessing.get_context("fork").Process(target=len, args=("",))
+        copied.start()
+    copied.join(20)
+    try:
+        assert copied.exitcode == 0
+    finally:
+        copied.kill()
+        goes_on.set()
+        background.wait()
 
 
 def failing(number: int) -> None:

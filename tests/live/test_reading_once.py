@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptkit
 from ckptkit.checkpoint.places import MANIFEST
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError
 from ckptkit.live import Checkpointer, load, restore, save
 from ckptkit.storage import open_store
@@ -86,6 +87,44 @@ def test_what_is_read_once_is_the_same_bit_for_bit(gloo: Pool, tmp_path: Path, l
     found = gloo.run(LAYOUTS[layout].ranks, load_counting, layout, str(tmp_path), whole)
     assert [wrong for wrong, _ in found] == [[]] * len(found)
     assert sum(manifests for _, manifests in found) == 4  # of four loads
+
+
+def load_noting(layout: str, location: str, ranks_here: int, once: bool) -> dict[str, int]:
+    """How many arrays this rank reads alone, and how many it says that others read."""
+    job = build(layout, seed=9)
+    job.train([5])
+    found = {"alone": 0, "others too": 0}
+    read_many = Checkpoint.read_many
+
+    def noting(self: Checkpoint, wanted: Any, *, alone: bool = False, **options: Any) -> None:
+        found["alone" if alone else "others too"] += len({name for name, _, _ in wanted})
+        read_many(self, wanted, alone=alone, **options)
+
+    with (
+        patch.object(Checkpoint, "read_many", noting),
+        patch.object(restore, "ranks_here", lambda _: ranks_here),
+    ):
+        load(location, model=job.model, optimizer=job.optimizer, read_once=once)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks_here", "once", "is_alone"),
+    [
+        ("fsdp2:2", 2, False, True),
+        ("ddp:2", 2, False, False),
+        ("ddp:2", 2, True, True),
+        ("hsdp:2x2", 2, False, True),
+    ],
+)
+def test_who_shares_a_machine_says_whether_it_reads_alone(
+    gloo: Pool, tmp_path: Path, layout: str, ranks_here: int, once: bool, is_alone: bool
+) -> None:
+    count = LAYOUTS[layout].ranks
+    saved(gloo, layout, tmp_path)
+    for found in gloo.run(count, load_noting, layout, str(tmp_path), ranks_here, once):
+        assert (found["alone"] > found["others too"]) == is_alone
+        assert is_alone or not found["alone"]
 
 
 WIDE, PIECE = 700, 1 << 18

@@ -170,6 +170,7 @@ SECTIONS: dict[str, Callable[[list[str], Pool], None]] = {
     "Data loaders at another size": loaders,
     "DeepSpeed": read_only,
     "Lightning": lightning,
+    "Megatron-Core": read_only,
     "torch.distributed.checkpoint": dcp,
     "torch_checkpointing": torch_checkpointing,
     "The Trainer of transformers": transformers_trainer,

@@ -113,6 +113,17 @@ def test_a_training_begins_with_what_torchtitan_and_hugging_face_have(
     assert fresh[1] == losses[4], said
 
 
+def test_steps_that_do_not_fit_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    train(tmp_path / "run", 3)
+    refused, said = train(tmp_path / "run", 6, layers=1)
+    assert not refused
+    assert "choose another --checkpoint.folder" in said
+    begun = {"initial_load_path": str(tmp_path / "run" / "checkpoint"), "initial_load_in_hf": True}
+    refused, said = train(tmp_path / "hf", 3, checkpoint=begun)
+    assert not refused
+    assert "begun with without --checkpoint.initial_load_in_hf" in said
+
+
 def test_the_program_of_the_page_builds_this_manager() -> None:
     page = (ROOT / "docs" / "frameworks.md").read_text().partition("\n## torchtitan\n")[2]
     program = page.partition("```python\n")[2].partition("```")[0]

@@ -109,7 +109,7 @@ def run(task: dict[str, Any]) -> None:
     config = llama3_debugmodel()
     config.tokenizer = Words.Config()
     config.dataloader = Loader.Config(start=task.get("start", 0))
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    config.model_spec.model.layers = config.model_spec.model.layers[: task.get("layers", 2)]
     config.optimizer.implementation = "foreach"
     config.lr_scheduler.total_steps = 6
     config.dump_folder = task["folder"]

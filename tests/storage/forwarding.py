@@ -5,11 +5,11 @@ operation: of the store, and of what was opened or created on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 from ckptkit.storage import Abilities, Address, Location, Sink, Source, Store
-from ckptkit.storage.base.store import Closing, Entries, Names
+from ckptkit.storage.base.store import Entries, LendsNothing, Names
 
 T = TypeVar("T")
 
@@ -102,7 +102,9 @@ class ForwardingStore:
         self.pass_on("delete", lambda: self._store.delete(keys))
 
 
-class _Source(Closing):
+class _Source(LendsNothing):
+    """It lends nothing, so that all is asked for that is not in a cache."""
+
     def __init__(self, through: ForwardingStore, source: Source) -> None:
         self._through = through
         self._source = source
@@ -119,10 +121,6 @@ class _Source(Closing):
 
     def fetch(self, offset: int, length: int) -> memoryview:
         return self._through.pass_on("read_into", lambda: self._source.fetch(offset, length))
-
-    def lend(self, offset: int, length: int) -> AbstractContextManager[None]:
-        """Nothing, so that all is asked for that is not in a cache."""
-        return nullcontext()
 
     def close(self) -> None:
         self._source.close()

@@ -1,16 +1,20 @@
-"""Bytes that a file lends from the page cache: only while nobody can cut the file."""
+"""Bytes that a file lends: from the page cache only while nobody can cut it, or read past it."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptkit.errors import CorruptionError
 from ckptkit.storage import LocalStore
+from ckptkit.storage.base.buffers import PAGE, address_of, default_pool
 from ckptkit.storage.local import LocalSource
 
 MB = 1 << 20
@@ -98,14 +102,112 @@ def test_a_file_that_was_cut_lends_nothing_beyond_its_end(
 
 
 def test_what_is_not_in_the_cache_is_not_lent(path: Path, source: LocalSource) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    forgotten(path)
     with source.lend(4 * MB, MB) as memory:
         assert memory is None
     buffer = bytearray(MB)
     source.read_into(4 * MB, memoryview(buffer))
     assert buffer == DATA[4 * MB : 5 * MB]
+
+
+def forgotten(path: Path) -> None:
+    """The system has nothing of the file in memory."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_who_asks_again_is_told_that_it_is_at_hand(path: Path, source: LocalSource) -> None:
+    assert all(source.is_at_hand(place) for place in (0, 4 * MB, len(DATA) - 1))
+    forgotten(path)
+    for place in (0, 4 * MB, len(DATA) - 1):
+        assert not source.is_at_hand(place)
+        assert source.is_at_hand(place)
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [(0, 0), (0, 1), (0, len(DATA)), (4095, 2), (4096, 4096), (12_345, 3 * MB + 7), (len(DATA), 0)],
+)
+def test_what_is_read_past_the_cache_is_what_the_file_has(
+    path: Path, source: LocalSource, offset: int, length: int
+) -> None:
+    forgotten(path)
+    for _ in range(2):
+        with source.lend(offset, length, past_cache=True) as memory:
+            assert memory == DATA[offset : offset + length]
+            del memory
+    assert not source.is_at_hand(2 * MB), "it does not go through the cache"
+
+
+def test_what_was_just_written_is_read_past_the_cache(path: Path, source: LocalSource) -> None:
+    with path.open("r+b") as file:
+        file.seek(MB)
+        file.write(b"anew")
+        file.flush()
+        with source.lend(MB - 1, 6, past_cache=True) as memory:
+            assert memory is not None
+            assert bytes(memory) == b"".join([DATA[MB - 1 : MB], b"anew", DATA[MB + 4 : MB + 5]])
+            del memory
+
+
+def test_memory_to_read_into_past_the_cache_is_used_again(source: LocalSource) -> None:
+    pool, found = default_pool(), set()
+    pool.clear()
+    for offset in (0, 5000, MB):
+        with source.lend(offset, 4 * MB, past_cache=True) as memory:
+            assert memory is not None
+            found.add(address_of(memory) // PAGE)
+            del memory
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("left", [0, 100, MB, 2 * MB - 1])
+def test_a_file_that_was_cut_gives_nothing_past_the_cache(
+    path: Path, source: LocalSource, left: int
+) -> None:
+    os.truncate(path, left)
+    for offset, length in ((MB, MB), (len(DATA) - 1, 2)):
+        with source.lend(offset, length, past_cache=True) as memory:
+            assert memory is None
+    with pytest.raises(CorruptionError, match=f"ends at byte {max(left, MB)}"):
+        source.fetch(MB, MB)
+
+
+@pytest.mark.parametrize("refused", ["open", "preadv"])
+def test_where_the_system_refuses_nothing_is_lent(
+    source: LocalSource, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    plain: Any = getattr(os, refused)
+
+    def refuse(*args: Any) -> Any:
+        flags = args[1] if refused == "open" else fcntl.fcntl(args[0], fcntl.F_GETFL)
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return plain(*args)
+
+    monkeypatch.setattr(os, refused, refuse)
+    for _ in range(2):
+        with source.lend(12_345, MB, past_cache=True) as memory:
+            assert memory is None
+    assert source.fetch(12_345, MB) == DATA[12_345 : 12_345 + MB]
+
+
+def test_a_device_that_gives_less_at_a_time_is_asked_again(
+    source: LocalSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: plain(file, [into[0][:8192]], at))
+    with source.lend(12_345, 100_000, past_cache=True) as memory:
+        assert memory == DATA[12_345:112_345]
+        del memory
+
+
+def test_a_file_in_memory_is_at_hand() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        (Path(folder) / "a").write_bytes(DATA)
+        with LocalStore(folder).open("a") as source:
+            assert source.is_at_hand(0)
 
 
 def test_what_was_lent_is_no_memory_of_the_process(source: LocalSource) -> None:

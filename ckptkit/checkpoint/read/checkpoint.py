@@ -295,6 +295,7 @@ class Checkpoint(Closing):
         threads: int | None = None,
         progress: Progress | None = None,
         pace: Pace | None = None,
+        alone: bool = False,
     ) -> None:
         """Fill many arrays at once: (name, box, memory of the box's shape and the array's
         dtype).
@@ -303,6 +304,9 @@ class Checkpoint(Closing):
         was compared with its checksum (foreign checkpoints have none); without, only the bytes
         needed are read, unchecked. What is in the memory after an error is undefined. `pace` says
         how much is asked of the store at a time: without, what it likes best.
+
+        `alone` says that no other process of this machine reads the same bytes. Large reads of
+        files that the page cache does not have go past it then, which is faster, the first time.
         """
         checked: list[Wanted] = []
         kinds, fitting = self.manifest.table.kinds, set[tuple[Any, ...]]()
@@ -327,7 +331,8 @@ class Checkpoint(Closing):
         pace = pace or self.packs.pace
         if threads:
             pace = replace(pace, requests=threads)
-        plan_read(self.packs, checked, pace, verify=verify, progress=progress).run()
+        plan = plan_read(self.packs, checked, pace, verify=verify, progress=progress, alone=alone)
+        plan.run()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Opened again where it arrives: handles do not travel.

@@ -13,6 +13,7 @@ from ckptkit.checkpoint.places import data_prefix, described, read_manifest
 from ckptkit.checkpoint.workers import Pace
 from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundError
 from ckptkit.foreign.contents import ForeignManifest, GatheredSource
+from ckptkit.foreign.decoded import DECODED, DecodedSource
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.manifest import Manifest, PackInfo, pack_name
 from ckptkit.format.pack import END_BYTES, Entry, find_record
@@ -20,8 +21,8 @@ from ckptkit.format.record import Record
 from ckptkit.storage import Source, Store
 from ckptkit.storage.base.store import Closing
 
-# Processes may often open 1,024 files, and one that is lent from the page cache counts twice; what
-# is beyond this is opened for each read.
+# Processes may often open 1,024 files, and one that is lent from the page cache, or read past it,
+# counts twice; what is beyond this is opened for each read.
 _KEPT_OPEN = 300
 
 
@@ -157,7 +158,14 @@ class ForeignFiles(OpenPacks):
     def _opened(self, pack: int) -> Source:
         if not self.is_put_together(pack):
             return super()._opened(pack)
-        return GatheredSource(self._foreign, lambda key: self.use(self._numbers[key]))
+
+        def use(key: str) -> AbstractContextManager[Source]:
+            return self.use(self._numbers[key])
+
+        if self.key(pack) == DECODED:
+            encoded = self._foreign.foreign.encoded
+            return DecodedSource(encoded, use, lambda key: described(self._store, key))
+        return GatheredSource(self._foreign, use)
 
     def _unlike(self, pack: int, size: int | None) -> CkptkitError:
         has = "is gone" if size is None else f"has {size} bytes now"
@@ -195,8 +203,13 @@ class _UncheckedPack(Closing):
         with self._sources.explaining(self._pack):
             return self._source.fetch(offset, length)
 
-    def lend(self, offset: int, length: int) -> AbstractContextManager[memoryview | None]:
-        return self._source.lend(offset, length)
+    def is_at_hand(self, offset: int) -> bool:
+        return self._source.is_at_hand(offset)
+
+    def lend(
+        self, offset: int, length: int, *, past_cache: bool = False
+    ) -> AbstractContextManager[memoryview | None]:
+        return self._source.lend(offset, length, past_cache=past_cache)
 
     def close(self) -> None:
         self._source.close()

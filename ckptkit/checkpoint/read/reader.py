@@ -17,6 +17,7 @@ from isal import isal_zlib
 from ckptkit.checkpoint.read.packs import OpenPacks
 from ckptkit.checkpoint.workers import Pace, Progress, share_out
 from ckptkit.model import Box
+from ckptkit.model.grid import I64
 from ckptkit.plan.read import Piece, Pieces, coalesce, join_runs, side_by_side
 from ckptkit.storage import Source, default_pool
 from ckptkit.storage.base.buffers import PAGE, address_of, copy_bytes, copy_elements
@@ -43,6 +44,9 @@ WIDEST_GAP = 4 << 10
 # Where nothing is compared and as many lie between two rows of a chunk, it takes no longer to ask
 # for each row, and up to twice as long where fewer do (measured, 2 to 8 rows of 2 to 128 KiB).
 _ROW_GAP = 16 << 10
+# Whether the page cache has what is to be read is asked at so many places, of so much or more.
+_LOOKS = 8
+_LEAST_COLD = 16 << 20
 _NEEDED_BY_NOBODY = memoryview(bytearray(WIDEST_GAP))
 _KEPT_PIECES = 4096
 
@@ -126,10 +130,13 @@ class ReadPlan:
                     with default_pool().take(max(size, BAND_BYTES + PAGE)) as memory:
                         source.read_into(start, memory[:size])
                         self._scatter(run, memory[:size])
-            # Over a network: what a request brings is in memory of its own, and is copied from
-            # there in any case. Only a chunk that is larger than a request takes several.
+            # Over a network, or past the page cache: what a request brings is in memory of its own,
+            # and is copied from there in any case. Only a chunk that is larger than a request takes
+            # several.
             elif size <= self.pace.request_bytes:
-                self._scatter(run, source.fetch(start, size))
+                with source.lend(start, size, past_cache=True) as memory:
+                    self._scatter(run, source.fetch(start, size) if memory is None else memory)
+                    del memory  # or it would still be looked at when the block ends
             elif direct is not None:
                 crc = self._fetch(source, start, direct, verify=self.verify)
                 if self.verify:
@@ -219,7 +226,10 @@ class ReadPlan:
         crc, step = 0, self.pace.request_bytes
         for begin in range(0, len(memory), step):
             target = memory[begin : begin + step]
-            crc = _copied(source.fetch(start + begin, len(target)), target, crc, verify=verify)
+            with source.lend(start + begin, len(target), past_cache=True) as lent:
+                data = source.fetch(start + begin, len(target)) if lent is None else lent
+                crc = _copied(data, target, crc, verify=verify)
+                del data, lent  # or they would still be looked at when the block ends
         return crc
 
     def _scatter(self, run: tuple[int, int], memory: memoryview) -> None:
@@ -323,9 +333,11 @@ def plan_read(
     *,
     verify: bool,
     progress: Progress | None = None,
+    alone: bool = False,
 ) -> ReadPlan:
     """Which bytes to read to fill all that is wanted. With `verify` always whole chunks, so that
-    each can be checked, where there are checksums to check them by.
+    each can be checked, where there are checksums to check them by. `alone` says that nobody else
+    reads them: what a device has is then read past the page cache.
     """
     # Layers are alike: what one has found out holds for all. So all that is said of each piece is
     # found once for each kind of box, and looked up there: row `at` of what the kinds have, joined.
@@ -367,6 +379,8 @@ def plan_read(
     order = np.lexsort((start, pack))
     pack, start, stop = pack[order], start[order], stop[order]
     number, place = number[order], place[order]
+    if alone and not pace.waits_for_answers and _are_cold(packs, pack, start, stop):
+        pace = pace.past_cache()
     gap, limit = min(WIDEST_GAP, pace.gap_bytes), pace.request_bytes
     if pace.waits_for_answers:
         runs = coalesce(pack, start, stop, gap=gap, limit=limit)
@@ -400,6 +414,23 @@ def plan_read(
         piece_of=lru_cache(_KEPT_PIECES)(Pieces.__getitem__),
         bands=dict(bands),
     )
+
+
+def _are_cold(packs: OpenPacks, pack: npt.NDArray[np.uint32], start: I64, stop: I64) -> bool:
+    """Whether the system does not have most of some extents in memory, by a look at a few that are
+    spread evenly over their bytes; not of so little that the page cache brings it as soon.
+    """
+    reach = np.cumsum(stop - start)
+    if not len(reach) or reach[-1] < _LEAST_COLD:
+        return False
+    found = 0
+    for number in range(_LOOKS):
+        place = int(reach[-1]) * (2 * number + 1) // (2 * _LOOKS)
+        row = int(np.searchsorted(reach, place, side="right"))
+        with packs.use(int(pack[row])) as source:
+            # Not where the extent begins: several of these places may lie in a long one.
+            found += source.is_at_hand(int(stop[row] - reach[row]) + place)
+    return 2 * found < _LOOKS
 
 
 def _copied(source: memoryview, target: memoryview, crc: int, *, verify: bool) -> int:

@@ -18,9 +18,8 @@ from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.extents import Extent, ForeignStep
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.interpreter import Placeholder, read_pickle
-from ckptkit.foreign.readers.torch_save import counted
 from ckptkit.foreign.spread import by_boxes
-from ckptkit.foreign.states import Path, StateTensor, put, states_of
+from ckptkit.foreign.states import Path, StateTensor, counted, put, states_of
 from ckptkit.foreign.torch_file import (
     Storage,
     dtype_of,

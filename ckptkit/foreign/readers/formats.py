@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ckptkit.foreign.extents import ForeignStep
 
 _NUMBERED = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[_-]?([0-9]{1,18})")
+# As Orbax calls its steps; of others such folders are parts.
+_ONLY_NUMBER = re.compile("[0-9]{1,18}", re.ASCII)
 _MOST_FILES = 1 << 20
 _HEAD_BYTES = 256
 
@@ -34,8 +36,6 @@ class Format:
     read: Callable[[Folder], ForeignStep] | None = None
     and_: str = ""
     """Of another name that has to be in the folder."""
-    hint: str = ""
-    """What to do with what nobody reads, where more can be said than of all such."""
 
     def fits(self, looks: Sequence[str] | bytes) -> bool:
         """Whether a folder with these names, or a file that begins so, is one."""
@@ -69,6 +69,12 @@ def _megatron(folder: Folder) -> ForeignStep:
     from ckptkit.foreign.readers.megatron import read_megatron  # noqa: PLC0415
 
     return read_megatron(folder)
+
+
+def _orbax(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.orbax.tree import read_orbax  # noqa: PLC0415
+
+    return read_orbax(folder)
 
 
 def _safetensors(folder: Folder) -> ForeignStep:
@@ -121,9 +127,8 @@ FORMATS = (
     Format("a Hugging Face model", r"pytorch_model.*\.bin(\.index\.json)?", _torch),
     Format(
         "a checkpoint of Orbax",
-        r"_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|orbax\.checkpoint",
-        hint="its arrays are compressed, most of them in a database, so no part can be read as it "
-        "lies: docs/migration.md has a script that makes a step of it",
+        r"_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|orbax\.checkpoint",
+        _orbax,
     ),
     Format("a plain Zarr folder", r"zarr\.json|\.zgroup|\.zarray|\.zmetadata"),
     Format(
@@ -192,10 +197,12 @@ def numbered(store: Store, names: Iterable[str]) -> Iterator[tuple[int, Store, F
     number: the highest first.
     """
     found = {int(m[1]): name for name in names if (m := _NUMBERED.fullmatch(name))}
+    found |= {int(name): name for name in names if _ONLY_NUMBER.fullmatch(name)}
     for number, name in sorted(found.items(), reverse=True):
         below = open_store(replace(store.address, location=store.location / name))
         known = format_of(below)
-        if known and isinstance(known.pattern, str):
+        is_step = known is not None and (not _ONLY_NUMBER.fullmatch(name) or known.read is _orbax)
+        if known and is_step and isinstance(known.pattern, str):
             yield number, below, known
 
 

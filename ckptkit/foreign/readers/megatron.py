@@ -15,20 +15,20 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.errors import FormatError
-from ckptkit.foreign.extents import Extent, ForeignStep, c_order
+from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep, c_order
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.globals import Global
 from ckptkit.foreign.pickles.interpreter import Placeholder
 from ckptkit.foreign.readers.dcp import Contents, contents_of
 from ckptkit.foreign.readers.megatron_buckets import BUCKETS, differing, placed_in
-from ckptkit.foreign.readers.torch_save import counted
-from ckptkit.foreign.states import StateTensor, states_of
+from ckptkit.foreign.spread import placed_by_writers
+from ckptkit.foreign.states import StateTensor, counted, states_of
 from ckptkit.foreign.torch_file import read_file
-from ckptkit.model import Box
+from ckptkit.model import MAX_WORLD_SIZE, Axis, Box, Mesh, Shard, Stage, Strategy
 
 CONFIG, COMMON = "metadata.json", "common.pt"
 _OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
-_OF_RANKS = re.compile(r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
+OF_RANKS = re.compile(r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
 _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 # What has an axis of layers, or of experts: there is no number behind the word.
 _STACKED = (
@@ -40,7 +40,8 @@ _OPTIONS = (
     *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable"),
     *("differentiable", "fused", "decoupled_weight_decay"),
 )
-_HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
+_WRITTEN = re.compile(r"__([0-9]{1,8})_[0-9]+\.distcp", re.ASCII)
+HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
 
 
 def read_megatron(folder: Folder) -> ForeignStep:
@@ -55,7 +56,6 @@ def read_megatron(folder: Folder) -> ForeignStep:
     sizes = _sizes(args if isinstance(args, dict) else {})
     of_ranks, objects = _objects(has.objects)
     said = [common.pop("optimizer", None), of_ranks]
-    options = _options(said)
     noted: dict[str, Any] = {key: n for key, n in sizes.items() if key.endswith("vocab_size")}
     masters = {name: has["param"] for name, has in states.items() if "param" in has}
     if others := differing(folder, model, masters):
@@ -75,7 +75,7 @@ def read_megatron(folder: Folder) -> ForeignStep:
                 "distributed optimizer, or nothing tells whose it is; where they are not frozen, "
                 "load it with Megatron, and save it with --dist-ckpt-optim-fully-reshardable"
             )
-    optimizer = _optimizer(states, options)
+    optimizer = optimizer_of(states, said)
     # What of the model was the same on all ranks, and no tensor of Megatron.
     beside = {key: common.pop(key) for key in ("model",) if common.get(key)}
     found = states_of({**objects, **common, "model": model, **optimizer}, where)
@@ -86,10 +86,12 @@ def read_megatron(folder: Folder) -> ForeignStep:
     found.left_out |= unread
     used = sorted({*has.files, *(key for key in (CONFIG, COMMON) if key in folder.files)})
     found.left_out |= folder.unread(used)
+    strategy, arrays = _spread(args if isinstance(args, dict) else {}, found.arrays)
     return ForeignStep(
         format="megatron",
         files={key: folder.size(key) for key in used},
-        arrays=found.arrays,
+        arrays=arrays,
+        strategy=strategy,
         aliases=found.aliases,
         objects=found.objects,
         theirs=found.theirs,
@@ -114,11 +116,11 @@ def _named(
             if len(extent.box.shape) != len(tensor.shape) or not whole.contains(extent.box):
                 what = f"a part that is not inside of {tensor.shape}"
                 raise FormatError(what, where=stored, value=extent.box)
-        if _OF_RANKS.fullmatch(stored):
+        if OF_RANKS.fullmatch(stored):
             continue
-        match = _OF_OPTIMIZER.fullmatch(stored)
-        state, key = match.groups() if match else (None, stored)
-        for name, suffix, one in _apart(key, tensor):
+        # The metadata may say any number of layers; it is refused where they are not in the files.
+        is_whole = 0 < whole.size <= sum(extent.box.size for extent in tensor.extents)
+        for state, name, suffix, one in parameters_of(stored, tensor, is_apart=is_whole):
             into = model if state is None else states.setdefault(name, {})
             if (state or name) in into:
                 raise FormatError("two tensors have this name", where=stored, value=name)
@@ -176,16 +178,25 @@ def _common(folder: Folder, has: Contents, unread: dict[str, str]) -> dict[str, 
     if COMMON not in folder.files:
         if not said:
             folder.size(COMMON)
-        value: Any = said[0][0] if said and isinstance(said[0], list) and said[0] else {}
-    else:
-        try:
-            value = read_file(folder, COMMON).tree
-        except FormatError as error:
-            if "global that is not read" not in error.what:
-                raise
-            # Of a training script of somebody: without its values a model is one, too.
-            unread[COMMON] = error.what + (f" (got {error.value})" if error.has_value else "")
-            value = {}
+        value = said[0][0] if said and isinstance(said[0], list) and said[0] else {}
+        return _common_values(value, folder)
+    return read_common(folder, unread)
+
+
+def read_common(folder: Folder, unread: dict[str, str]) -> dict[str, Any]:
+    """What is in `common.pt`, as plain values."""
+    try:
+        value = read_file(folder, COMMON).tree
+    except FormatError as error:
+        if "global that is not read" not in error.what:
+            raise
+        # Of a training script of somebody: without its values a model is one, too.
+        unread[COMMON] = error.what + (f" (got {error.value})" if error.has_value else "")
+        value = {}
+    return _common_values(value, folder)
+
+
+def _common_values(value: Any, folder: Folder) -> dict[str, Any]:
     value = _plain(value)
     if not isinstance(value, dict):
         raise FormatError("not what Megatron saves for all ranks", where=folder.where(COMMON))
@@ -223,7 +234,7 @@ def _objects(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         said = _plain(value)
         if isinstance(said, list) and len(said) == 1:
             (said,) = said
-        if match := _OF_RANKS.fullmatch(key):
+        if match := OF_RANKS.fullmatch(key):
             if match[2] == "0" and not match[3].startswith("per_bucket_numel"):
                 optimizer[match[1] + match[3]] = said
         elif key == "common_state" or said is None:
@@ -243,14 +254,14 @@ def _options(said: Any) -> list[dict[str, Any]]:
     return [group for each in inner for group in _options(each)]
 
 
-def _optimizer(
-    states: Mapping[str, dict[str, Any]], options: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """An optimizer as torch has it. Which parameter is in which of several groups nothing says: so
-    all are in one, with the options that all groups have alike.
+def optimizer_of(states: Mapping[str, dict[str, Any]], said: Any) -> dict[str, Any]:
+    """An optimizer as torch has it, of the states of parameters, and what Megatron's say besides.
+    Which parameter is in which of several groups nothing says: so all are in one, with the options
+    that all groups have alike.
     """
     if not states:
         return {}
+    options = _options(said)
     steps = {step for each in options if type(step := each.get("step")) in (int, float)}
     if len(steps) == 1:
         states = {name: {**has, "step": step} for name, has in states.items() for step in steps}
@@ -278,6 +289,64 @@ _SIZES = {
 }
 
 
+def _spread(
+    args: Mapping[Any, Any], arrays: list[ForeignArray]
+) -> tuple[Strategy | None, list[ForeignArray]]:
+    """The strategy that the arguments of a training script tell, where the files bear it out: ranks
+    that each wrote what they have by it. Without arguments nothing tells how many ranks there were.
+    """
+
+    def size(name: str, otherwise: int = 0) -> int:
+        found = args.get(name, otherwise)
+        return found if type(found) is int and 0 < found <= MAX_WORLD_SIZE else 0
+
+    world, pipeline = size("world_size"), size("pipeline_model_parallel_size")
+    tensor, context = size("tensor_model_parallel_size"), size("context_parallel_size", 1)
+    expert = size("expert_model_parallel_size", 1)
+    # Experts that are cut in another number of parts are on a mesh of their own.
+    of_experts = args.get("expert_tensor_parallel_size")
+    inner = pipeline * tensor * (context if expert == 1 else expert)
+    if not inner or not world or world % inner or (expert > 1 and of_experts not in (None, tensor)):
+        return None, arrays
+    data = Axis("ddp", "ddp", world // inner)
+    beside = Axis("cp", "ddp", context) if expert == 1 else Axis("ep", "ep", expert)
+    axes = [Axis("pp", "pp", pipeline), data, beside, Axis("tp", "tp", tensor)]
+    if args.get("use_tp_pp_dp_mapping"):
+        axes[:2] = axes[1::-1]
+    strategy = Strategy(Mesh(tuple(axis for axis in axes if axis.size > 1)))
+    writers = {extent.file for array in arrays for extent in array.extents}
+    ranks = {file: _rank_of(file) for file in writers}
+    if any(rank is None or rank >= world for rank in ranks.values()):
+        return None, arrays
+    placed = placed_by_writers(arrays, strategy, lambda file: ranks[file] or 0)
+    return (strategy, placed) if _bear_out(placed, strategy) else (None, arrays)
+
+
+def _rank_of(file: str) -> int | None:
+    found = _WRITTEN.fullmatch(file)
+    return None if found is None else int(found[1])
+
+
+def _bear_out(arrays: Sequence[ForeignArray], strategy: Strategy) -> bool:
+    """Whether each array is of one stage, and whole, or cut as tensor parallelism does."""
+    kinds = [axis.kind for axis in strategy.mesh.axes]
+    cut = False
+    for array in arrays:
+        row = dict(zip(kinds, array.placements, strict=True))
+        if "pp" in row and not isinstance(row["pp"], Stage):
+            return False
+        # Of a gated layer the halves are written one by one.
+        rows, beside = array.shape[:1], array.shape[1:]
+        is_whole = array.is_flat or all(
+            e.box.shape[1:] == beside and e.box.shape[:1] in (rows, tuple(n // 2 for n in rows))
+            for e in array.extents
+        )
+        if not is_whole and not isinstance(row.get("tp"), Shard):
+            return False
+        cut |= isinstance(row.get("tp"), Shard)
+    return cut or "tp" not in kinds
+
+
 def _sizes(args: Mapping[Any, Any]) -> dict[str, int]:
     """The sizes of the model. Its embedding has more rows than the vocabulary: Megatron pads it."""
     found = {name: args[key] for key, name in _SIZES.items() if type(args.get(key)) is int}
@@ -287,16 +356,17 @@ def _sizes(args: Mapping[Any, Any]) -> dict[str, int]:
     return found
 
 
-def _apart(key: str, tensor: StateTensor) -> Iterator[tuple[str, str, StateTensor]]:
-    """The tensors that one is of several layers or experts: their names, and what is behind the
-    name of the one for each.
+def parameters_of(
+    stored: str, tensor: StateTensor, *, is_apart: bool = True
+) -> Iterator[tuple[str | None, str, str, StateTensor]]:
+    """What a tensor by one of Megatron's names is of the parameters of a model, of layers and
+    experts one by one: which state of the optimizer, or None where it is the parameter itself; the
+    name of the parameter; and what is behind Megatron's name for each.
     """
+    match = _OF_OPTIMIZER.fullmatch(stored)
+    state, key = match.groups() if match else (None, stored)
     parts = [(key, "", tensor)]
-    # The metadata may say any number of layers; it is refused where they are not in the files.
-    if not 0 < Box.whole(tensor.shape).size <= sum(extent.box.size for extent in tensor.extents):
-        yield from parts
-        return
-    for pattern in _STACKED:
+    for pattern in _STACKED if is_apart else ():
         parts = [
             (f"{match[1]}{number}.{match[2]}", f"{suffix}[{number}]", one)
             if match
@@ -305,7 +375,8 @@ def _apart(key: str, tensor: StateTensor) -> Iterator[tuple[str, str, StateTenso
             for match in [pattern.fullmatch(name) if whole.shape else None]
             for number, one in (_rows(whole) if match else [(0, whole)])
         ]
-    yield from parts
+    for name, suffix, one in parts:
+        yield state, name, suffix, one
 
 
 def _rows(tensor: StateTensor) -> Iterator[tuple[int, StateTensor]]:
@@ -331,7 +402,7 @@ def _join_halves(
         return f"optimizer/{name}/{state}" if state else f"model/{name}"
 
     for name in list(tensors):
-        match = _HALF.fullmatch(name)
+        match = HALF.fullmatch(name)
         other = f"{match[1]}_v" if match and match[2] == "w" else ""
         if not match or other not in tensors or match[1] in tensors:
             continue

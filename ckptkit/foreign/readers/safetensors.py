@@ -6,7 +6,6 @@ order. A folder has an index that says which tensor is in which file; without on
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -14,7 +13,7 @@ from typing import Any
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
 from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep
-from ckptkit.foreign.folder import Folder
+from ckptkit.foreign.folder import Folder, parsed
 from ckptkit.format.names import join
 from ckptkit.model import Box, DType, document
 
@@ -142,21 +141,6 @@ def read_header(folder: Folder, key: str) -> dict[str, Any]:
                 hint="the file is damaged; copy it again",
             )
     return header
-
-
-def parsed(data: bytes, where: str) -> Any:
-    """JSON of somebody else's, of which every key is there once."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise FormatError("a key is there twice", where=where)
-        return found
-
-    try:
-        return json.loads(data, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        raise FormatError("not valid JSON", where=where, value=str(error)) from error
 
 
 def config_of(folder: Folder) -> dict[str, Any]:

@@ -15,7 +15,15 @@ from ckptkit.foreign.extents import Extent, ForeignStep
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.readers.safetensors import config_of, weight_map
 from ckptkit.foreign.spread import MeshPart, strategy_of
-from ckptkit.foreign.states import MODEL_KEYS, OPTIMIZER_KEYS, Path, States, StateTensor, states_of
+from ckptkit.foreign.states import (
+    MODEL_KEYS,
+    OPTIMIZER_KEYS,
+    Path,
+    States,
+    StateTensor,
+    counted,
+    states_of,
+)
 from ckptkit.foreign.torch_file import read_file
 from ckptkit.format.envelope import unseal
 from ckptkit.model import Box
@@ -215,15 +223,6 @@ def _step(
         step=number,
         **more,
     )
-
-
-def counted(tree: Mapping[Any, Any]) -> int:
-    """The number of the step, where the file says it."""
-    for key in ("global_step", "step", "iteration"):
-        value = tree.get(key)
-        if type(value) is int and 0 <= value < 1 << 53:
-            return value
-    return 0
 
 
 def _of_ranks(

@@ -343,9 +343,13 @@ def copying_threads(world: World) -> int:
     """How many threads of this rank may copy memory at a time: with more than there are cores for
     all ranks of the machine, copying only gets slower.
     """
+    return copy_threads(ranks_here(world))
+
+
+def ranks_here(world: World) -> int:
+    """How many ranks there are on this machine: all of them, where nobody says it."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
-    ranks = int(said) if said.isdecimal() and int(said) else world.size
-    return copy_threads(ranks)
+    return int(said) if said.isdecimal() and int(said) else world.size
 
 
 def wire(group: dist.ProcessGroup | None = None) -> torch.device:

@@ -254,6 +254,11 @@ class Keys:
         tried += [f"{OPTIMIZER}.{rest}"] if head in OPTIMIZER_KEYS else []
         return next((self._usual[key] for key in tried if key in self._usual), None)
 
+    def array(self, fqn: str) -> str | None:
+        """The array that a key stands for; None where there is none."""
+        found = self.find(fqn)
+        return None if found is None else self._arrays.get(found)
+
     def described(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
         """What DCP wants to know of a key: a tensor is told as one chunk, of which any box is
         read.

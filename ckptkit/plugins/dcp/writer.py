@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -36,7 +36,7 @@ from ckptkit.errors import (
     UnsupportedTypeError,
     UsageError,
 )
-from ckptkit.foreign.extents import Extent
+from ckptkit.foreign.extents import Extent, ForeignArray
 from ckptkit.foreign.spread import by_boxes
 from ckptkit.foreign.states import Path, StateTensor
 from ckptkit.format.arrays import ArrayKind
@@ -107,6 +107,7 @@ class DcpWriter(StorageWriter):
         self._keys: frozenset[str] = frozenset()
         self._used: Ranks | None = None
         self._told: tuple[list[Any], ToldSave] | None = None
+        self._written: list[Any] = []
         self._last: tuple[list[Any], PackPlan] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -142,11 +143,33 @@ class DcpWriter(StorageWriter):
         if self._told is not None and self._told[0] == made_for:
             told = replace(self._told[1], meeting=Meeting.of(len(plans)), step=step)
         else:
-            told = _told(plans, step, where, self._chunk_bytes)
+            told = _told(plans, step, where, self._chunk_bytes, self._spread_over)
         self._told = made_for, told
         return [replace(plan, storage_data=told) for plan in plans]
 
+    def _spread_over(
+        self, arrays: list[ForeignArray], plans: Sequence[SavePlan]
+    ) -> tuple[Strategy, list[ForeignArray]]:
+        """The strategy of the ranks that write these plans, and the arrays with their placements,
+        as far as boxes tell them. The file of an extent is the number of the rank that writes it.
+        """
+        spread, placed = by_boxes(arrays, len(plans))
+        if spread is not None and spread.world_size == len(plans):
+            return spread, placed
+        # Ranks may have several pieces.
+        spread = Strategy.of("single" if len(plans) == 1 else f"ddp:{len(plans)}")
+        whole = (Replicate(),) * len(spread.mesh.axes)
+        return spread, [replace(array, placements=whole) for array in arrays]
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with uncollected():
+            self.commit(self.prepared(plan, planner))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def prepared(self, plan: SavePlan, planner: SavePlanner) -> Writer:
+        """A writer that has all which the plan gives this rank."""
         told = plan.storage_data
         if not isinstance(told, ToldSave):
             raise UsageError(
@@ -156,17 +179,26 @@ class DcpWriter(StorageWriter):
                 hint="create plans by dataclasses.replace(plan, items=…), which keeps storage_data",
             )
         ranks = told.meeting.ranks(self._rank, self._timeout, Ranks.failure)
-        with failing_together(ranks), uncollected():
-            self._write(told, plan, planner, ranks)
+        with failing_together(ranks):
+            writer = self._filled(told, plan, planner, ranks)
         # All ranks have begun this save: none looks at what the last one left in the store.
         if self._used is not None and self._rank == 0:
             self._used.forget()
         self._used = ranks
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
+        return writer
+
+    def commit(self, writer: Writer) -> None:
+        """Write this rank's pack, and make the step exist together with the others."""
+        assert self._used is not None  # noqa: S101 — those that `prepared` met
+        with failing_together(self._used):
+            writer.commit()
+        self._last = (self._written, writer.plan) if writer.plan else None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002
+        self.prune()
+
+    def prune(self) -> None:
+        """Delete what is not to be kept beside the step that was committed."""
         keep_last, keep_every = self._keep
         if keep_last is None and keep_every is None:
             return
@@ -185,8 +217,8 @@ class DcpWriter(StorageWriter):
         # To the process of an asynchronous save, whose job is another one.
         return {**self.__dict__, "_used": None, "_told": None, "_last": None}
 
-    def _write(self, told: ToldSave, plan: SavePlan, planner: SavePlanner, ranks: Ranks) -> None:
-        """Write this rank's pack, and make the step exist together with the others."""
+    def _filled(self, told: ToldSave, plan: SavePlan, planner: SavePlanner, ranks: Ranks) -> Writer:
+        """A writer with what this rank has of each array."""
         state: Any = getattr(planner, "state_dict", None)
         state = state if isinstance(state, Mapping) else {}
         items: dict[str, list[WriteItem]] = {}
@@ -252,8 +284,8 @@ class DcpWriter(StorageWriter):
         # in another way.
         if self._last is not None and self._last[0] == written:
             writer.like = self._last[1]
-        writer.commit()
-        self._last = (written, writer.plan) if writer.plan else None
+        self._written = written
+        return writer
 
 
 def _whole(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
@@ -273,9 +305,15 @@ def _whole(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
     return [replace(plan, usable=True) for plan in fitting[0]]
 
 
-def _told(plans: Sequence[SavePlan], step: int, where: str, chunk_bytes: int) -> ToldSave:
+def _told(
+    plans: Sequence[SavePlan],
+    step: int,
+    where: str,
+    chunk_bytes: int,
+    spread_over: Callable[..., tuple[Strategy, list[ForeignArray]]],
+) -> ToldSave:
     """What the ranks have to know, out of what all of them write."""
-    tensors: dict[str, tuple[tuple[int, ...], DType, list[Box], int]] = {}
+    tensors: dict[str, tuple[tuple[int, ...], DType, list[Extent], int]] = {}
     paths: dict[str, Path] = {}
     for rank, plan in enumerate(plans):
         spelled = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
@@ -290,17 +328,13 @@ def _told(plans: Sequence[SavePlan], step: int, where: str, chunk_bytes: int) ->
                 known = tuple(data.size), _dtype(fqn, data.properties.dtype), [], rank
                 tensors[fqn] = known
             if not (box := _box(item)).is_empty:
-                known[2].append(box)
+                known[2].append(Extent(box, str(rank), 0))
     found = {
-        fqn: StateTensor(shape, dtype, tuple(Extent(box, "", 0) for box in boxes))
-        for fqn, (shape, dtype, boxes, _) in tensors.items()
+        fqn: StateTensor(shape, dtype, tuple(extents))
+        for fqn, (shape, dtype, extents, _) in tensors.items()
     }
     arrays, names = name_tensors(found, paths, where)
-    spread, placed = by_boxes(list(arrays.values()), len(plans))
-    if spread is None or spread.world_size != len(plans):  # ranks may have several pieces
-        spread = Strategy.of("single" if len(plans) == 1 else f"ddp:{len(plans)}")
-        whole = (Replicate(),) * len(spread.mesh.axes)
-        placed = [replace(array, placements=whole) for array in placed]
+    spread, placed = spread_over(list(arrays.values()), plans)
 
     # The dims that layouts of a known model cut; the others stay whole in a chunk.
     presets = fitting_presets(inner_name(a.name, a.role) for a in placed if a.role == "param")
@@ -314,7 +348,8 @@ def _told(plans: Sequence[SavePlan], step: int, where: str, chunk_bytes: int) ->
     kinds: dict[Any, ArrayKind] = {}
     told: dict[str, ToldArray] = {}
     for fqn, array in zip(arrays, placed, strict=True):
-        shape, dtype, boxes, first_rank = tensors[fqn]
+        shape, dtype, extents, first_rank = tensors[fqn]
+        boxes = [extent.box for extent in extents]
         is_large = may_cut(array.dtype.itemsize * int(np.prod(shape)), chunk_bytes)
         of = array.of and of_first_layer(array.of)
         dims = sliced(of_first_layer(array.name), of, shape) if is_large else None

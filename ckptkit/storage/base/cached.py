@@ -1,4 +1,5 @@
-"""What the system has of a file in its page cache, looked at where it lies.
+"""What the system has of a file in its page cache, looked at where it lies; and what it does not
+have, brought from the device past it.
 
 To copy rows from there takes no call for each. And numpy copies between any two addresses alike:
 the system takes half as long again where they differ modulo 32, as the files of other programs and
@@ -19,16 +20,17 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
-from ckptkit.storage.base.buffers import PAGE
+from ckptkit.storage.base.buffers import PAGE, default_pool
+from ckptkit.storage.base.disk import BLOCK, DEVICE_BYTES, DirectReads
 
 # MADV_POPULATE_READ, Linux 5.14. A page that cannot be had is an error then, and not the end.
 _POPULATE_READ = 22
 
 
 class CachedFile:
-    """An open file, whose cached bytes are lent to any thread.
+    """An open file, whose bytes are lent to any thread, from the cache or past it.
 
     - Of files that somebody has open for writing there are no leases, nor of those of other users.
     - On a network they would not stop other machines. File systems there have no device.
@@ -37,16 +39,52 @@ class CachedFile:
     def __init__(self, file: int, status: os.stat_result) -> None:
         self._file = file
         self._size = status.st_size
-        self._has_leases = sys.platform == "linux" and os.major(status.st_dev) != 0
+        self._is_on_device = sys.platform == "linux" and os.major(status.st_dev) != 0
         self._memory: mmap.mmap | None = None
         self._borrowers = 0
         self._lock = threading.Lock()
+        self._direct = DirectReads(file)
 
-    @contextmanager
-    def lend(self, offset: int, length: int) -> Iterator[memoryview | None]:
+    def has(self, offset: int) -> bool:
+        """Whether a byte is in the cache; from now on it is. So who asks for the same again is told
+        of a file that is read more than once, whose place is in the cache.
+
+        True too of what is on no device, such as a network: it may have caches of its own.
+        """
+        if not self._is_on_device:
+            return True
+        try:
+            if os.preadv(self._file, [bytearray(1)], offset, os.RWF_NOWAIT):
+                return True
+        except BlockingIOError:
+            pass
+        except OSError:
+            return True  # this file system does not tell
+        with suppress(OSError):
+            os.pread(self._file, 1, offset)
+        return False
+
+    def lend(
+        self, offset: int, length: int, *, past_cache: bool = False
+    ) -> AbstractContextManager[memoryview | None]:
         """A view of some bytes, let go of before the block ends; None where there is no lease, or
         they are not in the cache: requests bring them sooner from a device than touching pages.
+        With `past_cache` what the device has, by whole blocks; None where it does not give all.
         """
+        return self._brought(offset, length) if past_cache else self._looked_at(offset, length)
+
+    @contextmanager
+    def _brought(self, offset: int, length: int) -> Iterator[memoryview | None]:
+        first = offset // BLOCK * BLOCK
+        begin, end = offset - first, offset - first + length
+        blocks = -(-end // BLOCK) * BLOCK
+        # Always as much, so that loans find each other again.
+        with default_pool().take(max(blocks, DEVICE_BYTES + 2 * BLOCK)) as memory:
+            is_whole = self._direct.read(memory[:blocks], first) >= end
+            yield memory[begin:end] if is_whole else None
+
+    @contextmanager
+    def _looked_at(self, offset: int, length: int) -> Iterator[memoryview | None]:
         memory = self._borrowed()
         if memory is None:
             yield None
@@ -64,13 +102,14 @@ class CachedFile:
 
     def close(self) -> None:
         """Free what is mapped, once nobody looks at it any more."""
+        self._direct.close()
         memory, self._memory = self._memory, None
         if memory is not None:
             with suppress(BufferError):
                 memory.close()
 
     def _borrowed(self) -> mmap.mmap | None:
-        if not self._has_leases:
+        if not self._is_on_device:
             return None
         with self._lock:
             try:

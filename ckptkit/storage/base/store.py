@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeAlias, runtime_checkable
 
@@ -75,9 +75,17 @@ class Source(AbstractContextManager["Source", None], Protocol):
         copied.
         """
 
-    def lend(self, offset: int, length: int) -> AbstractContextManager[memoryview | None]:
+    def is_at_hand(self, offset: int) -> bool:
+        """Whether a byte is in memory, or there is no telling; False where a device alone has it.
+        Who asks again soon is told that it is: what is needed twice had better be in the cache.
+        """
+
+    def lend(
+        self, offset: int, length: int, *, past_cache: bool = False
+    ) -> AbstractContextManager[memoryview | None]:
         """These bytes where they lie in memory anyway, for as long as the block lasts; None where
-        they do not, or nothing is won by it.
+        they do not, or nothing is won by it. With `past_cache`, where only a device has them, in
+        memory that it brings them to sooner than the page cache would.
         """
 
     def close(self) -> None:
@@ -254,6 +262,22 @@ class Closing(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class LendsNothing(Closing):
+    """A source whose bytes are never in memory anyway."""
+
+    def is_at_hand(self, offset: int) -> bool:  # noqa: ARG002
+        return True
+
+    def lend(
+        self,
+        offset: int,  # noqa: ARG002
+        length: int,  # noqa: ARG002
+        *,
+        past_cache: bool = False,  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def checked_range(where: str, size: int, start: int, length: int | None) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -27,9 +26,9 @@ from ckptkit.storage.base.options import Address, Options, Settings, read_settin
 from ckptkit.storage.base.sink import BufferSink, Parts
 from ckptkit.storage.base.store import (
     Abilities,
-    Closing,
     Entries,
     KeyedStore,
+    LendsNothing,
     Names,
     Sink,
     Stored,
@@ -265,7 +264,7 @@ def _is_own(key: str) -> bool:
     return is_leftover(name) and not _has_temporary(folder)
 
 
-class ObjectSource(Closing):
+class ObjectSource(LendsNothing):
     """An object, open for reading; nothing is kept open on the server."""
 
     def __init__(self, server: ObjectServer, path: str, size: int) -> None:
@@ -297,9 +296,6 @@ class ObjectSource(Closing):
         buffer = memoryview(bytearray(length))
         self.read_into(offset, buffer)
         return buffer
-
-    def lend(self, offset: int, length: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        return nullcontext()
 
     def close(self) -> None:
         """There is nothing to free."""

@@ -157,6 +157,40 @@ def test_common_values_of_unknown_classes_are_named_and_the_model_read(place: Pa
         assert checkpoint["model/output_layer.weight"].shape == (32, 8)
 
 
+@pytest.mark.parametrize(
+    ("case", "told", "strategy"),
+    [
+        ("reshardable", {"tensor": 2}, "ddp:2,tp:2"),
+        ("buckets", {"tensor": 2}, "ddp:2,tp:2"),
+        ("pipeline", {"tensor": 2, "pipeline": 2}, "pp:2,tp:2"),
+        ("experts", {"expert": 2}, "ddp:2,ep:2"),
+        ("reshardable", {}, None),  # not what the files are cut for
+        ("reshardable", {"tensor": 2, "pipeline": 2}, None),
+        ("reshardable", {"tensor": 2, "world_size": 2}, None),
+    ],
+)
+def test_arguments_name_the_strategy_where_the_files_bear_them_out(
+    case: str, told: dict[str, int], strategy: str | None, written: Path, tmp_path: Path
+) -> None:
+    """Those of a training of Megatron-LM, which also says how many ranks it has."""
+    place = shutil.copytree(written / case / STEP, tmp_path / STEP)
+    args = {"world_size": told.get("world_size", 4), "context_parallel_size": 1}
+    for name in ("tensor", "pipeline", "expert"):
+        args[f"{name}_model_parallel_size"] = told.get(name, 1)
+    torch.save({"args": Namespace(**args), "iteration": 2}, place / "common.pt")
+    with ckptkit.open(place) as checkpoint:
+        assert checkpoint.foreign is not None
+        named = checkpoint.foreign.strategy
+        assert (None if named is None else str(named)) == strategy
+        if case == "pipeline":
+            (array,) = (
+                a
+                for a in checkpoint.foreign.arrays
+                if "1.mlp.linear_fc2.weight" in a.name and a.role == "param"
+            )
+            assert list(map(str, array.placements)) == ["stage(1)", "shard(1)"]
+
+
 def test_values_of_all_ranks_may_be_an_object(tmp_path: Path) -> None:
     """As later versions of Megatron have them."""
     common = {"args": Namespace(vocab_size=5), "iteration": 7, "checkpoint_version": 3.0}
