@@ -65,14 +65,16 @@ class Tally:
     def row(self) -> list[Any]:
         """min, max, mean, zeros, NaNs, infinities, the power of two that no number reaches, and the
         bars of the histogram: from the largest negative numbers over those near zero to the largest
-        positive ones, the highest bar being 999.
+        positive ones, the highest bar being 999. Zeros alone have none.
         """
         zeros = self.count - int(self.by_exponent.sum())
         if not self.count:
             return [None, None, None, 0, self.nans, self.infinite, 0, []]
         negative, positive = self.by_exponent[:_SIDE], self.by_exponent[_SIDE:]
         used = np.flatnonzero(negative + positive)
-        top = int(used[-1]) if len(used) else OCTAVES
+        if not len(used):
+            return [0.0, 0.0, 0.0, zeros, self.nans, self.infinite, 0, []]
+        top = int(used[-1])
         low = max(0, top - OCTAVES + 1)
         near = zeros + int(negative[:low].sum() + positive[:low].sum())
         bars = np.concatenate([negative[low : top + 1][::-1], [near], positive[low : top + 1]])

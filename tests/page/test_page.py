@@ -254,6 +254,34 @@ def test_statistics_are_shown_where_they_were_asked_for(browser: Browser, page: 
     assert "NaN\n0\ninfinite\n0" in shown
 
 
+def test_zeros_are_a_share_of_all_numbers_and_alone_no_picture(
+    browser: Browser, tmp_path: Path
+) -> None:
+    state = {
+        "model/half": Tensor(np.array([3, 4j], np.complex64)),
+        "model/zero": Tensor(np.zeros((2, 2), np.float32)),
+    }
+    save(tmp_path / "run", state)
+    page = tmp_path / "page.html"
+    page.write_text(ckptkit.view(tmp_path / "run", stats=True), encoding="utf-8")
+    browser.open(page)
+    browser.run("go('tensor/0')")
+    assert "zeros\n2\n50 %" in texts(browser, "main")[0]
+    browser.run("go('tensor/1')")
+    (shown,) = texts(browser, "main")
+    assert "zeros\n4\n100 %" in shown
+    assert "All that are finite are zero." in shown
+    assert "power of two" not in shown
+
+
+@pytest.mark.parametrize("address", ["nowhere", "constructor", "__proto__/x", "tensor/999"])
+def test_an_address_of_nothing_is_no_error(browser: Browser, page: Path, address: str) -> None:
+    browser.open(page)
+    browser.run(f"go({address!r})")
+    assert texts(browser, "main")[0]
+    assert not browser.said
+
+
 HOSTILE = [
     "<script>window.hacked = 1</script>",
     "<img src=x onerror='window.hacked = 1'>",

@@ -3,7 +3,7 @@
 
 let facts = null; // what Python has gathered
 let step = null; // facts.step
-const views = {}; // by name: {title, when, show}
+const views = Object.create(null); // by name: {title, when, show}; an address names any
 const redraws = new Set(); // pictures that are drawn again in another theme
 
 const $ = (id) => document.getElementById(id);

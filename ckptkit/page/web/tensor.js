@@ -234,14 +234,15 @@ function statisticsCard(at) {
   if (!row) return null;
   const [least, most, mean, zeros, nans, infinite, power, histogram] = row;
   const half = (histogram.length - 1) / 2;
-  const elements = product(step.kinds[step.kind[at]].shape);
+  const { shape, dtype } = step.kinds[step.kind[at]];
+  const numbers = product(shape) * (dtype.startsWith("complex") ? 2 : 1); // both parts count
   return card(
     "What its numbers are like",
-    factList([["min", amount(least)], ["max", amount(most)], ["mean", amount(mean)], ["zeros", whole(zeros), percent(zeros, elements)], ["NaN", whole(nans)], ["infinite", whole(infinite)]]),
+    factList([["min", amount(least)], ["max", amount(most)], ["mean", amount(mean)], ["zeros", whole(zeros), percent(zeros, numbers)], ["NaN", whole(nans)], ["infinite", whole(infinite)]]),
     histogram.length
       ? columns({ series: [{ values: histogram, tint: (bar) => (bar === half ? ink("line") : tint(0, 1)) }], label: "Histogram by powers of two", height: 110, lines: (bar) => [barText(bar, half, power), `${(histogram[bar] / 9.99).toFixed(1)} % of the highest bar`] })
-      : h("p", { class: "quiet" }, "No finite number."),
-    h("p", { class: "quiet" }, "Each bar is a power of two: large negative numbers left, near zero in the middle, large positive ones right."),
+      : h("p", { class: "quiet" }, zeros ? "All that are finite are zero." : "No finite number."),
+    histogram.length ? h("p", { class: "quiet" }, "Each bar is a power of two: large negative numbers left, near zero in the middle, large positive ones right.") : null,
   );
 }
 
