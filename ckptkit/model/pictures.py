@@ -29,12 +29,21 @@ _CARD = (
 def card(title: str, facts: Mapping[str, object], *parts: str) -> str:
     """A title, facts by their names, and what is HTML already."""
     rows = "".join(
-        f'<tr><th style="text-align:left">{escape(name)}</th>'
-        f'<td style="text-align:left">{escape(str(fact))}</td></tr>'
+        f'<tr><th style="text-align:left">{_text(name)}</th>'
+        f'<td style="text-align:left">{_text(str(fact))}</td></tr>'
         for name, fact in facts.items()
     )
     inside = "".join(f'<div style="margin-top:.5em">{part}</div>' for part in parts if part)
-    return f'<div style="{_CARD}"><b>{escape(title)}</b><table>{rows}</table>{inside}</div>'
+    return f'<div style="{_CARD}"><b>{_text(title)}</b><table>{rows}</table>{inside}</div>'
+
+
+def _text(text: str) -> str:
+    """A text as HTML, with what would steer its reader escaped, such as marks of direction."""
+    if not text.isprintable():
+        text = "".join(
+            c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+        )
+    return escape(text)
 
 
 @dataclass(frozen=True)
@@ -54,8 +63,8 @@ class Inline:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; nothing where it has no rows."""
-    cells = [[f"<td>{escape(text)}</td>" for text in row] for row in rows]
-    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    cells = [[f"<td>{_text(text)}</td>" for text in row] for row in rows]
+    names = "".join(f"<th>{_text(name)}</th>" for name in head)
     lines = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
     return f"<table><tr>{names}</tr>{lines}</table>" if cells else ""
 

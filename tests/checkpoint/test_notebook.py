@@ -116,6 +116,15 @@ def test_names_from_files_are_text(tmp_path: Path) -> None:
         assert "script" not in Elements(text).found
 
 
+def test_marks_of_direction_and_control_characters_are_shown(tmp_path: Path) -> None:
+    with Writer(tmp_path / "run", step=1) as writer:
+        writer.add_object("rtl\u202egnp.exe\x1b", 1)
+    card = ckptkit.open(tmp_path / "run")._repr_html_()
+    assert "rtl\\u202egnp.exe\\x1b" in card
+    assert "\u202e" not in card
+    assert "\x1b" not in card
+
+
 def test_names_complete_in_natural_order(run: Path) -> None:
     keys = ckptkit.open(run)._ipython_key_completions_()
     assert keys == [f"model/layers.{layer}.w" for layer in range(12)]
