@@ -221,7 +221,11 @@ def json_value(value: Any) -> Any:
         return [json_value(item) for item in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: json_value(item) for key, item in value.items()}
-    return {"type": type(value).__name__, "text": _SHORT.repr(value)}
+    return Spelled(type=type(value).__name__, text=_SHORT.repr(value))
+
+
+class Spelled(dict[str, str]):
+    """A value that JSON lacks; as text it is what it was."""
 
 
 def in_short(value: Any, width: int = 72) -> str:
@@ -238,6 +242,9 @@ class _Short(reprlib.Repr):
             return super().repr_int(value, level)
         except ValueError:  # Python turns no integer of thousands of digits into text
             return f"<an integer of {value.bit_length()} bits>"
+
+    def repr_Spelled(self, value: Spelled, level: int) -> str:  # noqa: ARG002, N802
+        return value["text"]
 
     def repr_bytes(self, value: bytes, level: int) -> str:  # noqa: ARG002
         return f"<{len(value)} bytes>"
