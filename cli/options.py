@@ -78,10 +78,10 @@ def epilog(examples: Sequence[str], told: Mapping[int, str]) -> str:
 
 def location(name: str) -> Callable[[Function], Function]:
     """An argument that is a path or URL; the engine says what is wrong with one."""
-    return click.argument(name, shell_complete=_steps)
+    return click.argument(name, shell_complete=steps)
 
 
-def _steps(ctx: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:  # noqa: ARG001
+def steps(ctx: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:  # noqa: ARG001
     """The steps of a run, newest first, by their folders or their numbers; else any folder."""
     if "://" in begun:
         return []  # a shell would take it for a folder
@@ -197,7 +197,7 @@ def rules_options(function: Function) -> Function:
     for add in (
         click.option("--replicate-unknown", is_flag=True, help="Replicate what no rule knows."),
         click.option("--set", "sizes", metavar="NAME=N", multiple=True, help="One such size."),
-        click.option("--config", metavar="FILE", help=text),
+        click.option("--config", metavar="FILE", type=click.Path(), help=text),
         click.option(
             "--rules",
             metavar="RULES",

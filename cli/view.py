@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import tempfile
 import webbrowser
 from pathlib import Path
@@ -17,6 +17,7 @@ from ckptkit.cli.options import (
     memory,
     rules_options,
     sizes_from,
+    steps,
     storage,
 )
 from ckptkit.cli.output import Bar, answer, remark
@@ -32,7 +33,12 @@ from ckptkit.errors import StorageError, UsageError
     codes=[CORRUPT],
 )
 @location("step")
-@click.option("--against", metavar="OTHER", help="Show what differs from this step, too.")
+@click.option(
+    "--against",
+    metavar="OTHER",
+    shell_complete=steps,
+    help="Show what differs from this step, too.",
+)
 @click.option("--to", metavar="STRATEGY", help="Show what a reshard would move, too.")
 @click.option("--stats", is_flag=True, help="Show what the numbers are like; reads all of them.")
 @click.option("-o", "--out", metavar="FILE", type=click.Path(), help="Write the page there.")
@@ -67,8 +73,9 @@ def view(  # noqa: PLR0913 - what is not passed on as it is
     values, zeros, NaNs and a histogram of each array. --against and --stats read all values, and
     check them; else only the manifest is read.
     """
-    if out is None and not to_open:
+    if not out and not to_open:
         raise UsageError("nowhere to put the page", hint="say -o FILE.html, or --open")
+    place = _place(out) if out else None
     total = 0
     if stats or against is not None:
         with ckptkit.open(step, storage_options=storage_options) as checkpoint:
@@ -83,23 +90,50 @@ def view(  # noqa: PLR0913 - what is not passed on as it is
             storage_options=storage_options,
             **given,
         )
-    path = _written(page, out)
+    path = _written(page, place)
     if to_open and not webbrowser.open(path.as_uri()):
         remark(f"no browser could be started; open {path} in one")
     document = {"file": str(path), "bytes": path.stat().st_size}
     answer(document, [str(path)], as_json=as_json)
 
 
-def _written(page: str, out: str | None) -> Path:
+def _place(out: str) -> Path:
+    """Where the page will be; what is in its way is told before all values are read."""
+    path, what = Path(out).absolute(), None
+    try:
+        # What /dev/stdout leads to may be a plain file: to replace the link would harm the system.
+        is_open = path.is_symlink() and path.readlink().is_relative_to("/proc")
+        if not path.parent.is_dir():
+            what = "there is no such folder"
+        elif path.is_dir():
+            what = "a folder has its name"
+        elif is_open or (path.exists() and not path.is_file()):
+            what = "what has its name is no plain file"
+    except OSError as error:
+        raise _refused(path, error.strerror) from error
+    if what is not None:
+        raise _refused(path, what)
+    return path
+
+
+def _written(page: str, place: Path | None) -> Path:
     """Where the page is. It replaces what has its name, and follows no link."""
-    path = Path(out).absolute() if out else Path(tempfile.mkdtemp(prefix="ckpt-view-"), "view.html")
-    begun = path.with_name(f".{path.name}.{os.getpid()}")
+    path = place or Path(tempfile.mkdtemp(prefix="ckpt-view-"), "view.html")
+    # As short as a name may have to be, and of no other writer of this page.
+    begun = path.with_name(f".{secrets.token_hex(8)}")
     try:
         with begun.open("x", encoding="utf-8") as file:
-            file.write(page)
-        begun.replace(path)
+            try:
+                file.write(page)
+                file.close()
+                begun.replace(path)
+            except BaseException:
+                begun.unlink(missing_ok=True)
+                raise
     except OSError as error:
-        begun.unlink(missing_ok=True)
-        what = f"the page cannot be written: {error.strerror}"
-        raise StorageError(what, where=str(path)) from error
+        raise _refused(path, error.strerror) from error
     return path
+
+
+def _refused(path: Path, why: str | None) -> StorageError:
+    return StorageError(f"the page cannot be written: {why}", where=str(path))

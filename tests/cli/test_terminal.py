@@ -79,6 +79,7 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["show", "7b/"], ["7b/step-0000000120", "7b/step-0000000090"]),
         (["show", "7b/9"], ["7b/step-0000000090"]),
         (["show", "7"], ["7"]),
+        (["view", "7b", "--against", "7b/9"], ["7b/step-0000000090"]),
         (["show", "7b", "model/layers.3."], [f"model/layers.3.{w}" for w in "kqv"]),
         (["show", "7b", "model/"], ["model/head", "model/layers."]),
         (["show", "7b", "model/layers."], [f"model/layers.{n}." for n in range(40)]),
@@ -99,6 +100,13 @@ def test_steps_and_arrays_are_completed(
     completion = BashComplete(main, {}, "ckpt", "_CKPT_COMPLETE")
     found = completion.get_completions(list(words[:-1]), words[-1])
     assert [item.value for item in found] == offered
+
+
+def test_a_config_is_completed_as_a_file(layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(layers)
+    completion = BashComplete(main, {}, "ckpt", "_CKPT_COMPLETE")
+    found = completion.get_completions(["rules", "7b", "--config"], "co")
+    assert [(item.value, item.type) for item in found] == [("co", "file")]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import webbrowser
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -57,6 +58,41 @@ def test_a_page_needs_a_place(run: Path, tmp_path: Path) -> None:
     gone = ckpt("view", run, "-o", tmp_path / "no" / "7b.html")
     assert gone.exit_code == 5
     assert "cannot be written" in gone.stderr
+
+
+def test_a_place_for_no_page_is_told_before_values_are_read(run: Path, tmp_path: Path) -> None:
+    flip_a_bit(run / "step-0000000020")
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "file").open("rb") as file:
+        # As /dev/stdout is one, which root could replace.
+        (tmp_path / "stdout").symlink_to(f"/proc/self/fd/{file.fileno()}")
+        for name in ("file/7b.html", "folder", "pipe", "stdout", "x" * 300):
+            done = ckpt("view", run, "--stats", "-o", tmp_path / name)
+            assert (done.exit_code, done.stderr.count("cannot be written")) == (5, 1), name
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "stdout").is_symlink()
+    assert ckpt("view", run, "-o", "").exit_code == 2
+
+
+def test_a_page_may_have_the_longest_name(run: Path, tmp_path: Path) -> None:
+    assert ckpt("view", run, "-o", tmp_path / ("x" * 255)).exit_code == 0
+
+
+def test_an_interrupted_page_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    (folder / "7b.html").write_text("before")
+    monkeypatch.setattr(Path, "replace", interrupt)
+    assert ckpt("view", run, "-o", folder / "7b.html").exit_code == 130
+    assert [path.name for path in folder.iterdir()] == ["7b.html"]
+    assert (folder / "7b.html").read_text() == "before"
 
 
 def test_what_cannot_be_told_is_an_error_and_no_page(run: Path, tmp_path: Path) -> None:
