@@ -77,7 +77,7 @@ def test_ls_lists_numbered_ones_with_their_format(run: Path) -> None:
         (100, "a Hugging Face model", False),
     ]
     lines = ckpt("ls", run).stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["STEP", "20", "100"]
+    assert [line.split()[0] for line in lines] == ["STEP", "20", "100", "total"]
     assert lines[1].endswith("-         a Hugging Face model")
     with ckptkit.open(run) as newest:
         assert newest.step == 100
