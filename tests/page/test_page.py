@@ -244,6 +244,39 @@ def test_what_differs_is_what_diff_finds(browser: Browser, page: Path) -> None:
     assert texts(browser, "h2.big") == ["model/layers.1.mlp.down_proj.weight"]
 
 
+def test_what_has_no_largest_difference_comes_first(browser: Browser, tmp_path: Path) -> None:
+    names = ("model/layers.0.w", "model/layers.1.w", "model/layers.2.w")
+    ones, page = np.ones(2), tmp_path / "page.html"
+    save(tmp_path / "a", {name: Tensor(ones) for name in names})
+    others = ([1.0, 2.0], [1.0, np.inf], [np.nan, np.nan])
+    save(
+        tmp_path / "b",
+        {name: Tensor(np.array(each)) for name, each in zip(names, others, strict=True)},
+    )
+    page.write_text(ckptkit.view(tmp_path / "a", against=tmp_path / "b"), encoding="utf-8")
+    browser.open(page)
+    browser.run("go('compare')")
+    assert texts(browser, "main td a") == list(reversed(names))
+    browser.run("[...document.querySelectorAll('canvas')].at(-1).focus()")
+    browser.key("ArrowLeft")
+    assert "largest 1 " in texts(browser, ".said")[-1]
+    browser.key("ArrowRight")
+    assert "largest no finite number" in texts(browser, ".said")[-1]
+
+
+def test_values_alone_may_differ(browser: Browser, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with ckptkit.Writer(tmp_path / name, step=1) as writer:
+            writer.add_object(f"only {name}", None)
+    page = tmp_path / "page.html"
+    page.write_text(ckptkit.view(tmp_path / "a", against=tmp_path / "b"), encoding="utf-8")
+    browser.open(page)
+    browser.run("go('compare')")
+    (shown,) = texts(browser, "main")
+    assert "2 values differ" in shown
+    assert "only a\tonly here\tNone\t–\nonly b\tonly there\t–\tNone" in shown
+
+
 def test_statistics_are_shown_where_they_were_asked_for(browser: Browser, page: Path) -> None:
     browser.open(page)
     whole = llama(0)["model/norm.weight"].whole

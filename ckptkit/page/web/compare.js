@@ -2,7 +2,8 @@
 
 const WHAT = { only_a: "only here", only_b: "only there", shape: "shape", dtype: "dtype", values: "values", semantics: "meaning", value: "value" };
 
-const distance = (diff, at) => (typeof diff.most[at] === "number" ? diff.most[at] : diff.most[at] === null ? -1 : Infinity);
+// Without a number, as to a NaN, it is as far as can be: so `ckpt diff` orders them.
+const distance = (diff, at) => (typeof diff.most[at] === "number" ? diff.most[at] : Infinity);
 const formText = (form) => (form ? `${form[1]} ${shapeText(form[0])}` : "–");
 
 /** The largest difference of each layer. */
@@ -12,9 +13,10 @@ function layerDistances(diff) {
     if (diff.what[at] !== "values") return;
     const layer = layerOf(name);
     const key = layer ? layer.join("\0") : "";
-    const known = found.get(key) ?? { layer, most: 0, count: 0, arrays: 0 };
+    const known = found.get(key) ?? { layer, most: 0, far: 0, count: 0, arrays: 0 };
     const far = distance(diff, at);
-    known.most = Math.max(known.most, Number.isFinite(far) ? Math.max(far, 0) : 0);
+    known.most = Math.max(known.most, Number.isFinite(far) ? far : 0);
+    known.far = Math.max(known.far, far);
     known.count += diff.count[at];
     known.arrays += 1;
     found.set(key, known);
@@ -54,17 +56,18 @@ function showCompare() {
   const counts = Object.keys(WHAT).map((what) => [what, diff.what.filter((each) => each === what).length]).filter(([, count]) => count);
   const perLayer = layerDistances(diff);
   const same = !diff.name.length && !diff.objects_differ;
+  const [differing, what] = diff.name.length ? [diff.name.length, "array"] : [diff.objects_differ, "value"];
   return [
-    h("h2", { class: "big" }, same ? "The same state" : `${counted(diff.name.length, "array")} ${diff.name.length === 1 ? "differs" : "differ"}`),
+    h("h2", { class: "big" }, same ? "The same state" : `${counted(differing, what)} ${differing === 1 ? "differs" : "differ"}`),
     factList([["arrays compared", whole(diff.array_count), bytes(diff.bytes)], ...counts.map(([what, count]) => [WHAT[what], whole(count)]), ["values that are no arrays", whole(diff.object_count), `${whole(diff.objects_differ)} differ`]]),
     h("div", { class: "cards" }, side("Here", step), side("There", diff.other)),
     diff.name.length
       ? card("What differs, the largest difference first", some(order, (at) => differenceRow(diff, at, places), ["name", "what", "dtype and shape", "elements", "largest", "first at"], { most: 100, numbers: [3, 4] }))
       : null,
     perLayer.length
-      ? card("The largest difference of each layer", columns({ series: [{ tint: () => tint(0, 1), values: perLayer.map((each) => each.most) }], label: "The largest difference of each layer", lines: (at) => [layerText(perLayer[at]), `largest ${amount(perLayer[at].most)}`, `${counted(perLayer[at].count, "element")} in ${counted(perLayer[at].arrays, "array")}`] }))
+      ? card("The largest difference of each layer", columns({ series: [{ tint: () => tint(0, 1), values: perLayer.map((each) => each.most) }], label: "The largest difference of each layer", lines: (at) => [layerText(perLayer[at]), `largest ${Number.isFinite(perLayer[at].far) ? amount(perLayer[at].far) : "no finite number"}`, `${counted(perLayer[at].count, "element")} in ${counted(perLayer[at].arrays, "array")}`] }))
       : null,
-    diff.objects.length ? card("Values", some(diff.objects, ([name, what, a, b]) => [named(name), WHAT[what], printable(a), printable(b)], ["name", "what", "here", "there"], { most: 60 })) : null,
+    diff.objects.length ? card("Values", some(diff.objects, ([name, what, a, b]) => [named(name), WHAT[what], what === "only_b" ? "–" : printable(a), what === "only_a" ? "–" : printable(b)], ["name", "what", "here", "there"], { most: 60 })) : null,
   ];
 }
 
