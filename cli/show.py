@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import translate
 from math import prod
 from typing import Any, TypeAlias
@@ -30,7 +30,7 @@ Doc: TypeAlias = dict[str, Any]
 Row: TypeAlias = tuple[str, ...]
 
 _BOXES_SHOWN = 4
-_FOLDED = re.compile(r"\{[0-9.,]+\}")
+_FOLDED = re.compile(r"\{([0-9]{1,18}(?:(?:,|\.\.|,\.\.,)[0-9]{1,18})*)\}")
 _SPARE = (4, 2, 5)  # role, dtype, parts: what a narrow terminal does without, in this order
 _SEMANTICS = {
     "replicated": "",
@@ -129,10 +129,29 @@ def describe(
     }
 
 
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    """Whether a name is meant: by * and ?, and by {0..3,8} as alike names are shown."""
+    # Of many runs the ones in the middle are shown as `..` alone.
+    texts = (text.replace(",..,", "..").split(",") for text in _FOLDED.findall(pattern))
+    spans = [[[int(end) for end in run.split("..")] for run in runs] for runs in texts]
+    # No name has the character that stands for a number.
+    numbered = translate(_FOLDED.sub("\0", pattern)).replace("\0", "([0-9]+)")
+    find = re.compile(numbered).match
+
+    def is_meant(name: str) -> bool:
+        found = find(name)
+        return found is not None and all(
+            any(run[0] <= int(number) <= run[-1] for run in runs)
+            for number, runs in zip(found.groups(), spans, strict=True)
+        )
+
+    return is_meant
+
+
 def _arrays(checkpoint: ckptkit.Checkpoint, pattern: str | None, rank: int | None) -> list[Doc]:
     names: Iterable[str] = checkpoint.names
     if pattern is not None:
-        matches = re.compile(translate(_FOLDED.sub("*", pattern))).match
+        matches = _matcher(pattern)
         names = [name for name in names if matches(name)]
         if not names:
             guess = nearest(pattern, checkpoint.names, 3)

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
+from tests.checkpoint.saving import Tensor, save
 from tests.cli.programs import ckpt, document
 
 
@@ -84,6 +87,20 @@ def test_a_pattern_picks_arrays_by_name(run: Path) -> None:
     nothing = ckpt("show", run, "nothing*")
     assert nothing.exit_code == 4
     assert "'nothing*'" in nothing.stderr
+
+
+def test_a_pattern_picks_the_numbers_that_it_names(tmp_path: Path) -> None:
+    numbers = (0, 1, 2, 3, 5, 7, 11, 20)
+    names = [f"model/{n}.w" for n in numbers] + ["model/2.in.w", "model/x.w"]
+    save(tmp_path, {name: Tensor(np.zeros(2)) for name in names})
+
+    def picked(pattern: str) -> list[str]:
+        return [each["name"] for each in document("show", tmp_path, pattern)["arrays"]]
+
+    assert picked("model/{1..3,7}.w") == [f"model/{n}.w" for n in (1, 2, 3, 7)]
+    assert picked("model/{0..1,..,11}.w") == [f"model/{n}.w" for n in (0, 1, 11, 2, 3, 5, 7)]
+    assert picked("*/{2,99}.*") == ["model/2.in.w", "model/2.w"]
+    assert ckpt("show", tmp_path, "model/{4}.w").exit_code == 4
 
 
 def test_objects_are_shown_whatever_they_are(run: Path) -> None:
