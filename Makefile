@@ -41,7 +41,7 @@ test-long: ## set up with torch, then the tests that take minutes each, and prop
 test-frameworks: ## install DeepSpeed, Megatron and others beside, and read what they write; try plugins on newest releases
 	+@$(SET_UP) dev
 	+@$(SET_UP) frameworks
-	CKPTKIT_FRAMEWORKS=$(FRAMEWORKS)/bin/python $(PYTEST) tests/foreign/frameworks tests/plugins/test_megatron.py tests/plugins/test_torchtitan.py tests/plugins/test_deepspeed.py
+	CKPTKIT_FRAMEWORKS=$(abspath $(FRAMEWORKS))/bin/python $(PYTEST) tests/foreign/frameworks tests/plugins/test_megatron.py tests/plugins/test_torchtitan.py tests/plugins/test_deepspeed.py
 	rm -rf $(NEWEST) && $(PIP) install --no-deps --target $(NEWEST) accelerate lightning torch_checkpointing torchdata transformers
 	PYTHONPATH=$(NEWEST) $(PYTEST) tests/plugins
 
