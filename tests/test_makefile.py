@@ -74,7 +74,8 @@ def test_other_frameworks_get_an_environment_of_their_own_once(tree: Path) -> No
     first, second = (outputs(make(tree, "test-frameworks"))[0] for _ in range(2))
     into = f".venv/frameworks/bin/pip install --no-build-isolation -e . -r {REQUIREMENTS}\n"
     assert into in first
-    variables = "CKPTKIT_FRAMEWORKS=.venv/frameworks/bin/python PYTHONDONTWRITEBYTECODE="
+    python = tree / ".venv/frameworks/bin/python"  # whole: programs run it in other folders
+    variables = f"CKPTKIT_FRAMEWORKS={python} PYTHONDONTWRITEBYTECODE="
     assert second.startswith(f"{variables} .venv/bin/pytest tests/foreign/frameworks")
     assert REQUIREMENTS not in second
     # Where others are asked for they are made anew, and what is beside them is not.
