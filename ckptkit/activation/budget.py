@@ -5,6 +5,7 @@ costs, solve which to recompute, and measure whether that is so.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from ckptkit.live.state.extra import rng_state, set_rng_state
 from ckptkit.live.state.ranks import current_world, meeting
 
 _LOG = logging.getLogger("ckptkit.activation")
+_LOOKS = 3
 _ROUNDS = 8
 _MOST_STATES = 4096
 Step = Callable[[], object]
@@ -73,9 +75,14 @@ def fit(
             for _ in range(_ROUNDS):
                 # A rank that is done goes on too: in the others' steps they may wait for it.
                 recompute(search.chosen)
-                with traceless(modules):
-                    peak = peak_bytes(step)
-                heard = ranks.agree((names, peak), list)
+                peak = sys.maxsize
+                for _ in range(_LOOKS):
+                    with traceless(modules):
+                        peak = min(peak, peak_bytes(step))
+                    heard = ranks.agree((names, peak), list)
+                    # Threads of gloo let go of what they have sent a moment later.
+                    if all(theirs <= budget for _, theirs in heard):
+                        break
                 search.learn(max(theirs for their_names, theirs in heard if their_names == names))
                 if all(ranks.agree(search.is_done, list)):
                     break
