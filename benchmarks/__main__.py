@@ -16,6 +16,7 @@ from benchmarks.machine import describe, in_words
 from benchmarks.manifest import manifest
 from benchmarks.many import COUNTS, many
 from benchmarks.memory import memory
+from benchmarks.pages import pages
 from benchmarks.planning import planning
 from benchmarks.ranks import isolated
 from benchmarks.scale import listing, ranks
@@ -40,6 +41,7 @@ _WHAT = {
     "scale": "many arrays, chunks and ranks",
     "commands": "their start",
     "many": "small arrays, 1,000 to 100,000",
+    "view": "pages of 405B parameters and of 10,000 arrays, in a browser",
     "memory": "at its peak",
     "all": "the default",
 }
@@ -88,6 +90,7 @@ def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
         "scale": [partial(listing, folder, repeat), partial(manifest, folder), ranks],
         "commands": [partial(commands, folder, repeat)],
         "many": [partial(many, folder, repeat, _up_to(arguments.arrays))],
+        "view": [partial(pages, folder, repeat)],
         "memory": [partial(memory, folder, gib)],
     }
     for name, benches in known.items():

@@ -76,7 +76,7 @@ def planning() -> Section:
 
 
 def _planned(source: str, to: str) -> tuple[int, Any, float, float, int]:
-    step = _manifest(source)
+    step = manifest_of(source)
     gc.collect()
     reset_peak()
     before, start = resident_mib(), time.monotonic()
@@ -88,7 +88,7 @@ def _planned(source: str, to: str) -> tuple[int, Any, float, float, int]:
     return chunks, cost, seconds, grown, target.world_size + 1
 
 
-def _manifest(strategy: str) -> Manifest:
+def manifest_of(strategy: str) -> Manifest:
     """Of a step whose chunks lie in the packs of all ranks in turn: no plan looks where."""
     known = Strategy.parse(strategy)
     ranks, table = known.world_size, ArrayTable.of(_arrays(known), ())

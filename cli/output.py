@@ -1,8 +1,8 @@
 """What goes to stdout: aligned lines for people, one document for programs; and, on stderr, a bar
 for work that turns out to take longer than a moment.
 
-In a terminal lines fit its width, and strategies have colours. What is piped is as wide as it needs
-to be, and plain.
+In a terminal tables fit its width, and strategies have colours. What is piped is as wide as it
+needs to be, and plain.
 """
 
 from __future__ import annotations

@@ -136,4 +136,8 @@ def _written(page: str, place: Path | None) -> Path:
 
 
 def _refused(path: Path, why: str | None) -> StorageError:
-    return StorageError(f"the page cannot be written: {why}", where=str(path))
+    return StorageError(
+        f"the page cannot be written: {why}",
+        where=str(path),
+        hint="name another file with -o",
+    )

@@ -22,6 +22,7 @@ from ckptkit.checkpoint.reshard.plan import plan_reshard
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import Progress, uncollected
+from ckptkit.errors import UsageError
 from ckptkit.model import Strategy
 from ckptkit.model.document import parse_size
 from ckptkit.page.facts import Facts, diff_facts, plan_facts, run_facts, step_facts
@@ -57,6 +58,11 @@ def view(  # noqa: PLR0913 — one keyword for each decision, all with defaults
     numbers of each array are like. The last two read all values, every chunk checked, in `memory`;
     else only the manifest is read.
     """
+    if to is None and (rules is not None or sizes or replicate_unknown or allow_split_heads):
+        raise UsageError(
+            "rules and sizes say how a reshard would cut, and none is asked for",
+            hint="name its strategy: to=, on the command line --to",
+        )
     with ExitStack() as stack:
         store = store_at(location, storage_options)
         checkpoint = stack.enter_context(open_checkpoint(store))

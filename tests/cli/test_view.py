@@ -99,6 +99,10 @@ def test_what_cannot_be_told_is_an_error_and_no_page(run: Path, tmp_path: Path) 
     out = tmp_path / "7b.html"
     assert ckpt("view", tmp_path / "nothing", "-o", out).exit_code == 4
     assert ckpt("view", run, "--to", "tp:2", "-o", out).exit_code == 2  # no rule knows these names
+    for unused in (["--rules", "lama"], ["--set", "heads=4"], ["--replicate-unknown"]):
+        done = ckpt("view", run, *unused, "-o", out)
+        assert done.exit_code == 2
+        assert "--to" in done.stderr
     flip_a_bit(run / "step-0000000020")
     assert ckpt("view", run, "--stats", "-o", out).exit_code == 3
     assert not out.exists()
