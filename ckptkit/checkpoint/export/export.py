@@ -35,16 +35,18 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.foreign.folder import parsed
-from ckptkit.foreign.output.files import (
+from ckptkit.foreign.output import (
     EMBEDDINGS,
     Checked,
+    Keys,
     NewFiles,
     NewTensor,
+    dcp_folder,
     hugging_face,
     plain_name,
     safetensors_file,
+    torch_file,
 )
-from ckptkit.foreign.output.pickled import Keys, dcp_folder, torch_file
 from ckptkit.foreign.readers.safetensors import CONFIG
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.format.names import MODEL, OPTIMIZER, inner_name, split

@@ -15,7 +15,7 @@ from ckptkit.checkpoint.reshard.copy import ChunkCopier
 from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.workers import Progress, share_out
 from ckptkit.errors import PeerError
-from ckptkit.foreign.output.files import Checked, NewFile
+from ckptkit.foreign.output import Checked, NewFile
 from ckptkit.model import Box
 from ckptkit.storage import Store
 
