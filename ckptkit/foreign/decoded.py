@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import bisect
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -130,8 +131,42 @@ def _frame_bytes(data: bytes) -> tuple[int | None, int]:
     return said if width else None, bound
 
 
-class DecodedSource(LendsNothing):
-    """The file of decoded chunks, one after the other, open for reading."""
+class MadeSource(LendsNothing, ABC):
+    """A file that nobody has written, open for reading: parts, one after the other, each of which
+    is made as a whole. No file is held: those that the parts are made of are the others' packs.
+    """
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self._stops = [*accumulate(sizes)]
+        self.size = self._stops[-1] if self._stops else 0
+
+    @abstractmethod
+    def part(self, number: int) -> Bytes:
+        """The bytes of a part."""
+
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
+        at = offset
+        for buffer in buffers:
+            done = 0
+            while done < len(buffer):
+                number = bisect.bisect_right(self._stops, at)
+                data = self.part(number)
+                begin = at - self._stops[number] + len(data)
+                taken = data[begin : begin + len(buffer) - done]
+                buffer[done : done + len(taken)] = taken.data
+                done, at = done + len(taken), at + len(taken)
+
+    def fetch(self, offset: int, length: int) -> memoryview:
+        memory = memoryview(bytearray(length))
+        self.read_into(offset, memory)
+        return memory
+
+    def close(self) -> None:
+        pass
+
+
+class DecodedSource(MadeSource):
+    """The file of decoded chunks."""
 
     def __init__(
         self,
@@ -140,36 +175,18 @@ class DecodedSource(LendsNothing):
         where: Callable[[str], str],
     ) -> None:
         """`use` lends a file of the checkpoint, open; `where` is its place, for messages."""
+        super().__init__(chunk.nbytes for chunk in chunks)
         self._chunks = chunks
-        self._stops = [*accumulate(chunk.nbytes for chunk in chunks)]
         self._use, self._where = use, where
-        self.size = self._stops[-1] if chunks else 0
         self._kept: OrderedDict[int, Future[Bytes]] = OrderedDict()
         self._kept_bytes = 0
         self._lock = threading.Lock()
         self._large = threading.Lock()
 
-    def read_into(self, offset: int, *buffers: memoryview) -> None:
-        at = offset
-        for buffer in buffers:
-            done = 0
-            while done < len(buffer):
-                number = bisect.bisect_right(self._stops, at)
-                begin = at - self._stops[number] + self._chunks[number].nbytes
-                data = self._decoded(number)[begin : begin + len(buffer) - done]
-                buffer[done : done + len(data)] = data.data
-                done, at = done + len(data), at + len(data)
-
-    def fetch(self, offset: int, length: int) -> memoryview:
-        memory = memoryview(bytearray(length))
-        self.read_into(offset, memory)
-        return memory
-
     def close(self) -> None:
-        """No file is held: those are the others' packs."""
         self._kept.clear()
 
-    def _decoded(self, number: int) -> Bytes:
+    def part(self, number: int) -> Bytes:
         """One chunk. Of threads that need it, the first decodes it, and the others wait."""
         chunk = self._chunks[number]
         with self._lock:

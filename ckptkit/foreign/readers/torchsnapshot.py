@@ -20,11 +20,10 @@ from urllib.parse import unquote
 
 from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep
-from ckptkit.foreign.folder import Folder, parsed
+from ckptkit.foreign.folder import Folder, parsed, read_yaml
 from ckptkit.foreign.spread import MeshPart, strategy_of
 from ckptkit.foreign.states import StateTensor, counted, states_of
 from ckptkit.foreign.torch_file import dtype_of, is_whole, read_file
-from ckptkit.foreign.yaml_document import read_yaml
 from ckptkit.format.names import join
 from ckptkit.model import (
     Axis,
