@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TextIO
 
 import click
 
@@ -40,14 +40,28 @@ _PLAIN = str.maketrans({"…": "~", **dict(zip(_BLOCKS, "    ####" + "#", strict
 _LEAST, _BAR, _LEAST_BAR = 16, 20, 6  # letters
 
 
-def answer(document: Any, lines: Iterable[str], *, as_json: bool) -> None:
-    """Print a document for programs on one line, or the same for people."""
-    if not as_json:
-        emit(lines)
-        return
-    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
-    with printing():
-        click.echo(text)
+class Answer(NamedTuple):
+    """What a command has found."""
+
+    document: Any
+    """For programs."""
+    lines: Iterable[str] = ()
+    """The same for people; worked out when they are asked for."""
+    remarks: Sequence[str] = ()
+    """What people are told besides, on stderr."""
+    code: int = 0
+    """The exit code."""
+
+    def show(self, *, as_json: bool) -> None:
+        """Print it."""
+        if as_json:
+            text = json.dumps(self.document, separators=(",", ":"), allow_nan=False)
+            with printing():
+                click.echo(text)
+            return
+        emit(self.lines)
+        for line in self.remarks:
+            remark(line)
 
 
 @contextmanager

@@ -15,12 +15,14 @@ from ckptkit.cli.options import (
     command,
     location,
     memory,
+    option,
     rules_options,
-    sizes_from,
+    split_heads,
     steps,
     storage,
+    strategy,
 )
-from ckptkit.cli.output import Bar, answer, remark
+from ckptkit.cli.output import Answer, Bar
 
 import ckptkit
 from ckptkit.errors import StorageError, UsageError
@@ -33,35 +35,25 @@ from ckptkit.errors import StorageError, UsageError
     codes=[CORRUPT],
 )
 @location("step")
-@click.option(
-    "--against",
-    metavar="OTHER",
-    shell_complete=steps,
-    help="Show what differs from this step, too.",
-)
-@click.option("--to", metavar="STRATEGY", help="Show what a reshard would move, too.")
-@click.option("--stats", is_flag=True, help="Show what the numbers are like; reads all of them.")
-@click.option("-o", "--out", metavar="FILE", type=click.Path(), help="Write the page there.")
-@click.option("--open", "to_open", is_flag=True, help="Show the page in a browser.")
+@option("--against OTHER", "Show what differs from this step, too.", shell_complete=steps)
+@strategy("Show what a reshard would move, too.")
+@option("--stats", "Show what the numbers are like; reads all of them.")
+@option("-o --out FILE", "Write the page there.", type=click.Path())
+@option("--open", "Show the page in a browser.", into="to_open")
 @rules_options
-@click.option(
-    "--allow-split-heads", is_flag=True, help="Cut where no size says whether a head ends there."
-)
+@split_heads
 @memory()
 @storage
-def view(  # noqa: PLR0913 - what is not passed on as it is
+def view(
     step: str,
     *,
     against: str | None,
     stats: bool,
     out: str | None,
     to_open: bool,
-    config: str | None,
-    sizes: tuple[str, ...],
     storage_options: Options | None,
-    as_json: bool,
     **given: Any,
-) -> None:
+) -> Answer:
     """Show STEP as a page in a browser.
 
     The page is one file that needs no other, no server and no network: who holds what, as pictures
@@ -85,16 +77,15 @@ def view(  # noqa: PLR0913 - what is not passed on as it is
             step,
             against=against,
             stats=stats,
-            sizes=sizes_from(config, sizes),
             progress=bar,
             storage_options=storage_options,
             **given,
         )
     path = _written(page, place)
+    remarks = []
     if to_open and not webbrowser.open(path.as_uri()):
-        remark(f"no browser could be started; open {path} in one")
-    document = {"file": str(path), "bytes": path.stat().st_size}
-    answer(document, [str(path)], as_json=as_json)
+        remarks.append(f"no browser could be started; open {path} in one")
+    return Answer({"file": str(path), "bytes": path.stat().st_size}, [str(path)], remarks)
 
 
 def _place(out: str) -> Path:
