@@ -17,8 +17,7 @@ from ckptkit.checkpoint.places import Place
 from ckptkit.errors import NotFoundError, UsageError
 from ckptkit.format.leaves import dumps
 from ckptkit.live import Checkpointer, PerDataRank, Restored, load, rng_state, set_rng_state
-from ckptkit.plugins.framework import Framework
-from ckptkit.plugins.runs import opened
+from ckptkit.plugins.framework import Framework, opened
 
 log = logging.getLogger("ckptkit.plugins")
 

@@ -12,7 +12,7 @@ from ckptkit.checkpoint.places import Place
 from ckptkit.errors import NotFoundError, UsageError
 from ckptkit.live import Checkpointer, Restored, load
 from ckptkit.plugins.deepspeed_state import EngineState
-from ckptkit.plugins.runs import opened
+from ckptkit.plugins.framework import opened
 
 _OWN = "deepspeed"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")

@@ -1,16 +1,27 @@
-"""A framework that a plugin stands on: is it there, and the one that the plugin was made for?"""
+"""What plugins share: the framework that one stands on (is it there, and the one that the plugin
+was made for?), the run that its caller names, and the first step of several that is not damaged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
+from itertools import zip_longest
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from ckptkit.errors import UsageError
+from ckptkit.checkpoint.places import Place
+from ckptkit.errors import FormatError, UsageError
+from ckptkit.live import Checkpointer
+
+Found = TypeVar("Found")
+
+log = logging.getLogger("ckptkit.plugins")
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,21 @@ class Framework:
                 raise self._another(f"{found.__qualname__}({', '.join(takes)})")
         return found
 
+    def check(self, needs: Mapping[str, Sequence[str]]) -> None:
+        """Refuse another framework than one that has all this in its modules: names, such as
+        `Storage.ls`; of methods that are called, or put in another's place, also what they take:
+        `Storage.ls(path)`.
+        """
+        for module, names in needs.items():
+            for name in names:
+                path, is_called, takes = name.rstrip(")").partition("(")
+                *owners, last = path.split(".")
+                owner: Any = self.module(module)
+                for each in owners:
+                    owner = self.private(owner, each)
+                arguments = [each for each in takes.split(", ") if each]
+                self.private(owner, last, arguments if is_called else None)
+
     def _another(self, lacking: str) -> UsageError:
         return UsageError(
             f"made for {self.package} {self.made_for}, this is {self.package} {self._installed()}: "
@@ -65,3 +91,33 @@ class Framework:
             return version(self.package)
         except PackageNotFoundError:
             return None
+
+
+@contextmanager
+def opened(checkpoints: Checkpointer | Place) -> Iterator[Checkpointer]:
+    """A Checkpointer, the caller's own or one for the location that it gave."""
+    if isinstance(checkpoints, Checkpointer):
+        yield checkpoints
+        return
+    with Checkpointer(checkpoints) as mine:
+        yield mine
+
+
+def first_sound(
+    steps: Sequence[tuple[object, int | None]], load: Callable[[Any, int | None], Found]
+) -> Found:
+    """What a load gives of the first of some steps, told by their runs and numbers, that is not
+    damaged. That of the others is in the log. Where ranks load together, they tell each other what
+    is damaged, so all of them go on alike.
+    """
+    for here, then in zip_longest(steps, steps[1:]):
+        try:
+            return load(*here)
+        except FormatError as error:
+            if then is None:
+                raise
+            log.error(
+                "step %s is damaged in %s, trying step %s in %s: %s",
+                *(here[1], here[0], then[1], then[0], error),
+            )
+    raise ValueError("no step to load from")

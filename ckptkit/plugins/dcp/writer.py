@@ -48,8 +48,15 @@ from ckptkit.live.state.tensors import as_bits, dtype_of, local_of
 from ckptkit.live.state.topology import Topology
 from ckptkit.model import Assigned, Box, DType, Part, Placement, Replicate, Strategy
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, choose_grid, may_cut
-from ckptkit.plugins.dcp.meeting import Meeting, Target
-from ckptkit.plugins.dcp.names import OBJECT, Names, as_leaf, name_tensors, objects_of
+from ckptkit.plugins.dcp.names import (
+    OBJECT,
+    Meeting,
+    Names,
+    Target,
+    as_leaf,
+    name_tensors,
+    objects_of,
+)
 from ckptkit.storage import Options
 
 
