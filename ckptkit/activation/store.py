@@ -31,9 +31,9 @@ from ckptkit.activation.transport import (
     ThreadTransport,
     Transport,
     described,
-    empty_like,
 )
 from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError, UsageError
+from ckptkit.live.state.sockets import empty_of
 from ckptkit.live.state.tensors import bytes_of
 from ckptkit.model.document import parse_size
 from ckptkit.storage.base.store import Closing
@@ -322,9 +322,10 @@ class DistributedActivationStore:
             raise UsageError(
                 f"rank {source_rank} is the source, but has passed no dense tensor", value=layer_id
             )
-        found = empty_like(said, device=said["device"]) if mine is None else mine
+        form, device, requires_grad = said
+        found = empty_of(form, device=device) if mine is None else mine
         self._transport.broadcast(source_rank, found)
-        self.register(layer_id, found.requires_grad_(said["requires_grad"]))
+        self.register(layer_id, found.requires_grad_(requires_grad))
         return found
 
     def retrieve(self, layer_id: LayerId) -> torch.Tensor:

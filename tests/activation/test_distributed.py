@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ckptkit.activation import DistributedActivationStore as Store
 from ckptkit.activation import GroupMemoryStats, MemoryStats, ThreadTransport
-from ckptkit.activation.transport import _message, described
 from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError, UsageError
+from ckptkit.live.state.sockets import message
 from tests.activation import scenarios
 from tests.activation.scenarios import on_gloo, on_threads
 from tests.live.pool import Died, Pool
@@ -185,8 +185,9 @@ def ends(*_: object) -> torch.Tensor:
 
 def sends_half(sock: socket.socket, *_: object) -> None:
     """A process that is killed while it answers."""
-    sock.sendall(_message(described(torch.ones(1_000_000))))
-    sock.sendall(bytes(2_000_000))
+    head, data = message(("kept", torch.ones(1_000_000), "cpu", False))
+    sock.sendall(head)
+    sock.sendall(data[:2_000_000])
     os._exit(3)
 
 

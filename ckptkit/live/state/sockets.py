@@ -1,14 +1,17 @@
 """How a rank answers others while it computes: over TCP, on a thread for each connection.
 
-Meetings of ranks are for what all do together; here one asks another, at any time. What they say
-to each other is up to the two sides.
+Meetings of ranks are for what all do together; here one asks another, at any time. They say plain
+values, and tensors among them: a message is a short document, and then the bytes of the tensors.
 """
 
 from __future__ import annotations
 
 import hmac
+import math
 import os
 import socket
+import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -19,9 +22,14 @@ from typing import Any
 import torch
 
 from ckptkit.errors import CkptkitError, PeerError
+from ckptkit.format.leaves import dumps, unpack
+from ckptkit.live.state.tensors import bytes_of, dtype_name
+from ckptkit.live.state.trees import put_tensors, take_tensors
 
 _FOR_THE_TOKEN = 10.0  # seconds
 _FOR_THE_LAST_ANSWERS = 5.0
+_LENGTH = struct.Struct("!I")
+_LARGEST_DOCUMENT = 2**24
 
 
 class Listener:
@@ -124,9 +132,64 @@ def seconds_until(deadline: float) -> float:
     return left
 
 
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to be sent or filled in place."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+def message(value: object) -> list[bytes | memoryview]:
+    """What is sent, one after another, to say a value. Its tensors are dense, and those of the CPU
+    are sent from where they lie.
+    """
+    tree, tensors = take_tensors(value, "")
+    said = dumps([tree, {path: form_of(tensor) for path, tensor in tensors.items()}])
+    return [_LENGTH.pack(len(said)) + said, *(_memory_of(each.cpu()) for each in tensors.values())]
+
+
+def tell(sock: socket.socket, value: object) -> None:
+    """Say a value to the other side."""
+    for part in message(value):
+        sock.sendall(part)
+
+
+def hear(sock: socket.socket, most: int, deadline: float | None = None) -> Any:
+    """What the other side tells, with at most so many bytes of tensors, each in memory of its own;
+    what `receive_into` says of time and end holds.
+    """
+    (length,) = _LENGTH.unpack(receive(sock, _LENGTH.size, deadline))
+    if length > _LARGEST_DOCUMENT:
+        raise PeerError("not a message of this protocol", value=length)
+    said = unpack(bytes(receive(sock, length, deadline)), "a message")
+    if not (isinstance(said, list) and len(said) == 2 and isinstance(said[1], dict)):
+        raise PeerError("not a message of this protocol", value=said)
+    tensors: dict[str, torch.Tensor] = {}
+    for path, form in said[1].items():
+        found = empty_of(form, most=most)
+        most -= found.nbytes
+        receive_into(sock, _memory_of(found), deadline)
+        tensors[path] = found
+
+    def tensor_of(path: str) -> torch.Tensor:
+        if path not in tensors:
+            raise PeerError("a message lacks a tensor", value=path)
+        return tensors[path]
+
+    return put_tensors(said[0], tensor_of, "a message")
+
+
+def form_of(tensor: torch.Tensor) -> list[Any]:
+    """The dtype and the shape of a tensor, as plain values."""
+    return [dtype_name(tensor.dtype), list(tensor.shape)]
+
+
+def empty_of(form: Any, *, most: int = sys.maxsize, device: str = "cpu") -> torch.Tensor:
+    """Memory for a tensor that another rank describes with `form_of`, of at most so many bytes."""
+    name, shape = form if isinstance(form, list) and len(form) == 2 else ("", [])
+    dtype: Any = getattr(torch, str(name), None)
+    is_form = isinstance(dtype, torch.dtype) and isinstance(shape, list)
+    is_form = is_form and all(type(n) is int and n >= 0 for n in shape)
+    if not is_form or math.prod(shape) * dtype.itemsize > most:
+        raise PeerError("no tensor of this protocol", value=form)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    array: Any = bytes_of(tensor).numpy()
     return memoryview(array)
 
 

@@ -202,9 +202,9 @@ class AsynchronousSGD:
             if server == world.rank:
                 found[server] = InProcess(shard, clocks, world.rank)
             else:
-                like = [self._parameters[name].detach() for name in self._shares[server]]
+                nbytes = sum(self._parameters[name].nbytes for name in self._shares[server])
                 found[server] = OverSocket(
-                    server, addresses[server], world.rank, like, self._timeout
+                    server, addresses[server], world.rank, nbytes, self._timeout
                 )
         return found
 

@@ -1,20 +1,18 @@
 """The servers of asynchronous SGD: what each has, and how a worker asks it.
 
 A server has whole parameters, the optimizer that steps them (`ParameterShard`), and the clocks of
-all workers. A worker asks that of its own process directly, and others over a socket, in messages
-of a few fixed numbers and then bytes, which a thread for each worker answers.
+all workers. A worker asks that of its own process directly, and others over a socket, where a
+thread for each worker answers.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from enum import IntEnum
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -24,17 +22,14 @@ from torch.optim import Optimizer
 
 from ckptkit.checkpoint.ranks import in_one_line
 from ckptkit.errors import CkptkitError, PeerError, UsageError
-from ckptkit.format.leaves import dumps, unpack
-from ckptkit.live.state.sockets import connect, memory_of, receive
-from ckptkit.live.state.trees import put_tensors, tensors_inline
+from ckptkit.live.state.sockets import connect, hear, tell
 
 log = logging.getLogger("ckptkit.parallel")
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
-_HEAD = struct.Struct("<BIQ")  # what, from whom, how many bytes follow
 _STATES = 16  # more tensors of its own size does no optimizer keep for a parameter
-_SLACK_OF_QUESTIONS, _SLACK_OF_ANSWERS = 2**20, 2**24
+_SLACK = 2**24
 
 
 def shares(sizes: Mapping[str, int], servers: Sequence[int]) -> dict[int, list[str]]:
@@ -60,8 +55,7 @@ class ParameterShard:
             name: nn.Parameter(parameter.detach().to("cpu", copy=True).contiguous())
             for name, parameter in parameters.items()
         }
-        self.like = [parameter.detach() for parameter in self._parameters.values()]
-        """What tells the forms of its tensors, not their values: those may change meanwhile."""
+        self.nbytes = sum(parameter.nbytes for parameter in self._parameters.values())
         self._optimizer = make_optimizer(self._parameters.values()) if parameters else None
         if self._optimizer is not None and len(self._optimizer.param_groups) > 1:
             raise UsageError(
@@ -233,75 +227,48 @@ class InProcess:
 
 
 class OverSocket:
-    """Asks a server in another process, by messages."""
+    """Asks a server in another process, by messages: the name of what `InProcess` has, and what
+    that takes. An answer has the name again, or none and what went wrong.
+    """
 
     def __init__(
-        self,
-        server: int,
-        address: tuple[str, int, bytes],
-        worker: int,
-        like: Sequence[torch.Tensor],
-        timeout: float,
+        self, server: int, address: tuple[str, int, bytes], worker: int, nbytes: int, timeout: float
     ) -> None:
-        self._server, self._worker, self._timeout = server, worker, timeout
-        self._like = list(like)
-        self._largest = _STATES * sum(t.nbytes for t in self._like) + _SLACK_OF_ANSWERS
+        self._server, self._timeout = server, timeout
+        self._largest = _STATES * nbytes + _SLACK
         with self._talking():
             self._pipe = connect(*address, timeout)
-        # An answer may wait for other workers as long as they may take, and then says so.
-        self._pipe.settimeout(2 * timeout)
-        self._send(Kind.HELLO)
+            # An answer may wait for other workers as long as they may take, and then says so.
+            self._pipe.settimeout(2 * timeout)
+            tell(self._pipe, worker)
+        self.pull, self.state, self.steps, self.set_options = (
+            partial(self._asked, what) for what in ("pull", "state", "steps", "set_options")
+        )
 
     def begin_push(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Send which parameters have a gradient, a byte for each, and the gradients."""
-        which = bytes(gradient is not None for gradient in gradients)
-        found = [each.detach().cpu().contiguous() for each in gradients if each is not None]
-        self._send(Kind.PUSH, [memoryview(which), *map(memory_of, found)])
+        self._ask("push", [None if each is None else each.detach() for each in gradients])
 
-    def end_push(self) -> list[torch.Tensor]:
-        return tensors_in(self._answer(), self._like)
-
-    def pull(self) -> list[torch.Tensor]:
-        self._send(Kind.PULL)
-        return tensors_in(self._answer(), self._like)
-
-    def state(self) -> dict[str, Any]:
-        self._send(Kind.STATE)
-
-        def refused(name: str) -> torch.Tensor:
-            raise PeerError("a server's state has no arrays", value=name)
-
-        tree = unpack(bytes(self._answer()), "state")
-        found: dict[str, Any] = put_tensors(tree, refused, "state")
-        return found
-
-    def steps(self) -> dict[int, int]:
-        self._send(Kind.STEPS)
-        steps: dict[int, int] = unpack(bytes(self._answer()), "steps")
-        return steps
-
-    def set_options(self, options: Mapping[str, Any]) -> None:
-        self._send(Kind.OPTIONS, [memoryview(dumps(dict(options), "options"))])
-        self._answer()
+    def end_push(self) -> Any:
+        with self._talking():
+            what, answer = hear(self._pipe, self._largest)
+        if not what:
+            raise PeerError(answer, where=f"server {self._server}")
+        return answer
 
     def leave(self) -> None:
         with suppress(PeerError):  # whether anybody hears it matters to nobody
-            self._send(Kind.LEAVE)
-            self._answer()
+            self._asked("leave")
 
     def close(self) -> None:
         self._pipe.close()
 
-    def _send(self, kind: Kind, parts: Sequence[memoryview] = ()) -> None:
-        with self._talking():
-            send_message(self._pipe, kind, self._worker, parts)
+    def _asked(self, what: str, *given: Any) -> Any:
+        self._ask(what, *given)
+        return self.end_push()
 
-    def _answer(self) -> bytearray:
+    def _ask(self, what: str, *given: Any) -> None:
         with self._talking():
-            kind, _, data = receive_message(self._pipe, self._largest)
-        if kind != Kind.DONE:
-            raise PeerError(data.decode(errors="replace"), where=f"server {self._server}")
-        return data
+            tell(self._pipe, [what, *given])
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
@@ -324,89 +291,31 @@ Access: TypeAlias = InProcess | OverSocket
 
 def answer_worker(shard: ParameterShard, clocks: Clocks, pipe: socket.socket) -> None:
     """Answer the questions of one worker until it leaves; one that ends otherwise is lost."""
-    largest = sum(p.nbytes for p in shard.like) + len(shard.like) + _SLACK_OF_QUESTIONS
-    kind, worker, _ = receive_message(pipe, 0)
-    if kind != Kind.HELLO:
+    worker = hear(pipe, 0)
+    if type(worker) is not int:
         return  # no worker, so nobody is lost
     here = InProcess(shard, clocks, worker)
+
+    def push(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        here.begin_push(gradients)
+        return here.end_push()
+
+    answers: dict[str, Callable[..., Any]] = {
+        name: getattr(here, name) for name in ("pull", "state", "steps", "set_options", "leave")
+    }
+    answers["push"] = push
+    what = ""
     try:
-        while kind != Kind.LEAVE:
-            kind, _, data = receive_message(pipe, largest)
-            answer: list[memoryview] = []
+        while what != "leave":
+            asked = hear(pipe, shard.nbytes)
+            if not isinstance(asked, list) or not asked or asked[0] not in answers:
+                raise PeerError("not a message of a worker", value=asked)
+            what, *given = asked
             try:
-                if kind == Kind.PUSH:
-                    here.begin_push(gradients_in(data, shard.like))
-                    answer = [memory_of(value) for value in here.end_push()]
-                elif kind == Kind.PULL:
-                    answer = [memory_of(value) for value in here.pull()]
-                elif kind == Kind.STATE:
-                    answer = [memoryview(dumps(tensors_inline(here.state()), "state"))]
-                elif kind == Kind.STEPS:
-                    answer = [memoryview(dumps(here.steps(), "steps"))]
-                elif kind == Kind.OPTIONS:
-                    options = unpack(bytes(data), "options")
-                    here.set_options(options if isinstance(options, dict) else {})
-                elif kind == Kind.LEAVE:
-                    here.leave()
+                tell(pipe, [what, answers[what](*given)])
+            except OSError:
+                raise
             except Exception as error:  # noqa: BLE001 — told to the worker, who raises it
-                told = memoryview(in_one_line(error).encode())
-                send_message(pipe, Kind.FAILED, worker, [told])
-            else:
-                send_message(pipe, Kind.DONE, worker, answer)
+                tell(pipe, ["", in_one_line(error)])
     finally:
         clocks.lose(worker)  # which does nothing where it has left
-
-
-class Kind(IntEnum):
-    HELLO = 0
-    PUSH = 1
-    PULL = 2
-    STATE = 3
-    OPTIONS = 4
-    LEAVE = 5
-    DONE = 6
-    FAILED = 7
-    STEPS = 8
-
-
-def send_message(
-    pipe: socket.socket, kind: Kind, worker: int, parts: Sequence[memoryview] = ()
-) -> None:
-    """Send a message whose bytes lie in several places."""
-    pipe.sendall(_HEAD.pack(kind, worker, sum(part.nbytes for part in parts)))
-    for part in parts:
-        pipe.sendall(part)
-
-
-def receive_message(pipe: socket.socket, largest: int) -> tuple[Kind, int, bytearray]:
-    """The next message, of a bounded size; EOFError when the other side is gone."""
-    kind, worker, length = _HEAD.unpack(receive(pipe, _HEAD.size))
-    if kind > max(Kind) or length > largest:
-        raise PeerError("not a message of a worker or a server", value=(kind, length))
-    return Kind(kind), worker, receive(pipe, length)
-
-
-def gradients_in(data: bytearray, like: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradients of a message, as `begin_push` sends them, for parameters alike."""
-    which = data[: len(like)]
-    present = [parameter for has, parameter in zip(which, like, strict=True) if has]
-    found = iter(tensors_in(data, present, len(like)))
-    return [next(found) if has else None for has in which]
-
-
-def tensors_in(data: bytearray, like: Sequence[torch.Tensor], at: int = 0) -> list[torch.Tensor]:
-    """The tensors of a message, like some that there are."""
-    found = []
-    for each in like:
-        if at + each.nbytes > len(data):
-            raise PeerError("a message is too short for its tensors", value=len(data))
-        if each.numel():
-            raw = torch.frombuffer(data, dtype=torch.uint8, count=each.nbytes, offset=at)
-            # Numbers begin where they may, and a tensor of them may not begin anywhere.
-            found.append(raw.clone().view(each.dtype).view(each.shape))
-        else:
-            found.append(torch.empty(each.shape, dtype=each.dtype))
-        at += each.nbytes
-    if at != len(data):
-        raise PeerError("a message is too long for its tensors", value=len(data))
-    return found
