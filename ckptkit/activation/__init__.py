@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ckptkit.activation.memory import (
     ActivationMeter,
-    GroupMemoryStats,
     MemoryStats,
     kept_bytes,
     peak_bytes,
@@ -21,7 +20,6 @@ __all__ = [
     "ActivationStore",
     "Checkpointed",
     "DistributedActivationStore",
-    "GroupMemoryStats",
     "MemoryStats",
     "PipelineActivations",
     "TensorParallelPolicy",

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any, Self
 
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from ckptkit.activation.memory import (
-    GroupMemoryStats,
     LayerId,
     MemoryStats,
     is_plain,
@@ -399,11 +398,10 @@ class DistributedActivationStore:
         self.local.clear()
         self._together("clear_everywhere", None)  # none fetches what another has yet to clear
 
-    def memory_stats(self) -> GroupMemoryStats:
-        """Of all ranks; rank 0 has the time."""
-        mine = self.local.memory_stats().to_dict()
-        heard = self._together("memory_stats", (mine, time.time()))
-        return GroupMemoryStats(tuple(MemoryStats(**said) for said, _ in heard), heard[0][1])
+    def memory_stats(self) -> list[MemoryStats]:
+        """Of all ranks, in their order."""
+        heard = self._together("memory_stats", asdict(self.local.memory_stats()))
+        return [MemoryStats(**said) for said in heard]
 
     def close(self) -> None:
         """Forget everything here and stop answering; ranks that ask later get an error."""
