@@ -118,8 +118,8 @@ def _parsed(policy: str) -> tuple[str, int]:
         return kind, 1
     if kind == "every" and _EVERY.fullmatch(amount):
         return kind, int(amount)
-    if kind == "budget" and colon and (budget := parse_size(amount)) > 0:
-        return kind, budget
+    if kind == "budget" and colon:
+        return kind, parse_size(amount)
     raise UsageError("no policy for activations", value=policy, hint=_HINT)
 
 

@@ -288,7 +288,7 @@ class SocketTransport:
             sock.sendall(part)
 
 
-def described(tensor: torch.Tensor, *, where: str = "") -> tuple[list[Any], str, bool]:
+def described(tensor: torch.Tensor, *, where: str = "") -> tuple[str, str, bool]:
     """The form of a tensor, its device and whether it requires a gradient; only plain memory can be
     sent.
     """

@@ -171,7 +171,7 @@ def ends(*_: object) -> torch.Tensor:
 
 def sends_half(sock: socket.socket, *_: object) -> None:
     """A process that is killed while it answers."""
-    head, data = message(("kept", torch.ones(1_000_000), "cpu", False))
+    head, data = message(("kept", torch.ones(1_000_000), "cpu", False))[:2]
     sock.sendall(head)
     sock.sendall(data[:2_000_000])
     os._exit(3)

@@ -11,12 +11,12 @@ import math
 import os
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from ipaddress import ip_address
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ _FOR_THE_TOKEN = 10.0  # seconds
 _FOR_THE_LAST_ANSWERS = 5.0
 _LENGTH = struct.Struct("!I")
 _LARGEST_DOCUMENT = 2**24
+_SMALL = 2**16
+_ALIGNMENT = 16  # of the largest dtype
 
 
 class Listener:
@@ -132,13 +134,23 @@ def seconds_until(deadline: float) -> float:
     return left
 
 
-def message(value: object) -> list[bytes | memoryview]:
-    """What is sent, one after another, to say a value. Its tensors are dense, and those of the CPU
-    are sent from where they lie.
+def message(value: object) -> list[bytearray | memoryview]:
+    """What is sent, one after another, to say a value. Its tensors are dense; large ones on the CPU
+    are sent from where they lie, small ones together.
     """
     tree, tensors = take_tensors(value, "")
     said = dumps([tree, {path: form_of(tensor) for path, tensor in tensors.items()}])
-    return [_LENGTH.pack(len(said)) + said, *(_memory_of(each.cpu()) for each in tensors.values())]
+    last = bytearray(_LENGTH.pack(len(said)) + said)
+    parts: list[bytearray | memoryview] = [last]
+    for tensor in tensors.values():
+        memory: Any = bytes_of(tensor if tensor.is_cpu else tensor.cpu()).numpy()
+        if memory.nbytes < _SMALL:
+            last += memory.data
+        else:
+            last = bytearray()
+            parts += [memory.data, last]
+        last += bytes(-memory.nbytes % _ALIGNMENT)
+    return parts
 
 
 def tell(sock: socket.socket, value: object) -> None:
@@ -148,8 +160,8 @@ def tell(sock: socket.socket, value: object) -> None:
 
 
 def hear(sock: socket.socket, most: int, deadline: float | None = None) -> Any:
-    """What the other side tells, with at most so many bytes of tensors, each in memory of its own;
-    what `receive_into` says of time and end holds.
+    """What the other side tells, with at most so many bytes of tensors, which share one memory.
+    What `receive_into` says of time and end holds.
     """
     (length,) = _LENGTH.unpack(receive(sock, _LENGTH.size, deadline))
     if length > _LARGEST_DOCUMENT:
@@ -157,12 +169,17 @@ def hear(sock: socket.socket, most: int, deadline: float | None = None) -> Any:
     said = unpack(bytes(receive(sock, length, deadline)), "a message")
     if not (isinstance(said, list) and len(said) == 2 and isinstance(said[1], dict)):
         raise PeerError("not a message of this protocol", value=said)
-    tensors: dict[str, torch.Tensor] = {}
-    for path, form in said[1].items():
-        found = empty_of(form, most=most)
-        most -= found.nbytes
-        receive_into(sock, _memory_of(found), deadline)
-        tensors[path] = found
+    forms = {path: _dtype_and_shape(form) for path, form in said[1].items()}
+    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in forms.values()]
+    if sum(sizes) > most:
+        raise PeerError("a message with more tensors than there are", value=sum(sizes))
+    ends = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+    memory = torch.empty(ends[-1], dtype=torch.uint8)
+    receive_into(sock, memory.numpy().data, deadline)
+    tensors = {
+        path: memory[start : start + size].view(dtype).view(shape)
+        for (path, (dtype, shape)), start, size in zip(forms.items(), ends, sizes, strict=False)
+    }
 
     def tensor_of(path: str) -> torch.Tensor:
         if path not in tensors:
@@ -172,25 +189,23 @@ def hear(sock: socket.socket, most: int, deadline: float | None = None) -> Any:
     return put_tensors(said[0], tensor_of, "a message")
 
 
-def form_of(tensor: torch.Tensor) -> list[Any]:
-    """The dtype and the shape of a tensor, as plain values."""
-    return [dtype_name(tensor.dtype), list(tensor.shape)]
+def form_of(tensor: torch.Tensor) -> str:
+    """The dtype and the shape of a tensor, such as `float32 2,3`."""
+    return f"{dtype_name(tensor.dtype)} {','.join(map(str, tensor.shape))}"
 
 
-def empty_of(form: Any, *, most: int = sys.maxsize, device: str = "cpu") -> torch.Tensor:
-    """Memory for a tensor that another rank describes with `form_of`, of at most so many bytes."""
-    name, shape = form if isinstance(form, list) and len(form) == 2 else ("", [])
-    dtype: Any = getattr(torch, str(name), None)
-    is_form = isinstance(dtype, torch.dtype) and isinstance(shape, list)
-    is_form = is_form and all(type(n) is int and n >= 0 for n in shape)
-    if not is_form or math.prod(shape) * dtype.itemsize > most:
-        raise PeerError("no tensor of this protocol", value=form)
+def empty_of(form: object, *, device: str = "cpu") -> torch.Tensor:
+    """Memory for a tensor that another rank describes with `form_of`."""
+    dtype, shape = _dtype_and_shape(form)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _memory_of(tensor: torch.Tensor) -> memoryview:
-    array: Any = bytes_of(tensor).numpy()
-    return memoryview(array)
+def _dtype_and_shape(form: object) -> tuple[torch.dtype, list[int]]:
+    name, _, dims = str(form).partition(" ")
+    dtype, sizes = getattr(torch, name, None), dims.split(",") if dims else []
+    if not isinstance(dtype, torch.dtype) or not all(size.isdecimal() for size in sizes):
+        raise PeerError("no tensor of this protocol", value=form)
+    return dtype, list(map(int, sizes))
 
 
 def own_address(hosts: Iterable[str]) -> str:
