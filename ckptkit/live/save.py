@@ -421,15 +421,6 @@ def _whole_bytes(snapshot: Snapshot) -> int:
     return here * (1 if pipeline is None else snapshot.topology.strategy.mesh.sizes[pipeline])
 
 
-def readable(nbytes: float) -> str:
-    """A number of bytes, such as `1.25 GB`."""
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
-
-
 class Arena:
     """What a save leaves to the next one: host memory of the size of this rank's state, pinned
     where a device copies into it, a pool of one buffer where the writer itself copies from host

@@ -15,19 +15,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ckptkit.errors import PeerError, UsageError
 from ckptkit.live import Checkpointer
 from ckptkit.live.state import sockets
 from ckptkit.live.state.sockets import Listener
 from ckptkit.parallel import AsynchronousSGD
-from ckptkit.parallel.optimizers.servers import (
+from ckptkit.parallel.optimizers.asynchronous import (
     Clocks,
     ParameterShard,
     answer_worker,
-    shares,
 )
 from tests.live.pool import Died, Pool
 from tests.parallel.optimizers.problem import flat, loss_of, loss_unseen, network
@@ -253,16 +250,6 @@ def test_one_who_has_left_is_not_waited_for() -> None:
     clocks.leave(0)
     clocks.leave(2)
     clocks.wait_until_empty()
-
-
-@given(st.dictionaries(st.text(max_size=3), st.integers(0, 100)), st.integers(1, 5))
-def test_every_parameter_has_one_server_and_their_loads_are_alike(
-    sizes: dict[str, int], servers: int
-) -> None:
-    found = shares(sizes, range(servers))
-    assert sorted(name for names in found.values() for name in names) == sorted(sizes)
-    loads = [sum(sizes[name] for name in names) for names in found.values()]
-    assert max(loads) - min(loads) <= max(sizes.values(), default=0)
 
 
 class Server(NamedTuple):
