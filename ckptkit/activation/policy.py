@@ -21,6 +21,7 @@ from ckptkit.activation.partition import Partition, group_for
 from ckptkit.activation.recompute import BufferCopies, Recomputed, Undo, selective
 from ckptkit.errors import UsageError
 from ckptkit.live.wrappers.entries import canonical_names, every_module
+from ckptkit.live.wrappers.modules import CONTAINERS
 from ckptkit.live.wrappers.training import Model
 from ckptkit.model.document import parse_size
 
@@ -32,7 +33,6 @@ _OPTIONS = {
     "group": ("partition", "who shares a partition"),
     "pin_memory": ("offload", "about the host memory of offload"),
 }
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 Wanted = type[nn.Module] | Sequence[type[nn.Module] | str]
 
 
@@ -152,10 +152,10 @@ def _blocks_of(model: nn.Module, wanted: Wanted | None) -> dict[str, nn.Module]:
 
 
 def _listed(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    is_list = isinstance(module, _CONTAINERS)
+    is_list = isinstance(module, CONTAINERS)
     for name, child in module.named_children():
         where = f"{prefix}{name}"
-        if is_list and not isinstance(child, _CONTAINERS):
+        if is_list and not isinstance(child, CONTAINERS):
             # A single norm or projection in a list is no block.
             if next(child.children(), None) is not None:
                 yield where, child

@@ -38,6 +38,8 @@ from ckptkit.live.wrappers.flat import cut_before
 
 Buffers: TypeAlias = dict[str, torch.Tensor | None]
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""Their `forward` need not exist, or need not be called by whoever iterates over them."""
 _SHARDERS = ("fsdp", "zero1", "zero2", "zero3")
 
 

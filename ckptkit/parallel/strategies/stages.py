@@ -17,8 +17,8 @@ from torch import nn
 
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import LayoutError, UsageError
-from ckptkit.live.wrappers.modules import keeping_buffers
-from ckptkit.parallel.strategies.data_parallel import CONTAINERS, nbytes_of
+from ckptkit.live.wrappers.modules import CONTAINERS, keeping_buffers
+from ckptkit.parallel.strategies.data_parallel import nbytes_of
 from ckptkit.parallel.strategies.options import StageByHand, StrategyOptions
 from ckptkit.plan.place import balanced
 
