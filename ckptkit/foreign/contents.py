@@ -27,7 +27,6 @@ from ckptkit.foreign.extents import (
     Stretch,
     cells_of,
     span_of,
-    strided_view,
 )
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import MAX_DIMS, TOO_LARGE, Alias, ArrayInfo, ArrayKind, is_addressable
@@ -215,7 +214,8 @@ def _read_strided(
     span = span_of(shape, strides) * size
     if span <= _DENSE * target.nbytes:
         data = np.frombuffer(source.fetch(offset, span), dtype=np.uint8)
-        target[...] = strided_view(data, shape, strides, size)
+        steps = (*(step * size for step in strides), 1)
+        target[...] = np.ndarray((*shape, size), np.uint8, data, 0, steps)
         return
     # Along the dim whose neighbours lie farthest apart.
     dim = max(range(len(shape)), key=lambda d: strides[d] if shape[d] > 1 else -1)
