@@ -27,9 +27,8 @@ from torch.distributed.tensor.parallel import (
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ckptkit
-from ckptkit.checkpoint.export import file
+from ckptkit.checkpoint.export import file, formats
 from ckptkit.errors import AlreadyExistsError, CorruptionError, UsageError
-from ckptkit.foreign import output
 from ckptkit.model.dtype import DTYPES
 from tests.checkpoint.saving import Tensor, add, random_values, save, save_by
 from tests.cli.programs import ckpt, document
@@ -193,7 +192,7 @@ def test_torch_loads_the_weights(
     tied: bool, is_large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_large:  # as members beyond 4 GiB are described
-        monkeypatch.setattr(output, "_LARGE", 3000)
+        monkeypatch.setattr(formats, "_LARGE", 3000)
     # Several bands of one tensor, by several threads.
     monkeypatch.setattr(file, "_SEGMENT", 1500)
     model = llama(tied=tied)

@@ -15,6 +15,18 @@ from typing import Any
 
 from ckptkit.checkpoint.check.unpack import appearing
 from ckptkit.checkpoint.export.file import write_file
+from ckptkit.checkpoint.export.formats import (
+    EMBEDDINGS,
+    Checked,
+    Keys,
+    NewFiles,
+    NewTensor,
+    dcp_folder,
+    hugging_face,
+    plain_name,
+    safetensors_file,
+    torch_file,
+)
 from ckptkit.checkpoint.places import Place, check_room, crc_of, store_at, stored_size
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY
@@ -35,18 +47,6 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.foreign.folder import parsed
-from ckptkit.foreign.output import (
-    EMBEDDINGS,
-    Checked,
-    Keys,
-    NewFiles,
-    NewTensor,
-    dcp_folder,
-    hugging_face,
-    plain_name,
-    safetensors_file,
-    torch_file,
-)
 from ckptkit.foreign.readers.safetensors import CONFIG
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.format.names import MODEL, OPTIMIZER, inner_name, split

@@ -10,12 +10,12 @@ from typing import TypeAlias
 import numpy as np
 from isal import isal_zlib
 
+from ckptkit.checkpoint.export.formats import Checked, NewFile
 from ckptkit.checkpoint.read.stream import bands
 from ckptkit.checkpoint.reshard.copy import ChunkCopier
 from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.workers import Progress, share_out
 from ckptkit.errors import PeerError
-from ckptkit.foreign.output import Checked, NewFile
 from ckptkit.model import Box
 from ckptkit.storage import Store
 

@@ -1,5 +1,5 @@
-"""Files of other formats, to be written: which bytes each has, and which tensors. Nothing
-is written here; `checkpoint.export` fills such files from a step.
+"""The files of other formats: which bytes each has, and which tensors. Nothing is written here;
+`file` fills them from a step.
 
 Those of torch.save and of torch.distributed.checkpoint are zip files with a pickle, and in them one
 member for each tensor. Pickles are made of the few opcodes that torch's own loader of weights
