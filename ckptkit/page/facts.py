@@ -25,8 +25,8 @@ from ckptkit.checkpoint.reshard.target import TargetArray
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.format.arrays import ArrayKind
-from ckptkit.format.folds import fold_names
 from ckptkit.model import Box, Grid, Layout, Placement, Strategy, placement_to_doc
+from ckptkit.model.folds import fold_names
 from ckptkit.plan.chunks import inner_borders
 from ckptkit.plan.read import members
 

@@ -24,6 +24,7 @@ from ckptkit.model import (
     Strided,
     layout_of,
 )
+from ckptkit.model.folds import fold_names
 from ckptkit.model.rules import matches
 from ckptkit.plan.cuts import AS_IN_SOURCE, Cutter, Said, Subject, Tensor, subjects_of
 from ckptkit.plan.write import owners_of
@@ -231,9 +232,10 @@ def _give_owners(rows: list[_Row], index: int, ranks: int, target: Strategy) -> 
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_LISTED])
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{_counted(len(names))}: {shown}{more}"
+    rows = fold_names(names, [()] * len(names))  # layers are alike
+    shown = ", ".join(row.name for row in rows[:_LISTED])
+    rest = sum(len(row.places) for row in rows[_LISTED:])
+    return f"{_counted(len(names))}: {shown}{f' and {rest} more' if rest else ''}"
 
 
 def _counted(count: int) -> str:
