@@ -1,27 +1,21 @@
 """What plugins share: the framework that one stands on (is it there, and the one that the plugin
-was made for?), the run that its caller names, and the first step of several that is not damaged.
+was made for?), the run that its caller names, and what both keep in a step.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
-from itertools import zip_longest
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from ckptkit.checkpoint.places import Place
-from ckptkit.errors import FormatError, UsageError
+from ckptkit.errors import UsageError
 from ckptkit.live import Checkpointer
-
-Found = TypeVar("Found")
-
-log = logging.getLogger("ckptkit.plugins")
 
 
 @dataclass(frozen=True)
@@ -103,21 +97,15 @@ def opened(checkpoints: Checkpointer | Place) -> Iterator[Checkpointer]:
         yield mine
 
 
-def first_sound(
-    steps: Sequence[tuple[object, int | None]], load: Callable[[Any, int | None], Found]
-) -> Found:
-    """What a load gives of the first of some steps, told by their runs and numbers, that is not
-    damaged. That of the others is in the log. Where ranks load together, they tell each other what
-    is damaged, so all of them go on alike.
-    """
-    for here, then in zip_longest(steps, steps[1:]):
-        try:
-            return load(*here)
-        except FormatError as error:
-            if then is None:
-                raise
-            log.error(
-                "step %s is damaged in %s, trying step %s in %s: %s",
-                *(here[1], here[0], then[1], then[0], error),
-            )
-    raise ValueError("no step to load from")
+def extra_beside(
+    own: Mapping[str, object], extra: Mapping[str, object] | None
+) -> dict[str, object]:
+    """What a plugin keeps for itself in a step, beside what its caller does."""
+    if taken := own.keys() & (extra or {}):
+        raise UsageError(
+            "this name is the plugin's own",
+            where="extra",
+            value=min(taken),
+            hint="choose another key",
+        )
+    return {**(extra or {}), **own}

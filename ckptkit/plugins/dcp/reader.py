@@ -38,6 +38,7 @@ from ckptkit.live.restore import NOT_LOADED
 from ckptkit.live.state.ranks import copying_threads, current_world
 from ckptkit.live.state.tensors import as_bits, dtype_of, torch_dtype
 from ckptkit.live.state_dict import nested_state
+from ckptkit.live.tiers import first_sound
 from ckptkit.model import Box
 from ckptkit.plugins.dcp.names import (
     OBJECT,
@@ -94,7 +95,7 @@ class DcpReader(StorageReader):
         self._keys = None
 
     def read_metadata(self) -> Metadata:
-        self._keys = next(self._candidates())
+        self._keys = self._found()
         return self._keys.metadata()
 
     def set_up_storage_reader(
@@ -139,28 +140,23 @@ class DcpReader(StorageReader):
 
     def _opened(self) -> Keys:
         if self._keys is None:
-            self._keys = next(self._candidates())
+            self._keys = self._found()
         return self._keys
 
-    def _candidates(self, below: int | None = None) -> Iterator[Keys]:
-        """The step to load, and with `fallback` those before it; without any an error is raised."""
+    def _found(self, below: int | None = None) -> Keys:
+        """The step to load: with `fallback` the newest that can be opened, below a number."""
         store, step = self._target.store(), self._target.step
-        if not self._fallback:
-            yield Keys(Run(store).open(step) if step is not None else open_checkpoint(store))
-            return
-        most = below if below is not None else None if step is None else step + 1
-        problem: FormatError | None = None
-        for number in Run(store).steps()[::-1]:
-            if most is not None and number >= most:
-                continue
-            try:
-                yield Keys(Run(store).open(number))
-            except FormatError as error:
-                problem = error
-                log.error("step %d is damaged in %s: %s", number, store.location, error)
-        if problem is None and below is None:
-            yield Keys(open_checkpoint(store))
-        raise problem or NotFoundError("no step before it", where=str(self._target))
+        numbers: list[int] = []
+        if self._fallback:
+            most = step if below is None else below - 1
+            numbers = Run(store).steps()[::-1]
+            numbers = [number for number in numbers if most is None or number <= most]
+        if numbers:
+            places = [(store.location, number) for number in numbers]
+            return first_sound(places, lambda _, number: Keys(Run(store).open(number)))
+        if below is not None:
+            raise NotFoundError("no step before it", where=str(self._target))
+        return Keys(Run(store).open(step) if step is not None else open_checkpoint(store))
 
     def _read_any(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Read the first step that is whole, on all ranks alike."""
@@ -184,7 +180,7 @@ class DcpReader(StorageReader):
                 log.error("step %d is damaged in %s: %s", at.step, at.location, first)
                 at.close()
                 try:
-                    older = next(self._candidates(below=at.step))
+                    older = self._found(below=at.step)
                 except NotFoundError:
                     raise problem or PeerError(f"{NOT_LOADED}, because of {first}") from problem
                 number = ranks.share(partial(getattr, older.checkpoint, "step"))

@@ -34,9 +34,8 @@ from ckptkit.live.resume import saved_documents
 from ckptkit.live.save import Arena, SaveOptions, prepare
 from ckptkit.live.state.extra import SEEN_BY_ALL
 from ckptkit.live.state.ranks import World, current_world, meeting
-from ckptkit.live.tiers import Background
+from ckptkit.live.tiers import Background, first_sound
 from ckptkit.live.wrappers.training import TrainingState
-from ckptkit.plugins.framework import first_sound
 from ckptkit.storage import Options, Store
 
 log = logging.getLogger("ckptkit.plugins")

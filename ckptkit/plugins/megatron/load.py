@@ -24,11 +24,11 @@ from ckptkit.foreign.readers.megatron import COMMON, CONFIG
 from ckptkit.live.restore import NOT_LOADED, open_together
 from ckptkit.live.state.ranks import current_world, meeting
 from ckptkit.live.state.tensors import torch_dtype
+from ckptkit.live.tiers import first_sound
 from ckptkit.live.wrappers.entries import StateMismatchError
 from ckptkit.model import Box, DType
 from ckptkit.plugins.dcp.names import from_leaf
 from ckptkit.plugins.dcp.reader import Keys, fill
-from ckptkit.plugins.framework import first_sound
 from ckptkit.plugins.megatron.save import (
     BACKEND,
     FILE,
