@@ -25,7 +25,7 @@ from ckptkit.cli.demo_job import (
 )
 from ckptkit.cli.exits import CORRUPT, OK, PEER
 from ckptkit.cli.options import command
-from ckptkit.cli.output import Answer, emit
+from ckptkit.cli.output import Reply, emit
 
 import ckptkit
 from ckptkit.errors import AlreadyExistsError
@@ -38,7 +38,7 @@ _ARRAY = "model/embed_tokens.weight"
 )
 @click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
 @click.pass_context
-def demo(ctx: click.Context, folder: Path | None) -> Answer:
+def demo(ctx: click.Context, folder: Path | None) -> Reply:
     """Do everything once, on something small.
 
     Writes a sharded checkpoint as 8 writers would, shows it, verifies it, opens it with plain zarr,
@@ -94,7 +94,7 @@ def demo(ctx: click.Context, folder: Path | None) -> Answer:
     ok = all(each["ok"] for each in stage.checks)
     where = str(folder.absolute()) if folder else None
     document = {"folder": where, "ok": ok, "commands": stage.commands, "checks": stage.checks}
-    return Answer(document, code=OK if ok else CORRUPT)
+    return Reply(document, code=OK if ok else CORRUPT)
 
 
 class Performance:

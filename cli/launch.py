@@ -10,7 +10,7 @@ from typing import Any
 import click
 from ckptkit.cli.exits import OK, PEER
 from ckptkit.cli.options import command, option
-from ckptkit.cli.output import Answer, printing
+from ckptkit.cli.output import Reply, printing
 
 from ckptkit.errors import PeerError, UsageError
 
@@ -53,9 +53,7 @@ from ckptkit.errors import PeerError, UsageError
     default=0,
 )
 @click.pass_context
-def launch(
-    ctx: click.Context, program: tuple[str, ...], *, is_module: bool, **given: Any
-) -> Answer:
+def launch(ctx: click.Context, program: tuple[str, ...], *, is_module: bool, **given: Any) -> Reply:
     """Run a training as the ranks of a job.
 
     Each line that a rank prints has its number before it, [rank 3], and stays on its stream. When
@@ -82,7 +80,7 @@ def launch(
         "failed_rank": outcome.failed_rank,
         "exit_code": outcome.exit_code,
     }
-    return Answer(document, code=OK if outcome.ok else PEER)
+    return Reply(document, code=OK if outcome.ok else PEER)
 
 
 # What follows the program is the program's, also where it looks like an option of this command.

@@ -16,13 +16,13 @@ from typing import Any, TypeAlias
 
 import click
 from ckptkit.cli.exits import ABSENT, INTERRUPTED, MEANING, OK, STORAGE, USAGE
-from ckptkit.cli.output import Answer, printing
+from ckptkit.cli.output import Reply, printing
 from click.shell_completion import CompletionItem
 
 import ckptkit
 from ckptkit.errors import CkptkitError
 
-Function: TypeAlias = Callable[..., Answer]
+Function: TypeAlias = Callable[..., Reply]
 Decorator: TypeAlias = Callable[[Function], Function]
 Options = dict[str, object]
 """How to reach a store, as the library takes it."""
@@ -39,7 +39,7 @@ _QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)", re.ASCII)
 def command(
     *examples: str, exits: Mapping[int, str] | None = None, codes: Sequence[int] = ()
 ) -> Callable[[Function], click.Command]:
-    """A command named as its function, whose answer it prints.
+    """A command named as its function, whose reply it prints.
 
     `codes` adds exit codes to those that every command has, `exits` says what some mean here.
     """
@@ -55,9 +55,9 @@ def command(
         )
         @wraps(function)
         def run(*, as_json: bool, **given: Any) -> int:
-            answer = function(**given)
-            answer.show(as_json=as_json)
-            return answer.code
+            reply = function(**given)
+            reply.show(as_json=as_json)
+            return reply.code
 
         return click.command(name, cls=Command, epilog=epilog(examples, told))(run)
 
@@ -185,7 +185,7 @@ def selecting(what: str = "", *, optimizer: bool = False) -> Decorator:
             cast: tuple[str, ...] = (),
             no_optimizer: bool = False,
             **given: Any,
-        ) -> Answer:
+        ) -> Reply:
             renamed = []
             for text in rename:
                 old, arrow, new = text.partition("=>")
@@ -293,7 +293,7 @@ def rules_options(function: Function) -> Function:
     """
 
     @wraps(function)
-    def merge(*, config: dict[str, Any], sizes: dict[str, Any], **given: Any) -> Answer:
+    def merge(*, config: dict[str, Any], sizes: dict[str, Any], **given: Any) -> Reply:
         return function(sizes=config | sizes, **given)  # what is set by itself wins
 
     text = "A config.json with the sizes that rules refer to."

@@ -40,7 +40,7 @@ _PLAIN = str.maketrans({"…": "~", **dict(zip(_BLOCKS, "    ####" + "#", strict
 _LEAST, _BAR, _LEAST_BAR = 16, 20, 6  # letters
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """What a command has found."""
 
     document: Any
@@ -162,8 +162,8 @@ def aligned(
     """Rows of text as lines with columns of one width, those in `right` flush right.
 
     Columns with nothing in them are left out. So are those in `spare`, one after another, where a
-    terminal is too narrow; where `is_cut` the names in the first column lose their middle then. A
-    terminal that has room shows `bars`, numbers from 0 to 1, behind the rows.
+    terminal is too narrow; where `is_cut` the names in the first column lose their middle then, if
+    that helps. A terminal that has room shows `bars`, numbers from 0 to 1, behind the rows.
     """
     if not rows:
         return []
@@ -176,8 +176,9 @@ def aligned(
             if number in shown and _together(widths, shown) > width:
                 shown.remove(number)
         too_wide = _together(widths, shown) - width
-        if is_cut and too_wide > 0:
-            widths[0] = min(widths[0], max(_LEAST, widths[0] - too_wide))
+        # Where even short names would not make them fit, lines are broken anyway.
+        if is_cut and 0 < too_wide <= widths[0] - _LEAST:
+            widths[0] -= too_wide
             columns[0] = [_cut(text, widths[0]) for text in columns[0]]
     sides = set(right)
     forms = [f"{{:{'>' if number in sides else '<'}{widths[number]}}}" for number in shown]

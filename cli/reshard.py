@@ -25,7 +25,7 @@ from ckptkit.cli.options import (
     storage,
     strategy,
 )
-from ckptkit.cli.output import Answer, Bar, aligned, counted
+from ckptkit.cli.output import Bar, Reply, aligned, counted
 
 import ckptkit
 from ckptkit.errors import UsageError
@@ -66,7 +66,7 @@ _OF_PLAN = (
 @option("--dry-run", "Only say what would be done; a little is read and written.")
 @storage
 @source_storage("SRC")
-def reshard(src: str, dst: str, *, dry_run: bool, **given: Any) -> Answer:
+def reshard(src: str, dst: str, *, dry_run: bool, **given: Any) -> Reply:
     """Write the step SRC for another strategy into the run DST.
 
     Parameters, optimizer state and all else go over; the new step has the number of the old one,
@@ -88,7 +88,7 @@ def reshard(src: str, dst: str, *, dry_run: bool, **given: Any) -> Answer:
     """
     plan = ckptkit.plan_reshard(src, dst, probe=dry_run, **given)
     if dry_run:
-        return Answer(_plan_document(plan), _plan_lines(plan))
+        return Reply(_plan_document(plan), _plan_lines(plan))
     began = time.monotonic()
     with Bar("reshard", plan.bytes_written) as bar:
         done = plan.run(bar)
@@ -97,7 +97,7 @@ def reshard(src: str, dst: str, *, dry_run: bool, **given: Any) -> Answer:
     document = {**_plan_document(plan), **found, "committed": done.committed}
     is_new = len(done.finished) < done.packs
     lines = [*_plan_lines(plan, done, seconds), ""] if is_new else []
-    return Answer(document, [*lines, _said(plan, done)])
+    return Reply(document, [*lines, _said(plan, done)])
 
 
 def _said(plan: ckptkit.ReshardPlan, done: ckptkit.Resharded) -> str:
@@ -198,7 +198,7 @@ def import_(
     storage_options: Options | None,
     source_options: Options | None,
     **given: Any,
-) -> Answer:
+) -> Reply:
     """Make a step of RUN of what another program saved.
 
     SRC is whatever `ckpt show` shows: it is read as it is, no pickle is run, and no other program
@@ -249,7 +249,7 @@ def import_(
         remarks.append(
             f"left out: {', '.join(left[:_NAMED])}{more}; `ckpt show {plan.source} --json` says why"
         )
-    return Answer(document, [line], remarks)
+    return Reply(document, [line], remarks)
 
 
 @command(
@@ -262,7 +262,7 @@ def import_(
 @strategy(required=True)
 @rules_options
 @storage
-def rules(src: str, *, to: str, **given: Any) -> Answer:
+def rules(src: str, *, to: str, **given: Any) -> Reply:
     """Show how a strategy would cut each tensor of the step SRC.
 
     Each tensor has a line: name, shape, how each axis cuts it, the shape of the part of rank 0, and
@@ -308,4 +308,4 @@ def rules(src: str, *, to: str, **given: Any) -> Answer:
             " --replicate-unknown"
         )
     table = aligned(lines, right=[1], spare=[5, 4], is_cut=True)
-    return Answer(document, table, remarks, NO if unknown else OK)
+    return Reply(document, table, remarks, NO if unknown else OK)

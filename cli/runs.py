@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from ckptkit.cli.options import Options, command, location, option, seconds_of, storage
-from ckptkit.cli.output import Answer, aligned, counted
+from ckptkit.cli.output import Reply, aligned, counted
 
 import ckptkit
 from ckptkit.errors import UsageError
@@ -21,7 +21,7 @@ _KINDS = {
 @command("ckpt ls runs/7b")
 @location("run")
 @storage
-def ls(run: str, *, storage_options: Options | None) -> Answer:
+def ls(run: str, *, storage_options: Options | None) -> Reply:
     """List the steps of RUN, lowest number first.
 
     Says of each when it was saved, its size, its strategy, as old -> new where it changed, and
@@ -62,7 +62,7 @@ def ls(run: str, *, storage_options: Options | None) -> Answer:
         total = ckptkit.size_text(sum(step["bytes"] for step in steps))
         rows.append(("total", counted(len(steps), "step"), total, "", ""))
     document = {"run": found.location, "steps": steps}
-    return Answer(document, aligned(rows, right=[0, 2], spare=[1]))
+    return Reply(document, aligned(rows, right=[0, 2], spare=[1]))
 
 
 @command(
@@ -86,7 +86,7 @@ def ls(run: str, *, storage_options: Options | None) -> Answer:
 @storage
 def prune(
     run: str, grace: float, *, dry_run: bool, storage_options: Options | None, **kept: Any
-) -> Answer:
+) -> Reply:
     """Delete old steps of RUN, and leftovers.
 
     Leftovers are what saves that were never committed left: their data, an empty manifest, files
@@ -143,7 +143,7 @@ def prune(
         lines.append(f"left alone, as younger than --grace: {counted(len(young), 'leftover')}")
     for step, target in links.items():
         lines.append(f"left alone, as a symbolic link: step {step} -> {target}")
-    return Answer(document, lines)
+    return Reply(document, lines)
 
 
 def _open(location: str, storage_options: Options | None) -> ckptkit.Run:

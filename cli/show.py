@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import click
 from ckptkit.cli.exits import CORRUPT
 from ckptkit.cli.options import Options, array_names, command, location, option, storage
-from ckptkit.cli.output import Answer, aligned, counted, in_short, json_value, keeping
+from ckptkit.cli.output import Reply, aligned, counted, in_short, json_value, keeping
 
 import ckptkit
 from ckptkit.errors import NotFoundError, UsageError, nearest
@@ -52,7 +52,7 @@ def show(
     each: bool,
     mapping: bool,
     storage_options: Options | None,
-) -> Answer:
+) -> Reply:
     """Show what is in STEP: strategy, arrays, objects.
 
     Each array has a line: name, dtype, shape, role, how many different parts it is cut into and the
@@ -77,7 +77,7 @@ def show(
         with keeping():
             yield from _mapping(doc) if mapping else lines_of(doc, each=each)
 
-    return Answer(doc, lines())
+    return Reply(doc, lines())
 
 
 def describe(

@@ -24,7 +24,7 @@ from ckptkit.cli.options import (
     storage,
     threads,
 )
-from ckptkit.cli.output import Answer, Bar, counted, in_short, json_value
+from ckptkit.cli.output import Bar, Reply, counted, in_short, json_value
 
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError, UsageError
@@ -41,7 +41,7 @@ from ckptkit.errors import FormatError, NotFoundError, UsageError
 @option("--digest", "Also print the digest of the state.")
 @option("--values", "Also look for NaNs and infinities.")
 @storage
-def verify(step: str, *, digest: bool, values: bool, **how: Any) -> Answer:
+def verify(step: str, *, digest: bool, values: bool, **how: Any) -> Reply:
     """Compare every byte of STEP with checksums.
 
     Also checks that the packs, the manifest and the Zarr documents say the same. All that is wrong
@@ -102,7 +102,7 @@ def verify(step: str, *, digest: bool, values: bool, **how: Any) -> Answer:
     # What could not be read may be whole.
     is_unread = all(finding.kind == "unreadable" for finding in findings)
     code = OK if not findings else STORAGE if is_unread else CORRUPT
-    return Answer(document, lines, code=code)
+    return Reply(document, lines, code=code)
 
 
 @command("ckpt unpack runs/7b plain", "ckpt unpack runs/7b plain --memory 64MiB", codes=[CORRUPT])
@@ -110,7 +110,7 @@ def verify(step: str, *, digest: bool, values: bool, **how: Any) -> Answer:
 @click.argument("folder", metavar="DIR", type=click.Path())
 @memory(text="Hold at most about this much of chunks at once.")
 @storage
-def unpack(step: str, folder: str, memory: str, *, storage_options: Options | None) -> Answer:
+def unpack(step: str, folder: str, memory: str, *, storage_options: Options | None) -> Reply:
     """Write STEP as a plain Zarr directory DIR.
 
     Any tool that knows Zarr v3 reads it. Every chunk is checked on the way. DIR must not
@@ -131,7 +131,7 @@ def unpack(step: str, folder: str, memory: str, *, storage_options: Options | No
         }
     what = f"{counted(len(checkpoint.arrays), 'array')}, {ckptkit.size_text(nbytes)} in"
     line = f"unpacked step {checkpoint.step} into {folder}: {what} {counted(files, 'file')}"
-    return Answer(document, [line])
+    return Reply(document, [line])
 
 
 @command(
@@ -164,7 +164,7 @@ def export(
     storage_options: Options | None,
     source_options: Options | None,
     **given: Any,
-) -> Answer:
+) -> Reply:
     """Write the model of STEP for other programs.
 
     OUT must not be there, and appears when it is complete and durable, or not at all; after an
@@ -213,7 +213,7 @@ def export(
     if given["to_format"] == "hf" and given["beside"] is None:
         remarks.append("no config.json is beside the model: --with FOLDER copies one")
     line = f"{done.location}: {what} in {counted(len(done.files), 'file')}{before}"
-    return Answer(document, [line], remarks)
+    return Reply(document, [line], remarks)
 
 
 @command(
@@ -223,7 +223,7 @@ def export(
 @location("step")
 @option("--save-id ID", "Which save, where the packs of several are complete.")
 @storage
-def rebuild(step: str, save_id: str | None, *, storage_options: Options | None) -> Answer:
+def rebuild(step: str, save_id: str | None, *, storage_options: Options | None) -> Reply:
     """Make the lost manifest of STEP again.
 
     All it needs are the packs; a damaged manifest is replaced. STEP must be the folder of the step
@@ -255,7 +255,7 @@ def rebuild(step: str, save_id: str | None, *, storage_options: Options | None) 
         }
     what = f"{counted(arrays, 'array')} in {counted(packs, 'pack')}"
     line = f"step {checkpoint.step} is committed again: {what}, saved as {checkpoint.save_id}"
-    return Answer(document, [line])
+    return Reply(document, [line])
 
 
 @command("ckpt commit runs/7b-tp4", exits={OK: "the step is committed"}, codes=[CORRUPT])
@@ -264,7 +264,7 @@ def rebuild(step: str, save_id: str | None, *, storage_options: Options | None) 
 @option("--save-id ID", "Which save, where there are packs of several.")
 @option("--overwrite", "Replace the step where it is committed already.")
 @storage
-def commit(run: str, **given: Any) -> Answer:
+def commit(run: str, **given: Any) -> Reply:
     """Commit the step of RUN that slices of a reshard have written.
 
     These are calls of `ckpt reshard --engine slice:I/N`, each of which writes its share of the
@@ -283,7 +283,7 @@ def commit(run: str, **given: Any) -> Answer:
         "bytes": sum(pack.size for pack in manifest.packs),
     }
     line = f"step {save.step} is committed: {save.strategy}, {counted(packs, 'pack')}"
-    return Answer(document, [line])
+    return Reply(document, [line])
 
 
 @command(
@@ -310,7 +310,7 @@ def diff(
     storage_options: Options | None,
     source_options: Options | None,
     **given: Any,
-) -> Answer:
+) -> Reply:
     """Compare the steps A and B: names, shapes, dtypes, values, objects.
 
     What differs most comes first. How they are sharded is no difference. Elements have to be the
@@ -327,7 +327,7 @@ def diff(
     with Bar("diff", total) as bar:
         found = ckptkit.diff(a, b, progress=bar, **stores, **given)
     lines = [*found.lines(), *map(_object_line, found.objects), found.summary()]
-    return Answer(_document(found), lines, code=OK if found.same else NO)
+    return Reply(_document(found), lines, code=OK if found.same else NO)
 
 
 def _object_line(found: ckptkit.ObjectDifference) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import secrets
+import stat
 import tempfile
 import webbrowser
 from pathlib import Path
@@ -22,7 +25,7 @@ from ckptkit.cli.options import (
     storage,
     strategy,
 )
-from ckptkit.cli.output import Answer, Bar
+from ckptkit.cli.output import Bar, Reply
 
 import ckptkit
 from ckptkit.errors import StorageError, UsageError
@@ -53,7 +56,7 @@ def view(
     to_open: bool,
     storage_options: Options | None,
     **given: Any,
-) -> Answer:
+) -> Reply:
     """Show STEP as a page in a browser.
 
     The page is one file that needs no other, no server and no network: who holds what, as pictures
@@ -81,11 +84,11 @@ def view(
             storage_options=storage_options,
             **given,
         )
-    path = _written(page, place)
+    path = _written(page, place, step)
     remarks = []
     if to_open and not webbrowser.open(path.as_uri()):
         remarks.append(f"no browser could be started; open {path} in one")
-    return Answer({"file": str(path), "bytes": path.stat().st_size}, [str(path)], remarks)
+    return Reply({"file": str(path), "bytes": path.stat().st_size}, [str(path)], remarks)
 
 
 def _place(out: str) -> Path:
@@ -107,12 +110,12 @@ def _place(out: str) -> Path:
     return path
 
 
-def _written(page: str, place: Path | None) -> Path:
+def _written(page: str, place: Path | None, step: str) -> Path:
     """Where the page is. It replaces what has its name, and follows no link."""
-    path = place or Path(tempfile.mkdtemp(prefix="ckpt-view-"), "view.html")
-    # As short as a name may have to be, and of no other writer of this page.
-    begun = path.with_name(f".{secrets.token_hex(8)}")
     try:
+        path = place or _to_look_at(step)
+        # As short as a name may have to be, and of no other writer of this page.
+        begun = path.with_name(f".{secrets.token_hex(8)}")
         with begun.open("x", encoding="utf-8") as file:
             try:
                 file.write(page)
@@ -122,8 +125,21 @@ def _written(page: str, place: Path | None) -> Path:
                 begun.unlink(missing_ok=True)
                 raise
     except OSError as error:
-        raise _refused(path, error.strerror) from error
+        raise _refused(place or Path(tempfile.gettempdir()), error.strerror) from error
     return path
+
+
+def _to_look_at(step: str) -> Path:
+    """A file that the next look at the same step replaces: a browser may read it long after the
+    command has ended, so nobody could delete it.
+    """
+    folder = Path(tempfile.gettempdir(), f"ckpt-view-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o22:
+        folder = Path(tempfile.mkdtemp(prefix="ckpt-view-"))  # somebody else has the name
+    name = step if "://" in step else os.path.abspath(step)  # noqa: PTH100 — a link stays one
+    return folder / f"{hashlib.sha256(name.encode(errors='surrogateescape')).hexdigest()[:16]}.html"
 
 
 def _refused(path: Path, why: str | None) -> StorageError:

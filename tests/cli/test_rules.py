@@ -8,7 +8,7 @@ import click
 import numpy as np
 import pytest
 from ckptkit.cli.options import rules_options
-from ckptkit.cli.output import Answer
+from ckptkit.cli.output import Reply
 
 import ckptkit
 from tests.cli.programs import ckpt, document
@@ -163,8 +163,8 @@ def test_what_cannot_be_right_is_wrong_usage(llama: Path, arguments: list[str], 
 def test_sizes_that_are_set_win_over_the_config(config: Path) -> None:
     @click.command()
     @rules_options
-    def sizes(*, sizes: dict[str, Any], **_: Any) -> Answer:
-        return Answer(sizes)
+    def sizes(*, sizes: dict[str, Any], **_: Any) -> Reply:
+        return Reply(sizes)
 
     def found(*line: str) -> Any:
         return sizes.main([*line], standalone_mode=False).document
