@@ -11,7 +11,7 @@ from typing import Any, Required, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.check.pack import PackBytes, PackFile
+from ckptkit.checkpoint.check.pack import PackBytes, faults_of
 from ckptkit.checkpoint.check.state import digest_of
 from ckptkit.checkpoint.places import (
     DATA,
@@ -437,9 +437,9 @@ def _is_finished(
     ):
         return False
     key = f"{folder}/{pack_name(rank)}"
-    file = PackFile(store, key, found.pack.size, progress=progress)
     try:
-        return not file.faults(PackBytes.of_rank(found, described(store, key)))
+        known = PackBytes.of_rank(found, described(store, key))
+        return not faults_of(store, key, found.pack.size, known, progress=progress)
     except FormatError:
         return False
 
