@@ -12,12 +12,11 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 
 from ckptkit.checkpoint.places import described, read_manifest, step_name, stored_size
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
 from ckptkit.checkpoint.run.copy import CopyOptions, UnsoundStepError, copy_step
-from ckptkit.checkpoint.run.run import Run, kept_steps, remove
+from ckptkit.checkpoint.run.run import ABANDONED, Retention, Run, plan_prune, remove
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
@@ -37,34 +36,6 @@ _LONGEST_LOCATION = 1 << 16
 LOCAL, REMOTE = "local", "remote"
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Which steps stay; all where nothing is said."""
-
-    keep_last: int | None = None
-    keep_every: int | None = None
-    local_keep_last: int | None = None
-    """How many of those that have been copied stay nearby; as in the other place without it."""
-    keep: frozenset[int] = frozenset()
-    """Steps that stay whatever else is said, where something is."""
-
-    def __post_init__(self) -> None:
-        self.kept([])
-        kept_steps([], keep_last=self.local_keep_last)
-
-    @property
-    def is_all(self) -> bool:
-        """Whether all steps stay in the other place."""
-        return self.keep_last is None and self.keep_every is None
-
-    def kept(self, steps: list[int], up_to: int | None = None) -> set[int]:
-        """The steps that stay; those above `up_to` are left alone, and do not count."""
-        above = {step for step in steps if up_to is not None and step > up_to}
-        older = [step for step in steps if step not in above]
-        kept = kept_steps(older, keep_last=self.keep_last, keep_every=self.keep_every)
-        return above | kept | self.keep.intersection(steps)
-
-
 class Mirror:
     """The two places of a run, as one rank of a job sees them."""
 
@@ -76,7 +47,12 @@ class Mirror:
         self.local, self.remote = local, remote
         self.retention = retention
         self._options = options or CopyOptions()
-        self._known = _Known()
+        # What rank 0 knows without asking again, by (step, save id): what the other place has, or
+        # had until it was deleted there, or has a later save of that overwrote it; and the local
+        # steps that cannot be copied, with no id where that cannot be read.
+        self._arrived: set[tuple[int, str]] = set()
+        self._damaged: set[tuple[int, str]] = set()
+        self._failed: set[int] = set()
 
     def look(self, ranks: Ranks) -> None:
         """Make sure that all ranks see one local folder, and that it is this run's; every rank
@@ -182,7 +158,7 @@ class Mirror:
         if here is None or there is None:
             return [LOCAL, REMOTE]
         if here.save_id == there.save_id:
-            self._known.arrived.add((step, here.save_id))
+            self._arrived.add((step, here.save_id))
             return [LOCAL, REMOTE]
         newer = LOCAL if here.time >= there.time else REMOTE
         log.warning("step %d was saved twice: that in the %s place is newer", step, newer)
@@ -209,9 +185,9 @@ class Mirror:
 
     def _report(self, step: int, save_id: str, error: FormatError) -> None:
         """Say once that a local step will not be copied."""
-        if (step, save_id) in self._known.damaged:
+        if (step, save_id) in self._damaged:
             return
-        self._known.damaged.add((step, save_id))
+        self._damaged.add((step, save_id))
         log.error(
             "%s cannot be copied and stays where it is, other steps are copied: %s: %s; %s",
             described(self.local, step_name(step)),
@@ -221,9 +197,8 @@ class Mirror:
         )
 
     def _pending(self, up_to: int | None) -> list[int]:
-        known = self._known
-        here = {s: i for s, i in self._saved_here().items() if (s, i) not in known.damaged}
-        if known.arrived.issuperset(here.items()):
+        here = {s: i for s, i in self._saved_here().items() if (s, i) not in self._damaged}
+        if self._arrived.issuperset(here.items()):
             return []
         run = Run(self.remote)
         there = set(run.steps())
@@ -236,29 +211,29 @@ class Mirror:
             if save.save_id == here[step] or (
                 self._options.overwrite and self._in_order(step)[0] == REMOTE
             ):
-                known.arrived.add((step, here[step]))
-        waiting = [s for s, i in here.items() if s in kept and (s, i) not in known.arrived]
+                self._arrived.add((step, here[step]))
+        waiting = [s for s, i in here.items() if s in kept and (s, i) not in self._arrived]
         # What has failed must not keep others from being copied.
-        return sorted(waiting, key=lambda step: (step in known.failed, step))
+        return sorted(waiting, key=lambda step: (step in self._failed, step))
 
     def _copy(self, step: int, ranks: Ranks) -> None:
         started = time.perf_counter()
-        self._known.failed.add(step)
+        self._failed.add(step)
         try:
             copied = copy_step(self.local, self.remote, step, ranks, self._options)
         except UnsoundStepError as error:
             # No attempt to copy it again will mend it: other steps go on without it.
-            self._known.failed.discard(step)
+            self._failed.discard(step)
             there = _save_of(self.local, step) if ranks.rank == 0 else None
             # What was deleted meanwhile, or saved anew, is no damage: the latter is copied next
             # time.
             if there is not None and there.save_id == error.save_id:
                 self._report(step, error.save_id, error)
             return
-        self._known.failed.discard(step)
+        self._failed.discard(step)
         if ranks.rank == 0:
             # By now the local folder may have another save of the step, which has not arrived.
-            self._known.arrived.add((step, copied.save_id))
+            self._arrived.add((step, copied.save_id))
             log.info(
                 "copied step %d to %s: %.3f GB by rank 0 in %.2f s",
                 step,
@@ -278,41 +253,22 @@ class Mirror:
                 keep=rules.keep,
                 up_to=up_to,
             )
-        fewer = rules.local_keep_last is not None
-        if rules.is_all and not fewer:
+        if rules.nearby.is_all:
             return
-        removals = Run(self.local).plan_prune(
-            keep_last=rules.local_keep_last if fewer else rules.keep_last,
-            keep_every=None if fewer else rules.keep_every,
-            keep=() if fewer else rules.keep,
-            up_to=up_to,
-        )
+        removals = plan_prune(self.local, rules.nearby, grace=ABANDONED, up_to=up_to)
         here = self._saved_here()
         kept = rules.kept(sorted(here), up_to)
-        arrived = self._known.arrived
         # What has not arrived goes only if retention does not keep it, and when all that it keeps
         # has arrived: until then it may be the newest step that can be loaded.
-        safe = all((s, i) in arrived for s, i in here.items() if s in kept and s <= up_to)
+        safe = all((s, i) in self._arrived for s, i in here.items() if s in kept and s <= up_to)
         may_go = [
             removal
             for removal in removals
             if removal.kind != "step"
-            or (removal.step, removal.save_id) in arrived
+            or (removal.step, removal.save_id) in self._arrived
             or (safe and removal.step not in kept)
         ]
         remove(self.local, may_go)
-
-
-@dataclass(slots=True)
-class _Known:
-    """What rank 0 knows without asking again."""
-
-    arrived: set[tuple[int, str]] = field(default_factory=set)
-    """(step, save id) of what the other place has, or had until it was deleted there, or has a
-    later save of that overwrote it."""
-    damaged: set[tuple[int, str]] = field(default_factory=set)
-    """(step, save id) of local steps that cannot be copied; no id where that cannot be read."""
-    failed: set[int] = field(default_factory=set)
 
 
 @contextmanager
