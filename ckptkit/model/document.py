@@ -135,11 +135,14 @@ class Fields:
             raise FormatError("the field is missing", where=self.at(key))
         return self._left.pop(key)
 
-    def integer(self, key: str, *, below: int = LIMIT) -> int:
+    def integer(self, key: str, *, least: int = 0, below: int = LIMIT) -> int:
         value = self.any(key)
-        if type(value) is int and 0 <= value < below:
+        if type(value) is int and least <= value < below:
             return value
-        return integer(value, self.at(key), most=below - 1)
+        return integer(value, self.at(key), least=least, most=below - 1)
+
+    def integers(self, key: str, *, least: int = 0) -> tuple[int, ...]:
+        return integers(self.any(key), self.at(key), least=least)
 
     def number(self, key: str) -> float:
         value = self.any(key)
