@@ -134,8 +134,8 @@ def read_manifest(store: Store, prefix: str) -> Manifest:
     return decoded_manifest(store, prefix, _stored(store, prefix))
 
 
-def _stored(store: Store, prefix: str) -> bytes:
-    data = manifest_bytes(store, prefix)
+def _stored(store: Store, prefix: str, most: int = MAX_DOCUMENT_BYTES) -> bytes:
+    data = manifest_bytes(store, prefix, most)
     if not data:
         raise _not_committed(store, prefix, store.children(prefix), is_begun=data is not None)
     return data
@@ -172,9 +172,7 @@ def read_head(store: Store, prefix: str) -> tuple[SaveInfo, int]:
     """What a listing shows of a step: the save without its details, and the bytes of its packs;
     NotCommittedError or NotFoundError where there is no manifest.
     """
-    data = manifest_bytes(store, prefix, _AT_ONCE)
-    if not data:
-        raise _not_committed(store, prefix, store.children(prefix), is_begun=data is not None)
+    data = _stored(store, prefix, _AT_ONCE)
     where = described(store, under(prefix, MANIFEST))
     if len(data) < _AT_ONCE:
         check_sum(MANIFEST_KIND, data[-CRC_BYTES:], isal_zlib.crc32(memoryview(data)[:-4]), where)

@@ -12,17 +12,17 @@ import numpy as np
 
 from ckptkit.errors import CorruptionError, FormatError
 from ckptkit.format.array_table import ArrayTable, ArrayTables
-from ckptkit.format.arrays import TABLE_FIELDS
+from ckptkit.format.arrays import DOCUMENT, TABLE_FIELDS
 from ckptkit.format.envelope import U32, U64, columns_from_doc, columns_to_doc, seal, unseal
 from ckptkit.format.leaves import check_leaf, encode, unpack
-from ckptkit.format.names import are_plain_documents, name_from_file
+from ckptkit.format.names import are_plain, name_from_file
 from ckptkit.format.objects import (
     ObjectInfo,
     check_values,
     objects_from_docs,
     objects_to_docs,
 )
-from ckptkit.format.pack import Entries, Entry
+from ckptkit.format.pack import Entries
 from ckptkit.model import Strategy, document
 from ckptkit.model.document import LIMIT, Fields, located
 
@@ -162,7 +162,9 @@ def record_bytes(
     refers: bool,
 ) -> bytes:
     """A record of documents and objects that are packed; the columns are as `Record` has them."""
-    listed = table.reference() if refers else table.packed
+    listed = table.packed
+    if refers:
+        listed = msgpack.packb([]), msgpack.packb({"rank": 0, "sha256": table.digest})
     fields = {
         **save.to_fields(),
         "rank": rank,
@@ -175,45 +177,36 @@ def record_bytes(
 
 
 def _documents(rows: list[Any]) -> Entries:
-    if (usual := _usual(rows)) is not None:
-        return usual
-    documents = []
-    seen = set()
+    """The entries of rows, looked at column by column: a save of many arrays has as many rows."""
     for number, row in enumerate(rows):
-        where = f"documents.{number}"
-        if not isinstance(row, list) or len(row) != 4 or not isinstance(row[0], str):
-            raise FormatError("not a document's entry", where=where, value=row)
-        name, *numbers = row
-        if name != "zarr.json" and not name.endswith("/zarr.json"):
-            raise FormatError("not a zarr.json", where=where, value=name)
-        if name in seen:
-            raise FormatError("a document listed twice", where=where, value=name)
-        seen.add(name)
-        if name != "zarr.json":
-            name_from_file(name.removesuffix("/zarr.json"), where)
-        extents = document.integers(numbers, where, most=LIMIT - 1)
-        if extents[2] >= 1 << 32:
-            raise FormatError("not a CRC-32", where=where, value=extents[2])
-        documents.append(Entry(name, *extents))
-    return Entries.of(documents)
-
-
-def _usual(rows: list[Any]) -> Entries | None:
-    """The entries of rows that have nothing against them, and no name that has to be looked at by
-    itself: they are checked column by column, since a save of many arrays has as many rows.
-    """
-    if not rows or not all(type(row) is list and len(row) == 4 for row in rows):
-        return None
+        if type(row) is not list or len(row) != 4 or type(row[0]) is not str:
+            raise FormatError("not a document's entry", where=f"documents.{number}", value=row)
+    if not rows:
+        return Entries.of(())
     names, *numbers = zip(*rows, strict=True)
-    if not all(type(name) is str for name in names) or len(set(names)) < len(names):
-        return None
+    arrays = [name.removesuffix(f"/{DOCUMENT}") for name in names if name != DOCUMENT]
+    if not (are_plain(arrays) and all(name.endswith(DOCUMENT) for name in names)):
+        for number, name in enumerate(names):
+            where = f"documents.{number}"
+            if name != DOCUMENT and not name.endswith(f"/{DOCUMENT}"):
+                raise FormatError("not a zarr.json", where=where, value=name)
+            if name != DOCUMENT:
+                name_from_file(name.removesuffix(f"/{DOCUMENT}"), where)
+    if len(set(names)) < len(names):
+        first: dict[str, int] = {}
+        for number, name in enumerate(names):
+            if first.setdefault(name, number) != number:
+                where = f"documents.{number}"
+                raise FormatError("a document listed twice", where=where, value=name)
     mosts = (LIMIT - 1, LIMIT - 1, (1 << 32) - 1)
-    is_usual = are_plain_documents(names) and all(
-        all(type(number) is int for number in column) and min(column) >= 0 and max(column) <= most
+    fits = all(
+        all(type(value) is int for value in column) and min(column) >= 0 and max(column) <= most
         for column, most in zip(numbers, mosts, strict=True)
     )
-    if not is_usual:
-        return None
+    for number, row in enumerate(() if fits else rows):
+        where = f"documents.{number}"
+        if document.integers(row[1:], where, most=LIMIT - 1)[2] >= 1 << 32:
+            raise FormatError("not a CRC-32", where=where, value=row[3])
     offsets, lengths, crcs = (np.array(column, dtype=np.int64) for column in numbers)
     return Entries(names, offsets, lengths, crcs.astype(np.uint32))
 

@@ -14,7 +14,7 @@ from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.reshard.plan import ReshardPlan
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.format.arrays import ArrayKind
-from ckptkit.format.folds import fold_names
+from ckptkit.format.names import fold_names
 from ckptkit.model import Grid, Placement, Strategy, placement_to_doc
 
 Facts: TypeAlias = dict[str, Any]
@@ -43,7 +43,7 @@ def step_facts(checkpoint: Checkpoint) -> Facts:
     for number, each in enumerate(folds):
         for at in each.places:
             fold[at] = number
-    ofs = [*table.columns.ofs, *(table.columns.ofs[number] for number in tied)]
+    ofs = [*table.ofs, *(table.ofs[number] for number in tied)]
     theirs = None if foreign is None else [foreign.theirs.get(name) for name in names]
     return {
         **_head(checkpoint),

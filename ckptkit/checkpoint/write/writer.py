@@ -147,7 +147,13 @@ class Writer:
         read faster. Without it all may be.
         """
         self._check_new(name)
-        known = _dtype_of_data(name, data, dtype)
+        if dtype is None and (dtype := getattr(data, "dtype", None)) is None:
+            raise UsageError("the dtype cannot be seen", where=name, hint="pass dtype=…")
+        try:
+            known = DType.of(dtype)
+        except UnsupportedTypeError as error:
+            error.where = name
+            raise
         if shape is None and (data is None or not hasattr(data, "shape")):
             raise UsageError("the shape cannot be seen", where=name, hint="pass shape=…")
         whole = tuple(data.shape if shape is None else shape)  # type: ignore[attr-defined]
@@ -439,18 +445,6 @@ def _placements_of(
         )
     row = (given.get(axis, Replicate()) for axis in axes)
     return tuple(parse_placement(p) if isinstance(p, str) else p for p in row)
-
-
-def _dtype_of_data(name: str, data: object, dtype: object) -> DType:
-    if dtype is None:
-        dtype = getattr(data, "dtype", None)
-    if dtype is None:
-        raise UsageError("the dtype cannot be seen", where=name, hint="pass dtype=…")
-    try:
-        return DType.of(dtype)
-    except UnsupportedTypeError as error:
-        error.where = name
-        raise
 
 
 def _raw_elements(
