@@ -29,24 +29,19 @@ from ckptkit.checkpoint.places import (
 from ckptkit.checkpoint.read.checkpoint import UNKNOWN, Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.read.stream import LEAST_MEMORY, Limits, Readable, stored_arrays
-from ckptkit.checkpoint.reshard.copy import (
-    Budget,
-    at_work,
-    cast,
-    check_huge_chunks,
-    copy_packs,
-    resident_bytes,
-)
+from ckptkit.checkpoint.reshard.chunks import cast, check_huge_chunks
+from ckptkit.checkpoint.reshard.copy import at_work, copy_packs, seconds_of
 from ckptkit.checkpoint.reshard.engines import copy_elsewhere, ranks_to_copy
-from ckptkit.checkpoint.reshard.probe import seconds_of
 from ckptkit.checkpoint.reshard.selection import Selection, check_numbers
 from ckptkit.checkpoint.reshard.target import (
     SAVE_ID_PREFIX,
+    Budget,
     ReshardCost,
     ReshardOptions,
     ReshardTarget,
     TargetArray,
     cost_of,
+    resident_bytes,
     target_of,
 )
 from ckptkit.checkpoint.rules_file import RulesLike
