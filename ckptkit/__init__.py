@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.check.state import Digest, diff, digest
     from ckptkit.checkpoint.check.verify import Finding, rebuild, verify
     from ckptkit.checkpoint.export.export import Exported, export
-    from ckptkit.checkpoint.export.unpack import unpack
+    from ckptkit.checkpoint.export.files import unpack
     from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
     from ckptkit.checkpoint.read.checkpoint import Checkpoint
     from ckptkit.checkpoint.read.checkpoint import open_checkpoint as open  # noqa: A004
@@ -46,7 +46,7 @@ _MODULES = {
     "checkpoint.check.state": ("Digest", "diff", "digest"),
     "checkpoint.check.verify": ("Finding", "rebuild", "verify"),
     "checkpoint.export.export": ("Exported", "export"),
-    "checkpoint.export.unpack": ("unpack",),
+    "checkpoint.export.files": ("unpack",),
     "checkpoint.ranks": ("FileBarrier", "Ranks", "ThreadBarrier"),
     "checkpoint.read.checkpoint": ("Checkpoint", "open"),
     "checkpoint.reshard.engines": ("commit_packs",),

@@ -33,8 +33,7 @@ from ckptkit.format.envelope import (
     check_head,
     check_sum,
 )
-from ckptkit.format.manifest import MANIFEST_KIND, Manifest
-from ckptkit.format.record import SaveInfo
+from ckptkit.format.manifest import MANIFEST_KIND, Manifest, SaveInfo
 from ckptkit.storage import (
     NO_OPTIONS,
     Address,

@@ -18,7 +18,7 @@ import msgpack
 import numpy as np
 
 from ckptkit.errors import CkptkitError, FormatError, UnsupportedTypeError
-from ckptkit.model import DTYPES, DType
+from ckptkit.model.dtype import DTYPES, DType
 
 MAX_DEPTH = 32
 

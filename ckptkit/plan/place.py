@@ -26,8 +26,8 @@ from ckptkit.model import (
 )
 from ckptkit.model.document import counted
 from ckptkit.model.rules import matches
+from ckptkit.plan.chunks import owners_of
 from ckptkit.plan.cuts import AS_IN_SOURCE, Cutter, Said, Subject, Tensor, subjects_of
-from ckptkit.plan.write import owners_of
 
 _SHARDERS = ("fsdp", "zero2", "zero3")
 _LISTED = 8

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ckptkit.model import Box, Grid, Layout, Replicas, Share
 from ckptkit.model.grid import I64
-from ckptkit.plan.write import chunks_in
+from ckptkit.plan.chunks import chunks_in
 
 
 @dataclass(frozen=True, slots=True)

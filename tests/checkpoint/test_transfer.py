@@ -19,7 +19,7 @@ from ckptkit import Run, ThreadBarrier, Writer
 from ckptkit.checkpoint.check.pack import PackBytes
 from ckptkit.checkpoint.ranks import OneRank
 from ckptkit.checkpoint.read.packs import read_record
-from ckptkit.checkpoint.run.copy import (
+from ckptkit.checkpoint.run.mirror import (
     CopyOptions,
     UnsoundStepError,
     copy_step,

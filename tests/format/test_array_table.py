@@ -20,7 +20,7 @@ from ckptkit.format.arrays import (
     _placements,
     arrays_from_docs,
 )
-from ckptkit.format.record import Record
+from ckptkit.format.manifest import Record
 from tests.format import samples
 from tests.format.samples import ABSENT, edited, extension, plain, sealed
 

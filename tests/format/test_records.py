@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptkit.errors import FormatError, VersionError
-from ckptkit.format import record as records
+from ckptkit.format import manifest as records
+from ckptkit.format.manifest import Record
 from ckptkit.format.names import name_from_file
-from ckptkit.format.record import Record
 from ckptkit.model.document import LIMIT
 from tests.format import samples
 from tests.format.samples import ABSENT, edited, extension, plain, sealed

@@ -21,9 +21,8 @@ from ckptkit.checkpoint.write.assemble import missing_groups
 from ckptkit.checkpoint.write.pack import groups_pack
 from ckptkit.errors import CorruptionError
 from ckptkit.format.arrays import DOCUMENT, array_document, chunk_key, group_document
-from ckptkit.format.manifest import Manifest
+from ckptkit.format.manifest import Manifest, Record
 from ckptkit.format.pack import Entries, Entry, data_offset, directory, local_headers
-from ckptkit.format.record import Record
 from ckptkit.storage import Store, default_pool
 
 _WINDOW = 4 << 20

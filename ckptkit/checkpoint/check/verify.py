@@ -48,9 +48,8 @@ from ckptkit.errors import (
 )
 from ckptkit.foreign.readers.formats import format_of
 from ckptkit.format.array_table import ArrayTable, ArrayTables
-from ckptkit.format.manifest import Manifest
+from ckptkit.format.manifest import Manifest, Record
 from ckptkit.format.objects import whole
-from ckptkit.format.record import Record
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Options, Store
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from isal import isal_zlib
 
-from ckptkit.checkpoint.export.place import FinishedFiles, place_to_write, removed_on_failure
+from ckptkit.checkpoint.export.files import FinishedFiles, place_to_write, removed_on_failure
 from ckptkit.checkpoint.places import Place, check_room, store_at
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.stream import STREAM_MEMORY, bands

@@ -27,16 +27,14 @@ from ckptkit.foreign.contents import ForeignManifest
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import ArrayInfo, ArrayKind
 from ckptkit.format.leaves import dumps
-from ckptkit.format.manifest import Manifest
+from ckptkit.format.manifest import Manifest, SaveInfo
 from ckptkit.format.names import DIGEST_ALGORITHM, inner_name
-from ckptkit.format.record import SaveInfo
 from ckptkit.model import Layout, Rules, Strategy, layout_of
 from ckptkit.model.document import parse_size
-from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, target_grid
+from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, Owned, chunks_to_write, target_grid
 from ckptkit.plan.cuts import Tensor
 from ckptkit.plan.place import decide, place
 from ckptkit.plan.read import spread
-from ckptkit.plan.write import Owned, chunks_to_write
 from ckptkit.storage import Options, Store
 from ckptkit.storage.base.sink import piece_size
 from ckptkit.version import __version__

@@ -116,9 +116,9 @@ class Run:
                 where=self.location,
                 hint=f"`ckpt ls {self.location}` shows what was begun",
             )
-        prefix = step_name(step)
         from ckptkit.checkpoint.read.checkpoint import Checkpoint  # noqa: PLC0415 — costs time
 
+        prefix = step_name(step)
         return Checkpoint(self._store, prefix, read_manifest(self._store, prefix))
 
     def listing(self) -> list[StepInfo]:
@@ -137,11 +137,8 @@ class Run:
         for number, below, known in numbered(self._store, names):
             files = below.list("")
             time = max((file.modified for file in files), default=None)
-            found.append(
-                StepInfo(
-                    number, committed=False, nbytes=_total(files), time=time, format=known.what
-                )
-            )
+            what: Any = {"time": time, "format": known.what}
+            found.append(StepInfo(number, committed=False, nbytes=_total(files), **what))
         return found[::-1]
 
     def links(self) -> dict[int, str]:
@@ -333,15 +330,19 @@ def plan_prune(
     links = store.links()
     folders = {step: name for step, name in step_folders(store).items() if name not in links}
 
-    def read(folder: str) -> tuple[bool, Manifest | None]:
-        try:
-            return True, _manifest(store, folder)
-        except FormatError:
-            return False, None
+    unreadable: list[str] = []
 
-    found = zip(folders, ask_all(store, read, folders.values()), strict=True)
-    # None where there is none; without those that cannot be read.
-    manifests = {step: manifest for step, (is_known, manifest) in found if is_known}
+    def read(folder: str) -> Manifest | None:
+        try:
+            return read_manifest(store, folder)
+        except NotFoundError:
+            return None
+        except FormatError:
+            unreadable.append(folder)
+            return None
+
+    found = list(zip(folders, ask_all(store, read, folders.values()), strict=True))
+    manifests = {step: each for step, each in found if folders[step] not in unreadable}
     readable = {step: manifest for step, manifest in manifests.items() if manifest is not None}
     older = sorted(step for step in readable if up_to is None or step <= up_to)
     if not retention.is_all:
@@ -481,23 +482,15 @@ def _old(entries: Sequence[Stored], before: float) -> bool:
 
 def _still_holds(store: Store, removal: Removal) -> bool:
     try:
-        manifest = _manifest(store, removal.folder)
+        named = read_manifest(store, removal.folder).save.save_id
+    except NotFoundError:
+        return removal.kind == "orphan"
     except FormatError:
         return False  # by now there is a manifest, and what it names is unknown
-    if manifest is None:
-        return removal.kind == "orphan"
-    named = manifest.save.save_id
     if removal.kind == "step":
         return named == removal.save_id
     # Without a save id it was of a step that was not committed.
     return removal.save_id not in ("", named)
-
-
-def _manifest(store: Store, folder: str) -> Manifest | None:
-    try:
-        return read_manifest(store, folder)
-    except NotFoundError:
-        return None
 
 
 def _total(entries: Sequence[Stored]) -> int:

@@ -32,7 +32,7 @@ from ckptkit.format.arrays import (
     group_document,
     key_of,
 )
-from ckptkit.format.manifest import pack_name
+from ckptkit.format.manifest import SaveInfo, pack_name, record_bytes
 from ckptkit.format.objects import ObjectInfo, objects_to_docs
 from ckptkit.format.pack import (
     Entries,
@@ -46,10 +46,9 @@ from ckptkit.format.pack import (
     put_checksums,
     record_name,
 )
-from ckptkit.format.record import SaveInfo, record_bytes
 from ckptkit.model import Assigned, Layout, Part
+from ckptkit.plan.chunks import Owned, chunks_to_write
 from ckptkit.plan.read import batches
-from ckptkit.plan.write import Owned, chunks_to_write
 from ckptkit.storage import AlignedBuffer, BufferPool, Sink, Store
 from ckptkit.storage.base.buffers import copy_bytes, copy_elements
 

@@ -22,6 +22,7 @@ from ckptkit.format.arrays import (
     group_document,
     key_of,
 )
+from ckptkit.format.manifest import documents_to_doc
 from ckptkit.format.names import groups_of
 from ckptkit.format.pack import (
     Directory,
@@ -31,10 +32,9 @@ from ckptkit.format.pack import (
     directory,
     local_headers,
 )
-from ckptkit.format.record import documents_to_doc
 from ckptkit.model import Box, Grid, Part
 from ckptkit.model.grid import I64
-from ckptkit.plan.write import Owned, writes_document
+from ckptkit.plan.chunks import Owned, writes_document
 
 # Places of chunks: as many as a few layers have.
 _KEPT = 4096

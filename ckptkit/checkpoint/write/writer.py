@@ -37,7 +37,7 @@ from ckptkit.errors import (
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.arrays import ROLES, TOO_LARGE, Alias, ArrayInfo, ArrayKind, is_addressable
 from ckptkit.format.leaves import dumps, unpack
-from ckptkit.format.manifest import pack_name
+from ckptkit.format.manifest import SaveInfo, pack_name
 from ckptkit.format.names import ancestors, checked_path
 from ckptkit.format.objects import (
     ObjectInfo,
@@ -48,7 +48,6 @@ from ckptkit.format.objects import (
     check_total,
     is_number,
 )
-from ckptkit.format.record import SaveInfo
 from ckptkit.model import (
     Assigned,
     DType,

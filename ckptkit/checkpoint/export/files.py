@@ -1,5 +1,5 @@
-"""Where files for other programs are written: a new place, in which all of them appear whole or not
-at all.
+"""Files for other programs, in a new place, where all of them appear whole or not at all; and a
+step as a plain Zarr v3 directory, for tools that know nothing of packs.
 """
 
 from __future__ import annotations
@@ -9,21 +9,94 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoint.places import crc_of, stored_size
-from ckptkit.checkpoint.workers import Progress
-from ckptkit.errors import AlreadyExistsError, CkptkitError, StorageError
-from ckptkit.format.leaves import dumps, unpack
-from ckptkit.storage import Store, open_store
-from ckptkit.storage.base.disk import make_folders, refusals, sync_folder
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.checkpoint.read.stream import STREAM_MEMORY
+from ckptkit.checkpoint.read.zarr_view import presented_grid
+from ckptkit.checkpoint.workers import Progress, at_once, share_out
+from ckptkit.errors import AlreadyExistsError, CkptkitError, StorageError, UsageError
+from ckptkit.format import leaves
+from ckptkit.model.document import parse_size
+from ckptkit.storage import Location, Store, open_store
+from ckptkit.storage.base.disk import entered, make_folders, refusals, sync_folder
+
+_WRITING = 4
+# More than there are cores: the file system then writes its journal once for several files.
+_SYNCING = 8
+_KEYS = 16
 
 _NOTE = ".ckptkit-export-"
 _MOST_NOTE = 64 << 20
+
+
+def unpack(
+    checkpoint: Checkpoint,
+    folder: str | os.PathLike[str],
+    *,
+    memory: int | str = STREAM_MEMORY,
+    progress: Progress | None = None,
+) -> int:
+    """Write a step as one file for each key into a new folder; returns the number of files.
+
+    Every chunk is checked on the way. The folder appears when it is complete and durable, and
+    nothing is left when it fails; what a call that was killed left is removed by the next one to
+    the same folder. At most `memory` bytes of chunks are held at once, and one
+    chunk at least.
+    """
+    limit = parse_size(memory)
+    place = Location.parse(folder)
+    if place.scheme != "file":
+        raise UsageError(
+            "only a local folder can hold a plain Zarr directory",
+            value=str(folder),
+            hint="unpack into a folder, and copy that; `Checkpoint.zarr` reads without unpacking",
+        )
+    infos = [array.info for array in checkpoint.arrays.values()]
+    sizes = (presented_grid(info).chunk_elements * info.dtype.itemsize for info in infos)
+    largest = max((1, *sizes))
+    can = checkpoint.store.abilities
+    most = max(_WRITING, at_once(can)) if can.waits_for_answers else _WRITING
+    # As many as have room for a chunk three times: as it is read, padded, and written.
+    threads = max(1, min(most, limit // (3 * largest)))
+    view, counts = checkpoint.zarr_store(), list[int]()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+    def write(keys: Sequence[str]) -> None:
+        for key in keys:
+            data = view.read_key(key) or b""
+            path = written.joinpath(*key.split("/"))
+            with (
+                entered(written.parent, path.parent, []) as inside,
+                os.fdopen(os.open(path.name, flags, 0o666, dir_fd=inside), "wb") as file,
+            ):
+                file.write(data)
+            if progress:
+                progress(len(data))
+            del data  # before the next one is read: there is room for one
+        counts.append(len(keys))
+
+    with appearing(Path(place.path)) as written:
+        left = iter(view.keys())
+        # A few at a time: threads that asked for each would mostly wait for one another.
+        share_out(iter(lambda: list(islice(left, _KEYS)), []), write, threads)
+        share_out(chain([written], written.rglob("*")), _sync, _SYNCING)
+    return sum(counts)
+
+
+def _sync(path: Path) -> None:
+    # A link that took the place of what was written is refused, as it is where files are written.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -196,13 +269,13 @@ class FinishedFiles:
         if not self.note:
             return []
         if not self.is_resumed:
-            self._store.put(self.note, dumps([]), exclusive=True)
+            self._store.put(self.note, leaves.dumps([]), exclusive=True)
             # Of one that was killed before: the place was empty but for what stores do not list.
             self._store.delete([entry.key for entry in self._store.leftovers("")])
             return []
         said: Any = []
         with suppress(CkptkitError):  # one that was killed may leave an empty note
-            said = unpack(self._store.read_whole(self.note, _MOST_NOTE), self.note)
+            said = leaves.unpack(self._store.read_whole(self.note, _MOST_NOTE), self.note)
         noted = {key: (size, crc) for key, size, crc in said}
         self._store.delete([entry.key for entry in self._store.leftovers("")])
         there = {entry.key: entry.size for entry in self._store.list("")}
@@ -222,7 +295,7 @@ class FinishedFiles:
         self._known[key] = size, crc
         if self.note:
             rows = [[key, size, crc] for key, (size, crc) in self._known.items()]
-            self._store.put(self.note, dumps(rows))
+            self._store.put(self.note, leaves.dumps(rows))
 
     def forget(self) -> None:
         """All is there."""
