@@ -28,7 +28,7 @@ from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.live.checkpointer import save
 from ckptkit.live.restore import Restored, load
 from ckptkit.live.sharded_optimizer import ShardedOptimizerState
-from ckptkit.live.shards import distributed_model
+from ckptkit.live.shards import DistributedModel
 from ckptkit.live.state.ranks import current_world, meeting
 from ckptkit.live.state.tensors import local_of
 from ckptkit.live.wrappers.entries import canonical_names, every_module
@@ -318,13 +318,13 @@ class Distributed:
         """The whole parameters and buffers, in host memory, on rank 0; None on the others. Every
         rank calls it.
         """
-        return distributed_model(self).full_state_dict()
+        return DistributedModel(self).full_state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank holds of model and optimizer, in their own memory: no collective, no copy,
         no file.
         """
-        whole = distributed_model(self.model, mesh=self.mesh)
+        whole = DistributedModel(self.model, mesh=self.mesh)
         found: dict[str, Any] = {"model": whole.local_state_dict()}
         if self._optimizer is not None:
             kept = self.optimizer_state()
@@ -338,7 +338,7 @@ class Distributed:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave on this rank of a job of the same strategy."""
-        distributed_model(self.model, mesh=self.mesh).load_local_state_dict(state["model"])
+        DistributedModel(self.model, mesh=self.mesh).load_local_state_dict(state["model"])
         if self._optimizer is None or "optimizer" not in state:
             return
         kept = self.optimizer_state()
