@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -103,6 +104,22 @@ def time_text(seconds: float | None) -> str | None:
 def counted(number: int, what: str) -> str:
     """`1 pack`, `8 packs`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+# A file may say a lot in few lines, by aliases of aliases.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 6
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+def in_short(value: object, width: int = 80) -> str:
+    """A value on one line, cut where it gets long."""
+    try:
+        text = _SHORT.repr(value)
+    except ValueError:  # Python turns no integer of thousands of digits into text
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 LIMIT = 1 << 63

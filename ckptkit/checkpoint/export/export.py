@@ -23,7 +23,7 @@ from ckptkit.checkpoint.reshard.chunks import ChunkCopier, check_huge_chunks
 from ckptkit.checkpoint.reshard.selection import Selection, check_numbers, choose
 from ckptkit.checkpoint.reshard.target import Budget, resident_bytes
 from ckptkit.checkpoint.reshard.translation import Chosen
-from ckptkit.checkpoint.workers import Progress, copy_threads, share_out
+from ckptkit.checkpoint.workers import Progress, share_out
 from ckptkit.errors import (
     AlreadyExistsError,
     NotFoundError,
@@ -144,7 +144,7 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
             new = _FOLDERS[to_format](tensors, parse_size(max_file_size), **more)
         budget = Budget.of(
             parse_size(memory),
-            max(4, copy_threads()) if workers is None else workers,
+            workers,
             checkpoint.store,
             place,
             largest=0,

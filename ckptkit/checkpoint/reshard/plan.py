@@ -45,7 +45,7 @@ from ckptkit.checkpoint.reshard.target import (
     target_of,
 )
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.checkpoint.workers import Progress, copy_threads, uncollected
+from ckptkit.checkpoint.workers import Progress, uncollected
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     FormatError,
@@ -135,9 +135,6 @@ def plan_reshard(
     options = ReshardOptions(**keywords)
     source, store = stores_at(src, dst, storage_options, source_options)
     memory, ranks = parse_size(options.memory), ranks_to_copy(options, source, store)
-    workers = max(4, copy_threads()) if options.workers is None else options.workers
-    if workers < 1:
-        raise UsageError("at least one worker is needed", value=workers)
     before = resident_bytes()
     checkpoint = open_checkpoint(source)
     expected = None if options.expect is None else Strategy.of(options.expect)
@@ -152,7 +149,7 @@ def plan_reshard(
     stored = (a for a, _ in target.alike if a.info.grid.chunk_count)
     budget = Budget.of(
         memory,
-        workers,
+        options.workers,
         source,
         store,
         largest=max((a.info.grid.chunk_elements * a.itemsize for a in stored), default=0),

@@ -21,7 +21,7 @@ from ckptkit.checkpoint.read.reader import BAND_BYTES
 from ckptkit.checkpoint.reshard.selection import Choice, Selection, choose, parameter_order
 from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.rules_file import RulesLike, rules_between
-from ckptkit.checkpoint.workers import Pace
+from ckptkit.checkpoint.workers import Pace, copy_threads
 from ckptkit.errors import LayoutError, UsageError
 from ckptkit.foreign.contents import ForeignManifest
 from ckptkit.format.array_table import ArrayTable
@@ -325,7 +325,7 @@ class Budget:
     def of(
         cls,
         memory: int,
-        workers: int,
+        workers: int | None,
         source: Store,
         destination: Store,
         *,
@@ -338,6 +338,9 @@ class Budget:
         chunk of the target, `pack_bytes` about how large the largest pack will be, and `fixed`
         what is in use besides. Unless it is here, each worker has a process and a pack of its own.
         """
+        workers = max(4, copy_threads()) if workers is None else workers
+        if workers < 1:
+            raise UsageError("at least one worker is needed", value=workers)
         share, can = memory // _ON_ITS_WAY, destination.abilities
         is_far = source.abilities.waits_for_answers
         kept = memory // _KEPT_CHUNKS if is_far and is_here else 0
