@@ -168,6 +168,11 @@ class Fields:
             raise FormatError("not a finite number", where=self.at(key), value=value)
         return float(value)
 
+    def form(self, key: str) -> str:
+        """The text that says which of several forms this has; nothing where it is no text."""
+        value = self._left.pop(key, "")
+        return value if type(value) is str else ""
+
     def text(self, key: str) -> str:
         value = self.any(key)
         return value if type(value) is str else text(value, self.at(key))
@@ -188,7 +193,7 @@ class Fields:
         """Refuse what this version does not know: it could change the meaning of the rest."""
         if self._left:
             raise FormatError(
-                "fields that this version of the format does not have",
+                "unknown keys, which this version of the format does not have",
                 where=self._where,
                 value=list(self._left),
             )

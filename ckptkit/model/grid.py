@@ -182,7 +182,7 @@ class Grid:
     def from_doc(cls, doc: object, shape: tuple[int, ...], *, where: str = "grid") -> Grid:
         """The grid of an untrusted document, for an array of a shape that was checked before."""
         fields, found = Fields(doc, where), None
-        kind = fields.any("kind") if fields.has("kind") else None
+        kind = fields.form("kind")
         try:
             if kind == "regular":
                 found = _regular(shape, fields.integers("chunk_shape"))

@@ -147,7 +147,7 @@ def placement_from_doc(doc: object, *, where: str = "placement") -> Placement:
     """The placement of an untrusted document; FormatError when it is not one."""
     fields = Fields(doc, where)
     found: Placement | None = None
-    kind = fields.any("kind") if fields.has("kind") else None
+    kind = fields.form("kind")
     try:
         if kind == "replicate":
             found = Replicate()
