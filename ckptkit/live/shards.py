@@ -19,7 +19,7 @@ from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.names import WRAPPED, join, split
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.comparison import Report
-from ckptkit.live.exchange import Exchange, TensorLayout
+from ckptkit.live.exchange import Exchange
 from ckptkit.live.resume import hand_over, with_containers
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
 from ckptkit.live.state.agreement import Documents
@@ -204,7 +204,7 @@ class DistributedModel:
         """Take over what `local_state_dict` gave on this rank of a job of the same layout."""
         training = TrainingState(Model(self.model))
         snapshot, held, tied, values = self._look(training)
-        known = {n: TensorLayout(tuple(h.local.shape), h.local.dtype, ()) for n, h in held.items()}
+        known = {n: (tuple(h.local.shape), h.local.dtype) for n, h in held.items()}
         problem = _objection(known, tied, values, state)
         self._exchange.agree({}, problem=problem)
         with torch.no_grad():
@@ -221,7 +221,7 @@ class DistributedModel:
         if state is None:
             problem = "rank 0 has to pass the whole state"
         else:
-            known = {name: spreads[0] for name, spreads in plan.tensors.items()}
+            known = {n: (s[0].shape, s[0].torch_dtype) for n, s in plan.tensors.items()}
             problem = _objection(known, plan.tied, plan.values, state)
             given = {} if problem else {name: state[name] for name in plan.values}
         problem, given = self._exchange.from_first((problem, given))
@@ -248,7 +248,7 @@ class DistributedModel:
         snapshot = self._snapshot(training)
         names = {join("model", entry.name): entry.name for entry in snapshot.entries}
         held = {names[each.name]: each for each in snapshot.tensors}
-        tied = {names[each.name]: names[each.of] for each in snapshot.tied}
+        tied = {names[name]: names[of] for name, of in snapshot.tied.items()}
         tensors = held.keys() | tied.keys()
         others = {e.name: e.value for e in snapshot.entries if e.name not in tensors}
         return snapshot, held, tied, others
@@ -304,29 +304,29 @@ def _metadata(snapshot: Snapshot, training: TrainingState) -> ShardingMetadata:
         topology.strategy.world_size,
         training.details(),
         tensors,
-        {tied.name: tied.of for tied in snapshot.tied},
+        snapshot.tied,
     )
 
 
 def _objection(
-    known: Mapping[str, TensorLayout],
+    known: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     tied: Mapping[str, str],
     values: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> str:
-    """How a state differs from what is known here; nothing where it does not."""
+    """How a state differs from the shapes and dtypes here; nothing where it does not."""
     report = Report(unexpected=sorted(state.keys() - known.keys() - tied.keys() - values.keys()))
     report.missing += sorted(values.keys() - state.keys())
-    for name, spread in known.items():
+    for name, (shape, dtype) in known.items():
         tensor = _tensor(state, name, tied)
         if tensor is None:
             report.missing.append(name)
         elif not torch.is_tensor(tensor) or isinstance(tensor, DTensor):
             report.unexpected.append(f"{name}, which is a {type(tensor).__name__}")
-        elif tuple(tensor.shape) != spread.shape:
-            report.reshaped.append(f"{name}: {tuple(tensor.shape)}, here {spread.shape}")
-        elif tensor.dtype != spread.dtype:
-            report.cast.append(f"{name}: {tensor.dtype}, here {spread.dtype}")
+        elif tuple(tensor.shape) != shape:
+            report.reshaped.append(f"{name}: {tuple(tensor.shape)}, here {shape}")
+        elif tensor.dtype != dtype:
+            report.cast.append(f"{name}: {tensor.dtype}, here {dtype}")
     return "" if report.is_exact else f"the state does not fit\n{report}"
 
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +28,7 @@ from ckptkit.live.checkpointer import save
 from ckptkit.live.restore import Restored, load
 from ckptkit.live.sharded_optimizer import ShardedOptimizerState
 from ckptkit.live.shards import DistributedModel
+from ckptkit.live.state.extra import data_rank
 from ckptkit.live.state.ranks import current_world, meeting
 from ckptkit.live.state.tensors import local_of
 from ckptkit.live.wrappers.entries import canonical_names, every_module
@@ -41,10 +41,9 @@ from ckptkit.parallel.strategies.data_parallel import (
     let_go,
     zero_grad,
 )
-from ckptkit.parallel.strategies.options import SHARDED, StrategyOptions
+from ckptkit.parallel.strategies.options import StrategyOptions
 from ckptkit.parallel.strategies.pipeline import LossFunction, StagePipeline
 
-_REPLICAS = ("ddp", "zero1", *SHARDED)
 _WIDE = (torch.float64, torch.complex128)
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 _RESIDUALS = "compression"
@@ -96,6 +95,8 @@ class Distributed:
     - `strategy`: with all sizes.
     - `mesh`: that of its axes; None for one rank alone.
     - `device`: where this rank computes.
+    - `replicas`: how many shares every batch is cut into; ranks of one share compute together.
+    - `replica`: which of the shares is this rank's.
     - `compression`: what compresses gradients, if anything does; it counts the bytes sent.
     - `units`: what `fully_shard` or `replicate` gathers together, each by one collective, the
       names of its layers and its bytes; none under other engines.
@@ -123,6 +124,8 @@ class Distributed:
     ) -> None:
         self.strategy = strategy
         self.options = options
+        replica, replicas = data_rank(strategy, dist.get_rank() if dist.is_initialized() else 0)
+        self.replica, self.replicas = replica, replicas or 1
         self.modules = tuple(modules)
         self.mesh = mesh
         self.device = device
@@ -157,21 +160,6 @@ class Distributed:
                 "there is no optimizer", hint="as_distributed(…, optimizer=torch.optim.AdamW)"
             )
         return self._optimizer
-
-    @property
-    def replicas(self) -> int:
-        """How many shares every batch is cut into; ranks of one share compute together."""
-        return math.prod(a.size for a in self.strategy.mesh.axes if a.kind in _REPLICAS)
-
-    @property
-    def replica(self) -> int:
-        """Which of the shares is this rank's."""
-        mesh, number = self.strategy.mesh, 0
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        for axis, at in zip(mesh.axes, mesh.coords(rank), strict=True):
-            if axis.kind in _REPLICAS:
-                number = number * axis.size + at
-        return number
 
     def share(self, batch: Any) -> Any:
         """The rank's share of a batch of the whole job: of every tensor, along the first dim. Other

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any, Unpack, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,26 +23,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckptkit.checkpoint.ranks import OneRank, Ranks
-from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import PeerError, StrategyError, UsageError
 from ckptkit.model import Strategy
-from ckptkit.model.document import parse_size
 from ckptkit.parallel.optimizers.methods import compression_of
 from ckptkit.parallel.ranks.job import init
 from ckptkit.parallel.strategies.data_parallel import Unit, check_parameters, in_ddp, wrap_units
 from ckptkit.parallel.strategies.distributed import Distributed, all_ranks
 from ckptkit.parallel.strategies.options import (
     SHARDED,
-    MakeOptimizer,
-    Precision,
-    StageByHand,
+    Choices,
     StrategyOptions,
     check_optimizer,
     microbatches_of,
     optimizer_for,
-    precision_of,
     resolved,
-    schedule_of,
     sharder_of,
     size_of,
 )
@@ -60,32 +54,16 @@ log = logging.getLogger("ckptkit.parallel")
 _spread_as: WeakKeyDictionary[object, weakref.ref[Distributed]] = WeakKeyDictionary()
 
 
-def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, all with defaults
-    model: nn.Module | Distributed | Any,
-    spec: str | Strategy,
-    *,
-    optimizer: Optimizer | MakeOptimizer | None = None,
-    optimizer_options: Mapping[str, Any] | None = None,
-    rules: RulesLike | None = None,
-    sizes: Mapping[str, Any] | None = None,
-    mixed_precision: Precision | str | None = None,
-    offload: bool = False,
-    group_below: int | str = "1MiB",
-    microbatches: int | None = None,
-    schedule: str | None = None,
-    balance: str = "parameters",
-    example: Any = None,
-    split: StageByHand | None = None,
-    compression: str | None = None,
-    overlap: bool = False,
-    device: torch.device | str | None = None,
+def as_distributed(
+    model: nn.Module | Distributed | Any, spec: str | Strategy, **choices: Unpack[Choices]
 ) -> Distributed:
     """Spread a model over the ranks of the job as a text such as `fsdp` or `pp:2,tp:2,fsdp:2` says.
 
     Every rank calls it alike, with the whole model; values are those of rank 0. The model given is
     taken over. Called again with what it made (the Distributed, or its model while that is in use)
-    and the same strategy it returns the same, and refuses other choices. Each keyword has a
-    paragraph in docs/strategies.md.
+    and the same strategy it returns the same, and refuses other choices. The choices are keywords
+    (`optimizer=`, `rules=`, `microbatches=`, …): `Choices` lists them, and docs/strategies.md has a
+    paragraph for each.
     """
     # Look at the model, and decide: a refusal changes nothing, and is one on all ranks.
     if spec != "single":
@@ -94,25 +72,7 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
     is_known = isinstance(plain, Distributed)
     with nullcontext(OneRank()) if is_known else all_ranks("spread") as ranks:
         strategy = resolved(spec, dist.get_world_size() if dist.is_initialized() else 1)
-        order, stages_per_rank = schedule_of(schedule)
-        options = StrategyOptions(
-            optimizer=optimizer,
-            optimizer_options=dict(optimizer_options or {}),
-            rules="auto" if rules is None else rules,
-            sizes=dict(sizes or {}),
-            precision=precision_of(mixed_precision),
-            offload=offload,
-            # 0 gathers each module alone.
-            group_below=1 if group_below in (0, "0") else parse_size(group_below),
-            microbatches=microbatches_of(microbatches, strategy, order),
-            schedule=order,
-            stages_per_rank=stages_per_rank,
-            balance=balance,
-            example=example,
-            split=split,
-            compression=compression,
-            overlap=overlap,
-        )
+        options = StrategyOptions.of(strategy, choices)
         if isinstance(plain, Distributed):
             _check_same(plain, strategy, options)
             return plain
@@ -121,7 +81,7 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
         check_parameters(plain, strategy, options.group_below)
         check_optimizer(plain, options, strategy)
         check_alike(ranks, _compared(plain, strategy, options))
-    made = _spread(plain, _Job.of(strategy, options, device_of(plain, device)))
+    made = _spread(plain, _Job.of(strategy, options, device_of(plain, options.device)))
     for known in (model, made.model, *made.modules):
         _spread_as[known] = weakref.ref(made)
     return made
