@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -41,7 +41,7 @@ from ckptkit.parallel.strategies.data_parallel import (
     let_go,
     zero_grad,
 )
-from ckptkit.parallel.strategies.options import StrategyOptions
+from ckptkit.parallel.strategies.options import SHARDED, StrategyOptions
 from ckptkit.parallel.strategies.pipeline import LossFunction, StagePipeline
 
 _WIDE = (torch.float64, torch.complex128)
@@ -83,6 +83,38 @@ class Memory:
     optimizer: Bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SpreadJob:
+    """What is spread how, and over which mesh."""
+
+    strategy: Strategy
+    options: StrategyOptions
+    device: torch.device
+    names: Mapping[str, str]
+    """By kind, what the mesh calls its axes."""
+    mesh: DeviceMesh | None
+    """None for one rank alone."""
+
+    @classmethod
+    def of(cls, strategy: Strategy, options: StrategyOptions, device: torch.device) -> SpreadJob:
+        """The mesh is made by all ranks together."""
+        # The mesh calls zero2 and zero3 `fsdp`, as checkpoints do.
+        names = {
+            axis.kind: "fsdp" if axis.name == axis.kind and axis.kind in SHARDED else axis.name
+            for axis in strategy.mesh.axes
+        }
+        shape, mesh = strategy.mesh.sizes, None
+        if shape:
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=tuple(names.values()))
+        return cls(strategy, options, device, names, mesh)
+
+    def along(self, *kinds: str) -> DeviceMesh:
+        """The part of the mesh along the axes of these kinds that there are."""
+        assert self.mesh is not None  # noqa: S101 — there is one where there are axes
+        found = tuple(self.names[kind] for kind in kinds if kind in self.names)
+        return self.mesh[found[0] if len(found) == 1 else found]
+
+
 class Distributed:
     """One rank's part of a model that is spread over a job; what `as_distributed` returns.
 
@@ -109,26 +141,23 @@ class Distributed:
     True
     """
 
-    def __init__(  # noqa: PLR0913 — all that spreading has found out
+    def __init__(
         self,
-        strategy: Strategy,
-        options: StrategyOptions,
+        job: SpreadJob,
         modules: Sequence[nn.Module],
         *,
-        mesh: DeviceMesh | None,
-        device: torch.device,
         optimizer: Optimizer | None = None,
         pipeline: StagePipeline | None = None,
         compression: Any = None,
         units: Sequence[Unit] = (),
     ) -> None:
-        self.strategy = strategy
-        self.options = options
+        self.strategy = strategy = job.strategy
+        self.options = job.options
         replica, replicas = data_rank(strategy, dist.get_rank() if dist.is_initialized() else 0)
         self.replica, self.replicas = replica, replicas or 1
         self.modules = tuple(modules)
-        self.mesh = mesh
-        self.device = device
+        self.mesh = job.mesh
+        self.device = job.device
         self.compression = compression
         self.units = tuple(units)
         self.model: Any = self.modules[0] if pipeline is None else pipeline.schedule
