@@ -202,14 +202,15 @@ def _documents(rows: list[Any]) -> Entries:
     if not rows:
         return Entries.of(())
     names, *numbers = zip(*rows, strict=True)
-    arrays = [name.removesuffix(f"/{DOCUMENT}") for name in names if name != DOCUMENT]
+    end = f"/{DOCUMENT}"
+    arrays = [name.removesuffix(end) for name in names if name != DOCUMENT]
     if not (are_plain(arrays) and all(name.endswith(DOCUMENT) for name in names)):
         for number, name in enumerate(names):
             where = f"documents.{number}"
-            if name != DOCUMENT and not name.endswith(f"/{DOCUMENT}"):
+            if name != DOCUMENT and not name.endswith(end):
                 raise FormatError("not a zarr.json", where=where, value=name)
             if name != DOCUMENT:
-                name_from_file(name.removesuffix(f"/{DOCUMENT}"), where)
+                name_from_file(name.removesuffix(end), where)
     if len(set(names)) < len(names):
         first: dict[str, int] = {}
         for number, name in enumerate(names):
