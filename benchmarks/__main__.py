@@ -20,6 +20,7 @@ from benchmarks.pages import pages
 from benchmarks.planning import planning
 from benchmarks.ranks import isolated
 from benchmarks.scale import listing, ranks
+from benchmarks.servers import running
 from benchmarks.slices import slices
 from benchmarks.table import Section, bars_text
 
@@ -81,7 +82,7 @@ def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
         "live": live.benches(folder, gib, repeat),
         "reshard": reshard.benches(folder, repeat),
         "foreign": foreign.benches(folder, gib, repeat),
-        "objects": objects.benches(folder, repeat),
+        "objects": objects.benches(folder, repeat, arguments.server, gib),
         "activation": activation.benches(repeat),
         "strategies": strategies.benches(repeat),
         "optimizers": optimizers.benches(),
@@ -114,6 +115,13 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--arrays", type=int, default=COUNTS[-1], help=f"the most of many (default {COUNTS[-1]})"
+    )
+    parser.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        choices=list(running()),
+        help="over which object stores (default all); with --gib 0.25 one takes minutes",
     )
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each (default 3)")
     parser.add_argument(
