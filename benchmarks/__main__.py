@@ -30,6 +30,7 @@ from benchmarks.pages import pages
 from benchmarks.planning import planning
 from benchmarks.ranks import isolated
 from benchmarks.scale import listing, ranks
+from benchmarks.servers import running
 from benchmarks.slices import slices
 from benchmarks.table import Section, bars_text
 
@@ -92,7 +93,7 @@ def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
         "live": live.benches(folder, gib, repeat),
         "reshard": reshard.benches(folder, repeat),
         "foreign": foreign.benches(folder, gib, repeat),
-        "objects": objects.benches(folder, repeat),
+        "objects": objects.benches(folder, repeat, arguments.server, gib),
         "activation": activation.benches(repeat),
         "cuda": cuda.benches(folder, gib, repeat),
         "strategies": strategies.benches(repeat),
@@ -126,6 +127,13 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--arrays", type=int, default=COUNTS[-1], help=f"the most of many (default {COUNTS[-1]})"
+    )
+    parser.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        choices=list(running()),
+        help="over which object stores (default all); with --gib 0.25 one takes minutes",
     )
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each (default 3)")
     parser.add_argument(

@@ -39,19 +39,21 @@ _HOSTS = ("bucket", "bucket, torch")
 _OPERATIONS = ("open", "read_into", "read", "read_whole", "create", "write", "put", "size", "list")
 
 
-def benches(folder: Path, repeat: int) -> Iterator[Callable[[], Section]]:
-    """All of it, on every server that this machine can run."""
-    for server in running():
-        yield partial(save, server, folder, repeat)
-        yield partial(load, server, folder, repeat)
+def benches(
+    folder: Path, repeat: int, servers: Sequence[str] = (), gib: float = GIB
+) -> Iterator[Callable[[], Section]]:
+    """All of it, on some servers, or on every one that this machine can run."""
+    tensors = llama(min(gib, GIB), NARROWER)
+    for server in servers or running():
+        yield partial(save, server, folder, tensors, repeat)
+        yield partial(load, server, folder, tensors, repeat)
         if "https" not in server:
-            yield partial(reshard, server)
-            yield partial(resharded_load, server)
+            yield partial(reshard, server, tensors)
+            yield partial(resharded_load, server, tensors)
 
 
-def save(server: str, folder: Path, repeat: int) -> Section:
+def save(server: str, folder: Path, tensors: list[Tensor], repeat: int) -> Section:
     """A step of 2 writers."""
-    tensors = llama(GIB, NARROWER)
     with _Job(server, folder, tensors) as job:
         measured = Measured()
         for turn in range(repeat + 1):
@@ -82,9 +84,8 @@ def save(server: str, folder: Path, repeat: int) -> Section:
     )
 
 
-def load(server: str, folder: Path, repeat: int) -> Section:
+def load(server: str, folder: Path, tensors: list[Tensor], repeat: int) -> Section:
     """The same step, by as many readers."""
-    tensors = llama(GIB, NARROWER)
     with _Job(server, folder, tensors) as job:
         measured = Measured()
         names = job.order(0, unlike="put")
@@ -115,9 +116,8 @@ def load(server: str, folder: Path, repeat: int) -> Section:
     )
 
 
-def reshard(server: str) -> Section:
+def reshard(server: str, tensors: list[Tensor]) -> Section:
     """From the bucket into the bucket, under a cap."""
-    tensors = llama(GIB, NARROWER)
     with running()[server]() as bucket, bucket.tell():
         isolated(_save_source, tensors, "fsdp:8")
         needed, read, grown, seconds, counts = isolated(_reshard)
@@ -137,9 +137,8 @@ def reshard(server: str) -> Section:
     return Section(title, ["", f"--memory {CAP_MIB}MiB"], rows, bars)
 
 
-def resharded_load(server: str) -> Section:
+def resharded_load(server: str, tensors: list[Tensor]) -> Section:
     """What a rank of fsdp:2 reads of a step of tp:4."""
-    tensors = llama(GIB, NARROWER)
     with running()[server]() as bucket, bucket.tell():
         isolated(_save_source, tensors, "tp:4")
         needed, read, requests, seconds = isolated(_load_resharded, tensors)

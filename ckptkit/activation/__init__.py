@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from ckptkit.activation.budget import BlockCost
 from ckptkit.activation.memory import (
     ActivationMeter,
-    GroupMemoryStats,
     MemoryStats,
     kept_bytes,
     peak_bytes,
 )
-from ckptkit.activation.partition import PartitionedActivations, TensorParallelPolicy
+from ckptkit.activation.partition import TensorParallelPolicy
 from ckptkit.activation.pipeline import PipelineActivations
-from ckptkit.activation.policy import Checkpointed, Policy, checkpoint_activations
+from ckptkit.activation.policy import Checkpointed, checkpoint_activations
 from ckptkit.activation.recompute import Undo
 from ckptkit.activation.store import ActivationStore, DistributedActivationStore
 from ckptkit.activation.transport import ThreadTransport, Transport
@@ -20,14 +18,10 @@ from ckptkit.activation.transport import ThreadTransport, Transport
 __all__ = [
     "ActivationMeter",
     "ActivationStore",
-    "BlockCost",
     "Checkpointed",
     "DistributedActivationStore",
-    "GroupMemoryStats",
     "MemoryStats",
-    "PartitionedActivations",
     "PipelineActivations",
-    "Policy",
     "TensorParallelPolicy",
     "ThreadTransport",
     "Transport",

@@ -22,14 +22,13 @@ from ckptkit.activation.memory import ActivationMeter, peak_bytes
 from ckptkit.activation.recompute import (
     Recomputed,
     Undo,
-    buffers_of,
-    put_buffers,
     version_of,
     versions_of,
 )
 from ckptkit.errors import UsageError
 from ckptkit.live.state.extra import rng_state, set_rng_state
 from ckptkit.live.state.ranks import current_world, meeting
+from ckptkit.live.wrappers.modules import keeping_buffers
 
 _LOG = logging.getLogger("ckptkit.activation")
 _LOOKS = 3
@@ -260,20 +259,12 @@ def measure(modules: Sequence[nn.Module], blocks: Mapping[str, nn.Module], step:
             undo()
     costs = []
     for name in blocks:
-        if name in metered.found:
-            found, seconds = metered.found[name], timed.found[name].seconds
+        if (found := metered.found.get(name)) is not None:
+            seconds = timed.found[name].seconds
             # The fastest counts for all: what has slowed others down was not the block.
             spent = min(seconds) * len(seconds)
-            costs.append(
-                BlockCost(
-                    name,
-                    kept=found.kept,
-                    recomputed=found.recomputed,
-                    peak=found.peak,
-                    seconds=spent,
-                    at_once=found.at_once,
-                )
-            )
+            sizes = found.kept, found.recomputed, found.peak
+            costs.append(BlockCost(name, *sizes, seconds=spent, at_once=found.at_once))
     return Costs(tuple(costs), metered.before, metered.after, metered.has_backward)
 
 
@@ -286,22 +277,16 @@ def traceless(modules: Sequence[nn.Module]) -> Iterator[None]:
     parameters = [each for module in modules for each in module.parameters()]
     versions = versions_of(inner)
     gradients = [each.grad for each in parameters]
-    buffers = buffers_of(inner)
-    held = {id(each): each for _, named in buffers for each in named.values() if each is not None}
     # Gradients of DDP lie in its buckets, which it goes on writing to.
     copies = [None if each is None else each.detach().clone() for each in gradients]
-    buffer_copies = [(each, each.detach().clone()) for each in held.values()]
     random = rng_state()
     for weight in parameters:
         weight.grad = None
     try:
-        yield
+        with keeping_buffers(inner):
+            yield
     finally:
         set_rng_state(random)
-        put_buffers(buffers)
-        for buffer, copy in buffer_copies:
-            # Not counted as a change: autograd may have saved the buffer itself.
-            buffer.data.copy_(copy)
         with torch.no_grad():
             for weight, gradient, before in zip(parameters, gradients, copies, strict=True):
                 weight.grad = gradient

@@ -6,8 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -188,68 +187,3 @@ class MemoryStats:
 
     def __str__(self) -> str:
         return f"{self.count} activations, {size_text(self.current)} (peak {size_text(self.peak)})"
-
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMemoryStats:
-    """The memory of the stores of all ranks at one time, in bytes.
-
-    >>> stats = GroupMemoryStats((MemoryStats(100, 300, 1), MemoryStats(200, 200, 2)), 0.0)
-    >>> stats.total, stats.peak, stats.counts
-    (300, 500, (1, 2))
-    """
-
-    ranks: tuple[MemoryStats, ...]
-    timestamp: float
-    """Seconds since 1970."""
-
-    @property
-    def per_rank(self) -> tuple[int, ...]:
-        return tuple(rank.current for rank in self.ranks)
-
-    @property
-    def total(self) -> int:
-        return sum(self.per_rank)
-
-    @property
-    def peak(self) -> int:
-        """The sum of what each rank had at its own peak."""
-        return sum(rank.peak for rank in self.ranks)
-
-    @property
-    def mean(self) -> float:
-        return self.total / max(len(self.ranks), 1)
-
-    @property
-    def max(self) -> int:
-        return max(self.per_rank, default=0)
-
-    @property
-    def min(self) -> int:
-        return min(self.per_rank, default=0)
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """How many activations each rank holds."""
-        return tuple(rank.count for rank in self.ranks)
-
-    def __str__(self) -> str:
-        when = datetime.fromtimestamp(self.timestamp, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        sizes = ", ".join(
-            f"{name} {size_text(getattr(self, name))}" for name in ("peak", "mean", "min", "max")
-        )
-        what = f"{sum(self.counts)}, {size_text(self.total)} ({sizes})"
-        lines = [f"  rank {number}: {rank}" for number, rank in enumerate(self.ranks)]
-        return "\n".join([f"activations of {len(self.ranks)} ranks at {when}: {what}", *lines])
-
-    def to_dict(self) -> dict[str, Any]:
-        numbers = ("timestamp", "total", "peak", "mean", "max", "min")
-        return {
-            **{name: getattr(self, name) for name in numbers},
-            "per_rank": list(self.per_rank),
-            "counts": list(self.counts),
-            "ranks": [rank.to_dict() for rank in self.ranks],
-        }

@@ -24,11 +24,12 @@ from torch import nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ckptkit.activation.memory import metered, storages_in, unmetered
 from ckptkit.errors import UsageError
+from ckptkit.live.state.tensors import spread_as
 
 _LEAST = 4096  # bytes: what is smaller stays
 _AHEAD = 1  # forwards that are brought back before backward asks
@@ -90,8 +91,8 @@ class _View:
     offset: int
     is_conj: bool
     is_neg: bool
-    spread: tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]] | None = None
-    """Of a DTensor's part on this rank: its mesh and placements, and the size and stride of all."""
+    spread: DTensorSpec | None = None
+    """Of a DTensor's part on this rank: how the whole lies."""
 
 
 class OffloadedForward:
@@ -119,10 +120,7 @@ class OffloadedForward:
         if not isinstance(tensor, DTensor):
             return self._view(tensor) or SavedTensor.of(tensor)
         view = self._view(tensor._local_tensor)
-        if view is None:
-            return SavedTensor.of(tensor)
-        spread = tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()
-        return replace(view, spread=spread)
+        return SavedTensor.of(tensor) if view is None else replace(view, spread=tensor._spec)
 
     def unpack(self, packed: SavedTensor | _View) -> torch.Tensor:
         if isinstance(packed, SavedTensor):
@@ -142,12 +140,7 @@ class OffloadedForward:
         tensor = empty.set_(storage, packed.offset, packed.size, packed.stride)
         tensor = tensor.conj() if packed.is_conj else tensor
         tensor = torch._neg_view(tensor) if packed.is_neg else tensor
-        if packed.spread is None:
-            return tensor
-        mesh, placements, size, stride = packed.spread
-        return DTensor.from_local(
-            tensor, mesh, placements, run_check=False, shape=size, stride=stride
-        )
+        return tensor if packed.spread is None else spread_as(tensor, packed.spread)
 
     def _view(self, tensor: torch.Tensor) -> _View | None:
         """Move what a tensor lies in; None for what stays."""

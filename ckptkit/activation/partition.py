@@ -14,10 +14,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ckptkit.activation.memory import LayerId, metered
 from ckptkit.activation.offload import SavedTensor
-from ckptkit.activation.store import ActivationStore, DistributedActivationStore
+from ckptkit.activation.store import DistributedActivationStore
 from ckptkit.activation.transport import meeting_of
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from ckptkit.errors import LayoutError, NotFoundError, UsageError
@@ -99,23 +100,21 @@ class _CutTensor:
     group: dist.ProcessGroup
     stride: tuple[int, ...] | None = None
     """The tensor's strides where `own` has the order of its memory; None: that of the indices."""
-    requires_grad: bool = False
-    spread: tuple[DeviceMesh, tuple[Any, ...]] | None = None
-    """Of a DTensor: its mesh and placements."""
+    spread: DTensorSpec | None = None
+    """Of a DTensor: how it lies."""
 
 
 def cut(tensor: torch.Tensor, group: dist.ProcessGroup) -> _CutTensor:
     """What this rank keeps, which shares no memory with the tensor."""
     if isinstance(tensor, DTensor):
-        piece = cut(tensor.to_local(), group)
-        return replace(piece, spread=(tensor.device_mesh, tensor.placements))
+        return replace(cut(tensor.to_local(), group), spread=tensor._spec)
     flat, stride = _as_it_lies(tensor)
     mine = share_of(flat, group.rank(), group.size())
     # Padded, as the ranks gather as many from each; and of its own memory, as a view would keep
     # the whole tensor alive.
     own = mine.new_zeros(-(-tensor.numel() // group.size()))
     own[: mine.numel()] = mine
-    return _CutTensor(own, tensor.shape, group, stride, tensor.requires_grad)
+    return _CutTensor(own, tensor.shape, group, stride)
 
 
 def gather(piece: _CutTensor) -> torch.Tensor:
@@ -128,8 +127,9 @@ def gather(piece: _CutTensor) -> torch.Tensor:
         tensor = tensor.as_strided(piece.shape, piece.stride)
     if piece.spread is None:
         return tensor
-    mesh, placements = piece.spread
-    return DTensor.from_local(tensor, mesh, placements, run_check=False)
+    # Not with the strides that it had: where its memory had gaps, this has none.
+    spec = piece.spread
+    return DTensor.from_local(tensor, spec.mesh, spec.placements, run_check=False)
 
 
 def share_of(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
@@ -167,42 +167,6 @@ def group_for(model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None) ->
         "nothing says which ranks hold the same activations",
         hint="pass group=: the process group of tensor parallelism, or mesh['tp']",
     )
-
-
-class PartitionedActivations:
-    """Activations that all ranks of a group hold alike, of which each keeps its piece.
-
-    `register` is each rank's own affair; `retrieve` is a collective of the group.
-
-    >>> init().backend
-    'gloo'
-    >>> kept = PartitionedActivations(torch.distributed.group.WORLD)
-    >>> kept.register("layers.0", torch.ones(2))
-    >>> kept.retrieve("layers.0")
-    tensor([1., 1.])
-    """
-
-    def __init__(self, group: dist.ProcessGroup, store: ActivationStore | None = None) -> None:
-        self._group = group
-        self._store = ActivationStore() if store is None else store
-        self._pieces: dict[LayerId, _CutTensor] = {}
-
-    def register(self, layer_id: LayerId, tensor: torch.Tensor) -> None:
-        piece = cut(tensor, self._group)
-        self._store.register(layer_id, piece.own)
-        # The store may move it to the host: held here too, its memory would never be free.
-        self._pieces[layer_id] = replace(piece, own=piece.own.new_empty(0))
-
-    def retrieve(self, layer_id: LayerId) -> torch.Tensor:
-        """The whole activation, gathered from all."""
-        own = self._store.retrieve(layer_id)
-        piece = replace(self._pieces[layer_id], own=own)
-        return gather(piece).requires_grad_(piece.requires_grad)
-
-    def clear(self, layer_id: LayerId | None = None) -> None:
-        for each in [layer_id] if layer_id is not None else list(self._pieces):
-            self._pieces.pop(each, None)
-        self._store.clear(layer_id)
 
 
 @dataclass(slots=True)

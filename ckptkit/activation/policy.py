@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,25 +21,24 @@ from ckptkit.activation.partition import Partition, group_for
 from ckptkit.activation.recompute import BufferCopies, Recomputed, Undo, selective
 from ckptkit.errors import UsageError
 from ckptkit.live.wrappers.entries import canonical_names, every_module
+from ckptkit.live.wrappers.modules import CONTAINERS
 from ckptkit.live.wrappers.training import Model
 from ckptkit.model.document import parse_size
 
 _PLAIN = ("full", "selective", "offload", "partition")
 _HINT = f"there are {', '.join(_PLAIN)}, every:2 and budget:2GiB"
-_MOST_EVERY = 999_999
-_EVERY = re.compile(r"every:([1-9]\d{0,5})", re.ASCII)
+_EVERY = re.compile(r"[1-9]\d{0,5}", re.ASCII)
 _OPTIONS = {
     "step": ("budget", "what a budget measures"),
     "group": ("partition", "who shares a partition"),
     "pin_memory": ("offload", "about the host memory of offload"),
 }
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 Wanted = type[nn.Module] | Sequence[type[nn.Module] | str]
 
 
 def checkpoint_activations(
     model: Any,
-    policy: str | Policy = "full",
+    policy: str = "full",
     *,
     blocks: Wanted | None = None,
     step: Callable[[], object] | None = None,
@@ -56,18 +54,18 @@ def checkpoint_activations(
     keeps a piece. Where there are ranks, a budget is for each of them, and all call this together.
     The model is a module, what a pipeline has on this rank, or what `as_distributed` gives.
     """
-    parsed = Policy.parse(policy)
+    kind, number = _parsed(policy)
     for name, value in (("step", step), ("group", group), ("pin_memory", pin_memory)):
-        kind, what = _OPTIONS[name]
-        if value is not None and parsed.kind != kind:
-            raise UsageError(f"{name}= is {what}", value=str(parsed))
+        wanted, what = _OPTIONS[name]
+        if value is not None and kind != wanted:
+            raise UsageError(f"{name}= is {what}", value=policy)
     whole = Model(model)
     found: dict[str, nn.Module] = {}
-    for number, module in enumerate(whole.modules):
+    for stage, module in enumerate(whole.modules):
         for name, block in _blocks_of(module, blocks).items():
             if not any(block is each for each in found.values()):
                 # Stages of one rank may have blocks of equal names.
-                found[f"stage {number}: {name}" if name in found else name] = block
+                found[f"stage {stage}: {name}" if name in found else name] = block
     if not found and not whole.is_staged:  # a stage may have none
         raise UsageError(
             "the model has no such blocks",
@@ -76,70 +74,29 @@ def checkpoint_activations(
             hint="blocks= takes their class, or patterns of names such as ['layers.*']",
         )
     undo = Undo()
-    if parsed.kind == "budget":
+    if kind == "budget":
         if not callable(step):
             raise UsageError(
                 "a budget needs a step to measure",
                 value=step,
                 hint="pass step=lambda: loss_of(model(inputs), targets).backward()",
             )
-        fit(whole.modules, found, parsed.budget, step, undo)
-    elif parsed.kind == "offload":
+        fit(whole.modules, found, number, step, undo)
+    elif kind == "offload":
         memory = HostMemory(pin=pin_memory)
         undo.put(found, lambda _, block, plain: Offloaded(block, plain, memory))
     else:
-        contexts, copies = selective if parsed.kind == "selective" else None, BufferCopies()
-        is_cut = parsed.kind == "partition"
+        contexts, copies = selective if kind == "selective" else None, BufferCopies()
+        is_cut = kind == "partition"
         partition = Partition(group_for(whole.modules[0], group)) if is_cut else None
 
         def recomputed(name: str, block: nn.Module, plain: Callable[..., Any]) -> Recomputed:
             around = nullcontext if partition is None else partial(partition.around, name)
             return Recomputed(block, plain, contexts=contexts, around=around, copies=copies)
 
-        undo.put(dict(list(found.items())[:: parsed.every]), recomputed)
+        every = number if kind == "every" else 1
+        undo.put(dict(list(found.items())[::every]), recomputed)
     return Checkpointed(model, undo)
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """One of "full", "every:n", "selective", "budget:2GiB", "offload" and "partition".
-
-    >>> Policy.parse("every:2")
-    Policy(kind='every', every=2, budget=0)
-    """
-
-    kind: str
-    every: int = 1
-    """Of "every:n": the first of how many blocks is recomputed."""
-    budget: int = 0
-    """Of "budget:X": the bytes that activations may take."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in (*_PLAIN, "every", "budget"):
-            raise UsageError("no policy for activations", value=self.kind, hint=_HINT)
-        most = _MOST_EVERY if self.kind == "every" else 1
-        if type(self.every) is not int or not 1 <= self.every <= most:
-            raise UsageError("not every so many blocks", where=self.kind, value=self.every)
-        is_budget = self.kind == "budget"
-        if type(self.budget) is not int or self.budget < 0 or (self.budget > 0) != is_budget:
-            raise UsageError("not a budget of bytes", where=self.kind, value=self.budget)
-
-    @classmethod
-    def parse(cls, text: str | Policy) -> Policy:
-        if isinstance(text, Policy):
-            return text
-        if text in _PLAIN:
-            return cls(text)
-        if match := _EVERY.fullmatch(str(text)):
-            return cls("every", every=int(match[1]))
-        if str(text).startswith("budget:"):
-            return cls("budget", budget=parse_size(text.removeprefix("budget:")))
-        raise UsageError("no policy for activations", value=text, hint=_HINT)
-
-    def __str__(self) -> str:
-        if self.kind == "every":
-            return f"every:{self.every}"
-        return f"budget:{self.budget}" if self.kind == "budget" else self.kind
 
 
 class Checkpointed(NamedTuple):
@@ -152,6 +109,18 @@ class Checkpointed(NamedTuple):
 
     model: Any
     undo: Undo
+
+
+def _parsed(policy: str) -> tuple[str, int]:
+    """The kind of a policy; of "every:n" the n with it, of "budget:2GiB" the bytes."""
+    kind, colon, amount = str(policy).partition(":")
+    if kind in _PLAIN and not colon:
+        return kind, 1
+    if kind == "every" and _EVERY.fullmatch(amount):
+        return kind, int(amount)
+    if kind == "budget" and colon:
+        return kind, parse_size(amount)
+    raise UsageError("no policy for activations", value=policy, hint=_HINT)
 
 
 def _blocks_of(model: nn.Module, wanted: Wanted | None) -> dict[str, nn.Module]:
@@ -183,10 +152,10 @@ def _blocks_of(model: nn.Module, wanted: Wanted | None) -> dict[str, nn.Module]:
 
 
 def _listed(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    is_list = isinstance(module, _CONTAINERS)
+    is_list = isinstance(module, CONTAINERS)
     for name, child in module.named_children():
         where = f"{prefix}{name}"
-        if is_list and not isinstance(child, _CONTAINERS):
+        if is_list and not isinstance(child, CONTAINERS):
             # A single norm or projection in a list is no block.
             if next(child.children(), None) is not None:
                 yield where, child

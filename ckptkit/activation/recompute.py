@@ -31,10 +31,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ckptkit.activation.memory import is_plain, storages_in, storages_of, unmetered
 from ckptkit.errors import UsageError
 from ckptkit.live.state.tensors import bytes_of
+from ckptkit.live.wrappers.modules import buffers_of, put_buffers
 
 Context = AbstractContextManager[Any]
 Contexts = Callable[[], tuple[Context, Context]]
-Buffers = dict[str, torch.Tensor | None]
 
 _SMALL = 4096  # bytes: counters and the like, which may change seldom
 _TRIES = 3  # how often a copy is made for all forwards, before the buffer counts as changing
@@ -348,22 +348,6 @@ def _put_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
     for module, training in modes:
         if module.training != training:
             module.training = training
-
-
-def buffers_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Buffers]]:
-    """The buffers that each of the modules itself has."""
-    return [(module, dict(module._buffers)) for module in modules if module._buffers]
-
-
-def put_buffers(held: Sequence[tuple[nn.Module, Buffers]]) -> None:
-    """Let modules have these buffers, and no others."""
-    for module, buffers in held:
-        own = module._buffers
-        for name in own.keys() - buffers.keys():
-            del own[name]
-        for name, buffer in buffers.items():
-            if own.get(name) is not buffer:
-                own[name] = buffer
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any, Self
 
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from ckptkit.activation.memory import (
-    GroupMemoryStats,
     LayerId,
     MemoryStats,
     is_plain,
@@ -31,9 +30,9 @@ from ckptkit.activation.transport import (
     ThreadTransport,
     Transport,
     described,
-    empty_like,
 )
 from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError, UsageError
+from ckptkit.live.state.sockets import empty_of
 from ckptkit.live.state.tensors import bytes_of
 from ckptkit.model.document import parse_size
 from ckptkit.storage.base.store import Closing
@@ -326,9 +325,10 @@ class DistributedActivationStore:
             raise UsageError(
                 f"rank {source_rank} is the source, but has passed no dense tensor", value=layer_id
             )
-        found = empty_like(said, device=said["device"]) if mine is None else mine
+        form, device, requires_grad = said
+        found = empty_of(form, device=device) if mine is None else mine
         self._transport.broadcast(source_rank, found)
-        self.register(layer_id, found.requires_grad_(said["requires_grad"]))
+        self.register(layer_id, found.requires_grad_(requires_grad))
         return found
 
     def retrieve(self, layer_id: LayerId) -> torch.Tensor:
@@ -402,11 +402,10 @@ class DistributedActivationStore:
         self.local.clear()
         self._together("clear_everywhere", None)  # none fetches what another has yet to clear
 
-    def memory_stats(self) -> GroupMemoryStats:
-        """Of all ranks; rank 0 has the time."""
-        mine = self.local.memory_stats().to_dict()
-        heard = self._together("memory_stats", (mine, time.time()))
-        return GroupMemoryStats(tuple(MemoryStats(**said) for said, _ in heard), heard[0][1])
+    def memory_stats(self) -> list[MemoryStats]:
+        """Of all ranks, in their order."""
+        heard = self._together("memory_stats", asdict(self.local.memory_stats()))
+        return [MemoryStats(**said) for said in heard]
 
     def close(self) -> None:
         """Forget everything here and stop answering; ranks that ask later get an error."""

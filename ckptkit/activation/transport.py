@@ -1,13 +1,13 @@
 """How the ranks of a distributed store reach each other: one fetches what another keeps, and all
 meet. Threads of one process do so in memory. Processes fetch over TCP, each answering from threads
-of its own: a message is a short document of plain values, and the bytes of the tensor it announces.
+of its own.
 """
 
 from __future__ import annotations
 
 import secrets
 import socket
-import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,24 +24,21 @@ import torch.distributed as dist
 from ckptkit.activation.memory import LayerId, is_plain
 from ckptkit.checkpoint.ranks import OneRank, Ranks, ThreadBarrier
 from ckptkit.errors import NotFoundError, PeerError, UnsupportedTypeError
-from ckptkit.format.leaves import dumps, unpack
 from ckptkit.live.state.ranks import World, current_world, ranks_of
 from ckptkit.live.state.sockets import (
     Listener,
     connect,
-    memory_of,
+    form_of,
+    hear,
+    message,
     own_address,
-    receive,
-    receive_into,
     seconds_until,
+    tell,
 )
 from ckptkit.live.state.tensors import bytes_of
 
 _TOKEN = 32
 _MOST_IDLE = 4  # connections to a rank that wait for the next fetch
-_LENGTH = struct.Struct("!I")
-_MOST = 1 << 20  # bytes of a document
-_DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 Answer = Callable[[LayerId, float], torch.Tensor]
 """From a layer and the seconds to wait for it to its activation; raises `NotFoundError`."""
@@ -183,13 +180,8 @@ class SocketTransport:
         deadline = time.monotonic() + seconds
         try:
             with self._connection(source, deadline) as sock:
-                sock.sendall(_message({"layer": layer_id, "wait": wait}))
-                said = _receive_document(sock, deadline)
-                if "shape" in said:
-                    tensor = empty_like(said, device="cpu")
-                    receive_into(sock, memory_of(tensor), deadline)
-                    tensor = tensor.to("cuda") if said.get("device") == "cuda" else tensor
-                    return tensor.requires_grad_(bool(said.get("requires_grad")))
+                tell(sock, [layer_id, wait])
+                what, *said = hear(sock, sys.maxsize, deadline)
         except TimeoutError:
             raise PeerError(
                 f"rank {source} did not answer within {seconds:g} s",
@@ -200,13 +192,15 @@ class SocketTransport:
             raise PeerError(
                 f"rank {source} has gone: its process died, or its store is closed", where=where
             ) from error
-        if "failed" in said:
-            raise PeerError(f"rank {source}: {said['failed']}", where=where)
-        raise NotFoundError(
-            f"rank {source} keeps no activation of this layer",
-            value=layer_id,
-            hint=str(said.get("missing")),
-        )
+        if what == "failed":
+            raise PeerError(f"rank {source}: {said[0]}", where=where)
+        if what == "missing":
+            raise NotFoundError(
+                f"rank {source} keeps no activation of this layer", value=layer_id, hint=said[0]
+            )
+        tensor: torch.Tensor = said[0]
+        tensor = tensor.to("cuda") if said[1] == "cuda" else tensor
+        return tensor.requires_grad_(said[2])
 
     def gather(self, value: Any) -> list[Any]:
         name = f"{self._name}/{next(self._numbers)}"
@@ -275,26 +269,29 @@ class SocketTransport:
     def _serve(self, answer: Answer, sock: socket.socket) -> None:
         """Answer what one thread of another rank asks, until that closes its connection."""
         while True:
-            asked = _receive_document(sock)
+            asked = hear(sock, 0)
             # A call of its own, so that while the next question is waited for nothing holds the
             # tensor that this one is answered with.
             self._reply(sock, answer, asked)
 
-    def _reply(self, sock: socket.socket, answer: Answer, asked: dict[str, Any]) -> None:
-        data = memoryview(b"")
+    def _reply(self, sock: socket.socket, answer: Answer, asked: Any) -> None:
         try:
-            tensor = answer(asked["layer"], float(asked["wait"]))
-            said, data = described(tensor), memory_of(bytes_of(tensor.detach().cpu()))
+            layer_id, wait = asked
+            tensor = answer(layer_id, wait)
+            _, device, requires_grad = described(tensor)
+            parts = message(("kept", tensor, device, requires_grad))
         except NotFoundError as error:
-            said = {"missing": error.hint}
+            parts = message(("missing", error.hint))
         except Exception as error:  # noqa: BLE001 — told to the rank that asked
-            said = {"failed": f"{type(error).__name__}: {error}"}
-        sock.sendall(_message(said))
-        sock.sendall(data)
+            parts = message(("failed", f"{type(error).__name__}: {error}"))
+        for part in parts:
+            sock.sendall(part)
 
 
-def described(tensor: torch.Tensor, *, where: str = "") -> dict[str, Any]:
-    """What a tensor is, as plain values; only plain memory can be sent."""
+def described(tensor: torch.Tensor, *, where: str = "") -> tuple[str, str, bool]:
+    """The form of a tensor, its device and whether it requires a gradient; only plain memory can be
+    sent.
+    """
     if not is_plain(tensor):
         raise UnsupportedTypeError(
             "only dense tensors can be sent to other ranks",
@@ -302,32 +299,4 @@ def described(tensor: torch.Tensor, *, where: str = "") -> dict[str, Any]:
             value=f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}",
             hint="keep the local part of a DTensor, and the dense form of a sparse one",
         )
-    return {
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype),
-        "device": tensor.device.type,
-        "requires_grad": tensor.requires_grad,
-    }
-
-
-def empty_like(said: dict[str, Any], *, device: str) -> torch.Tensor:
-    """Memory for the tensor that another rank describes."""
-    shape, dtype = said.get("shape"), _DTYPES.get(str(said.get("dtype")))
-    if dtype is None or not isinstance(shape, list) or not all(type(n) is int for n in shape):
-        raise PeerError("no tensor of this protocol", value=said)
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _message(document: dict[str, Any]) -> bytes:
-    data = dumps(document)
-    return _LENGTH.pack(len(data)) + data
-
-
-def _receive_document(sock: socket.socket, deadline: float | None = None) -> dict[str, Any]:
-    (length,) = _LENGTH.unpack(receive(sock, _LENGTH.size, deadline))
-    if length > _MOST:
-        raise PeerError("no document of this protocol", value=length)
-    document = unpack(bytes(receive(sock, length, deadline)), "a message")
-    if not isinstance(document, dict):
-        raise PeerError("no document of this protocol", value=document)
-    return document
+    return form_of(tensor), tensor.device.type, tensor.requires_grad

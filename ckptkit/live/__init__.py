@@ -23,13 +23,10 @@ from ckptkit.live.comparison import Report
 from ckptkit.live.restore import Restored, load
 from ckptkit.live.sharded_optimizer import ShardedOptimizerState
 from ckptkit.live.shards import (
-    CheckpointHelper,
     DistributedModel,
     LocalShard,
     ShardingMetadata,
     TensorSharding,
-    distributed_model,
-    helper_for,
     save_distributed,
 )
 from ckptkit.live.state.extra import Extra, WorldSizeError, rng_state, set_rng_state
@@ -37,7 +34,6 @@ from ckptkit.live.state_dict import load_state
 from ckptkit.live.wrappers.entries import StateMismatchError
 
 __all__ = [
-    "CheckpointHelper",
     "Checkpointer",
     "DistributedModel",
     "Extra",
@@ -54,8 +50,6 @@ __all__ = [
     "Sum",
     "TensorSharding",
     "WorldSizeError",
-    "distributed_model",
-    "helper_for",
     "load",
     "load_state",
     "rng_state",

@@ -26,11 +26,12 @@ from ckptkit.errors import CkptkitError, FormatError, PeerError, UsageError
 from ckptkit.format.names import pattern_list
 from ckptkit.live.comparison import LoadOptions
 from ckptkit.live.restore import NOT_LOADED, Restored, load_into
-from ckptkit.live.save import Arena, PreparedSave, SaveOptions, prepare, readable
+from ckptkit.live.save import Arena, PreparedSave, SaveOptions, prepare
 from ckptkit.live.state.parts import HandCuts
 from ckptkit.live.state.ranks import StoreRanks, World, current_world, next_name, ranks_of
 from ckptkit.live.tiers import Background, Tiers
 from ckptkit.live.wrappers.training import TrainingObjects, TrainingState
+from ckptkit.model.document import size_text
 from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES
 from ckptkit.storage import Options
 
@@ -355,8 +356,8 @@ class Checkpointer:
                 self._arena.keep(save)
                 if self._world.rank == 0:
                     seconds = time.perf_counter() - started
-                    speed = save.nbytes / seconds / 1e9
-                    done = f"{readable(save.nbytes)} in {seconds:.2f} s, {speed:.2f} GB/s"
+                    speed = size_text(save.nbytes / seconds)
+                    done = f"{size_text(save.nbytes)} in {seconds:.2f} s, {speed}/s"
                     log.info("saved step %d to %s: %s", step, self._tiers.target.location, done)
                 self._tiers.saved(step)
             finally:

@@ -178,7 +178,7 @@ def compare(
         {"kind": each.kind, "groups": each.options(names), "values": {}}
         for each in training.optimizers
     ]
-    known = [held.name for held in snapshot.tensors] + [tied.name for tied in snapshot.tied]
+    known = [*(held.name for held in snapshot.tensors), *snapshot.tied]
     known += [join(MODEL, name) for name in snapshot.values]
     agreement = put_together(ranks, snapshot.topology, known, documents)
     under = {held.name: array_for(held, checkpoint, snapshot, report) for held in snapshot.tensors}
@@ -301,7 +301,7 @@ def array_for(held: LiveTensor, checkpoint: Checkpoint, snapshot: Snapshot, repo
     """
     name = held.name
     if name not in checkpoint:
-        others = (tied.name for tied in snapshot.tied if tied.of == name)
+        others = (other for other, of in snapshot.tied.items() if of == name)
         name = next((each for each in others if each in checkpoint), "")
     if not name:
         report.missing.append(held.name)

@@ -6,8 +6,8 @@ trains.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,17 @@ from ckptkit.live.state.tensors import bytes_of
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import no_tensor, put_tensors, tensors_inline
 from ckptkit.live.wrappers.entries import StateMismatchError
-from ckptkit.model import Layout, Part, Placement, Replicate, Stage, parse_placement
+from ckptkit.model import Layout, Part, Replicate, Stage, parse_placement
 
 _SHOWN = 4
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLayout:
-    """How a tensor lies on the ranks, as one of them says it."""
+class TensorLayout(NamedTuple):
+    """How a tensor lies on the ranks, as one of them says it: plain values, which can be told."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    placements: tuple[tuple[str, Placement], ...]
+    dtype: str
+    placements: tuple[tuple[str, str], ...]
     """By axis; replicated along those that are not there."""
     is_own: bool = True
     """Whether they say what each rank holds; otherwise a collective of all ranks gathers it."""
@@ -40,52 +39,25 @@ class TensorLayout:
     @classmethod
     def of(cls, held: LiveTensor) -> TensorLayout:
         """What a rank says of a tensor that it holds."""
-        cut = [(k, p) for k, p in held.placements.items() if not isinstance(p, Replicate)]
-        return cls(held.shape, held.local.dtype, tuple(sorted(cut)), held.own is None)
+        cut = [(k, str(p)) for k, p in held.placements.items() if not isinstance(p, Replicate)]
+        return cls(held.shape, str(held.local.dtype), tuple(sorted(cut)), held.own is None)
 
-    @classmethod
-    def from_doc(cls, doc: tuple[tuple[int, ...], str, dict[str, str], bool]) -> TensorLayout:
-        """What `to_doc` gave."""
-        shape, dtype, placements, is_own = doc
-        cut = tuple((axis, parse_placement(text)) for axis, text in placements.items())
-        return cls(shape, getattr(torch, dtype), cut, is_own)
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        return found
 
-    def to_doc(self) -> tuple[tuple[int, ...], str, dict[str, str], bool]:
-        """What it says, as plain values."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return self.shape, dtype, {axis: str(p) for axis, p in self.placements}, self.is_own
-
-    def in_stage(self) -> tuple[object, ...]:
-        """What it is whatever its pipeline stage: several stages may have one tensor."""
-        cut = [(axis, p) for axis, p in self.placements if not isinstance(p, Stage)]
-        return self.shape, self.dtype, cut
-
-    def repeated(self) -> TensorLayout:
-        """A layout in which every rank of its stage has it whole."""
-        staged = tuple((axis, p) for axis, p in self.placements if isinstance(p, Stage))
-        return replace(self, placements=staged)
+    def of_stage(self, *, is_kept: bool) -> TensorLayout:
+        """A layout with only what says its pipeline stage, so that every rank of that has it whole;
+        or with all else, as several stages may have one tensor.
+        """
+        staged = (isinstance(parse_placement(place), Stage) for _, place in self.placements)
+        kept = [pair for pair, of in zip(self.placements, staged, strict=True) if of is is_kept]
+        return self._replace(placements=tuple(kept))
 
     def __str__(self) -> str:
         cut = ", ".join(f"{axis}: {placement}" for axis, placement in self.placements)
         return f"{self.dtype} {self.shape}{f' ({cut})' if cut else ''}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Spoken:
-    """What one rank says before tensors travel; a problem of one is raised on all."""
-
-    tensors: Mapping[str, TensorLayout] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
-    tied: Mapping[str, str] = field(default_factory=dict)
-    problem: str = ""
-    is_involved: bool = True
-    """Whether this rank knows what the call is about: a stage knows only its own parameters."""
-    strategy: str = ""
-
-    def to_doc(self) -> dict[str, Any]:
-        """What it says, as plain values."""
-        tensors = {name: spread.to_doc() for name, spread in self.tensors.items()}
-        return {each.name: getattr(self, each.name) for each in fields(self)} | {"tensors": tensors}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,35 +99,30 @@ class Exchange:
                     f"{name}: the rank should hold {part.shape} of {each.shape}, "
                     f"but has {tuple(each.local.shape)}"
                 )
-        spoken = Spoken(problem=problem, is_involved=is_involved)
+        # What one rank says before tensors travel. A stage knows only its own parameters: whether
+        # this one knows what the call is about.
+        spoken: dict[str, Any] = {"problem": problem, "is_involved": is_involved}
         if not problem:  # otherwise the others hear of that only
-            layouts = {name: TensorLayout.of(each) for name, each in held.items()}
-            strategy = str(self._topology.strategy)
-            spoken = Spoken(layouts, values or {}, tied or {}, "", is_involved, strategy)
+            spoken["tensors"] = {name: tuple(TensorLayout.of(each)) for name, each in held.items()}
+            spoken["values"], spoken["tied"] = dict(values or {}), dict(tied or {})
+            spoken["strategy"] = str(self._topology.strategy)
         if self._world.size == 1:
             plan, problem = self._merged([spoken])
         else:
             try:
-                doc = replace(spoken, values=tensors_inline(dict(spoken.values))).to_doc()
-                dumps(doc)
+                spoken["values"] = tensors_inline(spoken.get("values", {}))
+                dumps(spoken)
             except CkptkitError as error:  # the others wait to hear of it
-                doc = Spoken(problem=str(error)).to_doc()
-            heard = self._ranks.collect(doc)
+                spoken = {"problem": str(error), "is_involved": is_involved}
+            heard = self._ranks.collect(spoken)
 
             def merged() -> tuple[Any, ...]:
-                for said in heard:
-                    tensors = said["tensors"].items()
-                    said["tensors"] = {name: TensorLayout.from_doc(each) for name, each in tensors}
-                plan, problem = self._merged([Spoken(**said) for said in heard])
-                spreads = {
-                    n: [each.to_doc() for each in several] for n, several in plan.tensors.items()
-                }
+                plan, problem = self._merged(heard)
+                spreads = {n: list(map(tuple, several)) for n, several in plan.tensors.items()}
                 return spreads, plan.values, plan.tied, problem
 
             tensors, plain, aliases, problem = self._ranks.share(merged)
-            spreads = {
-                n: list(map(TensorLayout.from_doc, several)) for n, several in tensors.items()
-            }
+            spreads = {n: [TensorLayout(*each) for each in s] for n, s in tensors.items()}
             plan = Plan(spreads, put_tensors(plain, no_tensor, ""), aliases)
         if problem:
             raise StateMismatchError(problem, where=where)
@@ -176,7 +143,7 @@ class Exchange:
             mine = held[name].moved(self._topology) if name in held else None
             whole = None
             if self._world.rank == 0:
-                whole = torch.empty(spreads[0].shape, dtype=spreads[0].dtype)
+                whole = torch.empty(spreads[0].shape, dtype=spreads[0].torch_dtype)
                 found[name] = whole
             for holder in layout.distinct_ranks():
                 part = layout.part(holder)
@@ -190,7 +157,9 @@ class Exchange:
         """Fill what every rank holds of the tensors of a plan, which rank 0 has whole."""
         for name, spreads in plan.tensors.items():
             for spread in spreads:
-                layout = self._layout(name, spread if spread.is_own else spread.repeated())
+                layout = self._layout(
+                    name, spread if spread.is_own else spread.of_stage(is_kept=True)
+                )
                 for rank in range(self._world.size):
                     part = layout.part(rank)
                     if part.is_empty:
@@ -236,36 +205,42 @@ class Exchange:
             _fill(held, values)
 
     def _layout(self, name: str, spread: TensorLayout) -> Layout:
-        return self._topology.layout(name, spread.shape, dict(spread.placements))
+        placements = {axis: parse_placement(text) for axis, text in spread.placements}
+        return self._topology.layout(name, spread.shape, placements)
 
-    def _merged(self, heard: Sequence[Spoken]) -> tuple[Plan, str]:
+    def _merged(self, heard: Sequence[Mapping[str, Any]]) -> tuple[Plan, str]:
         """The plan, and all that is wrong."""
         problems: dict[str, list[int]] = {}
         plan = Plan()
+        held: list[dict[str, TensorLayout]] = []
         for rank, spoken in enumerate(heard):
-            if spoken.problem:
-                problems.setdefault(spoken.problem, []).append(rank)
-            for name, spread in spoken.tensors.items():
+            if spoken["problem"]:
+                problems.setdefault(spoken["problem"], []).append(rank)
+            held.append({n: TensorLayout(*each) for n, each in spoken.get("tensors", {}).items()})
+            for name, spread in held[rank].items():
                 known = plan.tensors.setdefault(name, [])
-                if known and known[0].in_stage() != spread.in_stage():
+                in_stage = spread.of_stage(is_kept=False)[:-1]
+                if known and known[0].of_stage(is_kept=False)[:-1] != in_stage:
                     what = f"{name} is {spread}, on another rank it is {known[0]}"
                     problems.setdefault(what, []).append(rank)
                 elif spread not in known:
                     known.append(spread)
-            plan.values.update({k: v for k, v in spoken.values.items() if k not in plan.values})
-            plan.tied.update(spoken.tied)
+            values = spoken.get("values", {})
+            plan.values.update({k: v for k, v in values.items() if k not in plan.values})
+            plan.tied.update(spoken.get("tied", {}))
+        first = heard[0].get("strategy", "")
         for rank, spoken in enumerate(heard) if plan.tensors else ():
-            if spoken.strategy and spoken.strategy != heard[0].strategy:
-                what = f"its stage is spread over {spoken.strategy}, that of rank 0 over "
-                what += f"{heard[0].strategy}: save and load them with a Checkpointer"
+            if spoken.get("strategy", first) != first:
+                what = f"its stage is spread over {spoken['strategy']}, that of rank 0 over "
+                what += f"{first}: save and load them with a Checkpointer"
                 problems.setdefault(what, []).append(rank)
-        if not problems and not any(spoken.is_involved for spoken in heard):
+        if not problems and not any(spoken["is_involved"] for spoken in heard):
             return plan, "no rank has a parameter of this name"
         every = [(name, spread) for name, several in plan.tensors.items() for spread in several]
         for name, spread in every if not problems else ():
             layout = self._layout(name, spread)
-            for rank, spoken in enumerate(heard):
-                if spoken.tensors.get(name) != spread and not layout.part(rank).is_empty:
+            for rank, mine in enumerate(held):
+                if mine.get(name) != spread and not layout.part(rank).is_empty:
                     what = f"there is no {name}, which other ranks have"
                     problems.setdefault(what, []).append(rank)
         return plan, _told(problems, len(heard))

@@ -35,7 +35,6 @@ from ckptkit.live.comparison import (
     give_back,
 )
 from ckptkit.live.resume import hand_over
-from ckptkit.live.save import readable
 from ckptkit.live.snapshot import take_snapshot, with_optimizers
 from ckptkit.live.state.extra import Extra
 from ckptkit.live.state.parts import HandCuts, LiveTensor, indices
@@ -63,6 +62,7 @@ from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import put_tensors
 from ckptkit.live.wrappers.training import TrainingObjects, TrainingState
 from ckptkit.model import Box, Replicate
+from ckptkit.model.document import size_text
 from ckptkit.plan.read import batches, readable_pieces, readers_of
 from ckptkit.storage import Options, Store
 
@@ -177,12 +177,12 @@ def load_into(
     if world.rank == 0:
         seconds, nbytes = time.perf_counter() - started, sum(h.local.nbytes for h, _ in fillings)
         log.info(
-            "loaded step %d of %s: %s on rank 0 in %.2f s, %.2f GB/s",
+            "loaded step %d of %s: %s on rank 0 in %.2f s, %s/s",
             checkpoint.step,
             checkpoint.location,
-            readable(nbytes),
+            size_text(nbytes),
             seconds,
-            nbytes / seconds / 1e9,
+            size_text(nbytes / seconds),
         )
     extra = {
         name.removeprefix("extra/"): replace(item, value=put_tensors(item.value, None, name))

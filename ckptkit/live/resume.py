@@ -21,7 +21,6 @@ from ckptkit.format.names import MODEL, OPTIMIZER, WRAPPED, join, split
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.live.snapshot import Snapshot
 from ckptkit.live.state.agreement import Documents
-from ckptkit.live.state.parts import Tied
 from ckptkit.live.state.tensors import torch_dtype
 from ckptkit.live.state.trees import arrays_in, put_tensors
 from ckptkit.live.wrappers.entries import Saved, SavedState
@@ -185,10 +184,10 @@ def _made_of(checkpoint: Checkpoint) -> dict[str, dict[str, Saved]]:
     return found
 
 
-def twins_of(checkpoint: Checkpoint, tied: Iterable[Tied]) -> Twins:
+def twins_of(checkpoint: Checkpoint, tied: Mapping[str, str]) -> Twins:
     """The parameters that are tied, in the step or here."""
     pairs = [(alias.name, alias.alias_of) for alias in checkpoint.manifest.aliases]
-    pairs += [(each.name, each.of) for each in tied]
+    pairs += tied.items()
     together: dict[str, set[str]] = {}
     for pair in pairs:
         names = [name.removeprefix("model/") for name in pair if name.startswith("model/")]
@@ -198,7 +197,7 @@ def twins_of(checkpoint: Checkpoint, tied: Iterable[Tied]) -> Twins:
 
 
 def untied(
-    checkpoint: Checkpoint, tied: Iterable[Tied], documents: Documents, kept: SavedArrays
+    checkpoint: Checkpoint, tied: Mapping[str, str], documents: Documents, kept: SavedArrays
 ) -> list[list[str]]:
     """The pairs of arrays of the step, by name, of which a tensor here can be only one: those of
     tied names that were not, and what optimizers had for them.
@@ -206,11 +205,11 @@ def untied(
     aliases = {alias.name: alias.alias_of for alias in checkpoint.manifest.aliases}
     first: dict[str, str] = {}
     pairs: dict[tuple[str, str], None] = {}
-    for each in tied:
-        for name in (each.of, each.name):
+    for second, of in tied.items():
+        for name in (of, second):
             own = aliases.get(name, name)
-            if name in checkpoint and first.setdefault(each.of, own) != own:
-                pairs[first[each.of], own] = None
+            if name in checkpoint and first.setdefault(of, own) != own:
+                pairs[first[of], own] = None
     if not pairs:
         return []
     said: dict[str, bytes] = {}  # of each parameter, besides tensors

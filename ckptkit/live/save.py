@@ -28,7 +28,7 @@ from ckptkit.format.leaves import canonical, dumps
 from ckptkit.format.names import inner_name, join, matches
 from ckptkit.live.snapshot import Outline, Snapshot, rules_of, take_snapshot
 from ckptkit.live.state.agreement import put_together
-from ckptkit.live.state.parts import HandCuts, LiveTensor, Tied
+from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import StoreRanks, World, copying_threads, listed
 from ckptkit.live.state.tensors import (
     bits_of,
@@ -146,7 +146,7 @@ def prepare(
         dtype = str(dtype_of(name, held.local))
         return [dtype, list(held.shape), checksum(name, held.local)]
 
-    names = [held.name for held in snapshot.tensors] + [tied.name for tied in snapshot.tied]
+    names = [*(held.name for held in snapshot.tensors), *snapshot.tied]
     # Extra state is, as buffers are, that of the first rank which has the module.
     values = tensors_inline(snapshot.values, "model")
     agreement = put_together(ranks, topology, names, snapshot.optimizers, values, fingerprint)
@@ -216,7 +216,7 @@ def prepare(
         parts = zip(mine, arena.plan.parts, strict=True)
         writer.add_again([None if part.is_empty else bits for (_, bits), part in parts])
     else:
-        tied = [tied for tied in snapshot.tied if tied.name not in agreement.elsewhere]
+        tied = {n: of for n, of in snapshot.tied.items() if n not in agreement.elsewhere}
         rules = [rules_of(training, options.rules), HandCuts.of(preset)]
         _add(writer, topology, mine, tied, rules, options.chunk_bytes)
     if world.rank == 0:
@@ -235,7 +235,7 @@ def _add(
     writer: Writer,
     topology: Topology,
     tensors: Sequence[tuple[LiveTensor, npt.NDArray[Any]]],
-    tied: Sequence[Tied],
+    tied: Mapping[str, str],
     rules: Sequence[HandCuts],
     chunk_bytes: int,
 ) -> None:
@@ -253,8 +253,8 @@ def _add(
             kinds[key] = writer.kind(name, shape, dtype, placements, held.role, dims)
         kind = kinds[key]
         writer.add_alike(name, kind, None if kind.part.is_empty else bits, held.of)
-    for each in tied:
-        writer.add_alias(each.name, each.of)
+    for name, first in tied.items():
+        writer.add_alias(name, first)
 
 
 def _writing_threads(store: Store, options: SaveOptions) -> int:
@@ -427,15 +427,6 @@ def _whole_bytes(snapshot: Snapshot) -> int:
     here = sum(held.nbytes for held in tensors)
     pipeline = snapshot.topology.pipeline
     return here * (1 if pipeline is None else snapshot.topology.strategy.mesh.sizes[pipeline])
-
-
-def readable(nbytes: float) -> str:
-    """A number of bytes, such as `1.25 GB`."""
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
 
 
 class Arena:

@@ -4,8 +4,8 @@ for any strategy, and the whole on rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +19,7 @@ from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.names import WRAPPED, join, split
 from ckptkit.live.checkpointer import Checkpointer
 from ckptkit.live.comparison import Report
-from ckptkit.live.exchange import Exchange, TensorLayout
+from ckptkit.live.exchange import Exchange
 from ckptkit.live.resume import hand_over, with_containers
 from ckptkit.live.snapshot import Snapshot, take_snapshot, topology_of
 from ckptkit.live.state.agreement import Documents
@@ -62,25 +62,6 @@ class ShardingMetadata:
     tied: Mapping[str, str]
     """Second names of tensors."""
 
-    @classmethod
-    def of(cls, snapshot: Snapshot, training: TrainingState) -> ShardingMetadata:
-        """What the snapshot of a rank is a part of."""
-        topology = snapshot.topology
-        tensors: dict[str, TensorSharding] = {}
-        for held in snapshot.tensors:
-            dtype = dtype_of(held.name, held.local).name
-            placements = {axis: str(placement) for axis, placement in held.placements.items()}
-            boxes = held.part(topology).boxes
-            tensors[held.name] = TensorSharding(held.shape, dtype, placements, boxes)
-        return cls(
-            str(topology.strategy),
-            topology.rank,
-            topology.strategy.world_size,
-            training.details(),
-            tensors,
-            {tied.name: tied.of for tied in snapshot.tied},
-        )
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalShard:
@@ -92,20 +73,6 @@ class LocalShard:
     """What `get_extra_state` gave, by name."""
     optimizers: Documents
     """Of each optimizer its kind, its groups with their options, and values that are no tensors."""
-
-    @classmethod
-    def of(cls, snapshot: Snapshot, training: TrainingState) -> LocalShard:
-        """What the snapshot of a rank has."""
-        for name in snapshot.objects:
-            if name.startswith(f"{WRAPPED}/"):
-                raise UnsupportedTypeError(
-                    "a tensor made of others is no part of a shard",
-                    where=name.removeprefix(f"{WRAPPED}/"),
-                    hint="save it with a Checkpointer",
-                )
-        tensors = {held.name: held.local for held in snapshot.tensors}
-        metadata = ShardingMetadata.of(snapshot, training)
-        return cls(metadata, tensors, snapshot.values, snapshot.optimizers)
 
     def saved_state(self) -> SavedState:
         """What it has of optimizers, by parameter and key."""
@@ -141,170 +108,82 @@ class LocalShard:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointHelper:
-    """Takes a rank's shard of one kind of model, and gives it back.
-
-    Whatever else a model is wrapped in is part of the shard too, so for a hybrid all helpers that
-    recognise it do the same. Every rank makes the same calls.
-    """
-
-    name: str
-    kinds: frozenset[str] = frozenset()
-    """A model of this kind spreads over an axis of one of these kinds; without any, over none."""
-
-    def recognises(self, model: object, optimizer: object = None) -> bool:
-        """Whether a model or its optimizer is spread in this way."""
-        return self._knows(_kinds(_training_of(model, optimizer)))
-
-    def collect_local_shard(self, model: object, optimizer: object = None) -> LocalShard:
-        """What this rank holds, in live memory: copy it to keep it."""
-        training = self._checked(model, optimizer)
-        return LocalShard.of(take_snapshot(current_world(), training), training)
-
-    def load_local_shard(self, model: object, shard: LocalShard, optimizer: object = None) -> None:
-        """Take over a shard of the same rank of a job of the same layout; where that is another on
-        some rank, all raise, and the model has not changed.
-        """
-        world, training = current_world(), self._checked(model, optimizer)
-        exchange = Exchange(world, topology_of(world, training))
-        before = take_snapshot(world, TrainingState.of(model=model))
-        problem = shard.objection(ShardingMetadata.of(before, training), "model")
-        mine = ", ".join(each.kind for each in training.optimizers)
-        there = ", ".join(document["kind"] for document in shard.optimizers)
-        if not problem and mine and mine != there:
-            problem = f"the optimizer here is {mine}, the shard has the state of {there or 'none'}"
-        exchange.agree({}, problem=problem)
-        names, saved = training.names(before.entries), shard.saved_state()
-        for each in training.optimizers:
-            each.prepare(names, saved)
-        snapshot = take_snapshot(world, training)
-        here = ShardingMetadata.of(snapshot, training)
-        problem = shard.objection(here, "optimizer") if training.optimizers else ""
-        exchange.agree({}, problem=problem)
-        with torch.no_grad():
-            for held in snapshot.tensors:
-                held.local.copy_(shard.tensors[held.name])
-        hand_over(training, snapshot, shard.values, shard.optimizers)
-
-    def sharding_metadata(self, model: object, optimizer: object = None) -> ShardingMetadata:
-        """What this rank's shard is a part of."""
-        training = self._checked(model, optimizer)
-        return ShardingMetadata.of(take_snapshot(current_world(), training), training)
-
-    def _knows(self, kinds: set[str]) -> bool:
-        return bool(kinds & self.kinds) if self.kinds else not kinds
-
-    def _checked(self, model: object, optimizer: object) -> TrainingState:
-        training = _training_of(model, optimizer)
-        kinds = _kinds(training)
-        if not self._knows(kinds):
-            raise UnsupportedTypeError(
-                f"the helper for {self.name} is not for this model",
-                value=", ".join(sorted(kinds)) or "nothing spreads it",
-                hint="helper_for(model, optimizer) finds the right one",
-            )
-        return training
-
-
-# What cuts a model into modules comes before what is done to each of these.
-HELPERS = {
-    "pp": CheckpointHelper("stages of a pipeline", frozenset({"pp"})),
-    "fsdp": CheckpointHelper("fully_shard and FSDP1 (ZeRO-2 and ZeRO-3)", frozenset({"fsdp"})),
-    "tp": CheckpointHelper("tensor parallelism", frozenset({"tp"})),
-    "zero1": CheckpointHelper("ZeroRedundancyOptimizer (ZeRO-1)", frozenset({"zero1"})),
-    "ddp": CheckpointHelper("DistributedDataParallel", frozenset({"ddp"})),
-    "plain": CheckpointHelper("a model that nothing spreads"),
-}
-"""By the axis that it is for."""
-
 _FOREIGN = ("colossalai", "deepspeed", "fairscale", "megatron")
 
 
-def helper_for(model: object, optimizer: object = None) -> CheckpointHelper:
-    """The helper for the strategy of a model; only the optimizer tells ZeRO-1 from DDP."""
-    training = _training_of(model, optimizer)
-    _refuse_unknown(training)
-    kinds = _kinds(training)
-    return next(helper for helper in HELPERS.values() if helper._knows(kinds))
-
-
-def save_distributed(
-    checkpointer: Checkpointer,
-    model: object,
-    optimizer: object = None,
-    *,
-    step: int,
-    **others: Any,
-) -> Strategy | None:
-    """Save a step of a model of any known strategy, with what else `Checkpointer.save` takes.
-
-    Gives the strategy that was found; None where the checkpointer was busy and skipped the step.
-    """
-    training = _training_of(model, optimizer)
-    _refuse_unknown(training)
-    strategy = topology_of(current_world(), training, checkpointer.mesh).strategy
-    saved = checkpointer.save(step, model=model, optimizer=optimizer, **others)
-    return strategy if saved else None
-
-
-def _training_of(model: object, optimizer: object) -> TrainingState:
-    if model is None:
-        raise UnsupportedTypeError("not a model", value=None, hint="pass what is to be saved")
-    return TrainingState.of(model=model, optimizer=optimizer)
-
-
-def _kinds(training: TrainingState) -> set[str]:
-    """The kinds of axes over which a model and its optimizers are spread."""
-    found = {line.kind for each in training.optimizers for line in each.lines()}
-    if training.model is not None:
-        found |= {line.kind for line in training.model.lines()}
-        found |= {"pp"} if training.model.is_staged else set()
-    return found
-
-
-def _refuse_unknown(training: TrainingState) -> None:
-    modules: list[nn.Module] = [] if training.model is None else training.model.modules
-    for module in (inner for outer in modules for inner in outer.modules()):
-        library = type(module).__module__.partition(".")[0]
-        if isinstance(module, DataParallel):
-            raise UnsupportedTypeError(
-                "DataParallel copies a model to several devices of one process: nothing is spread",
-                value=type(module).__name__,
-                hint="pass its `.module`, or use DistributedDataParallel",
-            )
-        if library in _FOREIGN:
-            raise UnsupportedTypeError(
-                f"how {library} spreads a model is not known here",
-                value=type(module).__name__,
-                hint="known are DistributedDataParallel, fully_shard, FullyShardedDataParallel, "
-                "ZeroRedundancyOptimizer, parallelize_module and torch.distributed.pipelining",
-            )
-
-
 class DistributedModel:
-    """A model that ranks have together, by the names that it has without wrappers.
+    """A model that ranks have together, by the names that it has without wrappers, and its
+    optimizer.
 
     Every rank has one, and all make the same calls; an error of one is raised on all. State is a
-    dictionary of tensors, and of what `get_extra_state` gives. How the model is spread is read off
-    it at each call.
+    dictionary of tensors, and of what `get_extra_state` gives; a shard has what optimizers keep
+    too, and says what it is a part of. How the model is spread is read off it at each call.
+
+    Whatever takes a model takes this, and then knows its mesh and rules too. It is made of a model
+    wrapped in whatever way a Checkpointer saves, or of what `as_distributed` returned.
     """
 
     def __init__(
-        self, model: object, *, mesh: DeviceMesh | None = None, rules: RulesLike | None = None
+        self,
+        model: object,
+        optimizer: object = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        rules: RulesLike | None = None,
     ) -> None:
         known, said = Model(model), HandCuts.of(rules)
+        _refuse_unknown(known.modules)
         self.model: Any = model
         """What was passed."""
         self.mesh = known.mesh if mesh is None else mesh
         self.rules = said if said.said else known.rules
+        self._optimizer = optimizer
         self._world = current_world()
-        topology = topology_of(self._world, TrainingState(known), self.mesh)
+        topology = topology_of(self._world, self._training(), self.mesh)
         self._exchange = Exchange(self._world, topology)
         self.strategy = topology.strategy
-        """How it is spread."""
+        """How it is spread; only the optimizer tells ZeRO-1 from DDP."""
         self.world_size = self._world.size
         self.rank = self._world.rank
+
+    def local_shard(self) -> LocalShard:
+        """What this rank holds of model and optimizer, in live memory: copy it to keep it."""
+        training = self._training()
+        snapshot = self._snapshot(training)
+        for name in snapshot.objects:
+            if name.startswith(f"{WRAPPED}/"):
+                raise UnsupportedTypeError(
+                    "a tensor made of others is no part of a shard",
+                    where=name.removeprefix(f"{WRAPPED}/"),
+                    hint="save it with a Checkpointer",
+                )
+        tensors = {held.name: held.local for held in snapshot.tensors}
+        metadata = _metadata(snapshot, training)
+        return LocalShard(metadata, tensors, snapshot.values, snapshot.optimizers)
+
+    def load_local_shard(self, shard: LocalShard) -> None:
+        """Take over a shard of the same rank of a job of the same layout; where that is another on
+        some rank, all raise, and the model has not changed.
+        """
+        training = self._training()
+        before = self._snapshot(replace(training, optimizers=()))
+        problem = shard.objection(_metadata(before, training), "model")
+        mine = ", ".join(each.kind for each in training.optimizers)
+        there = ", ".join(document["kind"] for document in shard.optimizers)
+        if not problem and mine and mine != there:
+            problem = f"the optimizer here is {mine}, the shard has the state of {there or 'none'}"
+        self._exchange.agree({}, problem=problem)
+        names, saved = training.names(before.entries), shard.saved_state()
+        for each in training.optimizers:
+            each.prepare(names, saved)
+        snapshot = self._snapshot(training)
+        here = _metadata(snapshot, training)
+        problem = shard.objection(here, "optimizer") if training.optimizers else ""
+        self._exchange.agree({}, problem=problem)
+        with torch.no_grad():
+            for held in snapshot.tensors:
+                held.local.copy_(shard.tensors[held.name])
+        hand_over(training, snapshot, shard.values, shard.optimizers)
 
     def local_state_dict(self) -> StateDict:
         """What this rank holds, in the model's own memory where it has it as it is."""
@@ -325,7 +204,7 @@ class DistributedModel:
         """Take over what `local_state_dict` gave on this rank of a job of the same layout."""
         training = TrainingState(Model(self.model))
         snapshot, held, tied, values = self._look(training)
-        known = {n: TensorLayout(tuple(h.local.shape), h.local.dtype, ()) for n, h in held.items()}
+        known = {n: (tuple(h.local.shape), h.local.dtype) for n, h in held.items()}
         problem = _objection(known, tied, values, state)
         self._exchange.agree({}, problem=problem)
         with torch.no_grad():
@@ -342,7 +221,7 @@ class DistributedModel:
         if state is None:
             problem = "rank 0 has to pass the whole state"
         else:
-            known = {name: spreads[0] for name, spreads in plan.tensors.items()}
+            known = {n: (s[0].shape, s[0].torch_dtype) for n, s in plan.tensors.items()}
             problem = _objection(known, plan.tied, plan.values, state)
             given = {} if problem else {name: state[name] for name in plan.values}
         problem, given = self._exchange.from_first((problem, given))
@@ -354,55 +233,100 @@ class DistributedModel:
         self._exchange.hand_out(plan, held, wholes)
         hand_over(training, snapshot, given, [])
 
+    def _training(self) -> TrainingState:
+        return TrainingState.of(model=self.model, optimizer=self._optimizer)
+
+    def _snapshot(self, training: TrainingState) -> Snapshot:
+        return take_snapshot(self._world, training, mesh=self.mesh, rules=self.rules)
+
     def _look(
         self, training: TrainingState
     ) -> tuple[Snapshot, dict[str, LiveTensor], dict[str, str], StateDict]:
         """What this rank has, by the names that the model's author gave: tensors, second names of
         such, and other values.
         """
-        snapshot = take_snapshot(self._world, training, mesh=self.mesh, rules=self.rules)
+        snapshot = self._snapshot(training)
         names = {join("model", entry.name): entry.name for entry in snapshot.entries}
         held = {names[each.name]: each for each in snapshot.tensors}
-        tied = {names[each.name]: names[each.of] for each in snapshot.tied}
+        tied = {names[name]: names[of] for name, of in snapshot.tied.items()}
         tensors = held.keys() | tied.keys()
-        return (
-            snapshot,
-            held,
-            tied,
-            {e.name: e.value for e in snapshot.entries if e.name not in tensors},
-        )
+        others = {e.name: e.value for e in snapshot.entries if e.name not in tensors}
+        return snapshot, held, tied, others
 
 
-def distributed_model(
-    model: object, *, mesh: DeviceMesh | None = None, rules: RulesLike | None = None
-) -> DistributedModel:
-    """A model as its ranks have it, wrapped in whatever way a Checkpointer saves; also what
-    `as_distributed` returned.
+def save_distributed(
+    checkpointer: Checkpointer,
+    model: object,
+    optimizer: object = None,
+    *,
+    step: int,
+    **others: Any,
+) -> Strategy | None:
+    """Save a step of a model of any known strategy, with what else `Checkpointer.save` takes.
 
-    Whatever takes a model takes what this returns, and then knows its mesh and rules too.
+    Gives the strategy that was found; None where the checkpointer was busy and skipped the step.
     """
-    return DistributedModel(model, mesh=mesh, rules=rules)
+    strategy = DistributedModel(model, optimizer, mesh=checkpointer.mesh).strategy
+    saved = checkpointer.save(step, model=model, optimizer=optimizer, **others)
+    return strategy if saved else None
+
+
+def _refuse_unknown(modules: Sequence[nn.Module]) -> None:
+    for module in (inner for outer in modules for inner in outer.modules()):
+        library = type(module).__module__.partition(".")[0]
+        if isinstance(module, DataParallel):
+            raise UnsupportedTypeError(
+                "DataParallel copies a model to several devices of one process: nothing is spread",
+                value=type(module).__name__,
+                hint="pass its `.module`, or use DistributedDataParallel",
+            )
+        if library in _FOREIGN:
+            raise UnsupportedTypeError(
+                f"how {library} spreads a model is not known here",
+                value=type(module).__name__,
+                hint="known are DistributedDataParallel, fully_shard, FullyShardedDataParallel, "
+                "ZeroRedundancyOptimizer, parallelize_module and torch.distributed.pipelining",
+            )
+
+
+def _metadata(snapshot: Snapshot, training: TrainingState) -> ShardingMetadata:
+    """What the snapshot of a rank is a part of."""
+    topology = snapshot.topology
+    tensors: dict[str, TensorSharding] = {}
+    for held in snapshot.tensors:
+        dtype = dtype_of(held.name, held.local).name
+        placements = {axis: str(placement) for axis, placement in held.placements.items()}
+        boxes = held.part(topology).boxes
+        tensors[held.name] = TensorSharding(held.shape, dtype, placements, boxes)
+    return ShardingMetadata(
+        str(topology.strategy),
+        topology.rank,
+        topology.strategy.world_size,
+        training.details(),
+        tensors,
+        snapshot.tied,
+    )
 
 
 def _objection(
-    known: Mapping[str, TensorLayout],
+    known: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     tied: Mapping[str, str],
     values: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> str:
-    """How a state differs from what is known here; nothing where it does not."""
+    """How a state differs from the shapes and dtypes here; nothing where it does not."""
     report = Report(unexpected=sorted(state.keys() - known.keys() - tied.keys() - values.keys()))
     report.missing += sorted(values.keys() - state.keys())
-    for name, spread in known.items():
+    for name, (shape, dtype) in known.items():
         tensor = _tensor(state, name, tied)
         if tensor is None:
             report.missing.append(name)
         elif not torch.is_tensor(tensor) or isinstance(tensor, DTensor):
             report.unexpected.append(f"{name}, which is a {type(tensor).__name__}")
-        elif tuple(tensor.shape) != spread.shape:
-            report.reshaped.append(f"{name}: {tuple(tensor.shape)}, here {spread.shape}")
-        elif tensor.dtype != spread.dtype:
-            report.cast.append(f"{name}: {tensor.dtype}, here {spread.dtype}")
+        elif tuple(tensor.shape) != shape:
+            report.reshaped.append(f"{name}: {tuple(tensor.shape)}, here {shape}")
+        elif tensor.dtype != dtype:
+            report.cast.append(f"{name}: {tensor.dtype}, here {dtype}")
     return "" if report.is_exact else f"the state does not fit\n{report}"
 
 

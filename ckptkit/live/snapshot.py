@@ -22,7 +22,6 @@ from ckptkit.live.state.parts import (
     HandCuts,
     HowCut,
     LiveTensor,
-    Tied,
     layout_of_part,
     part_name,
     record_of,
@@ -57,7 +56,8 @@ class Snapshot:
 
     topology: Topology
     tensors: list[LiveTensor]
-    tied: list[Tied]
+    tied: dict[str, str]
+    """Second names of tensors, with the first."""
     objects: dict[str, object]
     optimizers: list[dict[str, Any]]
     """What optimizers say besides tensors, of this rank's parameters."""
@@ -289,7 +289,7 @@ class Collector:
         self.compared: dict[str, object] = {}
         """By the name of an object: what the commit compares between all ranks that have it."""
         self.tensors: list[LiveTensor] = []
-        self.tied: list[Tied] = []
+        self.tied: dict[str, str] = {}
         self.made: dict[str, tuple[LiveTensor, list[str]]] = {}
         """Tensors that are made of others, and the names of these."""
 
@@ -310,7 +310,7 @@ class Collector:
             if known != name:
                 parts = parts_of_tensor(entry.value)
                 pairs = [(part_name(name, key), part_name(known, key)) for key in parts]
-                self.tied += [Tied(mine, of) for mine, of in pairs or [(name, known)]]
+                self.tied |= pairs or [(name, known)]
                 continue
             is_kept = entry.is_parameter and entry.is_kept_alike
             self._alike_along[name] = replicas if is_kept else frozenset()
@@ -434,7 +434,7 @@ class Outline:
     topology: Topology
     seen: list[object]
     tensors: list[LiveTensor]
-    tied: list[Tied]
+    tied: dict[str, str]
 
 
 class Look:

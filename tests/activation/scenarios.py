@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptkit.activation import DistributedActivationStore as Store
-from ckptkit.activation import GroupMemoryStats, PipelineActivations, ThreadTransport
+from ckptkit.activation import MemoryStats, PipelineActivations, ThreadTransport
 from ckptkit.errors import NotFoundError, PeerError, UsageError
 
 TENSORS = [
@@ -194,7 +194,7 @@ def clears(store: Store) -> None:
         store.memory_stats()
 
 
-def counts(store: Store) -> GroupMemoryStats:
+def counts(store: Store) -> list[MemoryStats]:
     """Rank r keeps r + 1 tensors of 400 bytes."""
     for number in range(store.rank + 1):
         store.register(number, torch.zeros(100))

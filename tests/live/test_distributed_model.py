@@ -23,8 +23,6 @@ from ckptkit.live import (
     DistributedModel,
     ShardedOptimizerState,
     StateMismatchError,
-    distributed_model,
-    helper_for,
     load,
     save_distributed,
 )
@@ -93,7 +91,7 @@ def as_torch_has_it(job: Job) -> State:
 
 def load_whole(layout: str) -> tuple[str, int, int, list[str]]:
     job = build(layout)
-    model: DistributedModel = distributed_model(job.model)
+    model = DistributedModel(job.model)
     whole = whole_state()
     model.load_full_state_dict(whole if is_first() else None)
     mine = as_torch_has_it(job)
@@ -116,7 +114,7 @@ def test_rank_0_hands_out_the_whole_model_and_gets_it_back(gloo: Pool, layout: s
 
 
 def move_locally(layout: str) -> None:
-    model, other = (distributed_model(build(layout, seed=seed).model) for seed in (0, 5))
+    model, other = (DistributedModel(build(layout, seed=seed).model) for seed in (0, 5))
     model.load_full_state_dict(whole_state())
     local = {name: value.clone() for name, value in model.local_state_dict().items()}
     other.load_local_state_dict(local)
@@ -133,7 +131,7 @@ def test_what_a_rank_holds_loads_into_the_same_rank(gloo: Pool, layout: str) -> 
 
 
 def local_shapes(layout: str, name: str) -> tuple[int, ...] | None:
-    state = distributed_model(build(layout).model).local_state_dict()
+    state = DistributedModel(build(layout).model).local_state_dict()
     return tuple(state[name].shape) if name in state else None
 
 
@@ -146,7 +144,7 @@ def test_a_rank_holds_its_own_part_only(gloo: Pool) -> None:
 
 def write_through() -> None:
     job = build("fsdp2:2")
-    model = distributed_model(job.model)
+    model = DistributedModel(job.model)
     model.local_state_dict()[CUT].fill_(7)
     assert as_torch_has_it(job)[CUT].eq(7).all()
 
@@ -157,7 +155,7 @@ def test_the_local_state_is_the_memory_of_the_model(gloo: Pool) -> None:
 
 def load_what_does_not_fit(layout: str, change: str) -> tuple[str, ...]:
     job = build(layout)
-    model = distributed_model(job.model)
+    model = DistributedModel(job.model)
     before = model.full_state_dict()
     whole = whole_state()
     if change == "missing":
@@ -195,7 +193,7 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(
 
 
 def load_wrong_on_rank_1(layout: str) -> str:
-    model = distributed_model(build(layout).model)
+    model = DistributedModel(build(layout).model)
     local = {name: value.clone() for name, value in model.local_state_dict().items()}
     before = {name: value.clone() for name, value in local.items()}
     for value in local.values():
@@ -219,7 +217,7 @@ def of_two_stages() -> None:
     rank = dist.get_rank()
     parts = {"shared": nn.Linear(2, 2, bias=False), f"own{rank}": nn.Linear(2, 2, bias=False)}
     module = nn.ModuleDict(parts)
-    model = distributed_model(PipelineStage(module, rank, 2, torch.device("cpu")))
+    model = DistributedModel(PipelineStage(module, rank, 2, torch.device("cpu")))
     whole = {f"{name}.weight": torch.randn(2, 2) for name in ("shared", "own0", "own1")}
     model.load_full_state_dict(whole)
     dist.broadcast_object_list(box := [whole], src=0)
@@ -234,7 +232,7 @@ def test_two_stages_may_have_a_tensor_of_one_name(gloo: Pool) -> None:
 
 
 def of_stages_of_other_meshes() -> str:
-    model = distributed_model(pp_experts(0, adamw).model)
+    model = DistributedModel(pp_experts(0, adamw).model)
     local = model.local_state_dict()
     model.load_local_state_dict({name: value.clone() for name, value in local.items()})
     return refusal(model.full_state_dict)
@@ -254,7 +252,7 @@ def cut_by_hand() -> None:
     module = nn.Module()
     module.fused = nn.Parameter(torch.zeros(4, 3))
     rules = {"model/fused": {"tp": "shard(0, blocks=[4,2,2])"}}
-    model = distributed_model(module, mesh=mesh, rules=rules)
+    model = DistributedModel(module, mesh=mesh, rules=rules)
     whole = torch.arange(24.0).reshape(8, 3)
     model.load_full_state_dict({"fused": whole})
     rows = [0, 1, 4, 6] if is_first() else [2, 3, 5, 7]
@@ -273,12 +271,11 @@ def test_what_rules_say_of_plain_tensors_counts(gloo: Pool) -> None:
 
 def pass_it_on(layout: str, run: str) -> None:
     job, other = build(layout), build(layout, seed=5)
-    model, twin = distributed_model(job.model), distributed_model(other.model)
-    helper = helper_for(model, job.optimizer)
-    assert helper is helper_for(job.model, job.optimizer)
-    helper.load_local_shard(twin, helper.collect_local_shard(model, job.optimizer), other.optimizer)
+    model, twin = DistributedModel(job.model), DistributedModel(other.model)
+    shard = DistributedModel(model, job.optimizer).local_shard()
+    DistributedModel(twin, other.optimizer).load_local_shard(shard)
     whole = model.full_state_dict()
-    full = distributed_model(twin).full_state_dict()
+    full = DistributedModel(twin).full_state_dict()
     assert full is None if whole is None else same(full, whole)
     with Checkpointer(run) as checkpointer:
         strategy = save_distributed(checkpointer, model, job.optimizer, step=1)
@@ -303,7 +300,7 @@ def save_cut_by_hand(run: str) -> None:
     module = nn.Module()
     module.fused = nn.Parameter(torch.full((4, 3), float(dist.get_rank())))
     rules = {"model/fused": {"tp": "shard(0, blocks=[4,2,2])"}}
-    model = distributed_model(module, mesh=mesh, rules=rules)
+    model = DistributedModel(module, mesh=mesh, rules=rules)
     with Checkpointer(run) as checkpointer:
         assert str(save_distributed(checkpointer, model, step=1)) == "tp:2"
     with torch.no_grad():
@@ -339,7 +336,7 @@ class Counted(nn.Module):
 def test_one_process_needs_no_process_group() -> None:
     module = Counted()
     module.count = 3
-    model = distributed_model(module)
+    model = DistributedModel(module)
     assert (str(model.strategy), model.world_size, model.rank) == ("single", 1, 0)
     full = model.full_state_dict()
     assert full is not None
@@ -347,14 +344,14 @@ def test_one_process_needs_no_process_group() -> None:
     assert full["first.weight"].data_ptr() != module.first.weight.data_ptr()
     assert full["scales"].dtype == torch.bfloat16
     other = Counted()
-    distributed_model(other).load_full_state_dict(full)
+    DistributedModel(other).load_full_state_dict(full)
     assert other.count == 3
     assert torch.equal(other.first.weight, module.first.weight)
 
 
 def test_a_tied_tensor_loads_under_any_of_its_names() -> None:
     module = Counted()
-    model = distributed_model(module)
+    model = DistributedModel(module)
     local = dict(model.local_state_dict())
     weight = torch.randn(3, 3)
     del local["first.weight"]
@@ -365,7 +362,7 @@ def test_a_tied_tensor_loads_under_any_of_its_names() -> None:
 
 
 def test_what_is_no_tensor_is_not_loaded_into_one() -> None:
-    model = distributed_model(Counted())
+    model = DistributedModel(Counted())
     full = model.full_state_dict()
     assert full is not None
     with pytest.raises(StateMismatchError, match="unexpected: scales, which is a list"):
@@ -374,4 +371,4 @@ def test_what_is_no_tensor_is_not_loaded_into_one() -> None:
 
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(UnsupportedTypeError, match="not a model"):
-        distributed_model("model.pt")
+        DistributedModel("model.pt")

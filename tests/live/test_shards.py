@@ -1,4 +1,4 @@
-"""One checkpoint helper for each strategy, and saving without knowing which it is."""
+"""The shards of the ranks of a job, and saving without knowing its strategy."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ import ckptkit
 from ckptkit.errors import CkptkitError, UnsupportedTypeError
 from ckptkit.live import (
     Checkpointer,
+    DistributedModel,
     LocalShard,
     ShardingMetadata,
     StateMismatchError,
     Sum,
-    helper_for,
     load_state,
     save_distributed,
 )
-from ckptkit.live.shards import HELPERS
 from ckptkit.model import Box
 from tests.live.network import network
 from tests.live.pool import Pool
@@ -35,27 +34,6 @@ from tests.live.test_sharded_optimizer import momentum
 
 CUT = "model/layers.0.up.weight"
 MOMENT = "optimizer/layers.0.up.weight/exp_avg"
-
-HELPER_OF = {
-    "plain": "plain",
-    "ddp": "ddp",
-    "fsdp1": "fsdp",
-    "fsdp2": "fsdp",
-    "hsdp": "fsdp",
-    "zero1": "zero1",
-    "zero2": "fsdp",
-    "tp": "tp",
-    "fsdp": "fsdp",
-    "pp": "pp",
-}
-"""The helper of a layout, by what its name begins with."""
-
-
-def helper_of(layout: str) -> str:
-    # replicas of what tensor parallelism cuts
-    if layout in ("ddp:2,tp:2", "ddp:2 around tp:2", "replicate:2 of tp:2"):
-        return "tp"
-    return HELPER_OF[layout.partition(":")[0]]
 
 
 def kept(shard: LocalShard) -> LocalShard:
@@ -71,16 +49,15 @@ def refusal(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def go_on(layout: str) -> tuple[str, ShardingMetadata, list[float], list[float]]:
+def go_on(layout: str) -> tuple[ShardingMetadata, list[float], list[float]]:
     job, other = build(layout), build(layout, seed=5)
     job.train(range(2))
-    helper = helper_for(job.model, job.optimizer)
-    shard = kept(helper.collect_local_shard(job.model, job.optimizer))
-    helper.load_local_shard(other.model, shard, other.optimizer)
-    metadata = helper.sharding_metadata(job.model, job.optimizer)
-    assert metadata == shard.metadata
+    model = DistributedModel(job.model, job.optimizer)
+    shard = kept(model.local_shard())
+    DistributedModel(other.model, other.optimizer).load_local_shard(shard)
+    assert str(model.strategy) == shard.metadata.strategy
     losses = job.train(range(2, 4)), other.train(range(2, 4))
-    return helper.name, metadata, *losses
+    return shard.metadata, *losses
 
 
 @pytest.mark.parametrize("layout", EACH_KIND)
@@ -88,8 +65,7 @@ def test_a_job_goes_on_from_the_shards_of_its_ranks(gloo: Pool, layout: str) -> 
     ranks = LAYOUTS[layout].ranks
     held: dict[str, set[Box]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for rank, (helper, metadata, one, other) in enumerate(gloo.run(ranks, go_on, layout)):
-        assert helper == HELPERS[helper_of(layout)].name
+    for rank, (metadata, one, other) in enumerate(gloo.run(ranks, go_on, layout)):
         assert metadata.strategy == LAYOUTS[layout].written
         assert (metadata.rank, metadata.world_size) == (rank, ranks)
         assert one == other
@@ -105,7 +81,7 @@ def test_a_job_goes_on_from_the_shards_of_its_ranks(gloo: Pool, layout: str) -> 
 def metadata_of(layout: str) -> ShardingMetadata:
     job = build(layout)
     job.train([0])
-    return helper_for(job.model, job.optimizer).sharding_metadata(job.model, job.optimizer)
+    return DistributedModel(job.model, job.optimizer).local_shard().metadata
 
 
 def test_metadata_says_what_a_shard_is_a_part_of(gloo: Pool) -> None:
@@ -130,11 +106,12 @@ def load_from(layout: str, other: str) -> str:
     """A shard of one job is loaded into another of as many ranks."""
     job, target = build(layout), build(other, seed=5)
     job.train([0])
-    shard = kept(helper_for(job.model, job.optimizer).collect_local_shard(job.model, job.optimizer))
-    helper = helper_for(target.model, target.optimizer)
-    before = kept(helper.collect_local_shard(target.model))
-    said = refusal(lambda: helper.load_local_shard(target.model, shard, target.optimizer))
-    after = helper.collect_local_shard(target.model)
+    shard = kept(DistributedModel(job.model, job.optimizer).local_shard())
+    alone = DistributedModel(target.model)
+    before = kept(alone.local_shard())
+    model = DistributedModel(target.model, target.optimizer)
+    said = refusal(lambda: model.load_local_shard(shard))
+    after = alone.local_shard()
     assert all(torch.equal(after.tensors[name], t) for name, t in before.tensors.items())
     return said
 
@@ -149,12 +126,12 @@ def test_a_shard_of_another_layout_is_refused(gloo: Pool) -> None:
 def load_swapped() -> str:
     """Rank 1 gets the shard of rank 0, and rank 0 its own."""
     job = build("fsdp2:2")
-    helper = helper_for(job.model)
+    model = DistributedModel(job.model)
     shards: list[LocalShard | None] = [None, None]
-    dist.all_gather_object(shards, kept(helper.collect_local_shard(job.model)))
+    dist.all_gather_object(shards, kept(model.local_shard()))
     assert shards[0] is not None
     shard = shards[0]
-    return refusal(lambda: helper.load_local_shard(job.model, shard))
+    return refusal(lambda: model.load_local_shard(shard))
 
 
 def test_the_shard_of_another_rank_is_refused_on_all(gloo: Pool) -> None:
@@ -166,9 +143,9 @@ def test_the_shard_of_another_rank_is_refused_on_all(gloo: Pool) -> None:
 def load_other_kind(layout: str) -> str:
     job, target = build(layout), build(layout, make=momentum)
     job.train([0])
-    helper = helper_for(job.model)
-    shard = helper.collect_local_shard(job.model, job.optimizer)
-    return refusal(lambda: helper.load_local_shard(target.model, shard, target.optimizer))
+    shard = DistributedModel(job.model, job.optimizer).local_shard()
+    model = DistributedModel(target.model, target.optimizer)
+    return refusal(lambda: model.load_local_shard(shard))
 
 
 @pytest.mark.parametrize("layout", ["plain", "fsdp2:2"])
@@ -181,8 +158,8 @@ def load_state_beyond(layout: str) -> str:
     """The optimizer has state that the shard of the same kind lacks for one parameter."""
     job = build(layout)
     job.train([0])
-    helper = helper_for(job.model)
-    shard = helper.collect_local_shard(job.model, job.optimizer)
+    model = DistributedModel(job.model, job.optimizer)
+    shard = model.local_shard()
     tensors = {name: each for name, each in shard.metadata.tensors.items() if name != MOMENT}
     metadata = ShardingMetadata(
         shard.metadata.strategy,
@@ -193,7 +170,7 @@ def load_state_beyond(layout: str) -> str:
         {},
     )
     wrong = LocalShard(metadata, shard.tensors, shard.values, shard.optimizers)
-    return refusal(lambda: helper.load_local_shard(job.model, wrong, job.optimizer))
+    return refusal(lambda: model.load_local_shard(wrong))
 
 
 def test_state_of_another_shape_is_refused(gloo: Pool) -> None:
@@ -201,53 +178,30 @@ def test_state_of_another_shape_is_refused(gloo: Pool) -> None:
     assert f"{MOMENT} is (12, 6) at (0, 0) of float32 (12, 6) here" in said
 
 
-def of_wrong_helper() -> tuple[str, str, bool, bool]:
-    job = build("fsdp2:2")
-    return (
-        refusal(lambda: HELPERS["ddp"].collect_local_shard(job.model)),
-        refusal(lambda: HELPERS["plain"].sharding_metadata(job.model)),
-        HELPERS["fsdp"].recognises(job.model),
-        HELPERS["ddp"].recognises(job.model),
-    )
-
-
-def test_a_helper_takes_models_of_its_kind_only(gloo: Pool) -> None:
-    for by_ddp, by_plain, fsdp, ddp in gloo.run(2, of_wrong_helper):
-        not_its_own = "is not for this model (got 'fsdp')"
-        assert f"the helper for DistributedDataParallel {not_its_own}" in by_ddp
-        assert f"the helper for a model that nothing spreads {not_its_own}" in by_plain
-        assert (fsdp, ddp) == (True, False)
-    said = refusal(lambda: HELPERS["ddp"].collect_local_shard(network(0)))
-    assert "is not for this model (got 'nothing spreads it')" in said
-
-
 def zero_without_its_optimizer() -> tuple[str, str]:
     job = build("zero1:2")
-    return helper_for(job.model).name, helper_for(job.model, job.optimizer).name
+    whole = DistributedModel(job.model), DistributedModel(job.model, job.optimizer)
+    return str(whole[0].strategy), str(whole[1].strategy)
 
 
 def test_only_the_optimizer_tells_zero_1_from_ddp(gloo: Pool) -> None:
-    assert (
-        gloo.run(2, zero_without_its_optimizer)
-        == [(HELPERS["ddp"].name, HELPERS["zero1"].name)] * 2
-    )
+    assert gloo.run(2, zero_without_its_optimizer) == [("ddp:2", "zero1:2")] * 2
 
 
 def test_one_process_needs_no_process_group() -> None:
     model, other = network(0), network(5)
-    helper = helper_for(model)
-    shard = helper.collect_local_shard(model)
+    shard = DistributedModel(model).local_shard()
     assert (shard.metadata.strategy, shard.optimizers) == ("single", [])
-    helper.load_local_shard(other, shard)
+    DistributedModel(other).load_local_shard(shard)
     assert all(torch.equal(other.state_dict()[n], t) for n, t in model.state_dict().items())
     with pytest.raises(StateMismatchError, match="the shard has the state of none"):
-        helper.load_local_shard(other, shard, torch.optim.AdamW(other.parameters()))
+        DistributedModel(other, torch.optim.AdamW(other.parameters())).load_local_shard(shard)
 
 
 def test_data_parallel_is_refused_with_what_to_use_instead(tmp_path: Path) -> None:
     model = nn.Sequential(nn.DataParallel(nn.Linear(2, 2)))
     with pytest.raises(UnsupportedTypeError, match="use DistributedDataParallel"):
-        helper_for(model)
+        DistributedModel(model)
     with (
         Checkpointer(tmp_path) as checkpointer,
         pytest.raises(UnsupportedTypeError, match="nothing is spread"),
@@ -260,13 +214,13 @@ def test_the_wrapper_of_another_library_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
     engine = type("Engine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})
     with pytest.raises(UnsupportedTypeError, match="how deepspeed spreads a model is not known"):
-        helper_for(engine())
+        DistributedModel(engine())
 
 
 @pytest.mark.parametrize("model", [None, 3, {"w": torch.ones(1)}])
 def test_what_is_no_model_is_refused(model: object) -> None:
     with pytest.raises(UnsupportedTypeError, match="not a model"):
-        helper_for(model)
+        DistributedModel(model)
 
 
 def save_it(layout: str, location: str) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 from contextlib import suppress
+from typing import Any
 
 import pytest
+import torch
 
 from ckptkit.errors import PeerError
 from ckptkit.live.state import sockets
@@ -75,3 +77,26 @@ def test_an_address_that_only_this_machine_knows_is_not_told_to_others(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(PeerError, match="no address of its own that other machines reach"):
         sockets.own_address([socket.gethostname(), "nowhere.invalid"])
+
+
+def test_a_message_has_its_tensors_as_they_are_and_no_more_than_is_asked_for() -> None:
+    one, other = socket.socketpair()
+    tensors = [torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).T, torch.empty(0, 2)]
+    tensors += [torch.tensor(True), torch.arange(40_000.0)]
+    value: dict[str | int, Any] = {"a": tensors, 3: (None, 2**70, "é", b"\0")}
+    with one, other:
+        telling = threading.Thread(target=sockets.tell, args=(one, value))
+        telling.start()
+        found = sockets.hear(other, 160_013)
+        telling.join()
+        assert found[3] == value[3]
+        for each, mine in zip(found["a"], tensors, strict=True):
+            assert (each.dtype, each.shape) == (mine.dtype, mine.shape)
+            assert torch.equal(each, mine)
+        sockets.tell(one, tensors[:3])
+        with pytest.raises(PeerError, match="more tensors than there are"):
+            sockets.hear(other, 12)
+    with pytest.raises(PeerError, match="no tensor of this protocol"):
+        sockets.empty_of("float32 -1")
+    with pytest.raises(PeerError, match="no tensor of this protocol"):
+        sockets.empty_of("nn 1")

@@ -38,6 +38,15 @@ def test_a_buffer_given_back_is_used_again() -> None:
             assert address_of(other) != address
 
 
+@pytest.mark.parametrize("size", [2 << 20, (2 << 20) + 1, (4 << 20) + 2 * PAGE, 33 << 20])
+def test_large_memory_is_whole_huge_pages(size: int) -> None:
+    pool = BufferPool()
+    with pool.take(size, congruent_to=512) as view:
+        view[-1] = 1
+    assert not pool.kept_bytes % (2 << 20)
+    assert size + 512 <= pool.kept_bytes < size + (4 << 20)
+
+
 def test_giving_back_twice_lends_it_once() -> None:
     pool = BufferPool()
     buffer = pool.take(PAGE)

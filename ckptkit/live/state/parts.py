@@ -125,14 +125,6 @@ def indices(part: Part, shape: tuple[int, ...]) -> tuple[tuple[Index, Index], ..
 
 
 @dataclass(frozen=True, slots=True)
-class Tied:
-    """A second name of a tensor."""
-
-    name: str
-    of: str
-
-
-@dataclass(frozen=True, slots=True)
 class HandCuts:
     """What is said of tensors, by kind of axis; the first match counts."""
 

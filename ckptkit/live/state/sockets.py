@@ -1,27 +1,37 @@
 """How a rank answers others while it computes: over TCP, on a thread for each connection.
 
-Meetings of ranks are for what all do together; here one asks another, at any time. What they say
-to each other is up to the two sides.
+Meetings of ranks are for what all do together; here one asks another, at any time. They say plain
+values, and tensors among them: a message is a short document, and then the bytes of the tensors.
 """
 
 from __future__ import annotations
 
 import hmac
+import math
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from ipaddress import ip_address
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from ckptkit.errors import CkptkitError, PeerError
+from ckptkit.format.leaves import dumps, unpack
+from ckptkit.live.state.tensors import bytes_of, dtype_name
+from ckptkit.live.state.trees import put_tensors, take_tensors
 
 _FOR_THE_TOKEN = 10.0  # seconds
 _FOR_THE_LAST_ANSWERS = 5.0
+_LENGTH = struct.Struct("!I")
+_LARGEST_DOCUMENT = 2**24
+_SMALL = 2**16
+_ALIGNMENT = 16  # of the largest dtype
 
 
 class Listener:
@@ -124,10 +134,78 @@ def seconds_until(deadline: float) -> float:
     return left
 
 
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to be sent or filled in place."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+def message(value: object) -> list[bytearray | memoryview]:
+    """What is sent, one after another, to say a value. Its tensors are dense; large ones on the CPU
+    are sent from where they lie, small ones together.
+    """
+    tree, tensors = take_tensors(value, "")
+    said = dumps([tree, {path: form_of(tensor) for path, tensor in tensors.items()}])
+    last = bytearray(_LENGTH.pack(len(said)) + said)
+    parts: list[bytearray | memoryview] = [last]
+    for tensor in tensors.values():
+        memory: Any = bytes_of(tensor if tensor.is_cpu else tensor.cpu()).numpy()
+        if memory.nbytes < _SMALL:
+            last += memory.data
+        else:
+            last = bytearray()
+            parts += [memory.data, last]
+        last += bytes(-memory.nbytes % _ALIGNMENT)
+    return parts
+
+
+def tell(sock: socket.socket, value: object) -> None:
+    """Say a value to the other side."""
+    for part in message(value):
+        sock.sendall(part)
+
+
+def hear(sock: socket.socket, most: int, deadline: float | None = None) -> Any:
+    """What the other side tells, with at most so many bytes of tensors, which share one memory.
+    What `receive_into` says of time and end holds.
+    """
+    (length,) = _LENGTH.unpack(receive(sock, _LENGTH.size, deadline))
+    if length > _LARGEST_DOCUMENT:
+        raise PeerError("not a message of this protocol", value=length)
+    said = unpack(bytes(receive(sock, length, deadline)), "a message")
+    if not (isinstance(said, list) and len(said) == 2 and isinstance(said[1], dict)):
+        raise PeerError("not a message of this protocol", value=said)
+    forms = {path: _dtype_and_shape(form) for path, form in said[1].items()}
+    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in forms.values()]
+    if sum(sizes) > most:
+        raise PeerError("a message with more tensors than there are", value=sum(sizes))
+    ends = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+    memory = torch.empty(ends[-1], dtype=torch.uint8)
+    receive_into(sock, memory.numpy().data, deadline)
+    tensors = {
+        path: memory[start : start + size].view(dtype).view(shape)
+        for (path, (dtype, shape)), start, size in zip(forms.items(), ends, sizes, strict=False)
+    }
+
+    def tensor_of(path: str) -> torch.Tensor:
+        if path not in tensors:
+            raise PeerError("a message lacks a tensor", value=path)
+        return tensors[path]
+
+    return put_tensors(said[0], tensor_of, "a message")
+
+
+def form_of(tensor: torch.Tensor) -> str:
+    """The dtype and the shape of a tensor, such as `float32 2,3`."""
+    return f"{dtype_name(tensor.dtype)} {','.join(map(str, tensor.shape))}"
+
+
+def empty_of(form: object, *, device: str = "cpu") -> torch.Tensor:
+    """Memory for a tensor that another rank describes with `form_of`."""
+    dtype, shape = _dtype_and_shape(form)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _dtype_and_shape(form: object) -> tuple[torch.dtype, list[int]]:
+    name, _, dims = str(form).partition(" ")
+    dtype, sizes = getattr(torch, name, None), dims.split(",") if dims else []
+    if not isinstance(dtype, torch.dtype) or not all(size.isdecimal() for size in sizes):
+        raise PeerError("no tensor of this protocol", value=form)
+    return dtype, list(map(int, sizes))
 
 
 def own_address(hosts: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from isal import isal_zlib
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -68,14 +69,13 @@ def as_spread(value: torch.Tensor, parameter: object) -> torch.Tensor:
     spec = getattr(parameter, "_st_info", None)
     if spec is None or isinstance(value, DTensor) or value.shape != parameter.shape:  # type: ignore[attr-defined]
         return value
-    return DTensor.from_local(
-        value.detach(),
-        spec.mesh,
-        spec.placements,
-        run_check=False,
-        shape=spec.shape,
-        stride=spec.stride,
-    )
+    return spread_as(value.detach(), spec)
+
+
+def spread_as(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """The DTensor that lies so, of which this rank has this memory."""
+    mesh, cuts, shape, stride = spec.mesh, spec.placements, spec.shape, spec.stride
+    return DTensor.from_local(local, mesh, cuts, run_check=False, shape=shape, stride=stride)
 
 
 def as_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -200,10 +200,7 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the shape and the cut of one that is made of others, with elements of its own."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     made = torch.empty(local.shape, dtype=local.dtype, device=local.device)
-    if not isinstance(tensor, DTensor):
-        return made
-    mesh, cuts, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-    return DTensor.from_local(made, mesh, cuts, run_check=False, shape=shape, stride=stride)
+    return spread_as(made, tensor._spec) if isinstance(tensor, DTensor) else made
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> set[torch.device]:

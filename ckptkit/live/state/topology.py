@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit.errors import LayoutError, StrategyError
-from ckptkit.live.state.lines import Line, SharedOut, check_upwards, ranks_along
+from ckptkit.live.state.lines import Line, SharedOut, check_upwards, kind_of, ranks_along
 from ckptkit.model import (
     Layout,
     Owner,
@@ -41,7 +41,6 @@ AxisRun: TypeAlias = tuple[int, ...]
 # Where two wrappers join the same ranks, what cuts says more than what repeats.
 _PRECEDENCE = ("pp", "tp", "ep", "fsdp", "zero1", "zero2", "zero3", "ddp")
 _KEPT_ALIKE = ("ddp", "zero1")
-_PIPELINES = ("pp", "pipe", "pipeline", "stage")
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 
 
@@ -89,7 +88,7 @@ class Topology:
         along += [line for line in _singles(chosen) if line.kind not in taken]
         axes: list[Axis] = []
         for line in along:
-            kind = "pp" if line.kind == "ddp" and line.name in _PIPELINES else line.kind
+            kind = "pp" if line.kind == "ddp" and kind_of(line.name) == "pp" else line.kind
             wanted = [line.name.lower(), kind, *(f"{kind}_{n}" for n in range(2, 34))]
             known = {axis.name for axis in axes}
             name = next(n for n in wanted if _NAME.fullmatch(n) and n not in known)

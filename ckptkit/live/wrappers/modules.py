@@ -7,9 +7,10 @@ where none knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,6 +36,10 @@ from ckptkit.live.state.tensors import as_spread, dtype_name
 from ckptkit.live.wrappers.entries import ModelEntry, canonical_names, state_of
 from ckptkit.live.wrappers.flat import cut_before
 
+Buffers: TypeAlias = dict[str, torch.Tensor | None]
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""Their `forward` need not exist, or need not be called by whoever iterates over them."""
 _SHARDERS = ("fsdp", "zero1", "zero2", "zero3")
 
 
@@ -43,7 +48,18 @@ class Submodules(list[nn.Module]):
 
     @cached_property
     def ddp_wrappers(self) -> list[DistributedDataParallel]:
-        return _ddp_wrappers(self)
+        """The older, composable `replicate` keeps its own beside the model, from the first forward
+        on.
+        """
+        # Asked about a module that has none, torch leaves an empty record in it.
+        states = [replicate.state(each) for each in self if STATE_KEY in vars(each)]
+        inner = (getattr(state, "_ddp", None) for state in states)
+        found = [*self, *(each for each in inner if each is not None)]
+        # By the type, of which there are few: the class is abstract, and slow to ask.
+        kinds = {
+            kind for kind in set(map(type, found)) if issubclass(kind, DistributedDataParallel)
+        }
+        return [each for each in found if type(each) in kinds]
 
     @cached_property
     def param_groups(self) -> list[Any]:
@@ -53,7 +69,15 @@ class Submodules(list[nn.Module]):
 
     @cached_property
     def fully_sharded_lines(self) -> list[Line]:
-        return _fully_sharded_lines(self)
+        """Those along which `fully_shard` cuts, and those along which it repeats (HSDP)."""
+        meshes: dict[tuple[DeviceMesh, tuple[str, ...]], None] = {}
+        for info in (group.mesh_info for group in self.param_groups):
+            kinds = ["ddp"] * info.mesh.ndim
+            if info.shard_mesh_dim is not None:
+                kinds[info.shard_mesh_dim] = "fsdp"
+            meshes[info.mesh, tuple(kinds)] = None
+        # It cuts by the ranks of its group, which torch numbers upwards whatever the mesh does.
+        return list(dict.fromkeys(line for each in meshes for line in assumed(mesh_lines(*each))))
 
 
 def lines(submodules: Submodules, specs: Sequence[DTensorSpec]) -> list[Line]:
@@ -162,19 +186,6 @@ def absorb(submodules: Submodules, entries: Sequence[ModelEntry]) -> None:
 # DistributedDataParallel
 
 
-def _ddp_wrappers(submodules: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Those among the modules of a model. The older, composable `replicate` keeps its own beside
-    it, from the first forward on.
-    """
-    # Asked about a module that has none, torch leaves an empty record in it.
-    states = [replicate.state(each) for each in submodules if STATE_KEY in vars(each)]
-    inner = (getattr(state, "_ddp", None) for state in states)
-    found = [*submodules, *(each for each in inner if each is not None)]
-    # By the type, of which there are few: the class is abstract, and slow to ask.
-    kinds = {kind for kind in set(map(type, found)) if issubclass(kind, DistributedDataParallel)}
-    return [each for each in found if type(each) in kinds]
-
-
 def _parameters_of_ddp(
     module: nn.Module, wrappers: Sequence[DistributedDataParallel]
 ) -> dict[str, nn.Parameter]:
@@ -197,26 +208,9 @@ def _parameters_of_ddp(
 # `fully_shard` (FSDP2): parameters are DTensors.
 
 
-def _fully_sharded_lines(submodules: Submodules) -> list[Line]:
-    """The lines along which `fully_shard` cuts, and those along which it repeats (HSDP)."""
-    meshes: dict[tuple[DeviceMesh, tuple[str, ...]], None] = {}
-    for info in (group.mesh_info for group in submodules.param_groups):
-        kinds = ["ddp"] * info.mesh.ndim
-        if info.shard_mesh_dim is not None:
-            kinds[info.shard_mesh_dim] = "fsdp"
-        meshes[info.mesh, tuple(kinds)] = None
-    # It cuts by the ranks of its group, which torch numbers upwards whatever the mesh does.
-    return list(dict.fromkeys(line for each in meshes for line in assumed(mesh_lines(*each))))
-
-
 def own_param_groups(module: FSDPModule) -> list[Any]:
-    """What is gathered for a module, or for it and others, by the names of several torches."""
-    state = module._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several:  # asked for the one, torch raises where there are more
-        return list(several)
-    single = getattr(state, "_fsdp_param_group", None)
-    return [single] if single else []
+    """What is gathered for a module, or for it and others."""
+    return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
 # Tensor parallelism: `parallelize_module`, or DTensors made by hand.
@@ -245,6 +239,40 @@ def _fsdp_ranks(submodules: Submodules) -> set[tuple[int, ...]]:
     """The lines of `fully_shard`, in the order of ranks and in that of its mesh."""
     lines = submodules.fully_sharded_lines
     return {ranks for line in lines for ranks in (line.ranks, line.by_mesh) if ranks}
+
+
+# Buffers that a run of a model may change.
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Buffers]]:
+    """The buffers that each of the modules itself has."""
+    return [(module, dict(module._buffers)) for module in modules if module._buffers]
+
+
+def put_buffers(held: Sequence[tuple[nn.Module, Buffers]]) -> None:
+    """Let modules have these buffers, and no others."""
+    for module, buffers in held:
+        own = module._buffers
+        for name in own.keys() - buffers.keys():
+            del own[name]
+        for name, buffer in buffers.items():
+            if own.get(name) is not buffer:
+                own[name] = buffer
+
+
+@contextmanager
+def keeping_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Have modules afterwards the buffers that they had: the same memory, with the same values."""
+    held = buffers_of(modules)
+    distinct = {id(each): each for _, named in held for each in named.values() if each is not None}
+    copies = [(each, each.detach().clone()) for each in distinct.values()]
+    try:
+        yield
+    finally:
+        put_buffers(held)
+        for buffer, copy in copies:
+            # Not counted as a change: autograd may have saved the buffer itself.
+            buffer.data.copy_(copy)
 
 
 # Values on their way into a module.

@@ -157,8 +157,8 @@ def _check_stateful(name: str, value: object) -> None:
 
 @runtime_checkable
 class HasModel(Protocol):
-    """What has a model that ranks have together, and the mesh that names its axes: what
-    `distributed_model` and `as_distributed` return.
+    """What has a model that ranks have together, and the mesh that names its axes: a
+    `DistributedModel`, and what `as_distributed` returns.
     """
 
     @property

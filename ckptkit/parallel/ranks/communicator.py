@@ -18,38 +18,38 @@ from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import CkptkitError, LayoutError, PeerError, UsageError
 from ckptkit.parallel.ranks.carriers import Carrier, TorchCarrier
 from ckptkit.parallel.ranks.messages import (
+    PLAIN,
     Call,
     TensorForm,
     as_bytes,
     carried_op,
     check_reduction,
     check_same,
-    check_same_dtypes,
     check_same_forms,
     combined,
-    dense_tensor,
-    from_bytes,
-    loaded,
     narrowed,
-    plain_value,
+    packed,
+    unpacked,
     widened,
 )
 from ckptkit.storage.base.store import Closing
 
 Tensors = Sequence[torch.Tensor]
-_Check = Callable[[Tensors], None]
+_Check = Callable[[Sequence[TensorForm]], None]
 _HEADER = 512  # bytes; the form of a tensor of 64 dims, torch's most, fits
 
 
 class Communicator(Closing):
     """The ranks of a group, and what they can do together.
 
-    All ranks of the group make the same calls in the same order. Tensors may be of any dtype and
-    shape, also empty or not contiguous; arguments are never changed, results are new tensors, on
-    the device of the argument where there is one. Where ranks disagree (another call, other
-    shapes or dtypes), all of them raise and can go on; a rank that is late or gone ends the
-    communicator: every further call raises. The price is a small exchange before each
-    collective, so this is for what happens now and then: training engines have faster ways.
+    All ranks of the group make the same calls in the same order. What they send is a tensor, of any
+    dtype and shape, also empty or not contiguous; or a plain value, as in a checkpoint: None, bool,
+    int, float, str, bytes, numpy, datetime, and lists, tuples and dicts of these. Arguments are
+    never changed, results are copies; tensors are on the device of the argument where there is one.
+    Where ranks disagree (another call, other shapes or dtypes), all of them raise and can go on; a
+    rank that is late or gone ends the communicator: every further call raises. The price is a small
+    exchange before each collective, so this is for what happens now and then: training engines have
+    faster ways.
 
     >>> with init() as comm:  # one rank, where no launcher says otherwise
     ...     print(comm.rank, comm.all_reduce(torch.ones(2), "mean"), comm.all_reduce(3))
@@ -99,9 +99,21 @@ class Communicator(Closing):
         """Return when all ranks are here."""
         self._agree("barrier")
 
-    def broadcast(self, tensor: torch.Tensor | None = None, src: int = 0) -> torch.Tensor:
-        """The tensor of rank `src`, on every rank; what the others pass is ignored."""
-        return self._broadcast("broadcast", tensor, src)
+    def broadcast(self, value: object = None, src: int = 0) -> Any:
+        """What rank `src` passes, on every rank; what the others pass is ignored."""
+        is_here = self.rank == src
+        given = [value] if is_here else []
+        calls, mine = self._agree("broadcast", given, f"src={src}", ranks=[src])
+        (form,) = calls[src].forms
+        if is_here:
+            # The bytes may be the argument's own, and results are copies.
+            data = as_bytes(mine[0], self.device).clone()
+        else:
+            data = torch.empty(form.nbytes, dtype=torch.uint8, device=self.device)
+        if form.nbytes:
+            with self._carrying("broadcast") as carrier:
+                carrier.broadcast(data, src)
+        return unpacked(data, form, mine[0].device if is_here else self.device)
 
     @overload
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor: ...
@@ -119,15 +131,18 @@ class Communicator(Closing):
             number = torch.tensor(tensor, dtype=kind) if fits else tensor
             # Gathered and not reduced: whole numbers would wrap, and floats depend on the backend.
             numbers = self._exchange(
-                "all_reduce", [number], f"{op} of numbers", check=lambda _: check_reduction(op, ())
+                "all_reduce",
+                [number],
+                f"{op} of numbers",
+                check=lambda forms: check_reduction(op, [f for f in forms if f.dtype == PLAIN]),
             )
-            values = [each.item() for each in numbers]
+            values: list[float] = [each.item() for each in numbers]
             if op in ("max", "min"):
                 return max(values) if op == "max" else min(values)
             total = sum(values)
             return total / len(values) if op == "mean" else total
         calls, (mine,) = self._agree(
-            "all_reduce", [tensor], op, check=lambda mine: check_reduction(op, mine)
+            "all_reduce", [tensor], op, check=lambda forms: check_reduction(op, forms)
         )
         check_same_forms(calls)
         wide = widened(mine, op, self.device)
@@ -143,61 +158,61 @@ class Communicator(Closing):
 
     def reduce_scatter(self, tensors: Tensors, op: str = "sum") -> torch.Tensor:
         """The reduction of what all ranks have for this one; they have one tensor for each."""
-        return self._exchange("reduce_scatter", tensors, is_cut=True, reduction=op)[0]
+        found: torch.Tensor
+        (found,) = self._exchange("reduce_scatter", tensors, is_cut=True, reduction=op)
+        return found
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, of one dtype and any shapes."""
-        return self._exchange("all_gather", [tensor])
+    def all_gather(self, value: object) -> list[Any]:
+        """What all ranks pass: tensors of one dtype and any shapes, or plain values."""
+        return self._exchange("all_gather", [value])
 
-    def gather(self, tensor: torch.Tensor, dst: int = 0) -> list[torch.Tensor] | None:
-        """The tensors of all ranks, of one dtype and any shapes, on rank `dst`; elsewhere None."""
-        return self._exchange("gather", [tensor], dst=dst) or None
+    def gather(self, value: object, dst: int = 0) -> list[Any] | None:
+        """What all ranks pass, as in `all_gather`, on rank `dst`; elsewhere None."""
+        return self._exchange("gather", [value], dst=dst) or None
 
-    def scatter(self, tensors: Tensors | None = None, src: int = 0) -> torch.Tensor:
-        """The tensor that rank `src` has for this one; what the others pass is ignored."""
-        given = (tensors or ()) if self.rank == src else ()
+    def scatter(self, values: Sequence[object] | None = None, src: int = 0) -> Any:
+        """What rank `src` has for this one; what the others pass is ignored."""
+        given = (values or ()) if self.rank == src else ()
         return self._exchange("scatter", given, src=src, is_cut=True)[0]
 
-    def all_to_all(self, tensors: Tensors) -> list[torch.Tensor]:
-        """What each rank has for this one; they have one tensor for each, of any shape."""
-        return self._exchange("all_to_all", tensors, is_cut=True)
+    def all_to_all(self, values: Sequence[object]) -> list[Any]:
+        """What each rank has for this one; they have something for each, of any shape."""
+        return self._exchange("all_to_all", values, is_cut=True)
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
-        """Send a tensor to a rank, which may have to be receiving before this returns."""
-        self._send("send", tensor, dst, tag)
+    def send(self, value: object, dst: int, tag: int = 0) -> None:
+        """Send something to a rank, which may have to be receiving before this returns."""
+        self._check_rank(dst, "send", is_other=True)
+        tensor, form = packed(value, "send")
+        header = Call("send", f"tag={tag}", (form,)).encode()
+        # Of a fixed length: who receives has to know how many bytes come, before any have.
+        data = torch.frombuffer(bytearray(header.ljust(_HEADER, b"\0")), dtype=torch.uint8)
+        with self._carrying("send") as carrier:
+            carrier.send(data.to(self.device), dst, tag)
+            if tensor.numel():
+                carrier.send(as_bytes(tensor, self.device), dst, tag)
 
-    def recv(self, src: int, tag: int = 0) -> torch.Tensor:
-        """The next tensor that a rank sends with this tag; nccl knows no tags, and there the next
-        one of all has to have it.
+    def recv(self, src: int, tag: int = 0) -> Any:
+        """The next that a rank sends with this tag; nccl knows no tags, and there the next one of
+        all has to have it.
         """
-        return self._recv("recv", src, tag)
-
-    def broadcast_object(self, value: object = None, src: int = 0) -> Any:
-        """The value of rank `src`, on every rank, as a copy. Values are plain, as in a checkpoint:
-        None, bool, int, float, str, bytes, numpy, datetime, and lists, tuples and dicts of these.
-        """
-        return loaded(self._broadcast("broadcast_object", value, src))
-
-    def all_gather_object(self, value: object) -> list[Any]:
-        """The values of all ranks."""
-        return [loaded(data) for data in self._exchange("all_gather_object", [value])]
-
-    def gather_object(self, value: object, dst: int = 0) -> list[Any] | None:
-        """The values of all ranks on rank `dst`; elsewhere None."""
-        return [loaded(data) for data in self._exchange("gather_object", [value], dst=dst)] or None
-
-    def scatter_object(self, values: Sequence[object] | None = None, src: int = 0) -> Any:
-        """The value that rank `src` has for this one; what the others pass is ignored."""
-        given = (values or ()) if self.rank == src else ()
-        return loaded(self._exchange("scatter_object", given, src=src, is_cut=True)[0])
-
-    def send_object(self, value: object, dst: int, tag: int = 0) -> None:
-        """Send a value to a rank, which may have to be receiving before this returns."""
-        self._send("send_object", value, dst, tag)
-
-    def recv_object(self, src: int, tag: int = 0) -> Any:
-        """The next value that a rank sends with this tag."""
-        return loaded(self._recv("recv_object", src, tag))
+        self._check_rank(src, "recv", is_other=True)
+        header = torch.empty(_HEADER, dtype=torch.uint8, device=self.device)
+        with self._carrying("recv") as carrier:
+            carrier.recv(header, src, tag)
+            call = Call.decode(bytes(header.cpu().tolist()).rstrip(b"\0"))
+            (form,) = call.forms
+            data = torch.empty(form.nbytes, dtype=torch.uint8, device=self.device)
+            if form.nbytes:
+                carrier.recv(data, src, tag)
+        # Refused only now: what is left on its way the next call would take for its own.
+        if call.options != f"tag={tag}":
+            raise PeerError(
+                f"the next message of rank {src} has {call.options}",
+                where="recv",
+                value=f"tag={tag}",
+                hint="nccl knows no tags: over it, receive messages in the order they are sent in",
+            )
+        return unpacked(data, form, self.device)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator between some ranks, in the order they have here; None on the others."""
@@ -215,21 +230,6 @@ class Communicator(Closing):
     def __repr__(self) -> str:
         return f"<Communicator of {self.backend}: rank {self.rank} of {self.world_size}>"
 
-    def _broadcast(self, name: str, given: object, src: int) -> torch.Tensor:
-        is_here = self.rank == src
-        calls, mine = self._agree(name, [given] if is_here else [], f"src={src}", ranks=[src])
-        (form,) = calls[src].forms
-        if is_here:
-            # The bytes may be the argument's own, and results are new tensors.
-            data = as_bytes(mine[0], self.device).clone()
-        else:
-            data = torch.empty(form.nbytes, dtype=torch.uint8, device=self.device)
-        if form.nbytes:
-            with self._carrying(name) as carrier:
-                carrier.broadcast(data, src)
-        found = from_bytes(data, form.torch_dtype, form.shape)
-        return found.to(mine[0].device) if is_here else found
-
     def _exchange(
         self,
         name: str,
@@ -241,7 +241,7 @@ class Communicator(Closing):
         dst: int | None = None,
         reduction: str = "",
         check: _Check | None = None,
-    ) -> list[torch.Tensor]:
+    ) -> list[Any]:
         """What this rank gets of each rank, or the reduction of that; nothing unless it is `dst`.
 
         Each rank gives the same to all, or if `is_cut` something to each; only `src` gives
@@ -258,7 +258,7 @@ class Communicator(Closing):
             ", ".join(filter(None, told)),
             ranks=[rank for rank in roots.values() if rank is not None] or None,
             count=size if is_cut and is_giving else 0,
-            check=(lambda mine: check_reduction(reduction, mine)) if reduction else check,
+            check=(lambda forms: check_reduction(reduction, forms)) if reduction else check,
         )
         own = me if is_cut else 0
         forms = [call.forms[own] if call.forms else None for call in calls]
@@ -268,7 +268,8 @@ class Communicator(Closing):
             parts = [widened(part, reduction, self.device) for part in mine]
             forms = [TensorForm.of(parts[own])] * size
         elif src is None:
-            check_same_dtypes(calls)
+            dtypes = [", ".join(sorted({form.dtype for form in call.forms})) for call in calls]
+            check_same(dtypes, "the dtypes of the ranks differ", name)
         # What goes to each rank, and the form of what comes of each; None is nothing.
         to_each = [
             (parts[rank] if is_cut else parts[0]) if is_giving and dst in (None, rank) else None
@@ -283,52 +284,18 @@ class Communicator(Closing):
                     [nothing if part is None else as_bytes(part, self.device) for part in to_each],
                     [form.nbytes if form else 0 for form in from_each],
                 )
+        device = mine[0].device if mine and not reduction else self.device
         found = [
-            from_bytes(each, form.torch_dtype, form.shape)
+            unpacked(each, form, device)
             for each, form in zip(data, from_each, strict=True)
             if form is not None
         ]
-        if reduction and found:
-            # Summed here and not by the backend, in the order of the ranks: the same whatever the
-            # timing.
-            total = combined(carried_op(reduction, mine[own].dtype), found)
-            found = [narrowed(total, reduction, size, mine[own])]
-        return [part.to(mine[0].device) for part in found] if mine else found
-
-    def _send(self, name: str, given: object, dst: int, tag: int) -> None:
-        """Send a tensor, and before it what it is."""
-        self._check_rank(dst, name, is_other=True)
-        tensor = _as_tensor(name, given, name)
-        header = Call(name, f"tag={tag}", (TensorForm.of(tensor),)).encode()
-        # Of a fixed length: who receives has to know how many bytes come, before any have.
-        data = torch.frombuffer(bytearray(header.ljust(_HEADER, b"\0")), dtype=torch.uint8)
-        with self._carrying(name) as carrier:
-            carrier.send(data.to(self.device), dst, tag)
-            if tensor.numel():
-                carrier.send(as_bytes(tensor, self.device), dst, tag)
-
-    def _recv(self, name: str, src: int, tag: int) -> torch.Tensor:
-        self._check_rank(src, name, is_other=True)
-        header = torch.empty(_HEADER, dtype=torch.uint8, device=self.device)
-        with self._carrying(name) as carrier:
-            carrier.recv(header, src, tag)
-            call = Call.decode(bytes(header.cpu().tolist()).rstrip(b"\0"))
-            (form,) = call.forms
-            data = torch.empty(form.nbytes, dtype=torch.uint8, device=self.device)
-            if form.nbytes:
-                carrier.recv(data, src, tag)
-        # Refused only now: what is left on its way the next call would take for its own.
-        if call.options != f"tag={tag}":
-            raise PeerError(
-                f"the next message of rank {src} has {call.options}",
-                where=name,
-                value=f"tag={tag}",
-                hint="nccl knows no tags: over it, receive messages in the order they are sent in",
-            )
-        if (wanted := call.name.replace("send", "recv")) != name:
-            what = f"rank {src} called {call.name}: receive that with {wanted}"
-            raise PeerError(what, where=name)
-        return from_bytes(data, form.torch_dtype, form.shape)
+        if not reduction or not found:
+            return found
+        # Summed here and not by the backend, in the order of the ranks: the same whatever the
+        # timing.
+        total = combined(carried_op(reduction, mine[own].dtype), found)
+        return [narrowed(total, reduction, size, mine[own])]
 
     # What all of them stand on.
 
@@ -361,23 +328,23 @@ class Communicator(Closing):
         A rank that finds its own call to be wrong must not raise at once: the others are on their
         way to this exchange, and would wait in it. So it tells them its problem first.
         """
-        mine: list[torch.Tensor] = []
+        told: list[tuple[torch.Tensor, TensorForm]] = []
         problem: CkptkitError | None = None
         try:
-            mine = [_as_tensor(name, value, f"{name}[{n}]") for n, value in enumerate(given)]
+            told = [packed(value, f"{name}[{n}]") for n, value in enumerate(given)]
             for rank in ranks or ():
                 self._check_rank(rank, name)
             if ranks is not None and len(set(ranks)) < max(1, len(ranks)):
                 raise UsageError("a group is one or more different ranks", value=ranks)
-            if count and len(mine) != count:
-                raise LayoutError(f"{len(mine)} tensors are not one for each of the {count} ranks")
+            if count and len(told) != count:
+                raise LayoutError(f"{len(told)} tensors are not one for each of the {count} ranks")
             if check is not None:
-                check(mine)
+                check([form for _, form in told])
         except CkptkitError as error:
             error.where = error.where or name
             problem = error
         if problem is None:
-            call = Call(name, options, tuple(map(TensorForm.of, mine)))
+            call = Call(name, options, tuple(form for _, form in told))
         else:
             call = Call(name, options, problem=f"{problem}")
         with self._carrying(name) as carrier:
@@ -390,7 +357,7 @@ class Communicator(Closing):
                 what = f"rank {rank} cannot make this call: {call.problem}"
                 raise PeerError(what, where=call.name)
         check_same([f"{c.name}({c.options})" for c in calls], "the ranks make different calls", "")
-        return calls, mine
+        return calls, [tensor for tensor, _ in told]
 
     def _check_rank(self, rank: int, where: str, *, is_other: bool = False) -> None:
         if not 0 <= rank < self.world_size:
@@ -398,8 +365,3 @@ class Communicator(Closing):
             raise UsageError(what, where=where, value=rank)
         if is_other and rank == self.rank:
             raise UsageError("a rank has nothing to say to itself", where=where, value=rank)
-
-
-def _as_tensor(name: str, value: object, where: str) -> torch.Tensor:
-    """What travels: a call for objects takes plain values, and moves their bytes."""
-    return plain_value(value, where) if name.endswith("_object") else dense_tensor(value, where)

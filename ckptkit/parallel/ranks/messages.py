@@ -1,4 +1,4 @@
-"""What a communicator sends: calls that ranks compare, and tensors and values as bytes."""
+"""What a communicator sends: calls that ranks compare, and tensors and plain values as bytes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ckptkit.format import leaves
 from ckptkit.live.state.tensors import bytes_of
 
 OPS = ("sum", "mean", "max", "min")
+PLAIN = "plain value"
 # By what a carrier is asked for.
 _COMBINED: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -36,17 +37,21 @@ def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -
     return data.view(dtype).reshape(shape)
 
 
-def check_reduction(op: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise where tensors cannot be put together so."""
+def check_reduction(op: str, forms: Sequence[TensorForm]) -> None:
+    """Raise where values of these forms cannot be put together so."""
     if op not in OPS:
         raise UsageError("no such reduction", value=op, hint=f"there are {', '.join(OPS)}")
-    for dtype in {tensor.dtype for tensor in tensors}:
+    for form in forms:
+        if form.dtype == PLAIN:
+            hint = "what is reduced are tensors, and numbers of 64 bits by all_reduce"
+            raise UnsupportedTypeError("is no tensor", hint=hint)
+        dtype = form.torch_dtype
         wide_dtype(dtype)
         if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
             hint = "use sum, or convert them first"
-            raise UnsupportedTypeError("the mean of integers is none", value=str(dtype), hint=hint)
+            raise UnsupportedTypeError("the mean of integers is none", value=form.dtype, hint=hint)
         if op in ("max", "min") and dtype.is_complex:
-            raise UnsupportedTypeError("complex numbers have no order", value=str(dtype))
+            raise UnsupportedTypeError("complex numbers have no order", value=form.dtype)
 
 
 def widened(tensor: torch.Tensor, op: str, device: torch.device) -> torch.Tensor:
@@ -113,7 +118,7 @@ def carried_op(op: str, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """The dtype and the shape of a tensor."""
+    """The dtype and the shape of a tensor; of a plain value, `PLAIN` and the number of bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -124,7 +129,7 @@ class TensorForm:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        found = getattr(torch, self.dtype, None)
+        found = torch.uint8 if self.dtype == PLAIN else getattr(torch, self.dtype, None)
         if not isinstance(found, torch.dtype):
             raise FormatError("a rank sends values of a dtype unknown here", value=self.dtype)
         return found
@@ -168,14 +173,6 @@ def check_same_forms(calls: Sequence[Call]) -> None:
         check_same(of_ranks, f"the {what} of the ranks differ", calls[0].name)
 
 
-def check_same_dtypes(calls: Sequence[Call]) -> None:
-    """Raise, on all ranks alike, unless all tensors are of one dtype."""
-    found = [sorted({form.dtype for form in call.forms}) for call in calls]
-    if len({dtype for dtypes in found for dtype in dtypes}) > 1:
-        shown = "; ".join(f"rank {rank}: {', '.join(d)}" for rank, d in enumerate(found[:8]))
-        raise PeerError(f"the dtypes of the ranks differ: {shown}", where=calls[0].name)
-
-
 def check_same(told: Sequence[str], what: str, where: str) -> None:
     """Raise what it means, on all ranks alike, unless they all tell the same."""
     if len(set(told)) > 1:
@@ -186,38 +183,32 @@ def check_same(told: Sequence[str], what: str, where: str) -> None:
         raise PeerError(f"{what}: {shown}", where=where)
 
 
-def dense_tensor(value: object, where: str) -> torch.Tensor:
-    """A value if it is a tensor that lies here as a whole; raises what it is otherwise."""
-    if not isinstance(value, torch.Tensor):
-        raise UnsupportedTypeError(
-            "is no tensor", where=where, value=value, hint="objects have calls of their own"
-        )
+def packed(value: object, where: str) -> tuple[torch.Tensor, TensorForm]:
+    """What travels of a value, and its form: of a tensor that lies here as a whole itself, of a
+    plain value the bytes; never a pickle, which runs what it is made of.
+    """
     if isinstance(value, DTensor):
         raise UnsupportedTypeError(
             "a DTensor is spread over ranks already",
             where=where,
             hint="pass what this rank holds of it: .to_local()",
         )
-    if value.layout != torch.strided or value.is_quantized:
-        raise UnsupportedTypeError(
-            "only dense tensors can be sent", where=where, value=str(value.layout)
-        )
-    return value.detach()
-
-
-def plain_value(value: object, where: str) -> torch.Tensor:
-    """The bytes of a plain value; never a pickle, which runs what it is made of."""
     if isinstance(value, torch.Tensor):
-        hint = "tensors have calls of their own, without _object in their names"
-        raise UnsupportedTypeError("a tensor is no plain value", where=where, hint=hint)
+        if value.layout != torch.strided or value.is_quantized:
+            raise UnsupportedTypeError(
+                "only dense tensors can be sent", where=where, value=str(value.layout)
+            )
+        return value.detach(), TensorForm.of(value)
     try:
         data = leaves.dumps(value, where)
     except UnsupportedTypeError as error:
-        error.what = f"only plain values travel between ranks: {error.what}"
+        error.what = f"besides tensors only plain values travel between ranks: {error.what}"
         raise
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8), TensorForm(PLAIN, (len(data),))
 
 
-def loaded(data: torch.Tensor) -> Any:
-    """The value that `plain_value` took apart."""
-    return leaves.unpack(data.cpu().numpy().tobytes(), "a message of another rank")
+def unpacked(data: torch.Tensor, form: TensorForm, device: torch.device) -> Any:
+    """The value that was packed; a tensor on a device."""
+    if form.dtype == PLAIN:
+        return leaves.unpack(data.cpu().numpy().tobytes(), "a message of another rank")
+    return from_bytes(data, form.torch_dtype, form.shape).to(device)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +27,8 @@ from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.live.checkpointer import save
 from ckptkit.live.restore import Restored, load
 from ckptkit.live.sharded_optimizer import ShardedOptimizerState
-from ckptkit.live.shards import distributed_model
+from ckptkit.live.shards import DistributedModel
+from ckptkit.live.state.extra import data_rank
 from ckptkit.live.state.ranks import current_world, meeting
 from ckptkit.live.state.tensors import local_of
 from ckptkit.live.wrappers.entries import canonical_names, every_module
@@ -44,7 +44,6 @@ from ckptkit.parallel.strategies.data_parallel import (
 from ckptkit.parallel.strategies.options import SHARDED, StrategyOptions
 from ckptkit.parallel.strategies.pipeline import LossFunction, StagePipeline
 
-_REPLICAS = ("ddp", "zero1", *SHARDED)
 _WIDE = (torch.float64, torch.complex128)
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 _RESIDUALS = "compression"
@@ -84,6 +83,38 @@ class Memory:
     optimizer: Bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SpreadJob:
+    """What is spread how, and over which mesh."""
+
+    strategy: Strategy
+    options: StrategyOptions
+    device: torch.device
+    names: Mapping[str, str]
+    """By kind, what the mesh calls its axes."""
+    mesh: DeviceMesh | None
+    """None for one rank alone."""
+
+    @classmethod
+    def of(cls, strategy: Strategy, options: StrategyOptions, device: torch.device) -> SpreadJob:
+        """The mesh is made by all ranks together."""
+        # The mesh calls zero2 and zero3 `fsdp`, as checkpoints do.
+        names = {
+            axis.kind: "fsdp" if axis.name == axis.kind and axis.kind in SHARDED else axis.name
+            for axis in strategy.mesh.axes
+        }
+        shape, mesh = strategy.mesh.sizes, None
+        if shape:
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=tuple(names.values()))
+        return cls(strategy, options, device, names, mesh)
+
+    def along(self, *kinds: str) -> DeviceMesh:
+        """The part of the mesh along the axes of these kinds that there are."""
+        assert self.mesh is not None  # noqa: S101 — there is one where there are axes
+        found = tuple(self.names[kind] for kind in kinds if kind in self.names)
+        return self.mesh[found[0] if len(found) == 1 else found]
+
+
 class Distributed:
     """One rank's part of a model that is spread over a job; what `as_distributed` returns.
 
@@ -96,6 +127,8 @@ class Distributed:
     - `strategy`: with all sizes.
     - `mesh`: that of its axes; None for one rank alone.
     - `device`: where this rank computes.
+    - `replicas`: how many shares every batch is cut into; ranks of one share compute together.
+    - `replica`: which of the shares is this rank's.
     - `compression`: what compresses gradients, if anything does; it counts the bytes sent.
     - `units`: what `fully_shard` or `replicate` gathers together, each by one collective, the
       names of its layers and its bytes; none under other engines.
@@ -108,24 +141,23 @@ class Distributed:
     True
     """
 
-    def __init__(  # noqa: PLR0913 — all that spreading has found out
+    def __init__(
         self,
-        strategy: Strategy,
-        options: StrategyOptions,
+        job: SpreadJob,
         modules: Sequence[nn.Module],
         *,
-        mesh: DeviceMesh | None,
-        device: torch.device,
         optimizer: Optimizer | None = None,
         pipeline: StagePipeline | None = None,
         compression: Any = None,
         units: Sequence[Unit] = (),
     ) -> None:
-        self.strategy = strategy
-        self.options = options
+        self.strategy = strategy = job.strategy
+        self.options = job.options
+        replica, replicas = data_rank(strategy, dist.get_rank() if dist.is_initialized() else 0)
+        self.replica, self.replicas = replica, replicas or 1
         self.modules = tuple(modules)
-        self.mesh = mesh
-        self.device = device
+        self.mesh = job.mesh
+        self.device = job.device
         self.compression = compression
         self.units = tuple(units)
         self.model: Any = self.modules[0] if pipeline is None else pipeline.schedule
@@ -157,21 +189,6 @@ class Distributed:
                 "there is no optimizer", hint="as_distributed(…, optimizer=torch.optim.AdamW)"
             )
         return self._optimizer
-
-    @property
-    def replicas(self) -> int:
-        """How many shares every batch is cut into; ranks of one share compute together."""
-        return math.prod(a.size for a in self.strategy.mesh.axes if a.kind in _REPLICAS)
-
-    @property
-    def replica(self) -> int:
-        """Which of the shares is this rank's."""
-        mesh, number = self.strategy.mesh, 0
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        for axis, at in zip(mesh.axes, mesh.coords(rank), strict=True):
-            if axis.kind in _REPLICAS:
-                number = number * axis.size + at
-        return number
 
     def share(self, batch: Any) -> Any:
         """The rank's share of a batch of the whole job: of every tensor, along the first dim. Other
@@ -318,13 +335,13 @@ class Distributed:
         """The whole parameters and buffers, in host memory, on rank 0; None on the others. Every
         rank calls it.
         """
-        return distributed_model(self).full_state_dict()
+        return DistributedModel(self).full_state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank holds of model and optimizer, in their own memory: no collective, no copy,
         no file.
         """
-        whole = distributed_model(self.model, mesh=self.mesh)
+        whole = DistributedModel(self.model, mesh=self.mesh)
         found: dict[str, Any] = {"model": whole.local_state_dict()}
         if self._optimizer is not None:
             kept = self.optimizer_state()
@@ -338,7 +355,7 @@ class Distributed:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave on this rank of a job of the same strategy."""
-        distributed_model(self.model, mesh=self.mesh).load_local_state_dict(state["model"])
+        DistributedModel(self.model, mesh=self.mesh).load_local_state_dict(state["model"])
         if self._optimizer is None or "optimizer" not in state:
             return
         kept = self.optimizer_state()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import StrategyError, UsageError
 from ckptkit.model import Strategy
+from ckptkit.model.document import parse_size
 from ckptkit.parallel.optimizers.methods import compression_of
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
@@ -32,6 +33,26 @@ _DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+
+
+class Choices(TypedDict, total=False):
+    """The keywords of `as_distributed`; each has a paragraph in docs/strategies.md."""
+
+    optimizer: Optimizer | MakeOptimizer | None
+    optimizer_options: Mapping[str, Any] | None
+    rules: RulesLike | None
+    sizes: Mapping[str, Any] | None
+    mixed_precision: Precision | str | None
+    offload: bool
+    group_below: int | str
+    microbatches: int | None
+    schedule: str | None
+    balance: str
+    example: Any
+    split: StageByHand | None
+    compression: str | None
+    overlap: bool
+    device: torch.device | str | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,13 +74,37 @@ class StrategyOptions:
     split: StageByHand | None = None
     compression: str | None = None
     overlap: bool = False
+    device: torch.device | str | None = None
+
+    @classmethod
+    def of(cls, strategy: Strategy, choices: Choices) -> StrategyOptions:
+        """What is chosen for a strategy; None counts as left out."""
+        for unknown in choices.keys() - Choices.__optional_keys__:
+            raise TypeError(f"as_distributed() got an unexpected keyword argument {unknown!r}")
+        given: dict[str, Any] = {n: value for n, value in choices.items() if value is not None}
+        schedule, stages_per_rank = schedule_of(given.pop("schedule", None))
+        microbatches = microbatches_of(given.pop("microbatches", None), strategy, schedule)
+        precision = precision_of(given.pop("mixed_precision", None))
+        if "group_below" in given:  # 0 gathers each module alone
+            below = given["group_below"]
+            given["group_below"] = 1 if below in (0, "0") else parse_size(below)
+        for name in given.keys() & {"optimizer_options", "sizes"}:
+            given[name] = dict(given[name])
+        return cls(
+            precision=precision,
+            microbatches=microbatches,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            **given,
+        )
 
     def compared(self) -> dict[str, str]:
         """By name and as text, what all ranks have to choose alike.
 
-        An example and a function cannot be compared; optimizers are, by what they are made of.
+        An example and a function cannot be compared; optimizers are, by what they are made of; a
+        device is each rank's own.
         """
-        others = ("example", "split", "optimizer", "optimizer_options")
+        others = ("example", "split", "optimizer", "optimizer_options", "device")
         return {f.name: str(getattr(self, f.name)) for f in fields(self) if f.name not in others}
 
     def check(self, strategy: Strategy) -> None:

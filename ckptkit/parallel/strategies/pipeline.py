@@ -18,9 +18,9 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.errors import UsageError
+from ckptkit.live.wrappers.modules import keeping_buffers
 from ckptkit.parallel.strategies.batches import tensors_of
 from ckptkit.parallel.strategies.options import StrategyOptions
-from ckptkit.parallel.strategies.stages import KeptBuffers, kept_buffers, put_back
 
 LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
@@ -28,17 +28,18 @@ LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]
 class _KeepingStage(PipelineStage):
     """A stage whose buffers stay as they are when torch runs it once more to see its shapes."""
 
-    _before: KeptBuffers | None = None
+    _keeping = ExitStack()
 
     def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
-        self._before = kept_buffers(self.submod)
-        return super()._forward_metadata_inference(*args, **kwargs)
+        with ExitStack() as stack:
+            stack.enter_context(keeping_buffers(self.submod.modules()))
+            found = super()._forward_metadata_inference(*args, **kwargs)
+            self._keeping = stack.pop_all()
+        return found
 
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
-        if self._before is not None:
-            put_back(self._before)
-            self._before = None
+        self._keeping.close()
 
 
 class _OnlySteps:

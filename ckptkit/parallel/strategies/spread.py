@@ -6,16 +6,14 @@ import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any, Unpack, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import _broadcast_coalesced
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import DTensor
@@ -23,26 +21,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckptkit.checkpoint.ranks import OneRank, Ranks
-from ckptkit.checkpoint.rules_file import RulesLike
 from ckptkit.errors import PeerError, StrategyError, UsageError
 from ckptkit.model import Strategy
-from ckptkit.model.document import parse_size
 from ckptkit.parallel.optimizers.methods import compression_of
 from ckptkit.parallel.ranks.job import init
 from ckptkit.parallel.strategies.data_parallel import Unit, check_parameters, in_ddp, wrap_units
-from ckptkit.parallel.strategies.distributed import Distributed, all_ranks
+from ckptkit.parallel.strategies.distributed import Distributed, SpreadJob, all_ranks
 from ckptkit.parallel.strategies.options import (
-    SHARDED,
-    MakeOptimizer,
-    Precision,
-    StageByHand,
+    Choices,
     StrategyOptions,
     check_optimizer,
     microbatches_of,
     optimizer_for,
-    precision_of,
     resolved,
-    schedule_of,
     sharder_of,
     size_of,
 )
@@ -60,32 +51,16 @@ log = logging.getLogger("ckptkit.parallel")
 _spread_as: WeakKeyDictionary[object, weakref.ref[Distributed]] = WeakKeyDictionary()
 
 
-def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, all with defaults
-    model: nn.Module | Distributed | Any,
-    spec: str | Strategy,
-    *,
-    optimizer: Optimizer | MakeOptimizer | None = None,
-    optimizer_options: Mapping[str, Any] | None = None,
-    rules: RulesLike | None = None,
-    sizes: Mapping[str, Any] | None = None,
-    mixed_precision: Precision | str | None = None,
-    offload: bool = False,
-    group_below: int | str = "1MiB",
-    microbatches: int | None = None,
-    schedule: str | None = None,
-    balance: str = "parameters",
-    example: Any = None,
-    split: StageByHand | None = None,
-    compression: str | None = None,
-    overlap: bool = False,
-    device: torch.device | str | None = None,
+def as_distributed(
+    model: nn.Module | Distributed | Any, spec: str | Strategy, **choices: Unpack[Choices]
 ) -> Distributed:
     """Spread a model over the ranks of the job as a text such as `fsdp` or `pp:2,tp:2,fsdp:2` says.
 
     Every rank calls it alike, with the whole model; values are those of rank 0. The model given is
     taken over. Called again with what it made (the Distributed, or its model while that is in use)
-    and the same strategy it returns the same, and refuses other choices. Each keyword has a
-    paragraph in docs/strategies.md.
+    and the same strategy it returns the same, and refuses other choices. The choices are keywords
+    (`optimizer=`, `rules=`, `microbatches=`, …): `Choices` lists them, and docs/strategies.md has a
+    paragraph for each.
     """
     # Look at the model, and decide: a refusal changes nothing, and is one on all ranks.
     if spec != "single":
@@ -94,25 +69,7 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
     is_known = isinstance(plain, Distributed)
     with nullcontext(OneRank()) if is_known else all_ranks("spread") as ranks:
         strategy = resolved(spec, dist.get_world_size() if dist.is_initialized() else 1)
-        order, stages_per_rank = schedule_of(schedule)
-        options = StrategyOptions(
-            optimizer=optimizer,
-            optimizer_options=dict(optimizer_options or {}),
-            rules="auto" if rules is None else rules,
-            sizes=dict(sizes or {}),
-            precision=precision_of(mixed_precision),
-            offload=offload,
-            # 0 gathers each module alone.
-            group_below=1 if group_below in (0, "0") else parse_size(group_below),
-            microbatches=microbatches_of(microbatches, strategy, order),
-            schedule=order,
-            stages_per_rank=stages_per_rank,
-            balance=balance,
-            example=example,
-            split=split,
-            compression=compression,
-            overlap=overlap,
-        )
+        options = StrategyOptions.of(strategy, choices)
         if isinstance(plain, Distributed):
             _check_same(plain, strategy, options)
             return plain
@@ -121,13 +78,13 @@ def as_distributed(  # noqa: PLR0913 — everything that strategies leave open, 
         check_parameters(plain, strategy, options.group_below)
         check_optimizer(plain, options, strategy)
         check_alike(ranks, _compared(plain, strategy, options))
-    made = _spread(plain, _Job.of(strategy, options, device_of(plain, device)))
+    made = _spread(plain, SpreadJob.of(strategy, options, device_of(plain, options.device)))
     for known in (model, made.model, *made.modules):
         _spread_as[known] = weakref.ref(made)
     return made
 
 
-def _spread(model: nn.Module, job: _Job) -> Distributed:
+def _spread(model: nn.Module, job: SpreadJob) -> Distributed:
     """Carry out what was decided. What rules, an example or stages refuse, they refuse before the
     model is cut.
     """
@@ -170,11 +127,8 @@ def _spread(model: nn.Module, job: _Job) -> Distributed:
             group=job.along("pp").get_group(),
         )
     made = Distributed(
-        strategy,
-        options,
+        job,
         modules,
-        mesh=job.mesh,
-        device=job.device,
         optimizer=_optimizer_of(modules, job),
         pipeline=pipeline,
         compression=compressor,
@@ -285,40 +239,8 @@ def device_of(model: nn.Module, given: torch.device | str | None) -> torch.devic
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Job:
-    """What is spread how, and over which mesh."""
-
-    strategy: Strategy
-    options: StrategyOptions
-    device: torch.device
-    names: Mapping[str, str]
-    """By kind, what the mesh calls its axes."""
-    mesh: DeviceMesh | None
-    """None for one rank alone."""
-
-    @classmethod
-    def of(cls, strategy: Strategy, options: StrategyOptions, device: torch.device) -> _Job:
-        """The mesh is made by all ranks together."""
-        # The mesh calls zero2 and zero3 `fsdp`, as checkpoints do.
-        names = {
-            axis.kind: "fsdp" if axis.name == axis.kind and axis.kind in SHARDED else axis.name
-            for axis in strategy.mesh.axes
-        }
-        shape, mesh = strategy.mesh.sizes, None
-        if shape:
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=tuple(names.values()))
-        return cls(strategy, options, device, names, mesh)
-
-    def along(self, *kinds: str) -> DeviceMesh:
-        """The part of the mesh along the axes of these kinds that there are."""
-        assert self.mesh is not None  # noqa: S101 — there is one where there are axes
-        found = tuple(self.names[kind] for kind in kinds if kind in self.names)
-        return self.mesh[found[0] if len(found) == 1 else found]
-
-
 def _wrapped(
-    module: nn.Module, job: _Job, styles: Mapping[str, Any]
+    module: nn.Module, job: SpreadJob, styles: Mapping[str, Any]
 ) -> tuple[nn.Module, list[Unit]]:
     """A model or a stage, cut by the styles, and then spread by an engine of data parallelism; the
     units in which that gathers it.
@@ -344,7 +266,7 @@ def _wrapped(
     return module, []
 
 
-def _optimizer_of(modules: Sequence[nn.Module], job: _Job) -> Optimizer | None:
+def _optimizer_of(modules: Sequence[nn.Module], job: SpreadJob) -> Optimizer | None:
     """The optimizer of what this rank has; of ZeRO-1, one whose state is shared out, and with
     `overlap` parameters may be on their way while the modules run.
     """
@@ -434,7 +356,7 @@ def check_alike(ranks: Ranks, mine: Mapping[str, Any]) -> None:
         raise PeerError(problem, hint="call as_distributed alike on every rank")
 
 
-def _begin_alike(model: nn.Module, job: _Job) -> None:
+def _begin_alike(model: nn.Module, job: SpreadJob) -> None:
     """Let ranks that compute the same draw the same random numbers, and all have one's values."""
     device = job.device
     if size_of(job.strategy, "tp") > 1:

@@ -17,7 +17,8 @@ from torch import nn
 
 from ckptkit.checkpoint.ranks import Ranks
 from ckptkit.errors import LayoutError, UsageError
-from ckptkit.parallel.strategies.data_parallel import CONTAINERS, nbytes_of
+from ckptkit.live.wrappers.modules import CONTAINERS, keeping_buffers
+from ckptkit.parallel.strategies.data_parallel import nbytes_of
 from ckptkit.parallel.strategies.options import StageByHand, StrategyOptions
 from ckptkit.plan.place import balanced
 
@@ -27,7 +28,6 @@ _HOW = "pass split=, a function of the model and the names of a stage's layers; 
 _TRIALS_FOR_A_STAGE = 4
 
 Found = TypeVar("Found")
-KeptBuffers = list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ def _found_way(split: StageSplit, inputs: tuple[Any, ...] | None, output: Any) -
         raise LayoutError(
             "the stages, one after another, do not give what the whole model gives",
             value=[_names(stage) for stage in split.stages],
-            hint=f"the model may do more to its hidden state than evaluated its layers; {_HOW}",
+            hint=f"the model may do more to its hidden state than run its layers; {_HOW}",
         ) from problem
     finally:
         problem = None  # what it holds would live on, and with it the stages that were tried
@@ -300,7 +300,7 @@ def _layers_in(prefix: str, module: nn.Module) -> Iterator[Layer]:
         path = f"{prefix}{name}"
         holds_layers = any(isinstance(each, CONTAINERS) for each in child.modules())
         # Modules that compute positions and masks have no parameters, are not on the way of the
-        # data, and evaluated on every stage.
+        # data, and run on every stage.
         changes_its_input = type(child).__module__.startswith("torch.nn.") or any(
             True for _ in child.parameters()
         )
@@ -348,30 +348,10 @@ def _as_run(
 def evaluated(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
     """What a model returns in evaluation mode, without a trace in buffers or in random numbers."""
     modes = [(module, module.training) for module in model.modules()]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        buffers = kept_buffers(model)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), keeping_buffers(model.modules()):
         model.eval()
         try:
             return model(*inputs)
         finally:
             for module, is_training in modes:
                 module.training = is_training
-            put_back(buffers)
-
-
-def kept_buffers(model: nn.Module) -> KeptBuffers:
-    """The buffers of a model, and the values that they have now."""
-    return [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-
-
-def put_back(kept: KeptBuffers) -> None:
-    """Put the values back into the same memory, and that memory back where the model has put other
-    tensors in its place.
-    """
-    for module, name, buffer, value in kept:
-        buffer.copy_(value)
-        setattr(module, name, buffer)

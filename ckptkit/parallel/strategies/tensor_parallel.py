@@ -28,7 +28,7 @@ from ckptkit.checkpoint.rules_file import load_rules
 from ckptkit.errors import LayoutError, RulesError
 from ckptkit.model import Cut, Replicate, Rules, Shard
 from ckptkit.model.document import located
-from ckptkit.parallel.strategies.batches import mapped, tensors_of
+from ckptkit.parallel.strategies.batches import mapped, opened, tensors_of
 from ckptkit.parallel.strategies.options import StrategyOptions
 
 _KNOWN = (nn.Linear, nn.Embedding)
@@ -261,10 +261,9 @@ def _run_noting(model: nn.Module, example: Any, given: dict[str, list[torch.Tens
         # Before torch's own hook, which makes a DTensor of what it takes for columns.
         hook = partial(note, given[name])
         model.get_submodule(name).register_forward_pre_hook(hook, prepend=True)
-    inputs = example if isinstance(example, (tuple, list)) else (example,)
+    inputs, named, _ = opened((example, None))
     with torch.no_grad(), torch.random.fork_rng():
-        is_named = isinstance(example, Mapping)
-        output = model.eval()(**example) if is_named else model.eval()(*inputs)
+        output = model.eval()(*inputs, **named)
     given[_OUTPUT] = tensors_of(output)
 
 

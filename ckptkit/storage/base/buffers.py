@@ -173,6 +173,11 @@ def default_pool() -> BufferPool:
 
 
 def _rounded(size: int) -> int:
-    """The next of few lengths, at most an eighth above, so that like loans find each other."""
-    step = max(PAGE, 1 << max(0, size.bit_length() - 4))
+    """The next of few lengths, at most an eighth above, so that like loans find each other; of
+    large ones whole huge pages, where the system begins with one then (Linux 6.7).
+    """
+    # A device fills small pages by more and smaller requests: at half the speed, where a mapping
+    # of 9 MiB begins anywhere and has three or four huge pages only.
+    least = PAGE if size < _HUGE else _HUGE
+    step = max(least, 1 << max(0, size.bit_length() - 4))
     return max(PAGE, -(-size // step) * step)

@@ -15,21 +15,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ckptkit.errors import PeerError, UsageError
 from ckptkit.live import Checkpointer
 from ckptkit.live.state import sockets
 from ckptkit.live.state.sockets import Listener
 from ckptkit.parallel import AsynchronousSGD
-from ckptkit.parallel.optimizers.servers import (
+from ckptkit.parallel.optimizers.asynchronous import (
     Clocks,
-    Kind,
     ParameterShard,
     answer_worker,
-    send_message,
-    shares,
 )
 from tests.live.pool import Died, Pool
 from tests.parallel.optimizers.problem import flat, loss_of, loss_unseen, network
@@ -257,16 +252,6 @@ def test_one_who_has_left_is_not_waited_for() -> None:
     clocks.wait_until_empty()
 
 
-@given(st.dictionaries(st.text(max_size=3), st.integers(0, 100)), st.integers(1, 5))
-def test_every_parameter_has_one_server_and_their_loads_are_alike(
-    sizes: dict[str, int], servers: int
-) -> None:
-    found = shares(sizes, range(servers))
-    assert sorted(name for names in found.values() for name in names) == sorted(sizes)
-    loads = [sum(sizes[name] for name in names) for names in found.values()]
-    assert max(loads) - min(loads) <= max(sizes.values(), default=0)
-
-
 class Server(NamedTuple):
     """What answers one worker, and what it has."""
 
@@ -290,12 +275,12 @@ def test_who_does_not_know_the_token_gets_no_answer(server: Server) -> None:
         assert pipe.recv(1) == b""
 
 
-@pytest.mark.parametrize("nonsense", [b"\xff" * 13, b"\x01\x00\x00\x00\x00" + b"\xff" * 8])
+@pytest.mark.parametrize("nonsense", [b"\xff" * 4, b"\x00\x00\x00\x08" + b"\xff" * 8])
 def test_nonsense_ends_the_connection_and_counts_as_a_lost_worker(
     server: Server, nonsense: bytes
 ) -> None:
     with sockets.connect("127.0.0.1", server.port, b"t" * 16, 5) as pipe:
-        send_message(pipe, Kind.HELLO, 0)
+        sockets.tell(pipe, 0)
         pipe.sendall(nonsense)
         assert pipe.recv(1) == b""
     server.clocks.wait_until_empty()
@@ -305,9 +290,10 @@ def test_nonsense_ends_the_connection_and_counts_as_a_lost_worker(
 
 def test_a_gradient_of_another_shape_is_refused_and_changes_nothing(server: Server) -> None:
     with sockets.connect("127.0.0.1", server.port, b"t" * 16, 5) as pipe:
-        send_message(pipe, Kind.HELLO, 0)
-        send_message(pipe, Kind.PUSH, 0, [memoryview(b"\x01" + b"\x40" * 4)])
-        assert pipe.recv(1) == bytes([Kind.FAILED])
+        sockets.tell(pipe, 0)
+        sockets.tell(pipe, ["push", [torch.ones(2, dtype=torch.bfloat16)]])
+        what, said = sockets.hear(pipe, 0)
+        assert (what, "shape" in said or "size" in said) == ("", True)
     assert torch.equal(server.shard.pull()[0], torch.zeros(3, dtype=torch.bfloat16))
 
 

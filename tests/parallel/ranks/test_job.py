@@ -107,7 +107,7 @@ def test_ranks_that_never_come_are_a_clear_error(monkeypatch: pytest.MonkeyPatch
 def join_a_job(environment: dict[str, str]) -> list[tuple[int, str]]:
     os.environ.update(environment)
     with init(timeout=60) as comm:
-        return comm.all_gather_object((comm.rank, comm.backend))
+        return comm.all_gather((comm.rank, comm.backend))
 
 
 def test_ranks_of_slurm_meet_at_its_first_host(gloo: Pool) -> None:

@@ -66,7 +66,7 @@ def test_a_late_rank_is_named_and_the_communicator_ends() -> None:
         with pytest.raises(PeerError, match=r"barrier: rank 1 did not come within 0\.1 s"):
             comm.barrier()
         with pytest.raises(PeerError, match="ended in an earlier call: rank 1 did not come"):
-            comm.all_gather_object(1)
+            comm.all_gather(1)
         free.set()
         return "alone"
 

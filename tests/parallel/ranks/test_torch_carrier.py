@@ -52,16 +52,16 @@ def over_groups() -> tuple[list[int], list[int], list[int], str]:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     group = dist.new_group([0, 2])
-    pair = Communicator.of(group).all_gather_object(rank) if rank in (0, 2) else []
+    pair = Communicator.of(group).all_gather(rank) if rank in (0, 2) else []
     with Communicator.of(mesh, "fsdp") as along:
-        line = along.all_gather_object(rank)
+        line = along.all_gather(rank)
     said = ""
     bad: Any
     for made, bad in ((Communicator, dist.group.WORLD), (Communicator.of, "fsdp")):
         with pytest.raises(UsageError) as caught:
             made(bad)
         said += caught.value.what
-    return Communicator.of().all_gather_object(rank), pair, line, said
+    return Communicator.of().all_gather(rank), pair, line, said
 
 
 def test_a_communicator_is_made_of_a_group_or_of_an_axis_of_a_mesh(gloo: Pool) -> None:
@@ -115,7 +115,7 @@ def join_what_is_there() -> bool:
         current_communicator()
     # What others made is not taken down.
     again = init()
-    comm_of_all = again.all_gather_object(dist.is_initialized())
+    comm_of_all = again.all_gather(dist.is_initialized())
     again.close()
     return same and all(comm_of_all)
 
