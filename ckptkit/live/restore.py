@@ -54,7 +54,7 @@ from ckptkit.live.state.tensors import (
     bits_of,
     devices_of,
     dtype_of,
-    pinned_memory,
+    host_memory,
     synchronize,
     torch_dtype,
 )
@@ -440,10 +440,10 @@ class _Circle:
         device = wire() if len(ranks) > 1 else torch.device("cpu")
         self._devices = devices_of([torch.empty(0, device=device), *(each.target for each in plan)])
         # While one batch is given to the others, the next is read.
-        self._own = [self._host_memory(largest) for _ in self._turns[self._me][:2]]
+        self._own = [host_memory(largest, self._devices) for _ in self._turns[self._me][:2]]
         # What others give arrives here, and on a device also what this rank gives leaves from here.
         if device.type == "cpu":
-            self._wired = self._host_memory(largest if len(ranks) > 1 else 0)
+            self._wired = host_memory(largest if len(ranks) > 1 else 0, self._devices)
         else:
             self._wired = torch.empty(largest, dtype=torch.uint8, device=device)
 
@@ -497,8 +497,3 @@ class _Circle:
             errors.append(error)
         # Before the memory is used again; and whatever stream uses the tensors next.
         synchronize(self._devices)
-
-    def _host_memory(self, size: int) -> torch.Tensor:
-        if any(device.type == "cuda" for device in self._devices):
-            return pinned_memory(size)
-        return torch.empty(size, dtype=torch.uint8)

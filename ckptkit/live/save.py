@@ -36,7 +36,7 @@ from ckptkit.live.state.tensors import (
     checksum_of,
     devices_of,
     dtype_of,
-    pinned_memory,
+    host_memory,
     synchronize,
 )
 from ckptkit.live.state.topology import Topology
@@ -455,8 +455,7 @@ class Arena:
         memory = self._memory
         if memory is None or memory.nbytes < size or memory.is_pinned() < pinned:
             memory = self._memory = None  # freed first: two would be twice the promised memory
-            memory = pinned_memory(size) if pinned else torch.empty(size, dtype=torch.uint8)
-            self._memory = memory
+            memory = self._memory = host_memory(size, devices)
         copies = []
         for held, start in zip(tensors, starts, strict=True):
             local = held.local

@@ -191,7 +191,7 @@ def test_training_that_goes_on_during_the_write_changes_nothing_of_it(tmp_path: 
         return pinned_memory(size)
 
     with (
-        patch("ckptkit.live.save.pinned_memory", count),
+        patch("ckptkit.live.state.tensors.pinned_memory", count),
         Checkpointer(tmp_path, asynchronous=True) as checkpointer,
     ):
         for step in range(1, 5):

@@ -214,6 +214,13 @@ def synchronize(devices: Iterable[torch.device]) -> None:
         torch.accelerator.synchronize(device)
 
 
+def host_memory(size: int, devices: Iterable[torch.device]) -> torch.Tensor:
+    """Memory that tensors on these devices are copied to or from."""
+    if any(device.type == "cuda" for device in devices):
+        return pinned_memory(size)
+    return torch.empty(size, dtype=torch.uint8)
+
+
 def pinned_memory(size: int) -> torch.Tensor:
     """Host memory that CUDA copies to and from at full speed. Torch's own allocator takes the next
     power of two of it, and gives none back.
