@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from ckptkit.plugins.accelerate import load_state, save_state
 from ckptkit.plugins.dcp import Reader, Writer
@@ -38,9 +39,9 @@ def state(value: float) -> dict[str, Any]:
 
 
 def test_dcp_saves_and_loads_tensors_of_a_device(tmp_path: Path) -> None:
-    dcp.save(state(3.0), storage_writer=Writer(tmp_path, step=1), no_dist=True)
+    save(state(3.0), storage_writer=Writer(tmp_path, step=1), no_dist=True)
     found = state(0.0)
-    dcp.load(found, storage_reader=Reader(tmp_path), no_dist=True)
+    load(found, storage_reader=Reader(tmp_path), no_dist=True)
     assert bool((found["weight"] == 3).all())
     assert bool((found["moments"]["m"] == -3).all())
 
@@ -52,7 +53,7 @@ def test_what_dcp_stages_is_what_was_there(tmp_path: Path, staging: str) -> None
         mine = state(float(step))
         # Torch 2.11's cannot be used again.
         stager = options and DefaultStager(StagingOptions(use_shared_memory=False, **options))
-        answer: Any = dcp.async_save(
+        answer: Any = async_save(
             mine, storage_writer=Writer(tmp_path, step=step), no_dist=True, async_stager=stager
         )
         if hasattr(answer, "staging_completion"):
@@ -65,7 +66,7 @@ def test_what_dcp_stages_is_what_was_there(tmp_path: Path, staging: str) -> None
             stager.close()
     for step in (1, 2, 3):
         found = state(0.0)
-        dcp.load(found, storage_reader=Reader(tmp_path, step=step), no_dist=True)
+        load(found, storage_reader=Reader(tmp_path, step=step), no_dist=True)
         assert bool((found["weight"] == step).all())
         assert bool((found["moments"]["m"] == -step).all())
 

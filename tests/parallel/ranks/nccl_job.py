@@ -58,8 +58,12 @@ def main(folder: str) -> None:
 
         for way in WAYS:
             attempt(f"save {way}", partial(saved, way))
+
+        def wrong(way: str) -> dict[str, list[str]]:
+            return {source: each for source, each in load(way, steps).items() if each}
+
         for way in WAYS:
-            attempt(way, lambda way=way: {k: v for k, v in load(way, steps).items() if v})
+            attempt(way, partial(wrong, way))
             found[way] = found[f"save {way}"] + found[way]
         for kind in (*KINDS, *COMPRESSIONS):
             attempt(kind, partial(strategies, comm, kind))
