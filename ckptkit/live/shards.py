@@ -5,7 +5,7 @@ for any strategy, and the whole on rank 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -61,6 +61,8 @@ class ShardingMetadata:
     tensors: Mapping[str, TensorSharding]
     tied: Mapping[str, str]
     """Second names of tensors."""
+    made: Mapping[str, Any] = field(default_factory=dict)
+    """Of tensors that are made of others what they are, by name; the others are among `tensors`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +88,14 @@ class LocalShard:
                 alike = of is not None and of.shape == each.shape
                 item = Saved(each.shape, torch_dtype(DTYPES[each.dtype]), alike)
                 found.setdefault(parameter, {})[key] = item
+        for name, record in self.metadata.made.items():
+            if name.startswith("optimizer/"):
+                _, parameter, key = split(name)
+                shape, dtype = tuple(record["shape"]), getattr(torch, record["dtype"])
+                kept = found[parameter].items()
+                found[parameter] = {k: v for k, v in kept if not k.startswith(f"{key}/")}
+                made = Saved(shape, dtype, is_like_parameter=True, is_wrapper=True)
+                found[parameter][key] = made
         for document in self.optimizers:
             for name, values in document["values"].items():
                 found[name] = with_containers(found.get(name, {}), values, name)
@@ -96,8 +106,10 @@ class LocalShard:
         are.
         """
         theirs = self.metadata
-        mine = {name: each for name, each in here.tensors.items() if split(name)[0] == group}
-        there = {name: each for name, each in theirs.tensors.items() if split(name)[0] == group}
+        mine, there = (
+            {n: each for n, each in (*of.tensors.items(), *of.made.items()) if split(n)[0] == group}
+            for of in (here, theirs)
+        )
         for name in sorted(mine.keys() | there.keys()):
             if mine.get(name) != there.get(name):
                 return (
@@ -150,13 +162,6 @@ class DistributedModel:
         """What this rank holds of model and optimizer, in live memory: copy it to keep it."""
         training = self._training()
         snapshot = self._snapshot(training)
-        for name in snapshot.objects:
-            if name.startswith(f"{WRAPPED}/"):
-                raise UnsupportedTypeError(
-                    "a tensor made of others is no part of a shard",
-                    where=name.removeprefix(f"{WRAPPED}/"),
-                    hint="save it with a Checkpointer",
-                )
         tensors = {held.name: held.local for held in snapshot.tensors}
         metadata = _metadata(snapshot, training)
         return LocalShard(metadata, tensors, snapshot.values, snapshot.optimizers)
@@ -305,6 +310,11 @@ def _metadata(snapshot: Snapshot, training: TrainingState) -> ShardingMetadata:
         training.details(),
         tensors,
         snapshot.tied,
+        {
+            name.removeprefix(f"{WRAPPED}/"): record
+            for name, record in snapshot.objects.items()
+            if name.startswith(f"{WRAPPED}/")
+        },
     )
 
 

@@ -5,12 +5,11 @@ for each array. Boxes are not among them: the page computes these, as `model.cut
 from __future__ import annotations
 
 import math
-import reprlib
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from itertools import islice
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,10 +24,10 @@ from ckptkit.checkpoint.reshard.target import TargetArray
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.checkpoint.workers import Progress
 from ckptkit.format.arrays import ArrayKind
-from ckptkit.model import Box, Grid, Layout, Placement, Strategy, placement_to_doc
-from ckptkit.model.folds import fold_names
-from ckptkit.plan.chunks import inner_borders
-from ckptkit.plan.read import members
+from ckptkit.format.names import fold_names
+from ckptkit.model import Box, Grid, Placement, Strategy, placement_to_doc
+from ckptkit.model.document import in_short
+from ckptkit.plan.read import writers
 
 Facts: TypeAlias = dict[str, Any]
 F64 = npt.NDArray[np.float64]
@@ -37,7 +36,6 @@ I64 = npt.NDArray[np.int64]
 OCTAVES = 12
 """How many powers of two below the largest number the histogram shows, on each side of zero."""
 
-_TEXT = 160
 # A grid of a foreign file may have a border for each rank of a large job.
 _EDGES = 1024
 _ITEMS = 500
@@ -48,6 +46,7 @@ _BLOCK = 1 << 14
 # Exponents of float64, smaller ones together with the smallest.
 _LEAST, _MOST = -1022, 1024
 _SIDE = _MOST - _LEAST + 1
+_short = partial(in_short, width=160)
 
 
 def step_facts(checkpoint: Checkpoint) -> Facts:
@@ -68,7 +67,7 @@ def step_facts(checkpoint: Checkpoint) -> Facts:
     for number, each in enumerate(folds):
         for at in each.places:
             fold[at] = number
-    ofs = [*table.columns.ofs, *(table.columns.ofs[number] for number in tied)]
+    ofs = [*table.ofs, *(table.ofs[number] for number in tied)]
     theirs = None if foreign is None else [foreign.theirs.get(name) for name in names]
     return {
         **_head(checkpoint),
@@ -196,13 +195,16 @@ def flows_of(plan: ReshardPlan, most_parts: int = _MOST_PARTS) -> dict[str, Any]
         counts = np.zeros((grid.chunk_count, sources))
         for row in held:
             counts[np.arange(grid.chunk_count), group_of_pack[row]] += 1
-        for box, holders, share in _boxes(layout):
-            chunks, elements = _overlaps(grid, box)
-            shares = np.bincount(group_of_rank[holders], minlength=targets) * share
-            nbytes += np.outer(elements * itemsize @ counts[chunks], shares)
-            touched += np.outer(counts[chunks].sum(axis=0), shares)
-            stays = np.isin(held[:, chunks], holders).sum(axis=0)
-            in_place += float(elements @ stays) * itemsize * share
+        borders = [grid.borders(dim) for dim in range(len(grid.shape))]
+        for share, writing in chain.from_iterable(writers(layout)):
+            part = 1 / share.replicas.count
+            shares = np.bincount(group_of_rank[writing], minlength=targets) * part
+            for box in share.boxes:
+                chunks, elements = _overlaps(grid, borders, box)
+                nbytes += np.outer(elements * itemsize @ counts[chunks], shares)
+                touched += np.outer(counts[chunks].sum(axis=0), shares)
+                stays = np.isin(held[:, chunks], writing).sum(axis=0)
+                in_place += float(elements @ stays) * itemsize * part
     return {
         "sources": np.bincount(group_of_pack).tolist(),
         "targets": np.bincount(group_of_rank).tolist(),
@@ -213,34 +215,17 @@ def flows_of(plan: ReshardPlan, most_parts: int = _MOST_PARTS) -> dict[str, Any]
     }
 
 
-def _boxes(layout: Layout) -> Iterator[tuple[Box, list[int], float]]:
-    """Each box that ranks will hold, some of them, and which share of it each of these writes."""
-    # Parts that overlap have holders of each stretch of their own: no part stands for others then.
-    is_tangled, every = layout.is_tangled, range(layout.strategy.world_size)
-    for rank in every if is_tangled else layout.distinct_ranks():
-        for share in layout.shares(rank):
-            holders = [rank] if is_tangled else members(layout, share.replicas)
-            for box in share.boxes:
-                yield box, holders, 1 / share.replicas.count
-
-
-def _overlaps(grid: Grid, box: Box) -> tuple[I64, F64]:
+def _overlaps(grid: Grid, borders: Sequence[I64], box: Box) -> tuple[I64, F64]:
     """The chunks that a box touches, and how many elements it has of each."""
     chunks, elements = np.zeros(1, np.int64), np.ones(1)
     for dim, span in enumerate(grid.span(box)):
         low, high = box.offset[dim], box.offset[dim] + box.shape[dim]
-        borders = _borders(grid, dim)[span.start : span.stop + 1]
-        lengths = np.diff(np.clip(borders, low, high)).astype(np.float64)
+        met = borders[dim][span.start : span.stop + 1]
+        lengths = np.diff(np.clip(met, low, high)).astype(np.float64)
         index = np.arange(span.start, span.stop)
         chunks = (chunks[:, None] * grid.counts[dim] + index).reshape(-1)
         elements = (elements[:, None] * lengths).reshape(-1)
     return chunks, elements
-
-
-@lru_cache(maxsize=64)
-def _borders(grid: Grid, dim: int) -> I64:
-    """Where chunks begin along a dim, and where the last one ends."""
-    return np.array([0, *inner_borders(grid, dim), grid.shape[dim]], np.int64)
 
 
 class Tally:
@@ -410,18 +395,3 @@ def _number(value: float | None) -> float | str | None:
     if value is None:
         return None
     return value if math.isfinite(value) and abs(value) < 1e300 else str(value)
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel = 3
-_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 6
-_SHORT.maxstring = _SHORT.maxother = 80
-
-
-def _short(value: object) -> str:
-    """A value on one line, cut where it gets long."""
-    try:
-        text = _SHORT.repr(value)
-    except ValueError:  # Python turns no integer of thousands of digits into text
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}…"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import threading
@@ -39,7 +40,8 @@ MOMENT = "optimizer/layers.0.up.weight/exp_avg"
 def kept(shard: LocalShard) -> LocalShard:
     """A shard in memory of its own."""
     tensors = {name: tensor.clone() for name, tensor in shard.tensors.items()}
-    return LocalShard(shard.metadata, tensors, shard.values, shard.optimizers)
+    values, optimizers = copy.deepcopy((shard.values, shard.optimizers))
+    return LocalShard(shard.metadata, tensors, values, optimizers)
 
 
 def refusal(call: Callable[[], object]) -> str:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 import ckptkit
 from ckptkit.errors import UnsupportedTypeError
-from ckptkit.live import StateMismatchError, load, load_state, save
+from ckptkit.live import DistributedModel, StateMismatchError, load, load_state, save
 from tests.live.pool import Pool
 
 BLOCK = 4
@@ -162,6 +162,23 @@ def test_quantised_state_goes_on_bit_for_bit(
         for others in (1, 2, 3):
             found = gloo.run(others, load_and_go_on, location, optimizer)
             assert joined(found) == joined(saved), f"{ranks} to {others}"
+
+
+def go_on_from_a_shard(optimizer: type[EightBit]) -> bool:
+    model, stepping = made(optimizer)
+    train(model, stepping, 0, 2)
+    other, fresh = made(optimizer)
+    shard = DistributedModel(model, stepping).local_shard()
+    DistributedModel(other, fresh).load_local_shard(shard)
+    train(model, stepping, 2, 2)
+    train(other, fresh, 2, 2)
+    return contents(model, stepping) == contents(other, fresh)
+
+
+@pytest.mark.parametrize("optimizer", [EightBit, ByRow])
+def test_a_shard_has_quantised_state_too(gloo: Pool, optimizer: type[EightBit]) -> None:
+    for ranks in (1, 2):
+        assert gloo.run(ranks, go_on_from_a_shard, optimizer) == [True] * ranks
 
 
 def joined(ranks: Sequence[tuple[list[Any], list[Any]]]) -> list[Any]:

@@ -27,7 +27,7 @@ from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.live.checkpointer import save
 from ckptkit.live.restore import Restored, load
 from ckptkit.live.sharded_optimizer import ShardedOptimizerState
-from ckptkit.live.shards import DistributedModel
+from ckptkit.live.shards import DistributedModel, LocalShard
 from ckptkit.live.state.extra import data_rank
 from ckptkit.live.state.ranks import current_world, meeting
 from ckptkit.live.state.tensors import local_of
@@ -337,34 +337,13 @@ class Distributed:
         """
         return DistributedModel(self).full_state_dict()
 
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank holds of model and optimizer, in their own memory: no collective, no copy,
-        no file.
-        """
-        whole = DistributedModel(self.model, mesh=self.mesh)
-        found: dict[str, Any] = {"model": whole.local_state_dict()}
-        if self._optimizer is not None:
-            kept = self.optimizer_state()
-            found["optimizer"] = {name: kept.get(name) for name in kept.names if kept.has(name)}
-            unsaid = ("params", "param_names")
-            found["groups"] = [
-                {key: value for key, value in group.items() if key not in unsaid}
-                for group in self._optimizer.param_groups
-            ]
-        return found
+    def local_shard(self) -> LocalShard:
+        """What this rank holds of model and optimizer, in their own memory: no copy, no file."""
+        return DistributedModel(self, self._optimizer).local_shard()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave on this rank of a job of the same strategy."""
-        DistributedModel(self.model, mesh=self.mesh).load_local_state_dict(state["model"])
-        if self._optimizer is None or "optimizer" not in state:
-            return
-        kept = self.optimizer_state()
-        for name in set(kept.names) - state["optimizer"].keys():
-            kept.remove(name)
-        for name, values in state["optimizer"].items():
-            kept.put(name, values)
-        for group, options in zip(self._optimizer.param_groups, state["groups"], strict=True):
-            group.update(options)
+    def load_local_shard(self, shard: LocalShard) -> None:
+        """Take over what `local_shard` gave on this rank of a job of the same strategy."""
+        DistributedModel(self, self._optimizer).load_local_shard(shard)
 
     def _parameters(self) -> list[nn.Parameter]:
         return list(dict.fromkeys(p for module in self.modules for p in module.parameters()))

@@ -20,6 +20,7 @@ from ckptkit.live.wrappers.entries import canonical_names, every_module
 from ckptkit.parallel import Distributed, as_distributed
 from tests.live.network import batch, loss_of, network
 from tests.live.pool import Pool
+from tests.live.test_shards import kept
 from tests.parallel.strategies.test_losses import ranks_of
 from tests.parallel.strategies.training import RULES, STEPS, Layered, spread, train, values
 
@@ -176,7 +177,7 @@ def of_a_function(spec: str, options: dict[str, Any]) -> tuple[dict[str, torch.T
     """What some steps of an optimizer that a function makes give, and its groups."""
     dist = spread(spec, optimizer=by_groups, optimizer_options={}, **options)
     train(dist, range(3))
-    return copied(values(dist)), len(dist.optimizer.param_groups)
+    return values(dist), len(dist.optimizer.param_groups)
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=str)
@@ -343,21 +344,12 @@ def kept_here(spec: str) -> bool:
     """Whether a rank's own state, put aside, brings a job back to the bit."""
     made = spread(spec)
     train(made, range(2))
-    aside = copied(made.state_dict())
+    aside = kept(made.local_shard())
     first = train(made, range(2, STEPS))
     other = spread(spec, seed=7)
-    other.load_state_dict(aside)
-    made.load_state_dict(aside)
+    other.load_local_shard(aside)
+    made.load_local_shard(aside)
     return first == train(made, range(2, STEPS)) == train(other, range(2, STEPS))
-
-
-def copied(tree: Any) -> Any:
-    """A tree of values in memory of its own."""
-    if isinstance(tree, dict):
-        return {key: copied(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [copied(value) for value in tree]
-    return tree.clone() if torch.is_tensor(tree) else tree
 
 
 @pytest.mark.parametrize("spec", ["ddp:2", "zero1:2", "zero2:2", "fsdp:2", "tp:2", "pp:2"])
@@ -368,9 +360,9 @@ def test_a_rank_can_put_its_own_state_aside(gloo: Pool, spec: str) -> None:
 def back_to_the_start(spec: str) -> bool:
     """Whether a state from before the first step makes the next one the first again."""
     made = spread(spec)
-    aside = copied(made.state_dict())
+    aside = kept(made.local_shard())
     first = train(made, range(STEPS))
-    made.load_state_dict(aside)
+    made.load_local_shard(aside)
     return first == train(made, range(STEPS))
 
 
@@ -395,11 +387,11 @@ class Counting(torch.optim.Optimizer):
 def test_numbers_that_an_optimizer_keeps_go_back_too() -> None:
     made = as_distributed(nn.Linear(4, 2), "single", optimizer=Counting)
     made.optimizer.step()
-    aside = copied(made.state_dict())
+    aside = kept(made.local_shard())
     made.optimizer.step()
     other = as_distributed(nn.Linear(4, 2), "single", optimizer=Counting)
     for each in (made, other):
-        each.load_state_dict(aside)
+        each.load_local_shard(aside)
         assert [kept["step"] for kept in each.optimizer.state.values()] == [1, 1]
 
 
