@@ -53,7 +53,9 @@ from ckptkit.errors import PeerError, UsageError
     default=0,
 )
 @click.pass_context
-def launch(ctx: click.Context, program: tuple[str, ...], *, is_module: bool, **given: Any) -> Reply:
+def launch(
+    ctx: click.Context, /, program: tuple[str, ...], *, is_module: bool, **given: Any
+) -> Reply:
     """Run a training as the ranks of a job.
 
     Each line that a rank prints has its number before it, [rank 3], and stays on its stream. When

@@ -306,7 +306,8 @@ class EngineState:
             self._rows_mesh = mesh[kind]
         else:
             group = DEEPSPEED.private(engine, "seq_data_parallel_group")
-            group = dist.group.WORLD if group is None else group
+            all_ranks: Any = dist.group.WORLD
+            group = all_ranks if group is None else group
             if group.size() != world:
                 raise _refusal(f"{group.size()} of {world} ranks share out the parameters")
             mesh = self._rows_mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(kind,))

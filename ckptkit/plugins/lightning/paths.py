@@ -313,7 +313,8 @@ class PathRuns:
             sound = [] if step is None else steps[steps.index((run, step)) :]
             return PathTarget(at, sound, sorted(groups))
 
-        return first_sound(steps or [(place, None)], look)
+        places: list[tuple[str, int | None]] = [*steps]
+        return first_sound(places or [(place, None)], look)
 
     def _folder(self, path: str) -> tuple[Store, str]:
         """The store of the folder that a path is in, and the name there."""
