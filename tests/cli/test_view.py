@@ -58,7 +58,7 @@ def test_a_page_is_put_into_no_folder_of_somebody_else(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", lambda url: bool(shown.append(url)) or True)
+    monkeypatch.setattr(webbrowser, "open", shown.append)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "other").mkdir()
