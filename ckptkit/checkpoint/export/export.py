@@ -34,7 +34,7 @@ from ckptkit.errors import (
     StorageError,
     UsageError,
 )
-from ckptkit.foreign.folder import parsed
+from ckptkit.foreign.folder import CONFIG, parsed
 from ckptkit.foreign.output.files import (
     EMBEDDINGS,
     Checked,
@@ -45,7 +45,6 @@ from ckptkit.foreign.output.files import (
     safetensors_file,
 )
 from ckptkit.foreign.output.pickled import Keys, dcp_folder, torch_file
-from ckptkit.foreign.readers.safetensors import CONFIG
 from ckptkit.format.leaves import dumps, unpack
 from ckptkit.format.names import MODEL, OPTIMIZER, inner_name, split
 from ckptkit.format.objects import ObjectInfo

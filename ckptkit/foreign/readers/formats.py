@@ -60,7 +60,7 @@ def _dcp(folder: Folder) -> ForeignStep:
 
 
 def _deepspeed(folder: Folder) -> ForeignStep:
-    from ckptkit.foreign.readers.deepspeed import read_deepspeed  # noqa: PLC0415
+    from ckptkit.foreign.deepspeed.tag import read_deepspeed  # noqa: PLC0415
 
     return read_deepspeed(folder)
 
@@ -118,7 +118,8 @@ FORMATS = (
     Format("a DCP checkpoint of accelerate", r"pytorch_model_fsdp_\d+", _dcp),
     Format(
         "a DeepSpeed checkpoint",
-        r"global_step\d+(_universal)?|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",
+        r"global_step\d+(_universal)?|zero_to_fp32\.py|.*zero_pp_rank_.*"
+        r"|(layer_\d+_expert_\d+_)?mp_rank_\d+_model_states\.pt",
         _deepspeed,
     ),
     Format("a Megatron checkpoint of a file for each rank", r"mp_rank_\d+(_\d+)*"),

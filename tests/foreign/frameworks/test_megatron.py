@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import ckptkit
 from ckptkit.errors import FormatError, NotFoundError
 from ckptkit.foreign.extents import ForeignArray
-from ckptkit.foreign.readers.samples import sampled
+from ckptkit.foreign.samples import sampled
 from ckptkit.live import load
 from tests.cli.programs import ckpt, document
 from tests.foreign.contract import BitForBit, ForeignContract, Sample, same
