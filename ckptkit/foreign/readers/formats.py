@@ -78,15 +78,17 @@ def _orbax(folder: Folder) -> ForeignStep:
 
 
 def _safetensors(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.dcp import with_optimizer  # noqa: PLC0415
     from ckptkit.foreign.readers.safetensors import read_safetensors  # noqa: PLC0415
 
-    return read_safetensors(folder)
+    return with_optimizer(folder, read_safetensors(folder))
 
 
 def _torch(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.dcp import with_optimizer  # noqa: PLC0415
     from ckptkit.foreign.readers.torch_save import read_torch  # noqa: PLC0415
 
-    return read_torch(folder)
+    return with_optimizer(folder, read_torch(folder))
 
 
 def _torch_checkpointing(folder: Folder) -> ForeignStep:
