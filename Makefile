@@ -16,7 +16,7 @@ TURNS := $(shell flock -n -E 0 Makefile true 2>/dev/null && echo flock Makefile)
 SET_UP = $(TURNS) $(MAKE) --no-print-directory FOR=$@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-frameworks bench clean base torch dev frameworks
+.PHONY: help demo test test-long test-frameworks test-gpu bench clean base torch dev frameworks
 
 help: ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile
@@ -44,6 +44,10 @@ test-frameworks: ## install DeepSpeed, Megatron and others beside, and read what
 	CKPTKIT_FRAMEWORKS=$(abspath $(FRAMEWORKS))/bin/python $(PYTEST) tests/foreign/frameworks tests/plugins/test_megatron.py tests/plugins/test_torchtitan.py tests/plugins/test_deepspeed.py
 	rm -rf $(NEWEST) && $(PIP) install --no-deps --target $(NEWEST) accelerate lightning torch_checkpointing torchdata transformers
 	PYTHONPATH=$(NEWEST) $(PYTEST) tests/plugins
+
+test-gpu: ## set up with torch, then what needs a GPU, and jobs whose ranks share one
+	+@$(SET_UP) dev
+	CKPTKIT_TEST_DEVICE=cuda $(PYTEST) $(wildcard tests/*/test_cuda*.py) tests/parallel/ranks/test_nccl.py tests/parallel/optimizers/test_compression.py
 
 bench: ## set up with torch, then measure side by side with peers
 	+@$(SET_UP) dev

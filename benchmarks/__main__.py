@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks import activation, foreign, live, objects, optimizers, reshard, speed, strategies
+from benchmarks import (
+    activation,
+    cuda,
+    foreign,
+    live,
+    objects,
+    optimizers,
+    reshard,
+    speed,
+    strategies,
+)
 from benchmarks.commands import commands
 from benchmarks.machine import describe, in_words
 from benchmarks.manifest import manifest
@@ -35,6 +45,7 @@ _WHAT = {
     "foreign": "checkpoints of other programs: exports, loads, `ckpt show`",
     "objects": "over an object store on this machine, against obstore itself and DCP",
     "activation": "of a GPT under each policy, against torch's own checkpoint",
+    "cuda": "saves, loads and activations of a GPU",
     "optimizers": "bytes of compressed gradients, steps that wait for nobody",
     "strategies": "in one line, against torch by hand; grouping; what each takes",
     "plan": "reshards of 405B parameters",
@@ -84,6 +95,7 @@ def _benches(arguments: argparse.Namespace, folder: Path) -> Iterator[Bench]:
         "foreign": foreign.benches(folder, gib, repeat),
         "objects": objects.benches(folder, repeat, arguments.server, gib),
         "activation": activation.benches(repeat),
+        "cuda": cuda.benches(folder, gib, repeat),
         "strategies": strategies.benches(repeat),
         "optimizers": optimizers.benches(),
         "plan": [planning],

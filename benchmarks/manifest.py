@@ -16,9 +16,8 @@ from benchmarks.table import Bar, Section
 from ckptkit.checkpoint.write.assemble import assemble
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import ArrayInfo, ArrayKind, key_of
-from ckptkit.format.manifest import Manifest, PackInfo, pack_name
+from ckptkit.format.manifest import Manifest, PackInfo, Record, SaveInfo, pack_name
 from ckptkit.format.pack import Entries, Entry
-from ckptkit.format.record import Record, SaveInfo
 from ckptkit.model import DType, Grid, Shard, Strategy
 from ckptkit.storage import open_store
 

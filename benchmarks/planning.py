@@ -15,8 +15,7 @@ from benchmarks.table import Bar, Section
 from ckptkit.checkpoint.reshard.target import ReshardOptions, cost_of, target_of
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import ArrayInfo, ArrayKind
-from ckptkit.format.manifest import Manifest, PackInfo, pack_name
-from ckptkit.format.record import SaveInfo
+from ckptkit.format.manifest import Manifest, PackInfo, SaveInfo, pack_name
 from ckptkit.model import DType, Rules, Strategy, layout_of
 from ckptkit.plan.chunks import choose_grid
 from ckptkit.plan.cuts import Tensor

@@ -21,9 +21,9 @@ from ckptkit.checkpoint.write.pack import Pack
 from ckptkit.checkpoint.write.plan import PackedArray, PackPlan, documents_of
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import ArrayInfo, ArrayKind
-from ckptkit.format.record import SaveInfo
+from ckptkit.format.manifest import SaveInfo
 from ckptkit.model import DType, Grid, Replicate, Strategy, layout_of
-from ckptkit.plan.write import Owned
+from ckptkit.plan.chunks import Owned
 from ckptkit.storage import MemoryStore
 
 MANY_ARRAYS = 100_000

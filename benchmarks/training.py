@@ -36,7 +36,7 @@ class Training:
     def __init__(self, strategy: str, tensors: list[Tensor], rank: int, world_size: int) -> None:
         self.rank = rank
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=(strategy,))
-        self.model = _spread(_model(tensors), mesh)
+        self.model = _spread(model_of(tensors), mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
         parameters = dict(self.model.named_parameters())
         for parameter in parameters.values():
@@ -68,7 +68,7 @@ class Training:
         return [tensor.view(-1).view(torch.uint8).numpy() for tensor in self.local]
 
 
-def _model(tensors: list[Tensor]) -> nn.Module:
+def model_of(tensors: list[Tensor]) -> nn.Module:
     """The modules that have these parameters, without memory yet."""
     root = nn.Module()
     for tensor in tensors:

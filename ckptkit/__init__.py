@@ -19,10 +19,9 @@ from ckptkit.version import __version__
 if TYPE_CHECKING:
     from ckptkit.checkpoint.check.differences import ArrayDifference, Diff, ObjectDifference
     from ckptkit.checkpoint.check.state import Digest, diff, digest
-    from ckptkit.checkpoint.check.unpack import unpack
     from ckptkit.checkpoint.check.verify import Finding, rebuild, verify
     from ckptkit.checkpoint.export.export import Exported, export
-    from ckptkit.checkpoint.progress import ProgressBar
+    from ckptkit.checkpoint.export.files import unpack
     from ckptkit.checkpoint.ranks import FileBarrier, Ranks, ThreadBarrier
     from ckptkit.checkpoint.read.checkpoint import Checkpoint
     from ckptkit.checkpoint.read.checkpoint import open_checkpoint as open  # noqa: A004
@@ -31,8 +30,9 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.reshard.selection import Selection
     from ckptkit.checkpoint.reshard.target import Explained, explain_rules
     from ckptkit.checkpoint.run.run import Run
+    from ckptkit.checkpoint.workers import ProgressBar
     from ckptkit.checkpoint.write.writer import Writer
-    from ckptkit.format.folds import fold_names, natural_order
+    from ckptkit.format.names import fold_names, natural_order
     from ckptkit.format.objects import PerRank, Replicated, Split, Sum
     from ckptkit.model import Strategy
     from ckptkit.model.document import size_text, time_text
@@ -44,10 +44,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "checkpoint.check.differences": ("ArrayDifference", "Diff", "ObjectDifference"),
     "checkpoint.check.state": ("Digest", "diff", "digest"),
-    "checkpoint.check.unpack": ("unpack",),
     "checkpoint.check.verify": ("Finding", "rebuild", "verify"),
     "checkpoint.export.export": ("Exported", "export"),
-    "checkpoint.progress": ("ProgressBar",),
+    "checkpoint.export.files": ("unpack",),
     "checkpoint.ranks": ("FileBarrier", "Ranks", "ThreadBarrier"),
     "checkpoint.read.checkpoint": ("Checkpoint", "open"),
     "checkpoint.reshard.engines": ("commit_packs",),
@@ -55,8 +54,9 @@ _MODULES = {
     "checkpoint.reshard.selection": ("Selection",),
     "checkpoint.reshard.target": ("Explained", "explain_rules"),
     "checkpoint.run.run": ("Run",),
+    "checkpoint.workers": ("ProgressBar",),
     "checkpoint.write.writer": ("Writer",),
-    "format.folds": ("fold_names", "natural_order"),
+    "format.names": ("fold_names", "natural_order"),
     "format.objects": ("PerRank", "Replicated", "Split", "Sum"),
     "model": ("Strategy",),
     "model.document": ("size_text", "time_text"),

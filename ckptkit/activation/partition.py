@@ -22,7 +22,7 @@ from ckptkit.activation.store import DistributedActivationStore
 from ckptkit.activation.transport import meeting_of
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT, Ranks
 from ckptkit.errors import LayoutError, NotFoundError, UsageError
-from ckptkit.live.state.ranks import ranks_of
+from ckptkit.live.state.ranks import all_gather_single, ranks_of
 from ckptkit.live.state.tensors import bytes_of
 
 _LEAST = 1024  # elements: what is smaller stays whole
@@ -121,7 +121,7 @@ def gather(piece: _CutTensor) -> torch.Tensor:
     """The whole tensor again; all ranks of the group do so in the same order."""
     with metered():
         whole = piece.own.new_empty(piece.own.numel() * piece.group.size())
-    dist.all_gather_single(whole, piece.own, group=piece.group)
+    all_gather_single(whole, piece.own, group=piece.group)
     tensor = whole[: piece.shape.numel()].view(piece.shape)
     if piece.stride is not None:
         tensor = tensor.as_strided(piece.shape, piece.stride)

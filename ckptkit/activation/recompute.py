@@ -251,9 +251,7 @@ class CopyOnWrite(TorchDispatchMode):
                 if each.alias_info is not None and each.alias_info.is_write
             ]
             changing = {each._cdata for each in storages_in(written)}
-            for kept in tree_leaves(
-                [list(each.values()) for each in self._keeping.storage.values()]
-            ):
+            for kept in tree_leaves(dict(enumerate(self._keeping.storage.values()))):
                 value = getattr(kept, "val", None)
                 if isinstance(value, torch.Tensor) and any(
                     each._cdata in changing for each in storages_of(value)

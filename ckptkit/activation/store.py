@@ -106,8 +106,12 @@ class ActivationStore(Closing):
                 )
             if isinstance(kept.held, torch.Tensor):
                 # Who asks may be on another stream, which knows nothing of the one that computed.
+                # And when this store drops it, its memory is not yet free for the one that made it.
                 if kept.ready is not None:
-                    torch.cuda.current_stream(kept.held.device).wait_event(kept.ready)
+                    stream = torch.cuda.current_stream(kept.held.device)
+                    stream.wait_event(kept.ready)
+                    if type(kept.held) is torch.Tensor:
+                        kept.held.record_stream(stream)
                 return kept.held
             tensor = kept.held.fetch().view(kept.dtype).view(kept.shape)
             return tensor.requires_grad_(kept.requires_grad)

@@ -33,8 +33,7 @@ from ckptkit.format.envelope import (
     check_head,
     check_sum,
 )
-from ckptkit.format.manifest import MANIFEST_KIND, Manifest
-from ckptkit.format.record import SaveInfo
+from ckptkit.format.manifest import MANIFEST_KIND, Manifest, SaveInfo
 from ckptkit.storage import (
     NO_OPTIONS,
     Address,
@@ -134,8 +133,8 @@ def read_manifest(store: Store, prefix: str) -> Manifest:
     return decoded_manifest(store, prefix, _stored(store, prefix))
 
 
-def _stored(store: Store, prefix: str) -> bytes:
-    data = manifest_bytes(store, prefix)
+def _stored(store: Store, prefix: str, most: int = MAX_DOCUMENT_BYTES) -> bytes:
+    data = manifest_bytes(store, prefix, most)
     if not data:
         raise _not_committed(store, prefix, store.children(prefix), is_begun=data is not None)
     return data
@@ -172,9 +171,7 @@ def read_head(store: Store, prefix: str) -> tuple[SaveInfo, int]:
     """What a listing shows of a step: the save without its details, and the bytes of its packs;
     NotCommittedError or NotFoundError where there is no manifest.
     """
-    data = manifest_bytes(store, prefix, _AT_ONCE)
-    if not data:
-        raise _not_committed(store, prefix, store.children(prefix), is_begun=data is not None)
+    data = _stored(store, prefix, _AT_ONCE)
     where = described(store, under(prefix, MANIFEST))
     if len(data) < _AT_ONCE:
         check_sum(MANIFEST_KIND, data[-CRC_BYTES:], isal_zlib.crc32(memoryview(data)[:-4]), where)

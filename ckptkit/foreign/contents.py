@@ -32,8 +32,7 @@ from ckptkit.foreign.extents import (
 )
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import MAX_DIMS, TOO_LARGE, Alias, ArrayInfo, ArrayKind, is_addressable
-from ckptkit.format.manifest import Manifest, PackInfo
-from ckptkit.format.record import SaveInfo
+from ckptkit.format.manifest import Manifest, PackInfo, SaveInfo
 from ckptkit.model import Strategy
 from ckptkit.storage import Source
 from ckptkit.storage.base.store import LendsNothing

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import msgpack
 import numpy as np
 
 from ckptkit.errors import CorruptionError, FormatError, NotFoundError
@@ -40,7 +39,12 @@ class ArrayTable:
     whether the columns were made of these, as every later reader will make them.
     """
 
-    columns: ArrayColumns
+    names: tuple[str, ...]
+    """Of the arrays, sorted."""
+    kinds: tuple[ArrayKind, ...]
+    """What each of them is."""
+    ofs: tuple[str | None, ...]
+    aliases: tuple[Alias, ...]
     packed: tuple[bytes, bytes]
     is_read: bool = False
 
@@ -50,36 +54,22 @@ class ArrayTable:
         names, kinds, ofs = zip(*arrays, strict=True) if arrays else ((), (), ())
         columns = ArrayColumns(names, kinds, ofs, tuple(aliases))
         check_names(columns)
-        return cls(columns, arrays_to_docs(columns))
+        return cls(*columns, arrays_to_docs(columns))
 
     @classmethod
     def read(cls, packed: tuple[bytes, bytes], axes: int) -> ArrayTable:
         """The table that a document with so many axes has, once it is checked."""
-        return cls(arrays_from_docs(packed, axes), packed, is_read=True)
+        return cls(*arrays_from_docs(packed, axes), packed, is_read=True)
 
     @cached_property
     def digest(self) -> bytes:
         """What a reference to the table has to say."""
         return _digest(self.packed)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the arrays, sorted."""
-        return self.columns.names
-
-    @property
-    def kinds(self) -> tuple[ArrayKind, ...]:
-        """What each of them is."""
-        return self.columns.kinds
-
-    @property
-    def aliases(self) -> tuple[Alias, ...]:
-        return self.columns.aliases
-
     @cached_property
     def arrays(self) -> tuple[ArrayInfo, ...]:
         """All of them as objects: 100,000 are made only where somebody asks for them."""
-        return tuple(map(ArrayInfo, *self.columns[:3]))
+        return tuple(map(ArrayInfo, self.names, self.kinds, self.ofs))
 
     @cached_property
     def by_name(self) -> dict[str, ArrayInfo]:
@@ -107,8 +97,7 @@ class ArrayTable:
     def chunk_at(self, row: int) -> tuple[ArrayInfo, int]:
         """The array, and the number of its chunk, that a row of a table over all arrays is of."""
         number = int(np.searchsorted(self.starts, row, side="right")) - 1
-        names, kinds, ofs, _ = self.columns
-        info = ArrayInfo(names[number], kinds[number], ofs[number])
+        info = ArrayInfo(self.names[number], self.kinds[number], self.ofs[number])
         return info, row - int(self.starts[number])
 
     def stored_bytes(self) -> U64:
@@ -149,10 +138,6 @@ class ArrayTable:
         if len(found) and int(found.max()) == len(self.names):
             raise FormatError("a chunk of an alias", where="chunks.array")
         return found
-
-    def reference(self) -> tuple[bytes, bytes]:
-        """The two fields where the table is that of rank 0's record."""
-        return msgpack.packb([]), msgpack.packb({"rank": 0, "sha256": self.digest})
 
 
 class ArrayTables:

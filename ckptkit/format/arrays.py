@@ -142,11 +142,14 @@ def _as_written(data: bytes, table: list[tuple[Placement, ...]]) -> ArrayColumns
     decoded, to its last byte, as the fields that it is, and a name ends the entry.
     """
     first = data.find(_NAME)
-    count = _count_of(data[: max(0, first - 1)])
-    if count is None:
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(data[: max(0, first - 1)])
+    try:
+        count = int(unpacker.read_array_header())
+    except (ValueError, msgpack.OutOfData):
         return None
     _, *entries = data.split(_NAME, min(count, MAX_ARRAYS))
-    if len(entries) != count:
+    if len(entries) != count or msgpack.Packer().pack_array_header(count) != data[: first - 1]:
         return None
     names: list[bytes] = []
     others: list[bytes | None] = []
@@ -200,17 +203,6 @@ def _columns(
     return found
 
 
-def _count_of(head: bytes) -> int | None:
-    """What the head of a list says, where it is spelled as msgpack does; None where it is not."""
-    unpacker = msgpack.Unpacker()
-    unpacker.feed(head)
-    try:
-        count = int(unpacker.read_array_header())
-    except (ValueError, msgpack.OutOfData):
-        return None
-    return count if msgpack.Packer().pack_array_header(count) == head else None
-
-
 def _first_text(data: bytes) -> tuple[bytes, bytes]:
     """The text that some msgpack begins with, and what is behind it; no text where that is not one
     of less than 256 bytes.
@@ -251,7 +243,11 @@ def _one_by_one(data: bytes, table: list[tuple[Placement, ...]]) -> ArrayColumns
             kinds.append(None)
             entry.finish()
             continue
-        spelled = _packed(entry.rest)
+        try:
+            # Strictly: an extension's tuples, and its other types, have no place in an entry.
+            spelled = msgpack.packb(entry.rest, strict_types=True)
+        except (TypeError, ValueError, OverflowError, RecursionError):  # it cannot be right
+            spelled = None
         kinds.append(kind := known.get(spelled) or _kind(entry, table))
         if spelled is not None:
             known[spelled] = kind
@@ -268,15 +264,6 @@ def _placements(rows: Iterable[Any], axes: int) -> list[tuple[Placement, ...]]:
             raise FormatError(f"not a list of {axes} placements", where=where, value=row)
         table.append(tuple(placement_from_doc(p, where=f"{where}.{i}") for i, p in enumerate(row)))
     return table
-
-
-def _packed(rest: dict[str, Any]) -> bytes | None:
-    """What an entry says, as bytes; None where it cannot be right."""
-    try:
-        # Strictly: an extension's tuples, and its other types, have no place in an entry.
-        return bytes(msgpack.packb(rest, strict_types=True))
-    except (TypeError, ValueError, OverflowError, RecursionError):  # ValueError: levels too deep
-        return None
 
 
 def _kind(fields: Fields, table: list[tuple[Placement, ...]]) -> ArrayKind:

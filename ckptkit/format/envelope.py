@@ -51,7 +51,11 @@ def unseal(kind: str, data: bytes, where: str, packed: Collection[str] = ()) -> 
     """
     stored = check_sum(kind, data[-CRC_BYTES:], isal_zlib.crc32(memoryview(data)[:-4]), where)
     check_head(kind, data, where)
-    document = _unpack_around(data, where, packed) if packed else unpack(data, where)
+    document: dict[str, Any] = {} if packed else unpack(data, where)
+    for key, value in _walk(data, where) if packed else ():
+        if key in document:
+            raise FormatError("a key appears twice in one map", where=where, value=key)
+        document[key] = bytes(value) if key in packed else unpack(value, where)
     last = list(document)[-1]
     if last != "crc32" or document[last] is True or document[last] != stored:
         raise FormatError("the last key is not the checksum", where=where, value=last)
@@ -109,16 +113,6 @@ def check_head(kind: str, data: bytes, where: str) -> None:
             where=where,
             hint="pip install --upgrade ckptkit",
         )
-
-
-def _unpack_around(data: bytes, where: str, packed: Collection[str]) -> dict[str, Any]:
-    """The map, with some of its values left packed."""
-    document: dict[str, Any] = {}
-    for key, value in _walk(data, where):
-        if key in document:
-            raise FormatError("a key appears twice in one map", where=where, value=key)
-        document[key] = bytes(value) if key in packed else unpack(value, where)
-    return document
 
 
 def _walk(data: bytes, where: str) -> Iterator[tuple[str, memoryview]]:

@@ -18,7 +18,7 @@ import msgpack
 import numpy as np
 
 from ckptkit.errors import CkptkitError, FormatError, UnsupportedTypeError
-from ckptkit.model import DTYPES, DType
+from ckptkit.model.dtype import DTYPES, DType
 
 MAX_DEPTH = 32
 
@@ -56,10 +56,14 @@ def encode(value: object, path: str = "", depth: int = 0) -> Any:
         return _numpy(value, path)
     if kind is datetime.datetime:
         return msgpack.ExtType(_DATETIME, value.isoformat().encode())  # type: ignore[attr-defined]
+    instead = next((text for known, text in _INSTEAD if isinstance(value, known)), "")
+    if (kind.__module__, kind.__name__) in (("torch", "dtype"), ("torch", "device")):
+        instead = "str(x)"
+    hint = f"write {instead}; " if instead else ""
     raise UnsupportedTypeError(
         f"a {kind.__module__}.{kind.__qualname__} cannot be stored",
         where=path,
-        hint=f"{_instead(value)}accepted are {_ACCEPTED}; tensors belong among the arrays",
+        hint=f"{hint}accepted are {_ACCEPTED}; tensors belong among the arrays",
     )
 
 
@@ -81,13 +85,6 @@ _INSTEAD: tuple[tuple[type, str], ...] = (
     (Sequence, "list(x)"),
     (deque, "list(x)"),
 )
-
-
-def _instead(value: object) -> str:
-    kind = type(value)
-    if (kind.__module__, kind.__name__) in (("torch", "dtype"), ("torch", "device")):
-        return "write str(x); "
-    return next((f"write {text}; " for known, text in _INSTEAD if isinstance(value, known)), "")
 
 
 def dumps(value: object, path: str = "") -> bytes:

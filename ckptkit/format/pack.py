@@ -41,8 +41,8 @@ _LOCATOR = struct.Struct("<4sIQI")
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16
 
 # The same as numpy has them, to fill in thousands of headers at a time.
-_LOCAL_ROW = np.dtype("V14,<u4,<u4,<u4,<u2,<u2")
-_CENTRAL_ROW = np.dtype("V16,<u4,<u4,<u4,<u2,V12,<u4")
+_LOCAL_ROW = np.dtype("V4,<u2,V8,<u4,<u4,<u4,<u2,<u2")
+_CENTRAL_ROW = np.dtype("V6,<u2,V8,<u4,<u4,<u4,<u2,<u2,V10,<u4")
 _AT_ONCE = 4096
 _NONE = np.zeros((3, 0), dtype=np.int64)
 
@@ -111,46 +111,28 @@ def data_offsets(name_lengths: I64, lengths: I64) -> I64:
 
 
 def local_headers(entries: Entries, header_offset: int) -> list[bytes]:
-    """The headers of some entries, that of the first at `header_offset`."""
+    """All bytes between the data of some entries, the first header being at `header_offset`."""
     names, offsets, lengths, crcs = entries
-    headers = entries.headers(header_offset)
-    if lengths.max(initial=0) >= _LIMIT32:
-        return list(map(local_header, entries.each(), headers.tolist()))
+    big = lengths >= _LIMIT32
+    blank = _LOCAL.pack(b"PK\3\4", 0, 0, 0, 0, _DATE, 0, 0, 0, 0, 0)
     rows = np.empty(len(names), _LOCAL_ROW)
-    rows["f0"] = _LOCAL.pack(b"PK\3\4", 20, 0, 0, 0, _DATE, 0, 0, 0, 0, 0)[:14]
-    rows["f1"], rows["f2"], rows["f3"] = crcs, lengths, lengths
-    rows["f4"] = list(map(len, names))
-    paddings = offsets - headers - rows["f4"] - (_LOCAL.size + 4)
-    rows["f5"] = paddings + 4
-    extras = map(_PADDINGS.__getitem__, paddings.tolist())
+    rows["f0"], rows["f2"] = blank[:4], blank[6:14]
+    rows["f1"] = np.where(big, 45, 20)
+    rows["f3"] = crcs
+    rows["f4"] = rows["f5"] = np.minimum(lengths, _LIMIT32)
+    rows["f6"] = list(map(len, names))
+    rows["f7"] = offsets - entries.headers(header_offset) - rows["f6"] - _LOCAL.size
+    extras = list(map(_PADDINGS.__getitem__, (rows["f7"] - 4 - 20 * big).tolist()))
+    for number in np.flatnonzero(big).tolist():
+        length = int(lengths[number])
+        extras[number] = struct.pack("<HHQQ", _ZIP64_ID, 16, length, length) + extras[number]
     fixed = rows.view(f"V{_LOCAL.size}").tolist()
     return [a + name.encode("ascii") + b for a, name, b in zip(fixed, names, extras, strict=True)]
 
 
 def local_header(entry: Entry, header_offset: int) -> bytes:
     """All bytes from the header's offset up to the data."""
-    big = entry.length >= _LIMIT32
-    size = _LIMIT32 if big else entry.length
-    extra = struct.pack("<HHQQ", _ZIP64_ID, 16, entry.length, entry.length) if big else b""
-    padding = entry.offset - header_offset - _LOCAL.size - len(entry.name) - len(extra) - 4
-    extra += _padding(padding)
-    return (
-        _LOCAL.pack(
-            b"PK\3\4",
-            45 if big else 20,
-            0,
-            0,
-            0,
-            _DATE,
-            entry.crc,
-            size,
-            size,
-            len(entry.name),
-            len(extra),
-        )
-        + entry.name.encode("ascii")
-        + extra
-    )
+    return local_headers(Entries.of([entry]), header_offset)[0]
 
 
 def _padding(length: int) -> bytes:
@@ -205,7 +187,7 @@ class Directory:
         """The directory where the entries have these checksums, and one more comes last."""
         parts = self._centrals.copy()
         _put_at(parts, self._places, crcs)
-        parts += _central(last, header_offset)
+        parts += _centrals(Entries.of([last]), header_offset)
         return bytes(parts) + end_records(len(crcs) + 1, len(parts), last.offset + last.length)
 
 
@@ -227,51 +209,25 @@ def _extras(lengths: I64, headers: I64) -> I64:
 def _centrals(entries: Entries, header_offset: int) -> bytes:
     names, _, lengths, crcs = entries
     headers = entries.headers(header_offset)
-    if max(headers[-1], lengths.max()) >= _LIMIT32:
-        return b"".join(map(_central, entries.each(), headers.tolist()))
+    large, far = lengths >= _LIMIT32, headers >= _LIMIT32
+    blank = _CENTRAL.pack(b"PK\1\2", _MADE_BY, 0, 0, 0, 0, _DATE, *[0] * 8, _MODE, 0)
     rows = np.empty(len(names), _CENTRAL_ROW)
-    blank = _CENTRAL.pack(b"PK\1\2", _MADE_BY, 20, 0, 0, 0, _DATE, 0, 0, 0, 0, 0, 0, 0, 0, _MODE, 0)
-    rows["f0"], rows["f5"] = blank[:16], blank[30:42]
-    rows["f1"], rows["f2"], rows["f3"], rows["f6"] = crcs, lengths, lengths, headers
-    rows["f4"] = list(map(len, names))
+    rows["f0"], rows["f2"], rows["f8"] = blank[:6], blank[8:16], blank[32:42]
+    rows["f1"] = np.where(large | far, 45, 20)
+    rows["f3"] = crcs
+    rows["f4"] = rows["f5"] = np.minimum(lengths, _LIMIT32)
+    rows["f6"] = list(map(len, names))
+    rows["f7"] = _extras(lengths, headers)
+    rows["f9"] = np.minimum(headers, _LIMIT32)
+    extras = [b""] * len(names)
+    for number in np.flatnonzero(large | far).tolist():
+        length, header = int(lengths[number]), int(headers[number])
+        numbers = [length, length] * bool(large[number]) + [header] * bool(far[number])
+        said = struct.pack(f"<{len(numbers)}Q", *numbers)
+        extras[number] = struct.pack("<HH", _ZIP64_ID, len(said)) + said
     fixed = rows.view(f"V{_CENTRAL.size}").tolist()
-    return b"".join([a + name.encode("ascii") for a, name in zip(fixed, names, strict=True)])
-
-
-def _central(entry: Entry, header_offset: int) -> bytes:
-    extra = b""
-    size, offset = entry.length, header_offset
-    if size >= _LIMIT32:
-        extra += struct.pack("<QQ", size, size)
-        size = _LIMIT32
-    if offset >= _LIMIT32:
-        extra += struct.pack("<Q", offset)
-        offset = _LIMIT32
-    if extra:
-        extra = struct.pack("<HH", _ZIP64_ID, len(extra)) + extra
-    return (
-        _CENTRAL.pack(
-            b"PK\1\2",
-            _MADE_BY,
-            45 if extra else 20,
-            0,
-            0,
-            0,
-            _DATE,
-            entry.crc,
-            size,
-            size,
-            len(entry.name),
-            len(extra),
-            0,
-            0,
-            0,
-            _MODE,
-            offset,
-        )
-        + entry.name.encode("ascii")
-        + extra
-    )
+    named = zip(fixed, names, extras, strict=True)
+    return b"".join([part for a, name, b in named for part in (a, name.encode("ascii"), b)])
 
 
 def end_records(count: int, size: int, offset: int) -> bytes:

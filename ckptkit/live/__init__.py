@@ -8,7 +8,7 @@ import torch
 
 from ckptkit.errors import UsageError
 
-_OLDEST_TORCH = (2, 13)
+_OLDEST_TORCH = (2, 11)
 if tuple(map(int, re.findall(r"\d+", str(torch.__version__))[:2])) < _OLDEST_TORCH:
     # In one sentence, before anything asks it for what it lacks.
     raise UsageError(

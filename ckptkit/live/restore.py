@@ -50,7 +50,14 @@ from ckptkit.live.state.ranks import (
     ranks_of,
     wire,
 )
-from ckptkit.live.state.tensors import bits_of, dtype_of, torch_dtype
+from ckptkit.live.state.tensors import (
+    bits_of,
+    devices_of,
+    dtype_of,
+    host_memory,
+    synchronize,
+    torch_dtype,
+)
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import put_tensors
 from ckptkit.live.wrappers.training import TrainingObjects, TrainingState
@@ -63,7 +70,6 @@ log = logging.getLogger("ckptkit.live")
 
 NOT_LOADED = "the step was not loaded"
 
-_STAGED_BYTES = 256 << 20
 _TURN_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20  # small enough to spread evenly over readers
 _ALIGNMENT = 64
@@ -157,10 +163,12 @@ def load_into(
             progress=options.progress,
         )
         topology, rest = snapshot.topology, fillings
+        # Another stream may still compute what is now overwritten.
+        synchronize(devices_of(held.local for held, _ in fillings))
         if options.read_once and world.size > 1:
             rest = fill_once(checkpoint, topology, rest, ranks, bound(read, alone=True))
         for alone, some in _told_apart(topology, rest, ranks_here(world)).items():
-            fill(topology, some, bound(read, alone=alone))
+            fill(checkpoint, topology, some, bound(read, alone=alone))
         # Some wrappers take over in a collective, which one that failed would not come to.
         ranks.wait()
         hand_over(training, snapshot, match.values, match.optimizers.documents)
@@ -216,45 +224,33 @@ def open_together(store: Store, step: int | None, ranks: Ranks) -> Checkpoint:
 # of them, which gives it to the others.
 
 
-def fill(topology: Topology, fillings: Sequence[Filling], read: ReadMany) -> None:
+def fill(
+    checkpoint: Checkpoint, topology: Topology, fillings: Sequence[Filling], read: ReadMany
+) -> None:
     """Fill tensors: those in host memory directly, the others through memory of a bounded size.
 
     A step has raw elements, which numpy can put in place only where the tensor has these too: what
     lies on a device, is of another dtype, or is a conjugate view, torch has to copy.
     """
     known: dict[Any, list[tuple[Box, tuple[Any, ...]]]] = {}  # layers are alike
-
-    def wanted(held: LiveTensor, array: Array, memory: torch.Tensor) -> list[Any]:
-        bits = bits_of(held.name, memory)
-        kind = held.shape, held.local.shape, id(held.placements), held.own
-        if kind not in known:
-            known[kind] = _boxes(topology, held)
-        return [(array.name, box, bits[inside]) for box, inside in known[kind]]
-
     direct: list[Any] = []
     staged: list[Filling] = []
     for held, array in fillings:
         local = held.local
         is_alike = array.dtype == dtype_of(held.name, local)
-        if is_alike and local.is_cpu and not (local.is_conj() or local.is_neg()):
-            direct += wanted(held, array, local)
-        else:
+        if not (is_alike and local.is_cpu) or local.is_conj() or local.is_neg():
             staged.append((held, array))
+            continue
+        bits = bits_of(held.name, local)
+        kind = held.shape, local.shape, id(held.placements), held.own
+        if kind not in known:
+            known[kind] = _boxes(topology, held)
+        direct += [(array.name, box, bits[inside]) for box, inside in known[kind]]
     read(direct)
-    for first, last in batches([held.local.nbytes for held, _ in staged], _STAGED_BYTES):
-        memory = [
-            torch.empty(
-                held.local.shape,
-                dtype=torch_dtype(array.dtype),
-                pin_memory=held.local.device.type == "cuda",
-            )
-            for held, array in staged[first:last]
-        ]
-        batch = list(zip(staged[first:last], memory, strict=True))
-        read([each for filling, there in batch for each in wanted(*filling, there)])
-        with torch.no_grad():
-            for (held, _), there in batch:
-                held.local.copy_(there)
+    if staged:
+        alone = _Circle([topology.rank], topology.rank, None, _shares(checkpoint, topology, staged))
+        for error in alone.run(read):
+            raise error
 
 
 def _repeating(topology: Topology, held: LiveTensor) -> Axes:
@@ -412,7 +408,8 @@ def _agreed(ranks: Ranks, topology: Topology, plans: dict[Axes, list[_SharedBox]
 
 
 class _Circle:
-    """The ranks of a group: in each turn every one reads a batch, and then gives it to all.
+    """The ranks of a group: in each turn every one reads a batch, and then gives it to all. One
+    rank alone gives it to its own tensors only.
 
     A rank whose reading fails takes part in all broadcasts nevertheless, and raises at the end:
     nobody waits for it.
@@ -440,15 +437,15 @@ class _Circle:
             self._turns.append(
                 [[(starts[n] - starts[i], own[n]) for n in range(i, j)] for i, j in runs]
             )
-        device = wire()
-        is_pinned = device.type == "cuda"
+        device = wire() if len(ranks) > 1 else torch.device("cpu")
+        self._devices = devices_of([torch.empty(0, device=device), *(each.target for each in plan)])
         # While one batch is given to the others, the next is read.
-        self._own = [
-            torch.empty(largest, dtype=torch.uint8, pin_memory=is_pinned)
-            for _ in self._turns[self._me][:2]
-        ]
+        self._own = [host_memory(largest, self._devices) for _ in self._turns[self._me][:2]]
         # What others give arrives here, and on a device also what this rank gives leaves from here.
-        self._wired = torch.empty(largest, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            self._wired = host_memory(largest if len(ranks) > 1 else 0, self._devices)
+        else:
+            self._wired = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def run(self, read: ReadMany) -> list[Exception]:
         """Fill all; what went wrong on this rank is returned when the others have theirs."""
@@ -490,10 +487,13 @@ class _Circle:
             memory = self._own[turn % 2]
         elif place == self._me:
             memory[:room].copy_(self._own[turn % 2][:room])
-        dist.broadcast(memory[:room], src=self._ranks[place], group=self._group)
+        if len(self._ranks) > 1:
+            dist.broadcast(memory[:room], src=self._ranks[place], group=self._group)
         try:
             for start, share in batch:
                 values = memory[start : start + share.nbytes].view(torch_dtype(share.array.dtype))
-                share.target.copy_(values.view(share.box.shape))
+                share.target.copy_(values.view(share.box.shape), non_blocking=True)
         except Exception as error:  # noqa: BLE001 — as the class says
             errors.append(error)
+        # Before the memory is used again; and whatever stream uses the tensors next.
+        synchronize(self._devices)

@@ -30,7 +30,15 @@ from ckptkit.live.snapshot import Outline, Snapshot, rules_of, take_snapshot
 from ckptkit.live.state.agreement import put_together
 from ckptkit.live.state.parts import HandCuts, LiveTensor
 from ckptkit.live.state.ranks import StoreRanks, World, copying_threads, listed
-from ckptkit.live.state.tensors import bits_of, checksum, checksum_of, dtype_of
+from ckptkit.live.state.tensors import (
+    bits_of,
+    checksum,
+    checksum_of,
+    devices_of,
+    dtype_of,
+    host_memory,
+    synchronize,
+)
 from ckptkit.live.state.topology import Topology
 from ckptkit.live.state.trees import Keys, is_mark, own_apart, tensors_inline
 from ckptkit.live.wrappers.training import TrainingState
@@ -440,20 +448,23 @@ class Arena:
         for held in tensors:
             starts.append(size)
             size += -(-held.local.nbytes // _ALIGNMENT) * _ALIGNMENT
-        devices = {held.local.device for held in tensors if held.local.device.type != "cpu"}
+        devices = devices_of(held.local for held in tensors)
         pinned = any(device.type == "cuda" for device in devices)
+        # What other streams still compute is part of the state, and copies here wait for none.
+        synchronize(devices)
         memory = self._memory
         if memory is None or memory.nbytes < size or memory.is_pinned() < pinned:
             memory = self._memory = None  # freed first: two would be twice the promised memory
-            memory = self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            memory = self._memory = host_memory(size, devices)
         copies = []
         for held, start in zip(tensors, starts, strict=True):
             local = held.local
             copy = memory[start : start + local.nbytes].view(local.dtype).view(local.shape)
-            copy.copy_(local, non_blocking=True)
+            # Torch copies the bits of a conjugate and then turns the copy, on the host, whether
+            # they have arrived or not: so it is turned before.
+            copy.copy_(local.resolve_conj().resolve_neg(), non_blocking=True)
             copies.append(held.in_memory(copy))
-        for device in devices:
-            torch.get_device_module(device).synchronize(device)
+        synchronize(devices)
         return copies
 
     def keep(self, save: PreparedSave) -> None:

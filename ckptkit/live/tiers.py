@@ -15,9 +15,8 @@ from weakref import WeakSet
 
 from ckptkit.checkpoint.places import Place, store_at
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
-from ckptkit.checkpoint.run.copy import CopyOptions
-from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, Mirror, Retention
-from ckptkit.checkpoint.run.run import Run
+from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, CopyOptions, Mirror
+from ckptkit.checkpoint.run.run import Retention, Run
 from ckptkit.checkpoint.workers import look_until
 from ckptkit.errors import CkptkitError, PeerError, UsageError
 from ckptkit.storage import Store

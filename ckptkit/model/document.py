@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -105,6 +106,22 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+# A file may say a lot in few lines, by aliases of aliases.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 6
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+def in_short(value: object, width: int = 80) -> str:
+    """A value on one line, cut where it gets long."""
+    try:
+        text = _SHORT.repr(value)
+    except ValueError:  # Python turns no integer of thousands of digits into text
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
 LIMIT = 1 << 63
 
 
@@ -135,11 +152,14 @@ class Fields:
             raise FormatError("the field is missing", where=self.at(key))
         return self._left.pop(key)
 
-    def integer(self, key: str, *, below: int = LIMIT) -> int:
+    def integer(self, key: str, *, least: int = 0, below: int = LIMIT) -> int:
         value = self.any(key)
-        if type(value) is int and 0 <= value < below:
+        if type(value) is int and least <= value < below:
             return value
-        return integer(value, self.at(key), most=below - 1)
+        return integer(value, self.at(key), least=least, most=below - 1)
+
+    def integers(self, key: str, *, least: int = 0) -> tuple[int, ...]:
+        return integers(self.any(key), self.at(key), least=least)
 
     def number(self, key: str) -> float:
         value = self.any(key)
@@ -147,6 +167,11 @@ class Fields:
         if type(value) not in (int, float) or not -(2**63) <= value < 2**64:
             raise FormatError("not a finite number", where=self.at(key), value=value)
         return float(value)
+
+    def form(self, key: str) -> str:
+        """The text that says which of several forms this has; nothing where it is no text."""
+        value = self._left.pop(key, "")
+        return value if type(value) is str else ""
 
     def text(self, key: str) -> str:
         value = self.any(key)
@@ -168,7 +193,7 @@ class Fields:
         """Refuse what this version does not know: it could change the meaning of the rest."""
         if self._left:
             raise FormatError(
-                "fields that this version of the format does not have",
+                "unknown keys, which this version of the format does not have",
                 where=self._where,
                 value=list(self._left),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -13,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.errors import FormatError, LayoutError
-from ckptkit.model import document
 from ckptkit.model.box import MAX_COORDINATE, Box
+from ckptkit.model.document import Fields, integers
 
 I64 = npt.NDArray[np.int64]
 
@@ -121,6 +122,16 @@ class Grid:
         stop = edges[index] if index < len(edges) else self.shape[dim]
         return start, stop, stop - start
 
+    def inner_borders(self, dim: int) -> Sequence[int]:
+        """Where chunks meet along a dim."""
+        if self._chunk_shape is not None:
+            return range(self._chunk_shape[dim], self.shape[dim], self._chunk_shape[dim])
+        return self.edges[dim]
+
+    def borders(self, dim: int) -> I64:
+        """Where chunks begin along a dim, and where the last one ends."""
+        return np.array([0, *self.inner_borders(dim), self.shape[dim]], np.int64)
+
     def _piece_sizes(self) -> list[list[int]]:
         borders = [(0, *edges, n) for edges, n in zip(self.edges, self.shape, strict=True)]
         return [[b - a for a, b in pairwise(along) if b > a] for along in borders]
@@ -170,28 +181,22 @@ class Grid:
     @classmethod
     def from_doc(cls, doc: object, shape: tuple[int, ...], *, where: str = "grid") -> Grid:
         """The grid of an untrusted document, for an array of a shape that was checked before."""
-        kind = doc.get("kind") if type(doc) is dict else None
-        kind = kind if type(kind) is str else None
+        fields, found = Fields(doc, where), None
+        kind = fields.form("kind")
         try:
             if kind == "regular":
-                found = document.fields(doc, where, ("kind", "chunk_shape"))
-                chunk = document.integers(found["chunk_shape"], f"{where}.chunk_shape")
-                return _regular(shape, chunk)
-            if kind == "rectilinear":
-                found = document.fields(doc, where, ("kind", "edges"))
-                edges = found["edges"]
-                if type(edges) not in (list, tuple):
-                    raise FormatError(
-                        "must be a list of lists", where=f"{where}.edges", value=edges
-                    )
-                inner = tuple(
-                    document.integers(each, f"{where}.edges.{dim}")
-                    for dim, each in enumerate(edges)
+                found = _regular(shape, fields.integers("chunk_shape"))
+            elif kind == "rectilinear":
+                edges, at = fields.items("edges"), fields.at("edges")
+                found = cls.rectilinear(
+                    shape, tuple(integers(each, f"{at}.{dim}") for dim, each in enumerate(edges))
                 )
-                return cls(shape, None, inner)
         except LayoutError as error:
             raise FormatError(error.what, where=where, value=doc) from error
-        raise FormatError("must be a regular or a rectilinear grid", where=where, value=doc)
+        if found is None:
+            raise FormatError("must be a regular or a rectilinear grid", where=where, value=doc)
+        fields.finish()
+        return found
 
     def _span(self, dim: int, start: int, stop: int) -> range:
         if self._chunk_shape is not None:

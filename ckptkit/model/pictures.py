@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from html import escape
 from itertools import islice
 
-from ckptkit.model.box import Box
 from ckptkit.model.document import size_text
 from ckptkit.model.layout import Layout
 from ckptkit.model.strategy import Strategy
@@ -113,18 +112,17 @@ def cut_picture(layout: Layout) -> str:
                 else (box.offset[dims[0]] / down, box.shape[dims[0]] / down)
             )
             place = (x * _WIDTH, y * height, width * _WIDTH, tall * height)
-            title = f"rank {rank}: {_spans(box, shape)}"
+            spans = ", ".join(
+                ":" if length == whole else f"{start}:{start + length}"
+                for start, length, whole in zip(box.offset, box.shape, shape, strict=True)
+            )
+            title = f"rank {rank}: [{spans}]"
             shapes.append(_rect(place, number / len(ranks), str(rank), title))
     names = " x ".join(f"dim {dim}" for dim in dims)
     caption = f"{names}: the lowest rank with each part"
     if len(ranks) > _PARTS:
         caption += f", the first {_PARTS}"
     return _picture(shapes, _WIDTH, height, caption)
-
-
-def _spans(box: Box, shape: Sequence[int]) -> str:
-    spans = zip(box.offset, box.shape, shape, strict=True)
-    return f"[{', '.join(':' if n == whole else f'{a}:{a + n}' for a, n, whole in spans)}]"
 
 
 def sizes_picture(sizes: Sequence[int], what: str) -> str:
@@ -160,9 +158,3 @@ def _picture(shapes: Sequence[str], width: float, height: float, caption: str) -
         f'role="img" aria-label="{what}" font-family="sans-serif">{"".join(shapes)}</svg>'
         f"<div><small>{what}</small></div>"
     )
-
-
-def progress_picture(text: str, done: int, total: int | None) -> str:
-    """How far something is; a bar that says nothing where nobody knows how much there is."""
-    values = f' value="{min(done, total)}" max="{total}"' if total else ""
-    return f"<div><progress{values}></progress> <small>{escape(text)}</small></div>"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptkit.errors import FormatError, LayoutError
-from ckptkit.model import document
 from ckptkit.model.box import MAX_COORDINATE
+from ckptkit.model.document import Fields
 
 _GRAMMAR = (
     "accepted are replicate, shard(0), shard(0, blocks=[4096,1024,1024], unit=128), "
@@ -68,8 +68,8 @@ class Strided:
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """Whole on one coordinate of the axis (ZeRO-1 assigns tensors to ranks), nowhere else."""
+class _OnOne:
+    """Whole on one coordinate of the axis, nowhere else."""
 
     coord: int
 
@@ -77,20 +77,19 @@ class Owner:
         _check("coord", self.coord, 0)
 
     def __str__(self) -> str:
-        return f"owner({self.coord})"
+        return f"{type(self).__name__.lower()}({self.coord})"
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """On one pipeline stage, nowhere else."""
+class Owner(_OnOne):
+    """On one rank: ZeRO-1 assigns tensors to ranks."""
 
-    coord: int
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        _check("coord", self.coord, 0)
 
-    def __str__(self) -> str:
-        return f"stage({self.coord})"
+class Stage(_OnOne):
+    """On one stage of a pipeline."""
+
+    __slots__ = ()
 
 
 Placement: TypeAlias = Replicate | Shard | Strided | Owner | Stage
@@ -146,30 +145,29 @@ def placement_to_doc(placement: Placement) -> dict[str, object]:
 
 def placement_from_doc(doc: object, *, where: str = "placement") -> Placement:
     """The placement of an untrusted document; FormatError when it is not one."""
-    kind = doc.get("kind") if type(doc) is dict else None
-    kind = kind if type(kind) is str else None
-    if kind == "replicate":
-        document.fields(doc, where, ("kind",))
-        return Replicate()
-    if kind in ("owner", "stage"):
-        found = document.fields(doc, where, ("kind", "coord"))
-        coord = document.integer(found["coord"], f"{where}.coord")
-        return Owner(coord) if kind == "owner" else Stage(coord)
-    if kind not in ("shard", "strided"):
-        raise FormatError("is no placement of a known kind", where=where, value=doc)
-    optional = ("blocks", "unit") if kind == "shard" else ("unit",)
-    found = document.fields(doc, where, ("kind", "dim"), optional)
-    dim = document.integer(found["dim"], f"{where}.dim")
-    unit = document.integer(found.get("unit", 1), f"{where}.unit", least=1)
-    if kind == "strided":
-        return Strided(dim, unit)
-    if "blocks" not in found:
-        return Shard(dim, None, unit)
-    blocks = document.integers(found["blocks"], f"{where}.blocks", least=1)
+    fields = Fields(doc, where)
+    found: Placement | None = None
+    kind = fields.form("kind")
     try:
-        return Shard(dim, blocks, unit)
+        if kind == "replicate":
+            found = Replicate()
+        elif kind in ("owner", "stage"):
+            coord = fields.integer("coord")
+            found = Owner(coord) if kind == "owner" else Stage(coord)
+        elif kind in ("shard", "strided"):
+            dim = fields.integer("dim")
+            unit = fields.integer("unit", least=1) if fields.has("unit") else 1
+            if kind == "strided":
+                found = Strided(dim, unit)
+            else:
+                blocks = fields.integers("blocks", least=1) if fields.has("blocks") else None
+                found = Shard(dim, blocks, unit)
     except LayoutError as error:  # no blocks, or more of them than fit a dim
         raise FormatError(error.what, where=where, value=doc) from error
+    if found is None:
+        raise FormatError("is no placement of a known kind", where=where, value=doc)
+    fields.finish()
+    return found
 
 
 def _unit(unit: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -11,6 +10,7 @@ from functools import lru_cache
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from ckptkit.errors import LayoutError, RulesError
+from ckptkit.model.document import in_short
 from ckptkit.model.expression import Expression, missing_sizes
 from ckptkit.model.placement import Placement, Replicate, Shard, parse_placement
 
@@ -148,7 +148,7 @@ class Rules:
             problems.add(where, "is empty; it has at least `rules` or `pipeline`")
         listed = found.get("rules", [])
         if not isinstance(listed, list | tuple) or len(listed) > _MAX_RULES:
-            problems.add("rules", f"must be a list, not {_shown(listed)}")
+            problems.add("rules", f"must be a list, not {in_short(listed)}")
             listed = []
         rules = tuple(_rule(each, f"rules.{i}", problems) for i, each in enumerate(listed))
         pipeline = None
@@ -156,7 +156,7 @@ class Rules:
             pipeline = _pipeline(found["pipeline"], "pipeline", problems)
         default = found.get("default", "error")
         if default not in ("error", "replicate"):
-            problems.add("default", f"must be error or replicate, not {_shown(default)}")
+            problems.add("default", f"must be error or replicate, not {in_short(default)}")
         sizes = _sizes(found.get("sizes", {}), "sizes", problems)
         if problems.found:
             count = len(problems.found)
@@ -218,11 +218,11 @@ class _Problems:
     def fields(self, doc: object, where: str, known: tuple[str, ...]) -> dict[str, Any]:
         """The document as a map of known keys; what else is there is a problem."""
         if not isinstance(doc, Mapping):
-            self.add(where, f"must be a map, not {_shown(doc)}")
+            self.add(where, f"must be a map, not {in_short(doc)}")
             return {}
         for key in doc:
             if key not in known:
-                self.add(where, f"has an unknown key {_shown(key)}; known are {', '.join(known)}")
+                self.add(where, f"has an unknown key {in_short(key)}; known are {', '.join(known)}")
         return {key: doc[key] for key in known if key in doc}
 
     def tried(self, where: str, make: Callable[[], _T], otherwise: _T) -> _T:
@@ -249,7 +249,7 @@ def _rule(doc: object, where: str, problems: _Problems) -> Rule:
         ep = _cut(found["ep"], f"{where}.ep", problems)
     ndim = found.get("ndim")
     if ndim is not None and not _is_count(ndim):
-        problems.add(f"{where}.ndim", f"must be a number of dims, not {_shown(ndim)}")
+        problems.add(f"{where}.ndim", f"must be a number of dims, not {in_short(ndim)}")
     return Rule(match, tp, ep, ndim, _sizes(found.get("when", {}), f"{where}.when", problems))
 
 
@@ -258,11 +258,12 @@ def _cut(doc: object, where: str, problems: _Problems) -> Cut:
         text = doc
         return problems.tried(where, lambda: _cut_of_text(text), Cut())
     if not isinstance(doc, Mapping):
-        problems.add(where, f"no placement: {_shown(doc)}; {_CUTS}")
+        problems.add(where, f"no placement: {in_short(doc)}; {_CUTS}")
         return Cut()
     found = problems.fields(doc, where, ("shard", "blocks", "unit"))
-    if not _is_count(found.get("shard")):
-        problems.add(f"{where}.shard", f"must be a dim, not {_shown(found.get('shard'))}; {_CUTS}")
+    dim = found.get("shard")
+    if not _is_count(dim):
+        problems.add(f"{where}.shard", f"must be a dim, not {in_short(dim)}; {_CUTS}")
         return Cut()
     blocks, unit = found.get("blocks"), found.get("unit")
     read: Any = None
@@ -274,9 +275,7 @@ def _cut(doc: object, where: str, problems: _Problems) -> Cut:
             problems.add(f"{where}.blocks", "cannot be empty; leave it out")
     elif blocks is not None:
         read = _expression(blocks, f"{where}.blocks", problems)
-    return Cut(
-        found["shard"], read, None if unit is None else _expression(unit, f"{where}.unit", problems)
-    )
+    return Cut(dim, read, None if unit is None else _expression(unit, f"{where}.unit", problems))
 
 
 def _cut_of_text(text: str) -> Cut:
@@ -305,9 +304,9 @@ def _pipeline(doc: object, where: str, problems: _Problems) -> Pipeline:
         split = tuple(split)
         rising = all(map(_is_count, split)) and list(split) == sorted(set(split)) and 0 not in split
         if not rising:
-            problems.add(f"{where}.split", f"must be rising layer numbers, not {_shown(split)}")
+            problems.add(f"{where}.split", f"must be rising layer numbers, not {in_short(split)}")
     elif split != "balanced":
-        problems.add(f"{where}.split", f"must be balanced or a list, not {_shown(split)}")
+        problems.add(f"{where}.split", f"must be balanced or a list, not {in_short(split)}")
     first, last, every = (
         _patterns(found.get(key, []), f"{where}.{key}", problems)
         for key in ("first", "last", "every")
@@ -318,7 +317,7 @@ def _pipeline(doc: object, where: str, problems: _Problems) -> Pipeline:
 def _patterns(doc: object, where: str, problems: _Problems) -> tuple[str, ...]:
     listed = [doc] if isinstance(doc, str) else doc
     if not isinstance(listed, list | tuple) or not all(isinstance(p, str) and p for p in listed):
-        problems.add(where, f"must be a pattern or a list of them, not {_shown(doc)}")
+        problems.add(where, f"must be a pattern or a list of them, not {in_short(doc)}")
         return ()
     for pattern in listed:
         if pattern.startswith("re:"):
@@ -330,7 +329,7 @@ def _numbering(doc: object, where: str, problems: _Problems) -> str:
     """A regular expression with one group, which is to match a number."""
     found = _regex(doc, where, problems) if isinstance(doc, str) else None
     if not isinstance(doc, str):
-        problems.add(where, f"must be a regular expression, not {_shown(doc)}")
+        problems.add(where, f"must be a regular expression, not {in_short(doc)}")
     elif found is not None and found.groups != 1:
         problems.add(where, rf"must have one group for the number, such as layers\.(\d+): {doc}")
     return str(doc)
@@ -340,14 +339,14 @@ def _regex(text: str, where: str, problems: _Problems) -> re.Pattern[str] | None
     try:
         return re.compile(text)
     except re.error as error:
-        problems.add(where, f"no regular expression ({error}): {_shown(text)}")
+        problems.add(where, f"no regular expression ({error}): {in_short(text)}")
         return None
 
 
 def _expression(doc: object, where: str, problems: _Problems) -> Expression:
     one = Expression("1")
     if type(doc) is not str and not (type(doc) is int and doc > 0):
-        problems.add(where, f"must be a positive integer or arithmetic, not {_shown(doc)}")
+        problems.add(where, f"must be a positive integer or arithmetic, not {in_short(doc)}")
         return one
     return problems.tried(where, lambda: Expression(str(doc)), one)
 
@@ -356,21 +355,10 @@ def _sizes(doc: object, where: str, problems: _Problems) -> tuple[tuple[str, int
     if not isinstance(doc, Mapping) or not all(
         isinstance(name, str) and type(size) is int for name, size in doc.items()
     ):
-        problems.add(where, f"must be names with integers, not {_shown(doc)}")
+        problems.add(where, f"must be names with integers, not {in_short(doc)}")
         return ()
     return tuple(sorted(doc.items()))
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
-
-
-# A file may say a lot in few lines, by aliases of aliases.
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel = _SHORT.maxlist = _SHORT.maxdict = 3
-_SHORT.maxstring = _SHORT.maxother = 80
-
-
-def _shown(value: object) -> str:
-    text = _SHORT.repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from ckptkit.errors import FormatError, StrategyError, nearest
-from ckptkit.model import document
+from ckptkit.model.document import Fields
 
 _EXAMPLES = "fsdp:8, tp:4, ddp:2,fsdp:4, pp:2,tp:2,fsdp:2, hsdp:2x4 or single"
 _AXIS_HINT = "an axis is <kind>:<size>, such as fsdp:8"
@@ -78,29 +78,27 @@ class Strategy:
     @classmethod
     def from_doc(cls, doc: object, *, where: str = "strategy") -> Strategy:
         """The strategy of an untrusted document; FormatError when it is not one."""
-        found = document.fields(doc, where, ("axes", "rank_order"))
-        if document.text(found["rank_order"], f"{where}.rank_order") != "row-major":
+        fields = Fields(doc, where)
+        order, axes = fields.text("rank_order"), fields.items("axes")
+        fields.finish()
+        if order != "row-major":
+            raise FormatError("must be 'row-major'", where=fields.at("rank_order"), value=order)
+        if len(axes) > MAX_AXES:
             raise FormatError(
-                "must be 'row-major'", where=f"{where}.rank_order", value=found["rank_order"]
+                f"must be a list of at most {MAX_AXES} axes", where=fields.at("axes"), value=axes
             )
-        axes = found["axes"]
-        if type(axes) not in (list, tuple) or len(axes) > MAX_AXES:
-            raise FormatError(
-                f"must be a list of at most {MAX_AXES} axes", where=f"{where}.axes", value=axes
-            )
+        read = tuple(_axis_from(axis, f"{where}.axes.{i}") for i, axis in enumerate(axes))
         try:
-            return cls(
-                Mesh(tuple(_axis_from(axis, f"{where}.axes.{i}") for i, axis in enumerate(axes)))
-            )
+            return cls(Mesh(read))
         except StrategyError as error:
             raise FormatError(error.what, where=where, value=doc) from error
 
 
 def _axis_from(doc: object, where: str) -> Axis:
-    found = document.fields(doc, where, ("name", "kind", "size"))
-    name = document.text(found["name"], f"{where}.name")
-    kind = document.text(found["kind"], f"{where}.kind")
-    size = document.integer(found["size"], f"{where}.size", least=1, most=MAX_WORLD_SIZE)
+    fields = Fields(doc, where)
+    name, kind = fields.text("name"), fields.text("kind")
+    size = fields.integer("size", least=1, below=MAX_WORLD_SIZE + 1)
+    fields.finish()
     try:
         return Axis(name, kind, size)
     except StrategyError as error:

@@ -5,7 +5,7 @@ for each array. Boxes are not among them: the page computes these, as `model.cut
 from __future__ import annotations
 
 import math
-import reprlib
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -14,15 +14,16 @@ from ckptkit.checkpoint.read.checkpoint import Checkpoint
 from ckptkit.checkpoint.reshard.plan import ReshardPlan
 from ckptkit.checkpoint.run.run import Run
 from ckptkit.format.arrays import ArrayKind
-from ckptkit.format.folds import fold_names
+from ckptkit.format.names import fold_names
 from ckptkit.model import Grid, Placement, Strategy, placement_to_doc
+from ckptkit.model.document import in_short
 
 Facts: TypeAlias = dict[str, Any]
 
-_TEXT = 160
 # A grid of a foreign file may have a border for each rank of a large job.
 _EDGES = 1024
 _ITEMS = 500
+_short = partial(in_short, width=160)
 
 
 def step_facts(checkpoint: Checkpoint) -> Facts:
@@ -43,7 +44,7 @@ def step_facts(checkpoint: Checkpoint) -> Facts:
     for number, each in enumerate(folds):
         for at in each.places:
             fold[at] = number
-    ofs = [*table.columns.ofs, *(table.columns.ofs[number] for number in tied)]
+    ofs = [*table.ofs, *(table.ofs[number] for number in tied)]
     theirs = None if foreign is None else [foreign.theirs.get(name) for name in names]
     return {
         **_head(checkpoint),
@@ -218,18 +219,3 @@ def _number(value: float | None) -> float | str | None:
     if value is None:
         return None
     return value if math.isfinite(value) and abs(value) < 1e300 else str(value)
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel = 3
-_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 6
-_SHORT.maxstring = _SHORT.maxother = 80
-
-
-def _short(value: object) -> str:
-    """A value on one line, cut where it gets long."""
-    try:
-        text = _SHORT.repr(value)
-    except ValueError:  # Python turns no integer of thousands of digits into text
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}…"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from ckptkit.checkpoint.reshard.plan import ReshardPlan
 from ckptkit.checkpoint.reshard.target import TargetArray
-from ckptkit.model import Box, Grid, Layout
-from ckptkit.plan.chunks import inner_borders
-from ckptkit.plan.read import members
+from ckptkit.model import Box, Grid
+from ckptkit.plan.read import writers
 
 _GROUPS = 16
 # What takes longer than a look is worth is not counted.
@@ -57,13 +56,16 @@ def flows_of(plan: ReshardPlan, most_parts: int = _MOST_PARTS) -> dict[str, Any]
         counts = np.zeros((grid.chunk_count, sources))
         for row in held:
             counts[np.arange(grid.chunk_count), group_of_pack[row]] += 1
-        for box, holders, share in _boxes(layout):
-            chunks, elements = _overlaps(grid, box)
-            shares = np.bincount(group_of_rank[holders], minlength=targets) * share
-            nbytes += np.outer(elements * itemsize @ counts[chunks], shares)
-            touched += np.outer(counts[chunks].sum(axis=0), shares)
-            stays = np.isin(held[:, chunks], holders).sum(axis=0)
-            in_place += float(elements @ stays) * itemsize * share
+        borders = [grid.borders(dim) for dim in range(len(grid.shape))]
+        for share, writing in chain.from_iterable(writers(layout)):
+            part = 1 / share.replicas.count
+            shares = np.bincount(group_of_rank[writing], minlength=targets) * part
+            for box in share.boxes:
+                chunks, elements = _overlaps(grid, borders, box)
+                nbytes += np.outer(elements * itemsize @ counts[chunks], shares)
+                touched += np.outer(counts[chunks].sum(axis=0), shares)
+                stays = np.isin(held[:, chunks], writing).sum(axis=0)
+                in_place += float(elements @ stays) * itemsize * part
     return {
         "sources": np.bincount(group_of_pack).tolist(),
         "targets": np.bincount(group_of_rank).tolist(),
@@ -74,31 +76,14 @@ def flows_of(plan: ReshardPlan, most_parts: int = _MOST_PARTS) -> dict[str, Any]
     }
 
 
-def _boxes(layout: Layout) -> Iterator[tuple[Box, list[int], float]]:
-    """Each box that ranks will hold, some of them, and which share of it each of these writes."""
-    # Parts that overlap have holders of each stretch of their own: no part stands for others then.
-    is_tangled, every = layout.is_tangled, range(layout.strategy.world_size)
-    for rank in every if is_tangled else layout.distinct_ranks():
-        for share in layout.shares(rank):
-            holders = [rank] if is_tangled else members(layout, share.replicas)
-            for box in share.boxes:
-                yield box, holders, 1 / share.replicas.count
-
-
-def _overlaps(grid: Grid, box: Box) -> tuple[I64, F64]:
+def _overlaps(grid: Grid, borders: Sequence[I64], box: Box) -> tuple[I64, F64]:
     """The chunks that a box touches, and how many elements it has of each."""
     chunks, elements = np.zeros(1, np.int64), np.ones(1)
     for dim, span in enumerate(grid.span(box)):
         low, high = box.offset[dim], box.offset[dim] + box.shape[dim]
-        borders = _borders(grid, dim)[span.start : span.stop + 1]
-        lengths = np.diff(np.clip(borders, low, high)).astype(np.float64)
+        met = borders[dim][span.start : span.stop + 1]
+        lengths = np.diff(np.clip(met, low, high)).astype(np.float64)
         index = np.arange(span.start, span.stop)
         chunks = (chunks[:, None] * grid.counts[dim] + index).reshape(-1)
         elements = (elements[:, None] * lengths).reshape(-1)
     return chunks, elements
-
-
-@lru_cache(maxsize=64)
-def _borders(grid: Grid, dim: int) -> I64:
-    """Where chunks begin along a dim, and where the last one ends."""
-    return np.array([0, *inner_borders(grid, dim), grid.shape[dim]], np.int64)

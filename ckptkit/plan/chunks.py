@@ -1,17 +1,26 @@
 """How large the chunks of an array are, given the borders its writers need, and perhaps the chunks
-that it has already.
+that it has already; and who writes which: the same answer on every rank, without a word between
+them.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from ckptkit.model import Grid
+import numpy as np
+
+from ckptkit.errors import LayoutError
+from ckptkit.model import Assigned, Box, Grid, Layout, Replicas
+from ckptkit.model.grid import I64
+
+_NOTHING = np.zeros(0, dtype=np.int64)
+_NOTHING.flags.writeable = False  # it is handed out for many arrays
 
 DEFAULT_CHUNK_BYTES = 4 << 20
 
@@ -66,9 +75,14 @@ def choose_grid(
     uncut = {dim for dim, cuts in enumerate(edges) if not cuts}
     whole = frozenset[int]() if sliced is None else frozenset(uncut.difference(sliced))
     # Regular first: many readers of Zarr know no other grid.
-    chosen = _Climb(ladders, itemsize, chunk_bytes, whole).run(shape)
+    chosen = _climb(shape, ladders, itemsize, chunk_bytes, whole)
     size = itemsize * math.prod(choice.longest for choice in chosen)
-    too_large = size > _LARGEST_MULTIPLE * chunk_bytes or _is_thin(shape, itemsize, edges, chosen)
+    too_large = size > _LARGEST_MULTIPLE * chunk_bytes
+    if len(shape) > 1 and any(edges) and not edges[-1]:
+        # Rows that nobody cuts have become too short, because pieces of another dim, of a length
+        # with no small divisor, cannot.
+        row = itemsize * chosen[-1].longest
+        too_large = too_large or row < min(_SHORTEST_RUN, itemsize * shape[-1])
     if too_large or size * _SMALLEST_SHARE < chunk_bytes:
         free = [
             _irregular_ladder(extent, cuts, itemsize, chunk_bytes)
@@ -76,7 +90,7 @@ def choose_grid(
             else ladder
             for extent, cuts, ladder in zip(shape, edges, ladders, strict=True)
         ]
-        chosen = _Climb(free, itemsize, chunk_bytes, whole).run(shape)
+        chosen = _climb(shape, free, itemsize, chunk_bytes, whole)
     if all(choice.borders is None for choice in chosen):
         return Grid.regular(shape, tuple(choice.longest for choice in chosen))
     borders = [
@@ -108,113 +122,80 @@ def target_grid(
     """
     chosen = choose_grid(source.shape, itemsize, edges, chunk_bytes)
     is_large = source.chunk_elements * itemsize > _MUCH_LARGER * chunk_bytes
-    if is_large or not _has_borders(source, edges):
+    if source.is_regular:
+        dims = zip(edges, source.chunk_shape, strict=True)
+        has_borders = not any(cut % length for cuts, length in dims for cut in cuts)
+    else:
+        pairs = zip(edges, source.edges, strict=True)
+        has_borders = all(set(cuts) <= set(own) for cuts, own in pairs)
+    if is_large or not has_borders:
         return chosen
-    for grid in (source, _of_whole_chunks(source, chosen, edges)):
+    grids = [source]
+    if source.is_regular:
+        # Whole chunks of the source, as many as come closest to the new grid's, with a border at
+        # every edge.
+        shape = []
+        for dim, own in enumerate(source.chunk_shape):
+            count = max(1, _longest(source.shape[dim], chosen.inner_borders(dim)) // own)
+            if edges[dim]:
+                most = math.gcd(*edges[dim]) // own
+                count = next(n for n in range(min(count, most), 0, -1) if most % n == 0)
+            shape.append(own * count)
+        grids.append(Grid.regular(source.shape, tuple(shape)))
+    for grid in grids:
         if grid.chunk_elements * _MUCH_SMALLER >= chosen.chunk_elements:
             return grid
     return chosen
 
 
-def inner_borders(grid: Grid, dim: int) -> Sequence[int]:
-    """Where chunks meet along a dim."""
-    if grid.is_regular:
-        return range(grid.chunk_shape[dim], grid.shape[dim], grid.chunk_shape[dim])
-    return grid.edges[dim]
+def _climb(
+    shape: tuple[int, ...],
+    ladders: list[_Ladder],
+    itemsize: int,
+    chunk_bytes: int,
+    whole: frozenset[int],
+) -> list[_Choice]:
+    """A rung of each dim's ladder, so that the chunk comes close to the target.
 
-
-def _has_borders(grid: Grid, edges: tuple[tuple[int, ...], ...]) -> bool:
-    if not grid.is_regular:
-        return all(set(cuts) <= set(own) for cuts, own in zip(edges, grid.edges, strict=True))
-    dims = zip(edges, grid.chunk_shape, strict=True)
-    return not any(cut % length for cuts, length in dims for cut in cuts)
-
-
-def _of_whole_chunks(source: Grid, like: Grid, edges: tuple[tuple[int, ...], ...]) -> Grid:
-    """The grid of whole chunks of the source that comes closest to another, with a border at every
-    edge.
+    Begin at eighths; lengthen pieces while chunks are too small, shorten while too large, those
+    last that are to stay `whole`. Short rows become quarters, very short ones whatever it takes.
     """
-    if not source.is_regular:
-        return source
-    shape = []
-    for dim, own in enumerate(source.chunk_shape):
-        longest = _longest(source.shape[dim], inner_borders(like, dim))
-        count = max(1, longest // own)
-        if edges[dim]:
-            most = math.gcd(*edges[dim]) // own
-            count = next(n for n in range(min(count, most), 0, -1) if most % n == 0)
-        shape.append(own * count)
-    return Grid.regular(source.shape, tuple(shape))
+    at = [_parts(*each, _PARTS) for each in zip(shape, ladders, strict=True)]
+    dims = range(len(shape))
 
+    def size() -> int:
+        return itemsize * math.prod(rungs[i].longest for rungs, i in zip(ladders, at, strict=True))
 
-class _Climb:
-    """Finds a rung of each dim's ladder so that the chunk comes close to the target."""
+    def run() -> int:
+        return itemsize * ladders[-1][at[-1]].longest
 
-    def __init__(
-        self, ladders: list[_Ladder], itemsize: int, chunk_bytes: int, whole: frozenset[int]
-    ) -> None:
-        self._ladders = ladders
-        self._whole = whole
-        self._itemsize = itemsize
-        self._target = chunk_bytes
-        self._at = [0] * len(ladders)
+    def can_rise(dim: int) -> bool:
+        return at[dim] + 1 < len(ladders[dim])
 
-    def run(self, shape: tuple[int, ...]) -> list[_Choice]:
-        """Begin at eighths; lengthen pieces while chunks are too small, shorten while too large,
-        those last that are to stay whole.
-
-        Short rows become quarters, very short ones whatever it takes.
-        """
-        self._at = [_parts(*each, _PARTS) for each in zip(shape, self._ladders, strict=True)]
-        dims = range(len(shape))
-        if dims and self._run() < _SHORT_RUN:
-            self._at[-1] = _parts(shape[-1], self._ladders[-1], _FEWER_PARTS)
-        while dims and self._can_rise(dims[-1]) and self._run() < _SHORTEST_RUN:
-            self._at[-1] += 1
-        for dim in self._whole:
-            self._at[dim] = len(self._ladders[dim]) - 1
-        dim = 0
-        while self._size() * _SMALLEST_SHARE < self._target and any(map(self._can_rise, dims)):
-            self._at[dim] += self._can_rise(dim)
-            dim = (dim + 1) % len(shape)
-        while self._size() > self._target and (lower := self._lower()) is not None:
-            self._at[lower] -= 1
-        return [rungs[i] for rungs, i in zip(self._ladders, self._at, strict=True)]
-
-    def _size(self) -> int:
-        rungs = zip(self._ladders, self._at, strict=True)
-        return self._itemsize * math.prod(ladder[i].longest for ladder, i in rungs)
-
-    def _run(self) -> int:
-        return self._itemsize * self._ladders[-1][self._at[-1]].longest
-
-    def _can_rise(self, dim: int) -> bool:
-        return self._at[dim] + 1 < len(self._ladders[dim])
-
-    def _lower(self) -> int | None:
+    def lower() -> int | None:
         """The outermost dim with a shorter piece that does not make chunks too small; of those that
         are to stay whole only where no other is left.
         """
-        for dim in sorted(range(len(self._at)), key=self._whole.__contains__):
-            if at := self._at[dim]:
-                step = self._ladders[dim][at - 1].longest / self._ladders[dim][at].longest
-                if self._size() * step * _SMALLEST_SHARE >= self._target:
+        for dim in sorted(dims, key=whole.__contains__):
+            if i := at[dim]:
+                step = ladders[dim][i - 1].longest / ladders[dim][i].longest
+                if size() * step * _SMALLEST_SHARE >= chunk_bytes:
                     return dim
         return None
 
-
-def _is_thin(
-    shape: tuple[int, ...],
-    itemsize: int,
-    edges: tuple[tuple[int, ...], ...],
-    chosen: list[_Choice],
-) -> bool:
-    """Whether rows that nobody cuts have become too short, because pieces of another dim, of a
-    length with no small divisor, cannot.
-    """
-    if len(shape) < 2 or edges[-1] or not any(edges):
-        return False
-    return itemsize * chosen[-1].longest < min(_SHORTEST_RUN, itemsize * shape[-1])
+    if dims and run() < _SHORT_RUN:
+        at[-1] = _parts(shape[-1], ladders[-1], _FEWER_PARTS)
+    while dims and can_rise(dims[-1]) and run() < _SHORTEST_RUN:
+        at[-1] += 1
+    for dim in whole:
+        at[dim] = len(ladders[dim]) - 1
+    dim = 0
+    while size() * _SMALLEST_SHARE < chunk_bytes and any(map(can_rise, dims)):
+        at[dim] += can_rise(dim)
+        dim = (dim + 1) % len(shape)
+    while size() > chunk_bytes and (dim_to_cut := lower()) is not None:
+        at[dim_to_cut] -= 1
+    return [rungs[i] for rungs, i in zip(ladders, at, strict=True)]
 
 
 def _ladder(
@@ -266,3 +247,144 @@ def _parts(extent: int, ladder: _Ladder, count: int) -> int:
     short = [i for i, choice in enumerate(ladder) if choice.longest <= share]
     aligned = [i for i in short if share % ladder[i].longest == 0 or ladder[i].borders is not None]
     return (aligned or short or [0])[-1]
+
+
+# Who writes which chunks.
+
+
+class Owned(NamedTuple):
+    """What has to be known of an array to decide who writes its chunks."""
+
+    name: str
+    layout: Layout | Assigned
+    grid: Grid
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stretch:
+    """Chunks of one array that the same ranks hold; how many elements they are stored as, and
+    twice the middle of each among these.
+    """
+
+    chunks: I64
+    total: int
+    middles: I64
+    replicas: Replicas
+    first: int
+    """The first of the middles, and the last; 0 where there are none."""
+    last: int
+
+
+def chunks_to_write(arrays: Sequence[Owned], rank: int) -> list[I64]:
+    """For each array the chunks that this rank writes, in file order.
+
+    What several ranks hold is one stream of chunks for each set of such ranks, cut into equal
+    shares by bytes. All members of a set know all arrays of it, so they agree; ranks outside of
+    it (other pipeline stages) need not know any.
+    """
+    streams: dict[Hashable, list[tuple[int, _Stretch]]] = {}
+    mine: list[I64 | None] = [None] * len(arrays)
+    more: dict[int, list[I64]] = {}
+    # By layout and grid, which layers that are alike share: 100,000 arrays have a few dozen.
+    kinds: dict[tuple[int, int], list[_Stretch]] = {}
+
+    def take(index: int, chunks: I64) -> None:
+        known = mine[index]
+        if known is None:
+            mine[index] = chunks
+        else:
+            more.setdefault(index, [known]).append(chunks)
+
+    for index, array in enumerate(arrays):
+        kind = id(array.layout), id(array.grid)
+        if kind not in kinds:
+            kinds[kind] = _stretches(array, rank)
+        for stretch in kinds[kind]:
+            if stretch.replicas.count == 1:  # nobody to share it with
+                take(index, stretch.chunks)
+            else:
+                streams.setdefault(stretch.replicas.key, []).append((index, stretch))
+    for stream in streams.values():
+        sizes = [arrays[index].itemsize for index, _ in stream]
+        total = sum(stretch.total * size for (_, stretch), size in zip(stream, sizes, strict=True))
+        begin = 0
+        for (index, stretch), size in zip(stream, sizes, strict=True):
+            take(index, _share(stretch, size, begin, total))
+            begin += stretch.total * size
+    for index, parts in more.items():
+        mine[index] = np.concatenate(parts)
+    return [_NOTHING if chunks is None else chunks for chunks in mine]
+
+
+def _share(stretch: _Stretch, size: int, begin: int, total: int) -> I64:
+    """The chunks of a stretch that a rank writes of a stream of so many bytes, in which it begins
+    here.
+    """
+    count, mine = stretch.replicas.count, stretch.replicas.index
+
+    def writer(middle: int) -> int:
+        return (middle * size + 2 * begin) * count // max(1, 2 * total)
+
+    # Mostly all of it is one rank's: the middles rise. Integers, so that all machines decide alike.
+    if not len(stretch.chunks):
+        return stretch.chunks
+    if writer(stretch.first) == writer(stretch.last):
+        return stretch.chunks if writer(stretch.first) == mine else _NOTHING
+    # Beyond 64 bits those of Python.
+    wide = object if total * count >= 1 << 61 else np.int64
+    middles = stretch.middles.astype(wide) * size + 2 * begin
+    chosen: I64 = stretch.chunks[middles * count // max(1, 2 * total) == mine]
+    return chosen
+
+
+def writes_document(array: Owned, chunks: I64, rank: int) -> bool:
+    """Whether this rank writes the array's zarr.json: with chunk 0, or, without chunks, as its
+    lowest holder.
+    """
+    if array.grid.chunk_count:
+        return bool(len(chunks)) and int(chunks.min()) == 0
+    return array.layout.first_rank == rank
+
+
+def chunks_in(grid: Grid, box: Box) -> I64:
+    """The numbers of the chunks that a box overlaps, in order."""
+    numbers = np.zeros(1, dtype=np.int64)
+    for span, count in zip(grid.span(box), grid.counts, strict=True):
+        along = np.arange(span.start, span.stop, dtype=np.int64)
+        numbers = (numbers[:, None] * count + along[None, :]).reshape(-1)
+    return numbers
+
+
+def _stretches(array: Owned, rank: int) -> list[_Stretch]:
+    found = []
+    for share in array.layout.shares(rank):
+        parts = [np.zeros(0, dtype=np.int64)]
+        for box in share.boxes:
+            if not array.grid.is_whole(box):
+                raise LayoutError(
+                    "the grid has chunks that reach beyond what one rank holds",
+                    where=array.name,
+                    value=box,
+                )
+            parts.append(chunks_in(array.grid, box))
+        chunks = np.concatenate(parts)
+        chunks.flags.writeable = False  # it is handed out for many arrays
+        elements = array.grid.stored_elements(chunks)
+        middles = 2 * np.cumsum(elements) - elements
+        ends = (int(middles[0]), int(middles[-1])) if len(middles) else (0, 0)
+        found.append(_Stretch(chunks, int(elements.sum()), middles, share.replicas, *ends))
+    return found
+
+
+def owners_of(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """The rank of each parameter: largest first to the rank with the fewest elements so far, ties
+    in their order, as torch's ZeroRedundancyOptimizer does.
+    """
+    loads = [(0, rank) for rank in range(ranks)]
+    owners: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        load, rank = heapq.heappop(loads)
+        owners[name] = rank
+        heapq.heappush(loads, (load + sizes[name], rank))
+    return owners

@@ -24,9 +24,10 @@ from ckptkit.model import (
     Strided,
     layout_of,
 )
+from ckptkit.model.document import counted
 from ckptkit.model.rules import matches
+from ckptkit.plan.chunks import owners_of
 from ckptkit.plan.cuts import AS_IN_SOURCE, Cutter, Said, Subject, Tensor, subjects_of
-from ckptkit.plan.write import owners_of
 
 _SHARDERS = ("fsdp", "zero2", "zero3")
 _LISTED = 8
@@ -202,7 +203,7 @@ def _check(rows: list[_Row], target: Strategy) -> None:
             row.problem.hint for _, row in wrong if row.problem is not None and row.problem.hint
         ]
         raise RulesError(
-            f"rules do not fit {_counted(len(wrong))}:{lines}{more}",
+            f"rules do not fit {counted(len(wrong), 'tensor')}:{lines}{more}",
             hint=hints[0] if hints else "`ckpt rules` shows which rule each tensor follows",
         )
 
@@ -233,11 +234,7 @@ def _give_owners(rows: list[_Row], index: int, ranks: int, target: Strategy) -> 
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_LISTED])
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{_counted(len(names))}: {shown}{more}"
-
-
-def _counted(count: int) -> str:
-    return "1 tensor" if count == 1 else f"{count} tensors"
+    return f"{counted(len(names), 'tensor')}: {shown}{more}"
 
 
 def _kind_of(subject: Subject) -> str:
@@ -293,7 +290,14 @@ class Stager:
 
     def _said(self, subject: Subject) -> Said | None:
         if self._source is not None:
-            return _as_in_source(subject, self._source)
+            stage, placements = 0, [subject.tensor.placements[index] for index in self._source]
+            if all(isinstance(placement, Replicate) for placement in placements):
+                return Said(Replicate(), AS_IN_SOURCE)
+            for placement, size in zip(placements, self._source.values(), strict=True):
+                if not isinstance(placement, Stage):
+                    return None
+                stage = stage * size + placement.coord
+            return Said(Stage(stage), AS_IN_SOURCE)
         if self._pipeline is None:
             return Said(Stage(0), "the only stage")
         layer = self._pipeline.layer(subject.inner)
@@ -373,8 +377,7 @@ def _stages(
     layers = sorted(nbytes)
     if len(layers) < size:
         raise RulesError(
-            f"{len(layers)} {'layer' if len(layers) == 1 else 'layers'} cannot be split into {size}"
-            " stages",
+            f"{counted(len(layers), 'layer')} cannot be split into {size} stages",
             where=f"{name}: pipeline",
             value=" ".join(pipeline.layers),
             hint="layers is a regular expression that finds the number of a layer in a name",
@@ -391,14 +394,3 @@ def _stages(
             hint="the numbers are those of the first layer of each stage but the first",
         )
     return {layer: sum(at <= i for at in split) for i, layer in enumerate(layers)}
-
-
-def _as_in_source(subject: Subject, axes: dict[int, int]) -> Said | None:
-    stage, placements = 0, [subject.tensor.placements[index] for index in axes]
-    if all(isinstance(placement, Replicate) for placement in placements):
-        return Said(Replicate(), AS_IN_SOURCE)
-    for placement, size in zip(placements, axes.values(), strict=True):
-        if not isinstance(placement, Stage):
-            return None
-        stage = stage * size + placement.coord
-    return Said(Stage(stage), AS_IN_SOURCE)

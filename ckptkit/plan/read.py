@@ -12,10 +12,9 @@ from typing import TypeAlias, cast, overload
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.model import Box, Grid, Layout, Replicas
+from ckptkit.model import Box, Grid, Layout, Replicas, Share
 from ckptkit.model.grid import I64
-from ckptkit.plan.chunks import inner_borders
-from ckptkit.plan.write import chunks_in
+from ckptkit.plan.chunks import chunks_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,11 @@ class Pieces(Sequence[Piece]):
         the last dim.
         """
         uniform = len(self._dims) > 1 and len({step.stored for step in self._dims[-1]}) == 1
-        return self._whole() & uniform
+        whole = np.ones(1, np.bool_)
+        for along in self._dims:
+            here = [s.source.start == 0 and s.source.stop == s.stored for s in along]
+            whole = (whole[:, None] & np.array(here, np.bool_)[None, :]).reshape(-1)
+        return whole & uniform
 
     def begins(self, *, parts: bool = False) -> I64:
         """For each piece the element at which it begins in an array that holds exactly the box, if
@@ -121,13 +124,6 @@ class Pieces(Sequence[Piece]):
             is_run, is_full = _one_run(is_run, is_full, count, count == stored)
             elements *= extent
         return np.where(gapless & (is_run if parts else is_full), begins, -1)
-
-    def _whole(self) -> npt.NDArray[np.bool_]:
-        whole = np.ones(1, np.bool_)
-        for along in self._dims:
-            here = [s.source.start == 0 and s.source.stop == s.stored for s in along]
-            whole = (whole[:, None] & np.array(here, np.bool_)[None, :]).reshape(-1)
-        return whole
 
     def chunks(self) -> I64:
         """The number of each piece's chunk."""
@@ -227,11 +223,18 @@ def coalesce(
         apart[end - 1 : end] = True
     kept = {first for first, _ in together}
     runs = []
-    for first, end in pairwise([0, *(np.flatnonzero(apart) + 1).tolist(), len(pack)]):
-        if first in kept:
-            runs.append((first, end))
-        else:
-            runs += _within(reach, start, repeated, (first, end), limit)
+    for begin, end in pairwise([0, *(np.flatnonzero(apart) + 1).tolist(), len(pack)]):
+        if begin in kept:
+            runs.append((begin, end))
+            continue
+        first = begin
+        while first < end:
+            fitting = int(np.searchsorted(reach[first:end], start[first] + limit, side="right"))
+            last = first + max(1, fitting)
+            while last < end and repeated[last - 1]:
+                last += 1
+            runs.append((first, last))
+            first = last
     return runs
 
 
@@ -263,23 +266,6 @@ def join_runs(
         found.append((first, last))
         begin, reach, waste = low, high, 0
     return found
-
-
-def _within(
-    reach: I64,
-    start: I64,
-    repeated: npt.NDArray[np.bool_],
-    run: tuple[int, int],
-    limit: int,
-) -> Iterator[tuple[int, int]]:
-    first, end = run
-    while first < end:
-        fitting = int(np.searchsorted(reach[first:end], start[first] + limit, side="right"))
-        last = first + max(1, fitting)
-        while last < end and repeated[last - 1]:
-            last += 1
-        yield first, last
-        first = last
 
 
 def readable_pieces(grid: Grid, box: Box, itemsize: int, limit: int) -> Iterator[Box]:
@@ -364,10 +350,7 @@ def _overlapping(source: Grid, target: Grid, chunks: I64) -> tuple[I64, I64]:
         return number, place
     index = np.unravel_index(chunks, target.counts)
     for dim, at in enumerate(index):
-        inner, outer = (
-            np.array([0, *inner_borders(grid, dim), grid.shape[dim]], dtype=np.int64)
-            for grid in (source, target)
-        )
+        inner, outer = source.borders(dim), target.borders(dim)
         # The first source index that overlaps each of the target's, and the one after the last.
         first = np.searchsorted(inner, outer[:-1], side="right") - 1
         last = np.searchsorted(inner, outer[1:], side="left")
@@ -379,42 +362,44 @@ def _overlapping(source: Grid, target: Grid, chunks: I64) -> tuple[I64, I64]:
     return number, place
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Spread:
-    """What each rank's pack has of an array, and what is read for all of them together."""
-
-    nbytes: npt.NDArray[np.float64]
-    reading: Reading
-
-
 @lru_cache(maxsize=16384)
 def spread(
     layout: Layout, source: Grid, target: Grid, itemsizes: tuple[int, int], limit: int
-) -> Spread:
-    """How an array goes from one grid into the packs of a layout; itemsizes are the source's and
-    the target's. What ranks hold alike is in equal shares.
+) -> tuple[npt.NDArray[np.float64], Reading]:
+    """How many bytes of an array each rank's pack of a layout has, and what is read for all of them
+    together; itemsizes are the source's and the target's. What ranks hold alike is in equal shares.
     """
     nbytes = np.zeros(layout.strategy.world_size)
     requests = read = 0
-    # Parts that overlap have holders of each stretch of their own: no part stands for others then.
-    every = range(len(nbytes)) if layout.is_tangled else layout.distinct_ranks()
-    for rank in every:
+    for shares in writers(layout):
         first: tuple[Box, ...] = ()
-        for share in layout.shares(rank):
+        for share, ranks in shares:
             stored = sum(
                 int(target.stored_elements(chunks_in(target, box)).sum()) * itemsizes[1]
                 for box in share.boxes
             )
-            ranks = [rank] if layout.is_tangled else members(layout, share.replicas)
             nbytes[ranks] += stored / share.replicas.count
             # What ranks hold alike is read once, by whichever of them writes it.
             first += share.boxes if share.replicas.index == 0 else ()
         reading = reading_of(source, target, first, itemsizes, limit)
         requests, read = requests + reading.requests, read + reading.nbytes
-    return Spread(nbytes, Reading(requests, read))
+    return nbytes, Reading(requests, read)
 
 
-def members(layout: Layout, replicas: Replicas) -> list[int]:
+def writers(layout: Layout) -> Iterator[list[tuple[Share, list[int]]]]:
+    """What ranks hold of a tensor, each distinct part once: its shares, each with ranks that write
+    an equal part of it.
+    """
+    # Parts that overlap have holders of each stretch of their own: no part stands for others then.
+    is_tangled, every = layout.is_tangled, range(layout.strategy.world_size)
+    for rank in every if is_tangled else layout.distinct_ranks():
+        yield [
+            (share, [rank] if is_tangled else _members(layout, share.replicas))
+            for share in layout.shares(rank)
+        ]
+
+
+def _members(layout: Layout, replicas: Replicas) -> list[int]:
     """The ranks that hold the same: along each axis some, in all combinations."""
     sizes = layout.strategy.mesh.sizes
     ranks = np.zeros(1, dtype=np.int64)

@@ -22,6 +22,8 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.live.network import DEVICE
+
 WIDTH, HEADS, LENGTH, WORDS, BATCH = 32, 4, 16, 17, 8
 
 
@@ -71,14 +73,14 @@ class Gpt(nn.Module):
 def gpt(layers: int = 4, width: int = WIDTH, dropout: float = 0.1) -> Gpt:
     """The same on every rank."""
     torch.manual_seed(3)
-    return Gpt(layers, width, dropout)
+    return Gpt(layers, width, dropout).to(DEVICE)
 
 
 def batch(batch_size: int = BATCH, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
     """Words, and those that follow."""
     generator = torch.Generator().manual_seed(5)
-    words = torch.randint(0, WORDS, (batch_size, length + 1), generator=generator)
-    return words[:, :-1], words[:, 1:]
+    words = torch.randint(0, WORDS, (batch_size, length + 1), generator=generator).to(DEVICE)
+    return words[:, :-1].contiguous(), words[:, 1:].contiguous()
 
 
 def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -121,7 +123,7 @@ def fsdp2() -> tuple[Any, list[nn.Module], Step]:
 
 def tp(layers: int = 4, width: int = WIDTH) -> tuple[Any, list[nn.Module], Step]:
     """Blocks cut by tensor parallelism; what flows between them is replicated."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = gpt(layers, width)
     plan: dict[str, ParallelStyle] = {}
     for number in model.layers:
@@ -143,7 +145,7 @@ def pipeline(kind: Any, microbatches: int = 4, layers: int = 4) -> tuple[Any, An
     for number in range(layers):
         if number // each != rank:
             del model.layers[str(number)]
-    stage = PipelineStage(model, rank, ranks, torch.device("cpu"))
+    stage = PipelineStage(model, rank, ranks, torch.device(DEVICE))
     schedule = kind(stage, microbatches, loss_fn=loss_of)
     inputs, targets = batch()
 

@@ -36,8 +36,8 @@ from ckptkit.errors import LayoutError
 from tests.activation import network
 from tests.activation.network import WAYS, batch, gpt, gradients, same
 from tests.live import strategies
+from tests.live.network import DEVICE, loss_of
 from tests.live.network import batch as inputs_of
-from tests.live.network import loss_of
 from tests.live.pool import Pool
 from tests.parallel.strategies import training
 
@@ -179,7 +179,7 @@ def test_a_partition_leaves_nothing_behind(gloo: Pool) -> None:
 
 def cut_by_sequence() -> str:
     """What is said of blocks between which each rank has other words."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("tp",))
     model = gpt(dropout=0.0)
     inputs, _ = batch(8, 32)
     mine = inputs.chunk(2)[mesh.get_local_rank()]
@@ -198,7 +198,7 @@ def test_pieces_of_what_differs_between_ranks_are_refused(gloo: Pool) -> None:
 
 def sequence_parallel() -> bool:
     """DTensors that are cut already stay as they are."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     whole = nn.Sequential(*(_Normed(64) for _ in range(2)))
     plan: dict[str, ParallelStyle] = {

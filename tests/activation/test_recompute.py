@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckptkit.activation import checkpoint_activations
@@ -149,6 +150,7 @@ def test_hooks_around_a_block_are_not_lost_by_compiling() -> None:
     block = SmoothBlock()
     run = Recomputed(block, block.forward, around=partial(nullcontext, None))
     compiled: Any = torch.compile(run, backend="eager")
-    with pytest.raises(UsageError, match="cannot be compiled"):
+    # Torch 2.11 only says that it cannot compile the line that raises.
+    with pytest.raises((UsageError, Unsupported), match=r"cannot be compiled|raise UsageError"):
         compiled(torch.ones(2, 6))
     torch.compiler.reset()

@@ -30,7 +30,7 @@ from ckptkit.cli.show import describe, lines_of
 
 import ckptkit
 from ckptkit import PerRank, Split, Sum, Writer
-from ckptkit.checkpoint.check.unpack import unpack
+from ckptkit.checkpoint.export.files import unpack
 from ckptkit.errors import CkptkitError
 from ckptkit.format.pack import Entries, Entry, data_offset, directory
 from ckptkit.storage import MemoryStore

@@ -12,8 +12,8 @@ import pytest
 import ckptkit
 from ckptkit import Run, ThreadBarrier
 from ckptkit.checkpoint.ranks import OneRank
-from ckptkit.checkpoint.run.copy import CopyOptions
-from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, Mirror, Retention
+from ckptkit.checkpoint.run.mirror import LOCAL, REMOTE, CopyOptions, Mirror
+from ckptkit.checkpoint.run.run import Retention
 from ckptkit.errors import (
     CkptkitError,
     StepExistsError,

@@ -13,7 +13,7 @@ import pytest
 
 import ckptkit
 from ckptkit import ProgressBar, Strategy, Writer
-from ckptkit.checkpoint import progress
+from ckptkit.checkpoint import workers
 from ckptkit.format.names import join
 from ckptkit.model import layout_of, parse_placement
 from ckptkit.model.pictures import cut_picture, mesh_picture
@@ -176,7 +176,7 @@ def test_a_bar_of_a_notebook_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch)
     shell = SimpleNamespace(kernel=None)
     ipython = SimpleNamespace(get_ipython=lambda: shell, display=SimpleNamespace(display=display))
     monkeypatch.setitem(sys.modules, "IPython", ipython)
-    monkeypatch.setattr(progress, "_BETWEEN", 0.0)
+    monkeypatch.setattr(workers, "_BETWEEN", 0.0)
     checkpoint = ckptkit.open(run)
     with ProgressBar("verify", checkpoint.stored_bytes) as bar:
         assert ckptkit.verify(run, progress=bar) == []

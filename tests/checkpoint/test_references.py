@@ -22,7 +22,7 @@ from ckptkit.checkpoint.write.pack import Pack, pack_of, plan_of
 from ckptkit.errors import CkptkitError, FormatError, PeerError
 from ckptkit.format import array_table
 from ckptkit.format.arrays import arrays_from_docs
-from ckptkit.format.record import SaveInfo
+from ckptkit.format.manifest import SaveInfo
 from ckptkit.model import Strategy
 from ckptkit.storage import MemoryStore, Store
 from tests.checkpoint.saving import (

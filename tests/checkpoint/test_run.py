@@ -15,7 +15,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Run, Writer
-from ckptkit.checkpoint.run.run import kept_steps
+from ckptkit.checkpoint.run.run import Retention
 from ckptkit.errors import NotFoundError, StorageError, UsageError
 from ckptkit.storage import LocalStore, MemoryStore, Store
 from tests.checkpoint.saving import at_step, contents, memory_with
@@ -116,7 +116,7 @@ def test_newest_is_the_highest_number_and_not_what_was_saved_last() -> None:
 
 
 def test_the_newest_step_is_never_pruned() -> None:
-    assert kept_steps([1, 2, 3], keep_every=10) == {3}
+    assert Retention(keep_every=10).kept([1, 2, 3]) == {3}
 
 
 @pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": -1}, {"keep_every": 0}])
@@ -312,7 +312,8 @@ def test_the_empty_folders_of_a_deletion_that_was_killed_are_deleted(
 KILLED_AS_IT_CLAIMS = """
 import os, signal, sys
 from ckptkit.checkpoint.ranks import OneRank
-from ckptkit.checkpoint.run.mirror import Mirror, Retention
+from ckptkit.checkpoint.run.mirror import Mirror
+from ckptkit.checkpoint.run.run import Retention
 from ckptkit.storage import LocalStore, open_store
 
 if sys.argv[2] == "killed":

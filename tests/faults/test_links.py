@@ -14,8 +14,8 @@ import torch
 import ckptkit
 from ckptkit import Run
 from ckptkit.checkpoint.ranks import OneRank
-from ckptkit.checkpoint.run.mirror import Mirror, Retention
-from ckptkit.checkpoint.run.run import plan_prune, remove
+from ckptkit.checkpoint.run.mirror import Mirror
+from ckptkit.checkpoint.run.run import Retention, plan_prune, remove
 from ckptkit.errors import CkptkitError, StorageError
 from ckptkit.live import Checkpointer
 from ckptkit.storage import LocalStore, MemoryStore
@@ -216,7 +216,7 @@ def test_a_folder_that_becomes_a_link_after_the_plan_is_not_deleted_through(
     place: Path, swapped: str
 ) -> None:
     run, outside = place / "run", place / "outside"
-    removals = plan_prune(LocalStore(run), keep_last=1, keep_every=None, grace=0)
+    removals = plan_prune(LocalStore(run), Retention(keep_last=1), grace=0)
     folder = pack_folder(place) if swapped == "save" else run / swapped
     linked(folder, outside / "moved")
     before = inodes(outside)

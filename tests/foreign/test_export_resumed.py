@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import ckptkit
-from ckptkit.checkpoint.check import unpack
 from ckptkit.checkpoint.export import export as engine
-from ckptkit.checkpoint.export.file import write_file
+from ckptkit.checkpoint.export import files
+from ckptkit.checkpoint.export.export import write_file
 from ckptkit.errors import AlreadyExistsError, CkptkitError, StorageError
 from ckptkit.storage import Store, open_store
 from ckptkit.storage.base.location import new_temporary
@@ -32,7 +32,7 @@ FILES = [f"model-{n:05d}-of-00006.safetensors" for n in range(1, 7)]
 _KILLED = """
 import os, signal, sys
 import ckptkit
-from ckptkit.checkpoint.export.export import FinishedFiles
+from ckptkit.checkpoint.export.files import FinishedFiles
 was = FinishedFiles.add
 left = [int(sys.argv[3])]
 def add(self, *noted):
@@ -155,7 +155,7 @@ def test_without_locks_nobody_goes_on_with_what_may_be_written_now(
     run: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = killed(run, tmp_path / "out", after=2)
-    monkeypatch.setattr(unpack, "_is_locked", lambda *_: False)
+    monkeypatch.setattr(files, "_is_locked", lambda *_: False)
     assert ckptkit.export(run, tmp_path / "out", **HOW).finished == ()
     assert contents(tmp_path / "out") == whole
     assert left.is_dir()

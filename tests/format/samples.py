@@ -11,10 +11,9 @@ import numpy as np
 
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import Alias, ArrayInfo, ArrayKind
-from ckptkit.format.manifest import Manifest, PackInfo
+from ckptkit.format.manifest import Manifest, PackInfo, Record, SaveInfo
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.format.pack import Entries, Entry
-from ckptkit.format.record import Record, SaveInfo
 from ckptkit.model import DType, Grid, Replicate, Shard, Strategy
 
 KINDS = {"manifest": "ckptkit-manifest", "record": "ckptkit-rank"}

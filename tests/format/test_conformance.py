@@ -17,9 +17,8 @@ import pytest
 from ckptkit import errors
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.leaves import check_leaf, dumps, unpack
-from ckptkit.format.manifest import Manifest
+from ckptkit.format.manifest import Manifest, Record
 from ckptkit.format.names import join, name_from_file, split
-from ckptkit.format.record import Record
 from tests.format.encoding import packed
 
 FOLDER = Path(__file__).parents[2] / "schemas" / "conformance"

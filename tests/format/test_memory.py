@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import FormatError
-from ckptkit.format.manifest import Manifest
-from ckptkit.format.record import Record
+from ckptkit.format.manifest import Manifest, Record
 from tests.format import samples
 from tests.format.samples import edited, extension, plain, sealed
 

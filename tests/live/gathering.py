@@ -92,7 +92,7 @@ class Comparison:
         if isinstance(mine, DTensor):
             whole = whole.reshape(-1)[self._places_of(mine).numpy()]
             mine = mine.to_local().flatten()
-        return same(mine.detach().numpy(), whole)
+        return same(mine.detach().cpu().numpy(), whole)
 
     def _places_of(self, tensor: DTensor) -> torch.Tensor:
         """Where the elements of this rank are in the whole: torch is asked to gather numbers that
@@ -101,7 +101,8 @@ class Comparison:
         key = (tensor.shape, tensor.device_mesh, tensor.placements)
         if key not in self._places:
             local, rank = tensor.to_local(), dist.get_rank()
-            numbers = torch.arange(local.numel()).reshape(local.shape) + rank * _RANK
+            numbers = torch.arange(local.numel(), device=local.device).reshape(local.shape)
+            numbers += rank * _RANK
             spread = DTensor.from_local(
                 numbers,
                 tensor.device_mesh,
@@ -109,7 +110,7 @@ class Comparison:
                 shape=tensor.shape,
                 stride=tensor.stride(),
             )
-            whole = spread.full_tensor().flatten()
+            whole = spread.full_tensor().flatten().cpu()
             mine = (whole // _RANK == rank).nonzero().flatten()
             places = torch.empty(local.numel(), dtype=torch.int64)
             places[whole[mine] % _RANK] = mine
@@ -227,4 +228,4 @@ def whole(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """The values of a tensor that may be cut."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    return np.array(tensor.detach().numpy())
+    return np.array(tensor.detach().cpu().numpy())

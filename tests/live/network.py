@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
+
+DEVICE = os.environ.get("CKPTKIT_TEST_DEVICE", "cpu")
+"""Where jobs of several ranks train; `cuda` for those of `make test-gpu`."""
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 13, 6, 12, 12
 
@@ -69,13 +74,14 @@ class Network(nn.Module):
 def network(seed: int) -> Network:
     """The same model for the same seed, on every rank."""
     torch.manual_seed(seed)
-    return Network()
+    return Network().to(DEVICE)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The inputs and targets of a step, the same on every rank."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
+    tokens = tokens.to(DEVICE)
     return tokens, (5 * tokens + 1) % VOCABULARY
 
 

@@ -25,6 +25,8 @@ from torch.distributed.tensor._redistribute import (
 )
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from tests.live.network import DEVICE
+
 T = TypeVar("T")
 
 # Torch keeps the threads of groups that are gone, and each wakes up a hundred times a second.
@@ -186,8 +188,14 @@ def _serve(pipe: Connection) -> None:
 
 def _run(job: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, path: str) -> Any:
     store = FileStore(path, ranks)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=50)
+        "gloo" if DEVICE == "cpu" else f"cpu:gloo,{DEVICE}:gloo",
+        store=store,
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=50),
     )
     try:
         dist.barrier()  # a rank that fails at once must not take away what others connect to

@@ -14,7 +14,7 @@ from torch.distributed._composable.replicate import replicate as composable_repl
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from tests.live.network import PARTS, Block, Network, batch, loss_of, network
+from tests.live.network import DEVICE, PARTS, Block, Network, batch, loss_of, network
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
 
@@ -69,7 +69,8 @@ class Job:
             is_last = any(stage.is_last for stage in self.stages)
             self.schedule.step(*first, target=targets if is_last else None, losses=losses)
         self.optimizer.step()
-        both = torch.tensor([sum(map(float, losses)), float(len(losses))], dtype=torch.float64)
+        said = [sum(map(float, losses)), float(len(losses))]
+        both = torch.tensor(said, dtype=torch.float64, device=DEVICE)
         dist.all_reduce(both)
         return float(both[0] / both[1])
 
@@ -104,13 +105,13 @@ def zero2(seed: int, make: MakeOptimizer) -> Job:
 
 def hsdp(seed: int, make: MakeOptimizer) -> Job:
     """`fully_shard` over pairs of ranks that repeat each other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
     return _replicated(_fully_sharded(network(seed), mesh), make)
 
 
 def fsdp2_reversed(seed: int, make: MakeOptimizer) -> Job:
     """`fully_shard` over a mesh that numbers the ranks downwards, which its groups do not."""
-    mesh = DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("fsdp",))
+    mesh = DeviceMesh(DEVICE, [3, 2, 1, 0], mesh_dim_names=("fsdp",))
     return _replicated(_fully_sharded(network(seed), mesh), make)
 
 
@@ -131,40 +132,40 @@ def fsdp1_grad_op(seed: int, make: MakeOptimizer) -> Job:
 
 def fsdp1_hybrid(seed: int, make: MakeOptimizer) -> Job:
     """FSDP1 over pairs of ranks that repeat each other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
     return _fsdp1(seed, make, ShardingStrategy.HYBRID_SHARD, mesh)
 
 
 def fsdp1_tp(seed: int, make: MakeOptimizer) -> Job:
     """FSDP1 of what tensor parallelism has cut already."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("fsdp", "tp"))
     return _fsdp1(seed, make, ShardingStrategy.FULL_SHARD, mesh["fsdp"], mesh["tp"])
 
 
 def fsdp1_flat_tp(seed: int, make: MakeOptimizer) -> Job:
     """The same with flat parameters, and tensor parallelism between ranks that are far apart."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "fsdp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("tp", "fsdp"))
     strategy = ShardingStrategy.FULL_SHARD
     return _fsdp1(seed, make, strategy, mesh["fsdp"], mesh["tp"], use_orig_params=False)
 
 
 def fsdp1_hybrid_tp(seed: int, make: MakeOptimizer) -> Job:
     """The same on eight ranks, four of which repeat the others."""
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
     strategy, both = ShardingStrategy.HYBRID_SHARD, mesh["replicate", "shard"]
     return _fsdp1(seed, make, strategy, both, mesh["tp"])
 
 
 def tp(seed: int, make: MakeOptimizer) -> Job:
     """`parallelize_module`."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = _tensor_parallel(network(seed), mesh)
     return Job(model, [model], make(list(model.parameters())))
 
 
 def fsdp_tp(seed: int, make: MakeOptimizer) -> Job:
     """`fully_shard` of what tensor parallelism has cut already."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("fsdp", "tp"))
     model = _fully_sharded(_tensor_parallel(network(seed), mesh["tp"]), mesh["fsdp"])
     return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("fsdp"), 2)
 
@@ -182,13 +183,13 @@ def meshes_of_parameters(seed: int, make: MakeOptimizer) -> Job:
     """`fully_shard` with a mesh of its own for some parameters of a module."""
     mesh, flat = _expert_meshes()
     model = network(seed)
-    few = FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
+    few = common.FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
     for layer in model.layers.values():
         parts = cast("list[nn.Module]", [layer.up, layer.down])
         own = {parameter for part in parts for parameter in part.parameters()}
 
         def place(parameter: nn.Parameter, own: set[nn.Parameter] = own) -> Any:
-            return ShardPlacementResult(Shard(0), few) if parameter in own else None
+            return common.ShardPlacementResult(Shard(0), few) if parameter in own else None
 
         fully_shard(layer, mesh=flat, shard_placement_fn=place)
     fully_shard(model, mesh=flat)
@@ -196,13 +197,13 @@ def meshes_of_parameters(seed: int, make: MakeOptimizer) -> Job:
 
 
 def _expert_meshes() -> tuple[DeviceMesh, DeviceMesh]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("efsdp", "ep"))
     return mesh, mesh._flatten("fsdp")
 
 
 def ddp_tp(seed: int, make: MakeOptimizer) -> Job:
     """Replicas of a model that tensor parallelism has cut."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("ddp", "tp"))
     model = _tensor_parallel(network(seed), mesh["tp"])
     _average_gradients(model, mesh.get_group("ddp"))
     return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("ddp"), 2)
@@ -210,7 +211,7 @@ def ddp_tp(seed: int, make: MakeOptimizer) -> Job:
 
 def ddp_of_tp(seed: int, make: MakeOptimizer) -> Job:
     """`DistributedDataParallel` around DTensors."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("ddp", "tp"))
     model = DistributedDataParallel(
         _tensor_parallel(network(seed), mesh["tp"]), device_mesh=mesh["ddp"]
     )
@@ -224,7 +225,7 @@ def composable(seed: int, make: MakeOptimizer) -> Job:
 
 def replicate_of_tp(seed: int, make: MakeOptimizer) -> Job:
     """`replicate` of what tensor parallelism has cut."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("ddp", "tp"))
     model = _tensor_parallel(network(seed), mesh["tp"])
     replicate(model, mesh=mesh["ddp"])
     return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("ddp"), 2)
@@ -232,7 +233,7 @@ def replicate_of_tp(seed: int, make: MakeOptimizer) -> Job:
 
 def ddp_of_tp_permuted(seed: int, make: MakeOptimizer) -> Job:
     """Tensor parallelism of ranks that are far apart, with replicas that go downwards."""
-    mesh = DeviceMesh("cpu", [[1, 3], [0, 2]], mesh_dim_names=("ddp", "tp"))
+    mesh = DeviceMesh(DEVICE, [[1, 3], [0, 2]], mesh_dim_names=("ddp", "tp"))
     model = _tensor_parallel(network(seed), mesh["tp"])
     _average_gradients(model, mesh.get_group("ddp"))
     return Job(model, [model], make(list(model.parameters())), mesh.get_local_rank("ddp"), 2)
@@ -255,14 +256,14 @@ def pp_twice(seed: int, make: MakeOptimizer) -> Job:
 
 def pp_fsdp(seed: int, make: MakeOptimizer) -> Job:
     """Stages that are fully sharded."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("pp", "fsdp"))
     return _pipeline(seed, make, mesh.get_local_rank("pp"), 2, mesh)
 
 
 def pp_fsdp_tp(seed: int, make: MakeOptimizer) -> Job:
     """All of it at once, on four ranks or eight."""
     shape = (2, dist.get_world_size() // 4, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "fsdp", "tp"))
+    mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("pp", "fsdp", "tp"))
     return _pipeline(seed, make, mesh.get_local_rank("pp"), 2, mesh)
 
 
@@ -271,7 +272,7 @@ def pp_experts(seed: int, make: MakeOptimizer) -> Job:
     eight beside what is fully sharded, over a mesh of their own.
     """
     replicas = dist.get_world_size() // 4
-    mesh = init_device_mesh("cpu", (2, replicas, 2), mesh_dim_names=("pp", "efsdp", "ep"))
+    mesh = init_device_mesh(DEVICE, (2, replicas, 2), mesh_dim_names=("pp", "efsdp", "ep"))
     stage = mesh.get_local_rank("pp")
     model = network(seed).keep((PARTS[:2], PARTS[2:])[stage])
     if stage == 1:
@@ -319,7 +320,7 @@ def _wrapped(model: nn.Module, mesh: DeviceMesh | None, **options: Any) -> Fully
         model,
         device_mesh=mesh,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=torch.device("cpu"),
+        device_id=torch.device(DEVICE),
         **{"use_orig_params": True, **options},
     )
 
@@ -383,7 +384,7 @@ def _pipeline(
 def _stage(
     model: nn.Module, number: int, stages: int, group: dist.ProcessGroup | None = None
 ) -> PipelineStage:
-    return PipelineStage(model, number, stages, torch.device("cpu"), group=group)
+    return PipelineStage(model, number, stages, torch.device(DEVICE), group=group)
 
 
 def _piped(stages: list[PipelineStage], schedule: object, make: MakeOptimizer) -> Job:
@@ -443,6 +444,9 @@ LAYOUTS = {
     "pp:2,fsdp:1,tp:2": Layout(4, "pp:2,tp:2,fsdp:1", pp_fsdp_tp),
     **_FSDP1,
 }
+
+if not hasattr(common, "ShardPlacementResult"):  # before torch 2.13
+    del LAYOUTS["fsdp:4, parameters on fsdp:2"]
 
 
 def all_but(rest: set[str]) -> list[Any]:

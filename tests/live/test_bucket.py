@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 import ckptkit
-from ckptkit.checkpoint.run import copy
+from ckptkit.checkpoint.run import mirror
 from ckptkit.errors import NotFoundError
 from ckptkit.live import Checkpointer, load, load_state, save
 from ckptkit.storage import open_store
@@ -79,13 +79,13 @@ def test_a_job_saves_locally_and_another_restores_from_the_bucket(
 
 def die_while_copying(layout: str, local: str, url: str, options: Mapping[str, object]) -> None:
     """Every rank is killed when its pack has arrived, before there is a manifest."""
-    copy_pack = copy._Copying._copy
+    copy_pack = mirror._Copying._copy
 
     def and_die(copying: Any, pack: int) -> int:
         copy_pack(copying, pack)
         os._exit(9)
 
-    with patch.object(copy._Copying, "_copy", and_die):
+    with patch.object(mirror._Copying, "_copy", and_die):
         save_by_all(layout, local, url, options)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +18,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import AdamW
 
-from ckptkit.errors import CkptkitError, NotFoundError, PeerError
-from ckptkit.live import Checkpointer, Restored, StateMismatchError, load, load_state, save
+from ckptkit.checkpoint.read.checkpoint import Checkpoint
+from ckptkit.errors import CkptkitError, NotFoundError, PeerError, StorageError
+from ckptkit.live import (
+    Checkpointer,
+    Restored,
+    StateMismatchError,
+    load,
+    load_state,
+    restore,
+    save,
+)
 from tests.live.pool import Pool
 
 Trained = tuple[nn.Module, AdamW]
@@ -273,3 +283,29 @@ def test_tensors_are_read_without_a_job(tmp_path: Path) -> None:
     assert list(load_state(tmp_path, names=["s/x"])) == ["s/x"]
     with pytest.raises(NotFoundError, match="s/y"):
         load_state(tmp_path, names=["s/y"])
+
+
+def test_what_torch_has_to_copy_is_read_in_turns(tmp_path: Path) -> None:
+    saved = {f"{n}": torch.randn(33, 7 * n + 1) for n in range(9)}
+    save(tmp_path, step=1, state={"s": saved}, chunk_bytes=500)
+    found = {n: torch.zeros(each.shape[::-1], dtype=torch.float64).T for n, each in saved.items()}
+    turns, ends_at, read_many = [0], 0, Checkpoint.read_many
+
+    def counted(*arguments: Any, **keywords: Any) -> None:
+        turns[0] += 1
+        if turns[0] == ends_at:
+            raise StorageError("the disk is gone")
+        read_many(*arguments, **keywords)
+
+    with (
+        patch.object(restore, "_TURN_BYTES", 3000),
+        patch.object(restore, "_PIECE_BYTES", 700),
+        patch.object(Checkpoint, "read_many", counted),
+    ):
+        load(tmp_path, state={"s": found}, cast=True)
+        assert turns[0] > 5
+        assert all(torch.equal(found[n], saved[n].double()) for n in saved)
+        for ends_at in (2, 4, turns[0]):  # noqa: B007 — `counted` looks at it
+            turns[0] = 0
+            with pytest.raises(StorageError, match="the disk is gone"):
+                load(tmp_path, state={"s": found}, cast=True)

@@ -25,7 +25,7 @@ def test_an_older_torch_is_refused_in_one_sentence(module: str, tmp_path: Path) 
         check=True,
     )
     assert told.stdout.startswith(
-        "UsageError ckptkit.live needs torch 2.13 or newer (got '2.9.1+cpu')"
+        "UsageError ckptkit.live needs torch 2.11 or newer (got '2.9.1+cpu')"
     )
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import ckptkit
 from ckptkit.checkpoint.places import MANIFEST
 from ckptkit.checkpoint.run import mirror
-from ckptkit.checkpoint.run.copy import Copied, copy_step
+from ckptkit.checkpoint.run.mirror import Copied, copy_step
 from ckptkit.errors import (
     CkptkitError,
     CorruptionError,

@@ -108,7 +108,7 @@ def test_boxes_outside_the_array_are_refused() -> None:
         (None, "here"),
         ({}, "here"),
         ({"kind": "hexagonal"}, "here"),
-        ({"kind": "regular"}, "here"),
+        ({"kind": "regular"}, "here.chunk_shape"),
         ({"kind": "regular", "chunk_shape": [2, 2], "more": 1}, "here"),
         ({"kind": "regular", "chunk_shape": "22"}, "here.chunk_shape"),
         ({"kind": "regular", "chunk_shape": [2]}, "here"),

@@ -73,7 +73,7 @@ def test_other_texts_are_refused(text: str) -> None:
         ({"kind": ["shard"]}, "here"),
         ({"kind": "slice", "dim": 0}, "here"),
         ({"kind": "replicate", "dim": 0}, "here"),
-        ({"kind": "shard"}, "here"),
+        ({"kind": "shard"}, "here.dim"),
         ({"kind": "shard", "dim": True}, "here.dim"),
         ({"kind": "shard", "dim": 0, "unit": 0}, "here.unit"),
         ({"kind": "shard", "dim": 0, "unit": 2**80}, "here.unit"),

@@ -99,7 +99,7 @@ def axis_of_size(size: int, name: str = "a") -> dict[str, Any]:
     ("doc", "where"),
     [
         ("fsdp:8", "here"),
-        ({"axes": []}, "here"),
+        ({"axes": []}, "here.rank_order"),
         ({"axes": [], "rank_order": "row-major", "more": 1}, "here"),
         ({"axes": [], "rank_order": "column-major"}, "here.rank_order"),
         ({"axes": {}, "rank_order": "row-major"}, "here.axes"),

@@ -12,7 +12,7 @@ import zarr
 
 import ckptkit
 from ckptkit.checkpoint.ranks import OneRank
-from ckptkit.checkpoint.run.copy import copy_step
+from ckptkit.checkpoint.run.mirror import copy_step
 from ckptkit.errors import FormatError
 from ckptkit.format.leaves import dumps
 from ckptkit.storage import MemoryStore, open_store

@@ -26,8 +26,7 @@ from ckptkit.model import (
     Strided,
     layout_of,
 )
-from ckptkit.plan.chunks import choose_grid
-from ckptkit.plan.write import Owned, chunks_in, chunks_to_write, writes_document
+from ckptkit.plan.chunks import Owned, choose_grid, chunks_in, chunks_to_write, writes_document
 
 CUT: st.SearchStrategy[Placement] = st.sampled_from(
     [Shard(0), Shard(1), Shard(0, None, 2), Strided(0), Strided(1)]

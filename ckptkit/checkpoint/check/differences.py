@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from ckptkit.format.folds import fold_names, natural_order
+from ckptkit.format.names import fold_names, natural_order
 from ckptkit.model.document import counted, size_text
 from ckptkit.model.pictures import card, table
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.check.pack import Fault, PackBytes, PackFile
+from ckptkit.checkpoint.check.pack import Fault, PackBytes, faults_of
 from ckptkit.checkpoint.places import (
     DATA,
     MANIFEST,
@@ -48,9 +48,8 @@ from ckptkit.errors import (
 )
 from ckptkit.foreign.readers.formats import format_of
 from ckptkit.format.array_table import ArrayTable, ArrayTables
-from ckptkit.format.manifest import Manifest
+from ckptkit.format.manifest import Manifest, Record
 from ckptkit.format.objects import whole
-from ckptkit.format.record import Record
 from ckptkit.model.document import parse_size
 from ckptkit.storage import Options, Store
 
@@ -169,20 +168,23 @@ def _compared(
         pack = manifest.packs[number]
         key = f"{folder}/{pack.name}"
         where = described(store, key)
-        file = PackFile(store, key, pack.size, each, progress)
+
+        def faults_by(known: PackBytes) -> list[Fault]:
+            return faults_of(store, key, pack.size, known, each, progress)
+
         found: list[Finding] = []
         record: Record | None = None
         try:
             read = read_record(store, folder, number, manifest.save.save_id, tables, size=pack.size)
             record = read.record
-            faults = file.faults(PackBytes.of_rank(read, where))
+            faults = faults_by(PackBytes.of_rank(read, where))
             if read.pack != pack:
                 faults.append((read.entry.offset, "the record is not where the manifest says"))
         except (FormatError, NotFoundError) as error:
             found.append(_as_finding(error, where))
             faults = []
             with suppress(CkptkitError):  # it has been said that the pack cannot be read
-                faults = file.chunk_faults(manifest, number)
+                faults = faults_by(PackBytes.of_chunks(manifest, number))
         except StorageError as error:
             return [_as_finding(error, where)], record
         return [*found, *_told(where, faults)], record
@@ -200,8 +202,8 @@ def _compared(
         for number in set(there).difference(ranks):
             key = f"{folder}/{manifest.packs[number].name}"
             try:
-                file = PackFile(store, key, store.size(key), each, progress)
-                faults = file.faults(PackBytes.of_groups(records))
+                known_bytes = PackBytes.of_groups(records)
+                faults = faults_of(store, key, store.size(key), known_bytes, each, progress)
             except CkptkitError as error:
                 findings.append(_as_finding(error, described(store, key)))
             else:

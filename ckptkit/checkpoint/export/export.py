@@ -6,38 +6,35 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
-from ckptkit.checkpoint.check.unpack import appearing
-from ckptkit.checkpoint.export.file import write_file
-from ckptkit.checkpoint.places import Place, check_room, crc_of, store_at, stored_size
+import numpy as np
+from isal import isal_zlib
+
+from ckptkit.checkpoint.export.files import FinishedFiles, place_to_write, removed_on_failure
+from ckptkit.checkpoint.places import Place, check_room, store_at
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, open_checkpoint
-from ckptkit.checkpoint.read.stream import STREAM_MEMORY
-from ckptkit.checkpoint.reshard.copy import (
-    Budget,
-    ChunkCopier,
-    check_huge_chunks,
-    resident_bytes,
-)
+from ckptkit.checkpoint.read.stream import STREAM_MEMORY, bands
+from ckptkit.checkpoint.reshard.chunks import ChunkCopier, check_huge_chunks
 from ckptkit.checkpoint.reshard.selection import Selection, check_numbers, choose
+from ckptkit.checkpoint.reshard.target import Budget, resident_bytes
 from ckptkit.checkpoint.reshard.translation import Chosen
-from ckptkit.checkpoint.workers import Progress, copy_threads
+from ckptkit.checkpoint.workers import Progress, share_out
 from ckptkit.errors import (
     AlreadyExistsError,
-    CkptkitError,
     NotFoundError,
-    StorageError,
+    PeerError,
     UsageError,
 )
 from ckptkit.foreign.folder import CONFIG, parsed
 from ckptkit.foreign.output.files import (
     EMBEDDINGS,
     Checked,
+    NewFile,
     NewFiles,
     NewTensor,
     hugging_face,
@@ -45,10 +42,11 @@ from ckptkit.foreign.output.files import (
     safetensors_file,
 )
 from ckptkit.foreign.output.pickled import Keys, dcp_folder, torch_file
-from ckptkit.format.leaves import dumps, unpack
 from ckptkit.format.names import MODEL, OPTIMIZER, inner_name, split
 from ckptkit.format.objects import ObjectInfo
+from ckptkit.model import Box
 from ckptkit.model.document import counted, parse_size, size_text
+from ckptkit.plan.read import batches
 from ckptkit.storage import Options, Store, open_store
 from ckptkit.version import __version__
 
@@ -63,8 +61,8 @@ _BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "tokenizer*", "LICEN
 _NOT_BESIDE = ("*.index.json", "*.safetensors", "*.bin", "trainer_state.json")
 _MOST_BESIDE = 256 << 20
 
-_NOTE = ".ckptkit-export-"
-_MOST_NOTE = 64 << 20
+# As much of a file is filled and written at a time.
+_SEGMENT = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +120,10 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
     own = storage_options if source_options is None else source_options
     place, is_file = open_store(out, storage_options or {}), to_format not in _FOLDERS
     config = None if beside is None else store_at(beside, own)
-    said = _config_in(config)
+    said: Any = {}
+    if config is not None and CONFIG in config.children(""):
+        said = parsed(config.read_whole(CONFIG, _MOST_BESIDE), f"{config.location}/{CONFIG}")
+        said = said if isinstance(said, dict) else {}
     before = resident_bytes()
     with open_checkpoint(src, storage_options=own) as checkpoint:
         selection = replace(selection or Selection(), optimizer=optimizer)
@@ -134,12 +135,15 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
             # the config of a part of the model says does not count either.
             ties = said.get("tie_word_embeddings") is True
             arrays, tensors = _untied(arrays, tensors, EMBEDDINGS if ties else ())
-        new = _laid_out(
-            to_format, place, tensors, objects if optimizer else None, parse_size(max_file_size)
-        )
+        more = {"objects": objects} if optimizer else {}
+        new: NewFiles
+        if is_file:
+            new = _FILES[to_format](place.location.name, tensors, **more)
+        else:
+            new = _FOLDERS[to_format](tensors, parse_size(max_file_size), **more)
         budget = Budget.of(
             parse_size(memory),
-            max(4, copy_threads()) if workers is None else workers,
+            workers,
             checkpoint.store,
             place,
             largest=0,
@@ -148,8 +152,8 @@ def export(  # noqa: PLR0913 — one keyword for each decision, all but one with
         )
         name = export_name(checkpoint.save_id, arrays, new)
         with (
-            _place_to_write(place, name, is_file=is_file) as store,
-            _removed_on_failure(store) as keys,
+            place_to_write(place, name, is_file=is_file) as store,
+            removed_on_failure(store) as keys,
         ):
             finished = FinishedFiles(store, "" if is_file else name)
             resumed = finished.begin([file.key for file in new.files], progress)
@@ -203,22 +207,6 @@ def _check_format(to_format: str, *, beside: Place | None, optimizer: bool) -> N
         )
 
 
-def _laid_out(
-    to_format: str,
-    place: Store,
-    tensors: Sequence[NewTensor],
-    objects: Mapping[Keys, Any] | None,
-    most: int,
-) -> NewFiles:
-    """The files of a format, none of them written; a folder's with at most so many bytes each."""
-    more = {} if objects is None else {"objects": objects}
-    if to_format in _FOLDERS:
-        new: NewFiles = _FOLDERS[to_format](tensors, most, **more)
-    else:
-        new = _FILES[to_format](place.location.name, tensors, **more)
-    return new
-
-
 def _tensors_of(
     checkpoint: Checkpoint, selection: Selection, sizes: Mapping[str, Any]
 ) -> tuple[list[Chosen], list[NewTensor], dict[Keys, Any], list[str]]:
@@ -226,8 +214,15 @@ def _tensors_of(
     dictionaries; and what is left out.
     """
     groups = (f"{MODEL}/", f"{OPTIMIZER}/")[: 1 + selection.optimizer]
-    include = selection.include or (f"{MODEL}/*", *_state_of(checkpoint, selection))
-    choice = choose(checkpoint.manifest, replace(selection, include=include), sizes)
+    manifest = checkpoint.manifest
+    if selection.optimizer and not any(item.name == OPTIMIZER for item in manifest.objects):
+        raise UsageError(
+            "the step does not say which parameters an optimizer has", where=checkpoint.location
+        )
+    has_state = any(array.role == "optimizer" for array in manifest.arrays)
+    state = (f"{OPTIMIZER}/*",) if selection.optimizer and has_state else ()
+    include = selection.include or (f"{MODEL}/*", *state)
+    choice = choose(manifest, replace(selection, include=include), sizes)
     check_numbers(checkpoint, choice)
     arrays = [chosen for chosen in choice.arrays if chosen.name.startswith(groups)]
     if not any(chosen.name.startswith(f"{MODEL}/") for chosen in arrays):
@@ -257,19 +252,6 @@ def _tensors_of(
     return arrays, tensors, _optimizer_objects(choice.objects), left_out
 
 
-def _state_of(checkpoint: Checkpoint, selection: Selection) -> tuple[str, ...]:
-    """A pattern for the state of the optimizer, where it is asked for."""
-    if not selection.optimizer:
-        return ()
-    is_there = any(item.name == OPTIMIZER for item in checkpoint.manifest.objects)
-    has_state = any(array.role == "optimizer" for array in checkpoint.manifest.arrays)
-    if not is_there:
-        raise UsageError(
-            "the step does not say which parameters an optimizer has", where=checkpoint.location
-        )
-    return (f"{OPTIMIZER}/*",) if has_state else ()
-
-
 def _optimizer_objects(objects: Sequence[ObjectInfo]) -> dict[Keys, Any]:
     """What optimizers have besides tensors, as `get_optimizer_state_dict` has it: all of them are
     one there.
@@ -287,14 +269,6 @@ def _optimizer_objects(objects: Sequence[ObjectInfo]) -> dict[Keys, Any]:
     return found
 
 
-def _config_in(beside: Store | None) -> Mapping[str, Any]:
-    """What the model's config says, if it is there."""
-    if beside is None or CONFIG not in beside.children(""):
-        return {}
-    said = parsed(beside.read_whole(CONFIG, _MOST_BESIDE), f"{beside.location}/{CONFIG}")
-    return said if isinstance(said, dict) else {}
-
-
 def _untied(
     arrays: Sequence[Chosen], tensors: Sequence[NewTensor], kept: Sequence[str]
 ) -> tuple[list[Chosen], list[NewTensor]]:
@@ -309,57 +283,6 @@ def _untied(
             names = (tensor.name, *tensor.tied)
             pairs += [(chosen, replace(tensor, name=name, tied=())) for name in names]
     return [chosen for chosen, _ in pairs], [tensor for _, tensor in pairs]
-
-
-@contextmanager
-def _place_to_write(place: Store, name: str, *, is_file: bool) -> Iterator[Store]:
-    """Where to write the files of an export of this name; AlreadyExistsError where something else
-    is at the place.
-    """
-    location = place.location
-    if location.scheme == "file":
-        only = location.name if is_file else ""
-        with appearing(Path(location.path), only, "" if is_file else name[:8]) as folder:
-            written = open_store(folder)
-            if not FinishedFiles(written, name).is_resumed:
-                # Of one that was killed before its note was there, or after: nobody else's.
-                for left in folder.iterdir():
-                    left.unlink()
-            yield written
-        return
-    store = place
-    if is_file:
-        store = open_store(replace(place.address, location=location.parent))
-        is_there = stored_size(store, location.name) is not None
-    else:
-        is_there = bool(store.children("")) and not FinishedFiles(store, name).is_resumed
-    if is_there:
-        raise AlreadyExistsError(
-            "there is something already",
-            where=str(location),
-            hint="name a place that is empty; the command of an export that was killed goes on",
-        )
-    yield store
-
-
-@contextmanager
-def _removed_on_failure(store: Store) -> Iterator[list[str]]:
-    """The block adds the keys of what it writes: they are removed where it fails. An interruption
-    removes nothing, for the same call goes on from there.
-    """
-    keys: list[str] = []
-    try:
-        yield keys
-    except Exception as error:
-        notes = [key for key in keys if key.startswith(_NOTE)]
-        try:
-            # What makes a model of the files comes last, and goes first; the note goes last, so
-            # that what cannot be removed is what the same call goes on with.
-            store.delete([key for key in reversed(keys) if key not in notes])
-            store.delete(notes)
-        except StorageError as left:
-            error.add_note(f"what was written could not be removed: {left}")
-        raise
 
 
 def _copied_beside(source: Store) -> Iterator[str]:
@@ -380,10 +303,6 @@ def _copied_beside(source: Store) -> Iterator[str]:
             yield name
 
 
-# Which files are there already: an export goes on where an earlier one was killed. What is finished
-# is noted beside the files, under a name that tells what they are made of, until all is there.
-
-
 def export_name(save_id: str, arrays: Sequence[Chosen], new: NewFiles) -> str:
     """The name of an export: the same for all that write the same bytes."""
     digest = hashlib.sha256(f"{__version__} {save_id}".encode())
@@ -399,55 +318,145 @@ def export_name(save_id: str, arrays: Sequence[Chosen], new: NewFiles) -> str:
     return digest.hexdigest()[:16]
 
 
-class FinishedFiles:
-    """The files that an export of this name has written whole; none are noted without a name."""
+# Each file is filled some bytes at a time, by a few threads.
 
-    def __init__(self, store: Store, name: str) -> None:
-        self._store = store
-        self.note = f"{_NOTE}{name}" if name else ""
-        self.is_resumed = bool(name) and self.note in store.children("")
-        self._known: dict[str, tuple[int, int]] = {}
 
-    def begin(self, keys: Iterable[str], progress: Progress | None) -> list[str]:
-        """Those of these files that an earlier run has completed, with the very bytes that it
-        wrote; what is left of others is removed. AlreadyExistsError where another one begins now.
-        """
-        if not self.note:
-            return []
-        if not self.is_resumed:
-            self._store.put(self.note, dumps([]), exclusive=True)
-            # Of one that was killed before: the place was empty but for what stores do not list.
-            self._store.delete([entry.key for entry in self._store.leftovers("")])
-            return []
-        said: Any = []
-        with suppress(CkptkitError):  # one that was killed may leave an empty note
-            said = unpack(self._store.read_whole(self.note, _MOST_NOTE), self.note)
-        noted = {key: (size, crc) for key, size, crc in said}
-        self._store.delete([entry.key for entry in self._store.leftovers("")])
-        there = {entry.key: entry.size for entry in self._store.list("")}
-        links = self._store.links("")
-        for key in keys:
-            size, crc = noted.get(key, (-1, 0)) if key not in links else (-1, 0)
-            if there.get(key) == size and self._crc(key, size) == crc:
-                self._known[key] = size, crc
-                if progress:
-                    progress(size)
-            elif key in there:
-                self._store.delete([key])
-        return list(self._known)
+@dataclass(frozen=True, slots=True)
+class FileBand:
+    """Elements of a tensor that come next in a file."""
 
-    def add(self, key: str, size: int, crc: int) -> None:
-        """One more is there, durable."""
-        self._known[key] = size, crc
-        if self.note:
-            rows = [[key, size, crc] for key, (size, crc) in self._known.items()]
-            self._store.put(self.note, dumps(rows))
+    tensor: int
+    start: int
+    """How many bytes of the tensor come before them."""
+    box: Box
+    nbytes: int
 
-    def forget(self) -> None:
-        """All is there."""
-        if self.note:
-            self._store.delete([self.note])
 
-    def _crc(self, key: str, size: int) -> int:
-        with self._store.open(key, size) as source:
-            return crc_of(source, 0, size)
+class _Checksums:
+    """The checksums of tensors of a file, of which threads fill some bytes at a time.
+
+    A thread waits only for what comes before its own segment. That was begun before, by threads
+    that say what they have filled before they wait themselves.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._left = list(sizes)
+        self._parts: list[list[tuple[int, int, int]]] = [[] for _ in sizes]
+        self._changed = threading.Condition()
+        self._stopped = False
+
+    def add(self, band: FileBand, crc: int) -> None:
+        """Some bytes of a tensor are there."""
+        with self._changed:
+            self._parts[band.tensor].append((band.start, band.nbytes, crc))
+            self._left[band.tensor] -= band.nbytes
+            if not self._left[band.tensor]:
+                self._changed.notify_all()
+
+    def of(self, tensor: int) -> int:
+        """The checksum of a tensor, once all of its bytes are there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._left[tensor])
+            if self._left[tensor]:
+                raise PeerError("another thread could not fill its part of the file")
+            parts = sorted(self._parts[tensor])
+        return combined([crc for _, _, crc in parts], [nbytes for _, nbytes, _ in parts])
+
+    def stop(self) -> None:
+        """Nobody has to wait any more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+
+def write_file(
+    file: NewFile,
+    arrays: Sequence[Chosen],
+    copier: ChunkCopier,
+    store: Store,
+    progress: Progress | None,
+) -> tuple[int, int]:
+    """Write a file; its size, and its checksum."""
+    contents = list(_contents(file, arrays, copier.budget.batch_bytes))
+    # Small tensors are written together, large ones a band at a time.
+    runs = batches([nbytes for _, nbytes in contents], _SEGMENT) or [(0, 0)]
+    sizes = [sum(nbytes for _, nbytes in contents[first:last]) for first, last in runs]
+    crcs = [0] * len(runs)
+    checksums = None
+    if any(isinstance(piece, Checked) for piece in file.pieces):
+        checksums = _Checksums([array.info.nbytes for array in arrays])
+    sink = store.create(file.key, sizes, memory=copier.budget.sink_bytes)
+
+    def fill(number: int, memory: memoryview) -> None:
+        bands: list[tuple[FileBand, memoryview]] = []
+        boxes = []
+        checked: list[tuple[Checked, memoryview]] = []
+        end = 0
+        for piece, nbytes in contents[slice(*runs[number])]:
+            data = memory[end : end + nbytes]
+            end += nbytes
+            if isinstance(piece, bytes):
+                data[:] = piece
+            elif isinstance(piece, Checked):
+                checked.append((piece, data))
+            else:
+                chosen = arrays[piece.tensor]
+                values = np.frombuffer(data, chosen.info.dtype.bits).reshape(piece.box.shape)
+                boxes.append((chosen, piece.box, values))
+                bands.append((piece, data))
+        copier.fill_boxes(boxes)
+        if checksums is not None:
+            # All of this segment before any wait: others may wait for it (see `_Checksums`).
+            for band, data in bands:
+                checksums.add(band, int(isal_zlib.crc32(data)))
+            for piece, data in checked:
+                data[:] = piece.make([*map(checksums.of, piece.tensors)])
+        crcs[number] = int(isal_zlib.crc32(memory))
+
+    def write(number: int) -> None:
+        try:
+            with sink.filling(number) as memory:
+                fill(number, memory)
+        except BaseException:
+            if checksums is not None:
+                checksums.stop()
+            raise
+        if progress:
+            progress(sizes[number])
+
+    try:
+        share_out(range(len(runs)), write, copier.budget.workers)
+        sink.finish()
+    except BaseException:
+        sink.abort()
+        raise
+    return sum(sizes), combined(crcs, sizes)
+
+
+def combined(crcs: Sequence[int], sizes: Sequence[int]) -> int:
+    """The checksum of bytes that have these, one after the other."""
+    whole = 0
+    for crc, nbytes in zip(crcs, sizes, strict=True):
+        whole = int(isal_zlib.crc32_combine(whole, crc, nbytes))
+    return whole
+
+
+def _contents(
+    file: NewFile, arrays: Sequence[Chosen], most: int
+) -> Iterator[tuple[bytes | Checked | FileBand, int]]:
+    """What comes next in a file, and how many bytes that is."""
+    for piece in file.pieces:
+        if isinstance(piece, Checked):
+            yield piece, piece.nbytes
+        elif isinstance(piece, bytes):
+            for begin in range(0, len(piece), _SEGMENT):
+                data = piece[begin : begin + _SEGMENT]
+                yield data, len(data)
+        else:
+            chosen, start = arrays[piece], 0
+            itemsize = chosen.info.dtype.itemsize
+            widest = max(itemsize, chosen.source.dtype.itemsize)
+            for box in bands([chosen.source.grid], _SEGMENT // widest, most // widest):
+                band = FileBand(piece, start, box, box.size * itemsize)
+                yield band, band.nbytes
+                start += band.nbytes

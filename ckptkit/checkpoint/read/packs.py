@@ -15,9 +15,8 @@ from ckptkit.errors import CkptkitError, CorruptionError, FormatError, NotFoundE
 from ckptkit.foreign.contents import ForeignManifest, GatheredSource
 from ckptkit.foreign.decoded import DECODED, DecodedSource
 from ckptkit.format.array_table import ArrayTables
-from ckptkit.format.manifest import Manifest, PackInfo, pack_name
+from ckptkit.format.manifest import Manifest, PackInfo, Record, pack_name
 from ckptkit.format.pack import END_BYTES, Entry, find_record
-from ckptkit.format.record import Record
 from ckptkit.storage import Source, Store
 from ckptkit.storage.base.store import Closing
 

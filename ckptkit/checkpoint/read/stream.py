@@ -21,8 +21,8 @@ from ckptkit.checkpoint.workers import Pace, Progress, copy_threads, cores, shar
 from ckptkit.errors import UsageError
 from ckptkit.format.arrays import ArrayKind
 from ckptkit.model import Box, DType, Grid
+from ckptkit.plan.chunks import chunks_in
 from ckptkit.plan.read import pieces_within
-from ckptkit.plan.write import chunks_in
 from ckptkit.storage import BufferPool, Store, default_pool
 
 STREAM_MEMORY = 256 << 20

@@ -31,8 +31,8 @@ from ckptkit.checkpoint.places import (
 )
 from ckptkit.checkpoint.read.checkpoint import Checkpoint, reopened
 from ckptkit.checkpoint.read.packs import read_record
-from ckptkit.checkpoint.reshard.copy import Budget, copy_packs
-from ckptkit.checkpoint.reshard.target import ReshardOptions, ReshardTarget, target_of
+from ckptkit.checkpoint.reshard.copy import copy_packs
+from ckptkit.checkpoint.reshard.target import Budget, ReshardOptions, ReshardTarget, target_of
 from ckptkit.checkpoint.workers import LOOK
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (

@@ -11,7 +11,7 @@ from typing import Any, Required, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.checkpoint.check.pack import PackBytes, PackFile
+from ckptkit.checkpoint.check.pack import PackBytes, faults_of
 from ckptkit.checkpoint.check.state import digest_of
 from ckptkit.checkpoint.places import (
     DATA,
@@ -29,28 +29,23 @@ from ckptkit.checkpoint.places import (
 from ckptkit.checkpoint.read.checkpoint import UNKNOWN, Checkpoint, open_checkpoint
 from ckptkit.checkpoint.read.packs import read_record
 from ckptkit.checkpoint.read.stream import LEAST_MEMORY, Limits, Readable, stored_arrays
-from ckptkit.checkpoint.reshard.copy import (
-    Budget,
-    at_work,
-    cast,
-    check_huge_chunks,
-    copy_packs,
-    resident_bytes,
-)
+from ckptkit.checkpoint.reshard.chunks import cast, check_huge_chunks
+from ckptkit.checkpoint.reshard.copy import at_work, copy_packs, seconds_of
 from ckptkit.checkpoint.reshard.engines import copy_elsewhere, ranks_to_copy
-from ckptkit.checkpoint.reshard.probe import seconds_of
 from ckptkit.checkpoint.reshard.selection import Selection, check_numbers
 from ckptkit.checkpoint.reshard.target import (
     SAVE_ID_PREFIX,
+    Budget,
     ReshardCost,
     ReshardOptions,
     ReshardTarget,
     TargetArray,
     cost_of,
+    resident_bytes,
     target_of,
 )
 from ckptkit.checkpoint.rules_file import RulesLike
-from ckptkit.checkpoint.workers import Progress, copy_threads, uncollected
+from ckptkit.checkpoint.workers import Progress, uncollected
 from ckptkit.checkpoint.write.commit import commit, committed_save_id, gather
 from ckptkit.errors import (
     FormatError,
@@ -140,9 +135,6 @@ def plan_reshard(
     options = ReshardOptions(**keywords)
     source, store = stores_at(src, dst, storage_options, source_options)
     memory, ranks = parse_size(options.memory), ranks_to_copy(options, source, store)
-    workers = max(4, copy_threads()) if options.workers is None else options.workers
-    if workers < 1:
-        raise UsageError("at least one worker is needed", value=workers)
     before = resident_bytes()
     checkpoint = open_checkpoint(source)
     expected = None if options.expect is None else Strategy.of(options.expect)
@@ -157,7 +149,7 @@ def plan_reshard(
     stored = (a for a, _ in target.alike if a.info.grid.chunk_count)
     budget = Budget.of(
         memory,
-        workers,
+        options.workers,
         source,
         store,
         largest=max((a.info.grid.chunk_elements * a.itemsize for a in stored), default=0),
@@ -437,9 +429,9 @@ def _is_finished(
     ):
         return False
     key = f"{folder}/{pack_name(rank)}"
-    file = PackFile(store, key, found.pack.size, progress=progress)
     try:
-        return not file.faults(PackBytes.of_rank(found, described(store, key)))
+        known = PackBytes.of_rank(found, described(store, key))
+        return not faults_of(store, key, found.pack.size, known, progress=progress)
     except FormatError:
         return False
 

@@ -25,10 +25,8 @@ from ckptkit.format.names import (
     WRAPPED,
     ancestors,
     check_used,
-    checked_path,
     escape,
     inner_name,
-    join,
     matches,
     pattern_list,
     split,
@@ -101,11 +99,14 @@ class Selection:
                 return _float(dtype)
         return array.dtype
 
-    def renamed(self, inner: str) -> str:
-        """What is called so inside of its group, in the target."""
+    def renamed(self, name: str, role: str) -> str:
+        """What an array of this name in the source is called in the target."""
+        if not self.rename:
+            return name
+        inner = new = inner_name(name, role)
         for pattern, replacement in self.rename:
-            inner = re.sub(pattern, replacement, inner)
-        return inner
+            new = re.sub(pattern, replacement, new)
+        return name if new == inner else with_inner(name, role, new)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,7 +149,7 @@ def choose(
         if not taken:
             continue
         for name in taken:
-            names[name] = _target_name(name, array, selection)
+            names[name] = selection.renamed(name, array.role)
         first = names[taken[0]]
         for name in called:
             targets[name] = (first,)
@@ -171,9 +172,13 @@ def choose(
     if selection.rename or selection.names:  # the source's own names fit together
         _check_names(arrays, aliases)
     for number, each in enumerate(arrays):
-        of = _parameter(each.info.of, targets, selection)
-        if of != each.info.of:
-            arrays[number] = replace(each, info=each.info._replace(of=of))
+        of = each.info.of
+        if of is None:
+            continue
+        # A parameter is called so in the target also where it does not go over itself.
+        new_of = targets[of][0] if of in targets else selection.renamed(of, "param")
+        if new_of != of:
+            arrays[number] = replace(each, info=each.info._replace(of=new_of))
     choice = Choice(
         tuple(sorted(arrays, key=lambda chosen: chosen.name)),
         tuple(sorted(aliases, key=lambda alias: alias.name)),
@@ -226,27 +231,6 @@ def _changed(
             kinds[id(kind), dtype] = replace(kind, dtype=dtype)
         kind = kinds[id(kind), dtype]
     return array._replace(name=name, kind=kind)
-
-
-def _target_name(name: str, array: ArrayInfo, selection: Selection) -> str:
-    if not selection.rename:
-        return name
-    inner = inner_name(name, array.role)
-    new = selection.renamed(inner)
-    if new == inner:
-        return name
-    return with_inner(name, array.role, new)
-
-
-def _parameter(
-    name: str | None, targets: Mapping[str, Sequence[str]], selection: Selection
-) -> str | None:
-    """What a parameter is called in the target, also where it does not go over itself."""
-    if name is None or name in targets:
-        return targets[name][0] if name is not None else None
-    nodes = split(name)
-    new = selection.renamed("/".join(nodes[1:]))
-    return checked_path(join(nodes[0], *new.split("/"))) if len(nodes) > 1 else name
 
 
 def _check_names(arrays: Sequence[Chosen], aliases: Sequence[Alias]) -> None:

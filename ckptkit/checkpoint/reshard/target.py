@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,25 +17,26 @@ import numpy.typing as npt
 
 from ckptkit.checkpoint.places import Place, step_name
 from ckptkit.checkpoint.read.checkpoint import open_checkpoint
+from ckptkit.checkpoint.read.reader import BAND_BYTES
 from ckptkit.checkpoint.reshard.selection import Choice, Selection, choose, parameter_order
 from ckptkit.checkpoint.reshard.translation import Chosen
 from ckptkit.checkpoint.rules_file import RulesLike, rules_between
-from ckptkit.errors import LayoutError
+from ckptkit.checkpoint.workers import Pace, copy_threads
+from ckptkit.errors import LayoutError, UsageError
 from ckptkit.foreign.contents import ForeignManifest
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import ArrayInfo, ArrayKind
 from ckptkit.format.leaves import dumps
-from ckptkit.format.manifest import Manifest
+from ckptkit.format.manifest import Manifest, SaveInfo
 from ckptkit.format.names import DIGEST_ALGORITHM, inner_name
-from ckptkit.format.record import SaveInfo
 from ckptkit.model import Layout, Rules, Strategy, layout_of
 from ckptkit.model.document import parse_size
-from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, target_grid
+from ckptkit.plan.chunks import DEFAULT_CHUNK_BYTES, Owned, chunks_to_write, target_grid
 from ckptkit.plan.cuts import Tensor
 from ckptkit.plan.place import decide, place
 from ckptkit.plan.read import spread
-from ckptkit.plan.write import Owned, chunks_to_write
-from ckptkit.storage import Options
+from ckptkit.storage import Options, Store
+from ckptkit.storage.base.sink import piece_size
 from ckptkit.version import __version__
 
 # What a source says of itself, and no longer of what is made of it.
@@ -42,6 +45,23 @@ _OWN = ("resharded", "digest")
 SAVE_ID_PREFIX = "resharded-"
 
 DEFAULT_MEMORY = 1 << 30
+# Two: threads that write one file through the page cache wait for each other. With many at once few
+# would be complete when a run is cut off.
+PACKS_AT_ONCE = 2
+_MIB = 1 << 20
+_LARGEST_BATCH, _SMALLEST_BATCH = 64 * _MIB, 4 * _MIB
+_LARGEST_CHUNK = 16 * _MIB
+# Threads, buffers of the storage, and what allocators keep.
+_PER_WORKER = 6 * _MIB
+_SPARE = 24 * _MIB
+# What a worker in a process of its own has in memory before it does anything.
+_PROCESS_BYTES = 96 * _MIB
+# Of all memory, what may be on its way from a store that is asked over a network, and to one.
+_ON_ITS_WAY = 4
+# Of all memory, what may be kept of chunks that several packs need, where reading costs more.
+_KEPT_CHUNKS = 16
+# A sink that holds fewer parts waits for each.
+_LEAST_PARTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,14 +293,115 @@ def cost_of(target: ReshardTarget, batch_bytes: int) -> ReshardCost:
     for array, count in target.alike:
         source, info = array.source, array.info
         itemsizes = source.dtype.itemsize, info.dtype.itemsize
-        found = spread(array.layout, source.grid, info.grid, itemsizes, batch_bytes)
-        by_rank += found.nbytes * count
+        nbytes, reading = spread(array.layout, source.grid, info.grid, itemsizes, batch_bytes)
+        by_rank += nbytes * count
         needed += int(source.grid.stored_elements().sum()) * source.dtype.itemsize * count
-        read += found.reading.nbytes * count
-        requests += found.reading.requests * count
+        read += reading.nbytes * count
+        requests += reading.requests * count
         chunks += info.grid.chunk_count * count
     rounded = tuple(np.rint(by_rank).astype(np.int64).tolist())
     return ReshardCost(needed, read, round(float(by_rank.sum())), requests, chunks, rounded)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What each of some workers may hold: a batch of the target's chunks, and the chunks of the
+    source that it is filled from, one at a time; and what is under way to and from the stores.
+    """
+
+    workers: int
+    batch_bytes: int
+    chunk_bytes: int
+    source: Pace
+    """How the source is read by all workers together."""
+    sink_bytes: int | None
+    """What the sink of one pack may keep; None where it keeps nothing."""
+    packs: int
+    """How many packs are written at a time."""
+    shared_bytes: int
+    """What may be kept of chunks of the source that several of these need a part of."""
+
+    @classmethod
+    def of(
+        cls,
+        memory: int,
+        workers: int | None,
+        source: Store,
+        destination: Store,
+        *,
+        largest: int,
+        pack_bytes: int = 0,
+        fixed: int = 0,
+        is_here: bool = True,
+    ) -> Budget:
+        """The largest batches with which `memory` is never exceeded; `largest` is the largest
+        chunk of the target, `pack_bytes` about how large the largest pack will be, and `fixed`
+        what is in use besides. Unless it is here, each worker has a process and a pack of its own.
+        """
+        workers = max(4, copy_threads()) if workers is None else workers
+        if workers < 1:
+            raise UsageError("at least one worker is needed", value=workers)
+        share, can = memory // _ON_ITS_WAY, destination.abilities
+        is_far = source.abilities.waits_for_answers
+        kept = memory // _KEPT_CHUNKS if is_far and is_here else 0
+        sink_bytes, packs = None, PACKS_AT_ONCE if is_here else workers
+        if can.waits_for_answers:
+            part = piece_size(pack_bytes, can.part_size)
+            least, most = _LEAST_PARTS * part, (can.concurrency + 2) * part
+            packs = max(1, min(packs, share // least))
+            sink_bytes = max(least, min(most, share // packs))
+        if not is_here:
+            workers = packs
+        pace, shared = Pace.of(source, share - kept), kept if packs > 1 else 0
+        found = cls(workers, 0, 0, pace, sink_bytes, packs, shared)
+        fixed += found.under_way + _SPARE
+        each = _PER_WORKER + (0 if is_here else _PROCESS_BYTES)
+        for count in range(workers, 0, -1):
+            # A batch, one chunk of the source, and as much again where values are converted.
+            batch = min(_LARGEST_BATCH, ((memory - fixed) // count - each - BAND_BYTES) // 3)
+            if batch >= max(_SMALLEST_BATCH, largest):
+                chunk_bytes = max(BAND_BYTES, min(_LARGEST_CHUNK, batch))
+                return replace(found, workers=count, batch_bytes=batch, chunk_bytes=chunk_bytes)
+        least = fixed + each + BAND_BYTES + 3 * max(_SMALLEST_BATCH, largest)
+        raise UsageError(
+            f"that is too little memory: this checkpoint takes {-(-least // _MIB)} MiB at least",
+            value=memory,
+            hint="most of it is for the list of chunks and for one chunk at a time",
+        )
+
+    @property
+    def under_way(self) -> int:
+        """The most that is kept besides what the workers hold."""
+        return self.source.nbytes + (self.sink_bytes or 0) * self.packs + self.shared_bytes
+
+    @property
+    def peak(self) -> int:
+        """The most that is in memory."""
+        each = 3 * self.batch_bytes + max(BAND_BYTES, self.chunk_bytes) + _PER_WORKER
+        return self.workers * each + _SPARE + self.under_way
+
+    @property
+    def pace(self) -> Pace:
+        """How each worker reads the source."""
+        return self.source.shared(self.workers)
+
+    def alone(self) -> Budget:
+        """That of one of the workers, who writes one pack in a process of its own."""
+        return replace(self, workers=1, source=self.pace, packs=1, shared_bytes=0)
+
+    def is_huge(self, array: ArrayInfo) -> bool:
+        """Whether the chunks of an array of the source are too large to be read whole."""
+        size = array.grid.chunk_elements * array.dtype.itemsize
+        return array.grid.chunk_count > 0 and size > self.chunk_bytes
+
+
+def resident_bytes() -> int:
+    """What this process has in memory now; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)

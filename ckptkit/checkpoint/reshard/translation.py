@@ -20,7 +20,7 @@ from ckptkit.errors import FormatError, InvalidNameError, RulesError
 from ckptkit.format.arrays import ArrayInfo
 from ckptkit.format.names import inner_name, join, split
 from ckptkit.model import Box, Grid, Placement, Shard, document
-from ckptkit.model.expression import Expression, missing_sizes, sizes_of
+from ckptkit.model.expression import Expression, sizes_of
 
 _OPTIONS = ("shares", "groups", "rows")
 
@@ -261,10 +261,10 @@ def _merged_or_cut(
 ) -> Iterator[Chosen]:
     """Several arrays as one, one as several, or one whose padding goes."""
     first, is_merge = parts[0], len(parts) > 1
-    groups = _value(line.groups, sizes)
-    shares = [_value(share, sizes) for share in line.shares]
+    groups = line.groups.value(sizes)
+    shares = [share.value(sizes) for share in line.shares]
     lengths = [part.info.shape[0] for part in parts]
-    limit = None if line.rows is None else _value(line.rows, sizes)
+    limit = None if line.rows is None else line.rows.value(sizes)
     if len(parts) == len(targets) == 1:
         # What is padding on one side is not there on the other.
         length = min(lengths[0], limit or lengths[0])
@@ -336,12 +336,6 @@ def with_inner(name: str, role: str, inner: str) -> str:
     except InvalidNameError as error:
         error.where = f"{name}, renamed"
         raise
-
-
-def _value(expression: Expression, sizes: Mapping[str, int]) -> int:
-    if missing := expression.missing(sizes):
-        raise missing_sizes(missing, expression.text)
-    return expression.value(sizes)
 
 
 @cache

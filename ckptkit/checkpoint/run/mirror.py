@@ -3,6 +3,13 @@
 What is safe at each point where a job can end: a step that is committed nearby is whole and stays
 until it is in the other place too, or until retention has given it up because newer steps are.
 What is in the other place is found by looking, so the next job goes on where this one ended.
+
+A step is copied as it is: its packs, then its manifest, by the rules of `checkpoint.write.commit`.
+It keeps its save id, so a copy that was cut off goes on where it ended: packs that have arrived are
+not sent again. Every byte is accounted for on the way: damage is not passed on.
+
+Two processes may copy one step at once, as when one is slow to die: each pack gets its name when it
+is complete, and replaces one that has the same bytes. So nothing that is committed ever breaks.
 """
 
 from __future__ import annotations
@@ -12,21 +19,29 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ckptkit.checkpoint.places import described, read_manifest, step_name, stored_size
+from ckptkit.checkpoint.check.pack import PackBytes, PackWindow
+from ckptkit.checkpoint.places import data_prefix, described, read_manifest, step_name, stored_size
 from ckptkit.checkpoint.ranks import Ranks, in_one_line
-from ckptkit.checkpoint.run.copy import CopyOptions, UnsoundStepError, copy_step
-from ckptkit.checkpoint.run.run import Run, kept_steps, remove
+from ckptkit.checkpoint.read.packs import OpenPacks, PackRecord, read_record
+from ckptkit.checkpoint.run.run import ABANDONED, Retention, Run, plan_prune, remove
+from ckptkit.checkpoint.workers import Progress, ask_all, share_out
+from ckptkit.checkpoint.write.assemble import assemble
+from ckptkit.checkpoint.write.commit import commit, commit_together, committed_save_id, discard
 from ckptkit.errors import (
     AlreadyExistsError,
     CkptkitError,
+    CorruptionError,
     FormatError,
     NotFoundError,
+    PeerError,
+    StepExistsError,
     StorageError,
     UsageError,
 )
-from ckptkit.format.record import SaveInfo
+from ckptkit.format.array_table import ArrayTables
+from ckptkit.format.manifest import SaveInfo
 from ckptkit.storage import Store
 
 log = logging.getLogger("ckptkit.checkpoint")
@@ -36,33 +51,18 @@ _LONGEST_LOCATION = 1 << 16
 
 LOCAL, REMOTE = "local", "remote"
 
+_SEGMENT = 8 << 20
+_THREADS = 4
+# About how many bytes of a rank may be on their way at a time.
+_MEMORY = 128 << 20
+
 
 @dataclass(frozen=True, slots=True)
-class Retention:
-    """Which steps stay; all where nothing is said."""
+class CopyOptions:
+    """How to copy a step."""
 
-    keep_last: int | None = None
-    keep_every: int | None = None
-    local_keep_last: int | None = None
-    """How many of those that have been copied stay nearby; as in the other place without it."""
-    keep: frozenset[int] = frozenset()
-    """Steps that stay whatever else is said, where something is."""
-
-    def __post_init__(self) -> None:
-        self.kept([])
-        kept_steps([], keep_last=self.local_keep_last)
-
-    @property
-    def is_all(self) -> bool:
-        """Whether all steps stay in the other place."""
-        return self.keep_last is None and self.keep_every is None
-
-    def kept(self, steps: list[int], up_to: int | None = None) -> set[int]:
-        """The steps that stay; those above `up_to` are left alone, and do not count."""
-        above = {step for step in steps if up_to is not None and step > up_to}
-        older = [step for step in steps if step not in above]
-        kept = kept_steps(older, keep_last=self.keep_last, keep_every=self.keep_every)
-        return above | kept | self.keep.intersection(steps)
+    overwrite: bool = False
+    progress: Progress | None = None
 
 
 class Mirror:
@@ -76,7 +76,12 @@ class Mirror:
         self.local, self.remote = local, remote
         self.retention = retention
         self._options = options or CopyOptions()
-        self._known = _Known()
+        # What rank 0 knows without asking again, by (step, save id): what the other place has, or
+        # had until it was deleted there, or has a later save of that overwrote it; and the local
+        # steps that cannot be copied, with no id where that cannot be read.
+        self._arrived: set[tuple[int, str]] = set()
+        self._damaged: set[tuple[int, str]] = set()
+        self._failed: set[int] = set()
 
     def look(self, ranks: Ranks) -> None:
         """Make sure that all ranks see one local folder, and that it is this run's; every rank
@@ -109,8 +114,16 @@ class Mirror:
         Where both places have the same save of a step the local one is nearer; of two saves the
         later counts.
         """
-        here = Run(self.local).steps()
-        there = self._listed(here, fallback=fallback)
+        here, there = Run(self.local).steps(), list[int]()
+        try:
+            there = Run(self.remote).steps()
+        except StorageError as error:
+            if not (here and fallback):
+                if here:
+                    error.hint = f"{error.hint}; " if error.hint else ""
+                    error.hint += "fallback=True loads the newest step that is local"
+                raise
+            log.error("looking for local steps only: %s", error)
         numbers = sorted({*here, *there}, reverse=True)
         if step is not None:  # whether it is there or not: that it lacks has to be said
             numbers = [step, *(number for number in numbers if number < step)]
@@ -164,30 +177,17 @@ class Mirror:
                 hint="give every run a local folder of its own",
             ) from None
 
-    def _listed(self, here: list[int], *, fallback: bool) -> list[int]:
-        try:
-            return Run(self.remote).steps()
-        except StorageError as error:
-            if fallback and here:
-                log.error("looking for local steps only: %s", error)
-                return []
-            if here:
-                error.hint = f"{error.hint}; " if error.hint else ""
-                error.hint += "fallback=True loads the newest step that is local"
-            raise
-
     def _in_order(self, step: int, *, both: bool = True) -> list[str]:
         """The places of a step that is in both; of two saves only the later without `both`."""
         here, there = (_save_of(store, step) for store in (self.local, self.remote))
         if here is None or there is None:
             return [LOCAL, REMOTE]
         if here.save_id == there.save_id:
-            self._known.arrived.add((step, here.save_id))
+            self._arrived.add((step, here.save_id))
             return [LOCAL, REMOTE]
-        newer = LOCAL if here.time >= there.time else REMOTE
-        log.warning("step %d was saved twice: that in the %s place is newer", step, newer)
-        older = REMOTE if newer == LOCAL else LOCAL
-        return [newer, older] if both else [newer]
+        sides = [LOCAL, REMOTE] if here.time >= there.time else [REMOTE, LOCAL]
+        log.warning("step %d was saved twice: that in the %s place is newer", step, sides[0])
+        return sides if both else sides[:1]
 
     def _saved_here(self) -> dict[int, str]:
         """The save ids of the local steps; what cannot be read is left out, and so are steps that
@@ -209,9 +209,9 @@ class Mirror:
 
     def _report(self, step: int, save_id: str, error: FormatError) -> None:
         """Say once that a local step will not be copied."""
-        if (step, save_id) in self._known.damaged:
+        if (step, save_id) in self._damaged:
             return
-        self._known.damaged.add((step, save_id))
+        self._damaged.add((step, save_id))
         log.error(
             "%s cannot be copied and stays where it is, other steps are copied: %s: %s; %s",
             described(self.local, step_name(step)),
@@ -221,9 +221,8 @@ class Mirror:
         )
 
     def _pending(self, up_to: int | None) -> list[int]:
-        known = self._known
-        here = {s: i for s, i in self._saved_here().items() if (s, i) not in known.damaged}
-        if known.arrived.issuperset(here.items()):
+        here = {s: i for s, i in self._saved_here().items() if (s, i) not in self._damaged}
+        if self._arrived.issuperset(here.items()):
             return []
         run = Run(self.remote)
         there = set(run.steps())
@@ -236,36 +235,32 @@ class Mirror:
             if save.save_id == here[step] or (
                 self._options.overwrite and self._in_order(step)[0] == REMOTE
             ):
-                known.arrived.add((step, here[step]))
-        waiting = [s for s, i in here.items() if s in kept and (s, i) not in known.arrived]
+                self._arrived.add((step, here[step]))
+        waiting = [s for s, i in here.items() if s in kept and (s, i) not in self._arrived]
         # What has failed must not keep others from being copied.
-        return sorted(waiting, key=lambda step: (step in known.failed, step))
+        return sorted(waiting, key=lambda step: (step in self._failed, step))
 
     def _copy(self, step: int, ranks: Ranks) -> None:
         started = time.perf_counter()
-        self._known.failed.add(step)
+        self._failed.add(step)
         try:
             copied = copy_step(self.local, self.remote, step, ranks, self._options)
         except UnsoundStepError as error:
             # No attempt to copy it again will mend it: other steps go on without it.
-            self._known.failed.discard(step)
+            self._failed.discard(step)
             there = _save_of(self.local, step) if ranks.rank == 0 else None
             # What was deleted meanwhile, or saved anew, is no damage: the latter is copied next
             # time.
             if there is not None and there.save_id == error.save_id:
                 self._report(step, error.save_id, error)
             return
-        self._known.failed.discard(step)
+        self._failed.discard(step)
         if ranks.rank == 0:
             # By now the local folder may have another save of the step, which has not arrived.
-            self._known.arrived.add((step, copied.save_id))
-            log.info(
-                "copied step %d to %s: %.3f GB by rank 0 in %.2f s",
-                step,
-                self.remote.location,
-                copied.nbytes / 1e9,
-                time.perf_counter() - started,
-            )
+            self._arrived.add((step, copied.save_id))
+            seconds, place = time.perf_counter() - started, self.remote.location
+            what = "copied step %d to %s: %.3f GB by rank 0 in %.2f s"
+            log.info(what, step, place, copied.nbytes / 1e9, seconds)
 
     def _prune(self, ranks: Ranks, up_to: int | None) -> None:
         rules = self.retention
@@ -278,48 +273,31 @@ class Mirror:
                 keep=rules.keep,
                 up_to=up_to,
             )
-        fewer = rules.local_keep_last is not None
-        if rules.is_all and not fewer:
+        if rules.nearby.is_all:
             return
-        removals = Run(self.local).plan_prune(
-            keep_last=rules.local_keep_last if fewer else rules.keep_last,
-            keep_every=None if fewer else rules.keep_every,
-            keep=() if fewer else rules.keep,
-            up_to=up_to,
-        )
+        removals = plan_prune(self.local, rules.nearby, grace=ABANDONED, up_to=up_to)
         here = self._saved_here()
         kept = rules.kept(sorted(here), up_to)
-        arrived = self._known.arrived
         # What has not arrived goes only if retention does not keep it, and when all that it keeps
         # has arrived: until then it may be the newest step that can be loaded.
-        safe = all((s, i) in arrived for s, i in here.items() if s in kept and s <= up_to)
+        safe = all((s, i) in self._arrived for s, i in here.items() if s in kept and s <= up_to)
         may_go = [
             removal
             for removal in removals
             if removal.kind != "step"
-            or (removal.step, removal.save_id) in arrived
+            or (removal.step, removal.save_id) in self._arrived
             or (safe and removal.step not in kept)
         ]
         remove(self.local, may_go)
 
 
-@dataclass(slots=True)
-class _Known:
-    """What rank 0 knows without asking again."""
-
-    arrived: set[tuple[int, str]] = field(default_factory=set)
-    """(step, save id) of what the other place has, or had until it was deleted there, or has a
-    later save of that overwrote it."""
-    damaged: set[tuple[int, str]] = field(default_factory=set)
-    """(step, save id) of local steps that cannot be copied; no id where that cannot be read."""
-    failed: set[int] = field(default_factory=set)
-
-
 @contextmanager
 def _leaving(ranks: Ranks) -> Iterator[None]:
-    """Tell the other ranks what goes wrong inside."""
+    """Tell the other ranks what goes wrong inside, but what all raise in the same place."""
     try:
         yield
+    except UnsoundStepError:
+        raise
     except BaseException as error:
         ranks.leave(in_one_line(error))
         raise
@@ -330,3 +308,193 @@ def _save_of(store: Store, step: int) -> SaveInfo | None:
         return read_manifest(store, step_name(step)).save
     except (FormatError, NotFoundError):
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What is in the target now."""
+
+    save_id: str
+    nbytes: int
+    """How many bytes this rank sent."""
+
+
+class UnsoundStepError(CorruptionError):
+    """What was to be copied is not as it was written, or no longer there: all ranks raise this in
+    the same place, and they may go on to meet.
+    """
+
+    def __init__(self, what: str, *, where: str, save_id: str) -> None:
+        hint = "`ckpt verify` lists all damage of a step; delete what cannot be mended"
+        super().__init__(what, where=where, hint=hint)
+        self.save_id = save_id
+
+
+def copy_step(
+    source: Store, target: Store, step: int, ranks: Ranks, options: CopyOptions | None = None
+) -> Copied:
+    """Copy a committed step, each rank some of its packs.
+
+    All ranks see both stores. On return the step exists in the target too; where one rank fails,
+    all raise, and what has arrived stays for the next attempt.
+    """
+    with _leaving(ranks):
+        copying = _Copying(source, target, step, options or CopyOptions())
+        return Copied(copying.save_id, copying.run(ranks))
+
+
+class _Copying:
+    """One step on its way."""
+
+    def __init__(self, source: Store, target: Store, step: int, options: CopyOptions) -> None:
+        self._target = target
+        self._prefix = step_name(step)
+        self._manifest = read_manifest(source, self._prefix)
+        self.save_id = self._manifest.save.save_id
+        self._folder = data_prefix(self._prefix, self.save_id)
+        self._source = source
+        self._sources = OpenPacks(source, self._prefix, self._manifest)
+        self._tables = ArrayTables()
+        self._found: dict[int, PackRecord] = {}
+        self._where = described(source, self._prefix)
+        self._options = options
+
+    def run(self, ranks: Ranks) -> int:
+        save_id, is_there = ranks.share(lambda: (self.save_id, self._is_there()))
+        if save_id != self.save_id:
+            raise PeerError(
+                "rank 0 copies another save of this step", where=self._where, hint="try again"
+            )
+        if is_there:
+            return 0
+        sent, problem = self._send(ranks)
+        # When all packs are complete they go on; where one is damaged, all raise.
+        mine = None if problem is None else (problem.what, problem.where)
+        told = ranks.agree(mine, lambda heard: next(filter(None, heard), None))
+        if told is not None:
+            what, where = told
+            raise problem or UnsoundStepError(what, where=where, save_id=self.save_id)
+        commit_together(ranks, self._target, self._prefix, save_id, self._commit)
+        return sent
+
+    def _is_there(self) -> bool:
+        there = committed_save_id(self._target, self._prefix)
+        if there in (None, self.save_id) or self._options.overwrite:
+            return there == self.save_id
+        raise StepExistsError(
+            "another save of this step is there already",
+            where=described(self._target, self._prefix),
+            hint="delete one of the two steps, or pass overwrite=True",
+        )
+
+    def _send(self, ranks: Ranks) -> tuple[int, UnsoundStepError | None]:
+        """Send this rank's packs; how many bytes that were, and what ended it early."""
+        sent = 0
+        try:
+            if ranks.rank == 0:
+                self._check_manifest()
+            for pack, info in enumerate(self._manifest.packs):
+                # What the one without a record holds follows from all others: rank 0 has them.
+                owner = 0 if info.record is None else pack % ranks.world_size
+                if owner == ranks.rank:
+                    sent += self._copy(pack)
+        except UnsoundStepError as problem:
+            return sent, problem
+        finally:
+            self._sources.close()
+        return sent, None
+
+    def _check_manifest(self) -> None:
+        """Compare the manifest with the records: a call of its own, so that a second manifest does
+        not stay in memory for the hours that packs may take.
+        """
+        with self._reading(self._where):
+            try:
+                records = [found.record for found in self._records()]
+                expected = assemble(records, self._manifest.packs)
+            except PeerError as error:
+                what = f"the packs do not fit together: {error.what}"
+                raise CorruptionError(what) from error
+            if expected.to_bytes() != self._manifest.to_bytes():
+                raise CorruptionError("the manifest says other things than the packs do")
+
+    @contextmanager
+    def _reading(self, where: str) -> Iterator[None]:
+        """Where what goes wrong is the source's fault."""
+        try:
+            yield
+        except (FormatError, NotFoundError) as error:
+            raise UnsoundStepError(
+                f"{error.what}: the step was not copied",
+                where=error.where or where,
+                save_id=self.save_id,
+            ) from error
+
+    def _copy(self, pack: int) -> int:
+        info = self._manifest.packs[pack]
+        key = f"{self._folder}/{info.name}"
+        # In a file system what was cut off can be seen, and have its full size already.
+        if not self._target.abilities.claims_names and stored_size(self._target, key) == info.size:
+            return 0
+        where, progress = self._sources.where(pack), self._options.progress
+        with self._reading(where):
+            if info.record is None:
+                known = PackBytes.of_groups([found.record for found in self._records()])
+            else:
+                # The records of other ranks may refer to rank 0's.
+                self._record(0)
+                found = self._record(pack)
+                if found.pack != info:
+                    raise CorruptionError("the record is not where the manifest says")
+                known = PackBytes.of_rank(found, where)
+            if known.size != info.size:
+                raise CorruptionError("the pack has another size than its record says", where=where)
+        extents = [window.size for window in known.windows(_SEGMENT)]
+        sink = self._target.create(key, extents, memory=_MEMORY, again=True)
+
+        def send(numbered: tuple[int, PackWindow]) -> None:
+            number, window = numbered
+            with sink.filling(number) as memory, self._reading(where):
+                with self._sources.use(pack) as source:
+                    source.read_into(window.start, memory)
+                for at, what in known.faults(window, memory):
+                    raise CorruptionError(what, where=f"{where} at byte {at}")
+            if progress:
+                progress(window.size)
+
+        try:
+            share_out(enumerate(known.windows(_SEGMENT)), send, min(_THREADS, len(extents)))
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
+        return info.size
+
+    def _records(self) -> list[PackRecord]:
+        ranks = [n for n, pack in enumerate(self._manifest.packs) if pack.record is not None]
+        first = [self._record(rank) for rank in ranks[:1]]
+        return [*first, *ask_all(self._source, self._record, ranks[1:])]
+
+    def _record(self, pack: int) -> PackRecord:
+        if pack not in self._found:
+            size = self._manifest.packs[pack].size
+            self._found[pack] = read_record(
+                self._source, self._folder, pack, self.save_id, self._tables, size=size
+            )
+        return self._found[pack]
+
+    def _commit(self) -> None:
+        arrived = {entry.key: entry.size for entry in self._target.list(self._folder)}
+        for info in self._manifest.packs:
+            size = arrived.get(f"{self._folder}/{info.name}")
+            if size != info.size:
+                raise StorageError(
+                    f"{info.size} bytes were sent, {size or 'none'} have arrived",
+                    where=described(self._target, f"{self._folder}/{info.name}"),
+                )
+        overwrite = self._options.overwrite
+        try:
+            commit(self._target, self._prefix, self._manifest, overwrite=overwrite)
+        except StepExistsError:
+            discard(self._target, self._prefix, self.save_id)
+            raise

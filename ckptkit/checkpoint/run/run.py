@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from operator import attrgetter
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 
 _SHOWN = 20
+# Seconds after which what no manifest names is taken for abandoned.
+ABANDONED = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +116,9 @@ class Run:
                 where=self.location,
                 hint=f"`ckpt ls {self.location}` shows what was begun",
             )
-        prefix = step_name(step)
         from ckptkit.checkpoint.read.checkpoint import Checkpoint  # noqa: PLC0415 — costs time
 
+        prefix = step_name(step)
         return Checkpoint(self._store, prefix, read_manifest(self._store, prefix))
 
     def listing(self) -> list[StepInfo]:
@@ -135,11 +137,8 @@ class Run:
         for number, below, known in numbered(self._store, names):
             files = below.list("")
             time = max((file.modified for file in files), default=None)
-            found.append(
-                StepInfo(
-                    number, committed=False, nbytes=_total(files), time=time, format=known.what
-                )
-            )
+            what: Any = {"time": time, "format": known.what}
+            found.append(StepInfo(number, committed=False, nbytes=_total(files), **what))
         return found[::-1]
 
     def links(self) -> dict[int, str]:
@@ -157,7 +156,7 @@ class Run:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep: Collection[int] = (),
-        grace: float = 3600.0,
+        grace: float = ABANDONED,
         up_to: int | None = None,
     ) -> list[Removal]:
         """What `prune` would delete.
@@ -171,14 +170,8 @@ class Run:
         earlier step must not lose the steps it saves then. Nor do steps whose folder is a symbolic
         link; of a link in a step that goes only the name is deleted.
         """
-        return plan_prune(
-            self._store,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep=keep,
-            grace=grace,
-            up_to=up_to,
-        )
+        retention = Retention(keep_last, keep_every, keep=frozenset(keep))
+        return plan_prune(self._store, retention, grace=grace, up_to=up_to)
 
     def prune(
         self,
@@ -186,23 +179,18 @@ class Run:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep: Collection[int] = (),
-        grace: float = 3600.0,
+        grace: float = ABANDONED,
         up_to: int | None = None,
     ) -> list[Removal]:
         """Delete what `plan_prune` lists; returns it."""
-        wanted: dict[str, Any] = {
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-            "keep": keep,
-            "grace": grace,
-            "up_to": up_to,
-        }
-        plan = plan_prune(self._store, **wanted)
+        retention = Retention(keep_last, keep_every, keep=frozenset(keep))
+        plan = plan_prune(self._store, retention, grace=grace, up_to=up_to)
         by_age = grace > 0 and any(removal.kind != "step" for removal in plan)
         if by_age and self._store.abilities.clock_of_its_own:
             # To a clock of ours that is ahead of the store's, a save under way looks old. That is
             # asked only where something seems to be old: it takes a write and a listing.
-            plan = plan_prune(self._store, **wanted, now=clock_of(self._store))
+            now = clock_of(self._store)
+            plan = plan_prune(self._store, retention, grace=grace, up_to=up_to, now=now)
         remove(self._store, plan)
         return plan
 
@@ -253,7 +241,6 @@ class Run:
 
 _NOTHING = "nothing"
 _CLOCK = "clock"
-_ABANDONED = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,33 +266,55 @@ class Removal:
         return self.save_id if self.kind == "orphan" and self.save_id else self.folder
 
 
-def kept_steps(
-    steps: Sequence[int], *, keep_last: int | None = None, keep_every: int | None = None
-) -> set[int]:
-    """The steps that retention keeps: the newest always, and all of them when it says nothing.
-
-    The newest is the one with the highest number, whenever it was saved.
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which of the committed steps stay: all where nothing is said, else the newest at least. The
+    newest are those with the highest numbers, whenever they were saved.
     """
-    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-        if value is not None and value < 1:
-            raise UsageError(
-                f"{name} has to be at least 1",
-                value=value,
-                hint="leave both out to keep all committed steps",
-            )
-    if keep_last is None and keep_every is None:
-        return set(steps)
-    newest = sorted(steps)[-(keep_last or 1) :]
-    regular = [step for step in steps if keep_every and step % keep_every == 0]
-    return {*newest, *regular}
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    """The multiples of it."""
+    local_keep_last: int | None = None
+    """For a run in two places: how many of those that have been copied stay nearby; as in the other
+    place without it."""
+    keep: frozenset[int] = frozenset()
+    """Steps that stay whatever else is said, where something is."""
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "local_keep_last"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(
+                    f"{name} has to be at least 1",
+                    value=value,
+                    hint="leave both out to keep all committed steps",
+                )
+
+    @property
+    def is_all(self) -> bool:
+        """Whether all steps stay; of two places, in the other one."""
+        return self.keep_last is None and self.keep_every is None
+
+    @property
+    def nearby(self) -> Retention:
+        """That of a local folder."""
+        return self if self.local_keep_last is None else Retention(self.local_keep_last)
+
+    def kept(self, steps: Collection[int], up_to: int | None = None) -> set[int]:
+        """The steps that stay; those above `up_to` are left alone, and do not count."""
+        if self.is_all:
+            return set(steps)
+        older = sorted(step for step in steps if up_to is None or step <= up_to)
+        newest = older[-(self.keep_last or 1) :]
+        regular = [step for step in older if self.keep_every and step % self.keep_every == 0]
+        return {*newest, *regular, *self.keep.intersection(steps), *set(steps).difference(older)}
 
 
 def plan_prune(
     store: Store,
+    retention: Retention,
     *,
-    keep_last: int | None,
-    keep_every: int | None,
-    keep: Collection[int] = (),
     grace: float,
     up_to: int | None = None,
     now: float | None = None,
@@ -320,15 +329,26 @@ def plan_prune(
     """
     links = store.links()
     folders = {step: name for step, name in step_folders(store).items() if name not in links}
-    manifests = _manifests(store, folders)
+
+    unreadable: list[str] = []
+
+    def read(folder: str) -> Manifest | None:
+        try:
+            return read_manifest(store, folder)
+        except NotFoundError:
+            return None
+        except FormatError:
+            unreadable.append(folder)
+            return None
+
+    found = list(zip(folders, ask_all(store, read, folders.values()), strict=True))
+    manifests = {step: each for step, each in found if folders[step] not in unreadable}
     readable = {step: manifest for step, manifest in manifests.items() if manifest is not None}
-    spared = {step for step in readable if up_to is not None and step > up_to}
-    older = sorted(step for step in readable if step not in spared)
-    if keep_last is not None or keep_every is not None:
+    older = sorted(step for step in readable if up_to is None or step <= up_to)
+    if not retention.is_all:
         while older and not _is_whole(store, folders[older[-1]], readable[older[-1]]):
-            spared.add(older.pop())
-    kept = kept_steps(older, keep_last=keep_last, keep_every=keep_every)
-    kept |= spared.union(keep)
+            older.pop()
+    kept = retention.kept(older).union(readable.keys() - older, retention.keep)
     # Without a grace all is old, whatever the clock says that things were stamped with.
     before = (time.time() if now is None else now) - grace if grace > 0 else math.inf
     removals = []
@@ -394,7 +414,7 @@ def clock_of(store: Store) -> float:
     try:
         entries = store.list(_CLOCK)
         now = max((entry.modified for entry in entries), default=time.time())
-        gone += [entry.key for entry in entries if entry.modified < now - _ABANDONED]
+        gone += [entry.key for entry in entries if entry.modified < now - ABANDONED]
         return now
     finally:
         store.delete(gone)
@@ -462,38 +482,15 @@ def _old(entries: Sequence[Stored], before: float) -> bool:
 
 def _still_holds(store: Store, removal: Removal) -> bool:
     try:
-        manifest = _manifest(store, removal.folder)
+        named = read_manifest(store, removal.folder).save.save_id
+    except NotFoundError:
+        return removal.kind == "orphan"
     except FormatError:
         return False  # by now there is a manifest, and what it names is unknown
-    if manifest is None:
-        return removal.kind == "orphan"
-    named = manifest.save.save_id
     if removal.kind == "step":
         return named == removal.save_id
     # Without a save id it was of a step that was not committed.
     return removal.save_id not in ("", named)
-
-
-def _manifests(store: Store, folders: Mapping[int, str]) -> dict[int, Manifest | None]:
-    """Those of all steps, None where there is none; steps whose manifest cannot be read are left
-    out.
-    """
-
-    def read(folder: str) -> tuple[bool, Manifest | None]:
-        try:
-            return True, _manifest(store, folder)
-        except FormatError:
-            return False, None
-
-    found = zip(folders, ask_all(store, read, folders.values()), strict=True)
-    return {step: manifest for step, (is_known, manifest) in found if is_known}
-
-
-def _manifest(store: Store, folder: str) -> Manifest | None:
-    try:
-        return read_manifest(store, folder)
-    except NotFoundError:
-        return None
 
 
 def _total(entries: Sequence[Stored]) -> int:

@@ -14,10 +14,9 @@ from ckptkit.errors import CorruptionError, FormatError, PeerError
 from ckptkit.format.array_table import ArrayTable
 from ckptkit.format.arrays import Alias, ArrayInfo, key_of
 from ckptkit.format.leaves import canonical
-from ckptkit.format.manifest import Manifest, PackInfo
+from ckptkit.format.manifest import Manifest, PackInfo, Record
 from ckptkit.format.names import DATA_RANK, groups_of
 from ckptkit.format.objects import ObjectInfo
-from ckptkit.format.record import Record
 
 
 def assemble(records: Sequence[Record], packs: Sequence[PackInfo]) -> Manifest:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
@@ -31,7 +32,7 @@ from ckptkit.format.arrays import (
     group_document,
     key_of,
 )
-from ckptkit.format.manifest import pack_name
+from ckptkit.format.manifest import SaveInfo, pack_name, record_bytes
 from ckptkit.format.objects import ObjectInfo, objects_to_docs
 from ckptkit.format.pack import (
     Entries,
@@ -45,10 +46,9 @@ from ckptkit.format.pack import (
     put_checksums,
     record_name,
 )
-from ckptkit.format.record import SaveInfo, record_bytes
 from ckptkit.model import Assigned, Layout, Part
+from ckptkit.plan.chunks import Owned, chunks_to_write
 from ckptkit.plan.read import batches
-from ckptkit.plan.write import Owned, chunks_to_write
 from ckptkit.storage import AlignedBuffer, BufferPool, Sink, Store
 from ckptkit.storage.base.buffers import copy_bytes, copy_elements
 
@@ -192,14 +192,18 @@ class Pack:
         """Fill and write one segment, from any thread. Who writes the last one finishes the pack:
         on return that is complete and durable.
         """
-        segment = self.segments[number]
-        if self._staged is not None and self._is_in_place(segment):
-            memory = self._staged.view[segment.start : segment.stop]
+        segment, staged = self.segments[number], self._staged
+        first, last = (
+            max(row - len(self.plan.documents), 0) for row in (segment.first, segment.last)
+        )
+        # Chunks of arrays that were copied whole are not where they will be in the pack.
+        if staged is not None and self._whole.isdisjoint(self.plan.array[first:last].tolist()):
+            memory = staged.view[segment.start : segment.stop]
             self._note_checksums(self._slots(segment, memory))
             self._put_headers(segment, memory)
             self._sink.write(number, memory)
         else:
-            fill = self._fill if self._staged is None else self._fill_from_staged
+            fill = self._fill if staged is None else partial(self._fill_from, staged)
             with self._sink.filling(number) as memory:
                 self._note_checksums(fill(self._slots(segment, memory)))
                 self._put_headers(segment, memory)
@@ -277,22 +281,13 @@ class Pack:
             )
         )
 
-    def _is_in_place(self, segment: Segment) -> bool:
-        """Whether all chunks of a staged segment are where they will be in the pack: those of
-        arrays that were copied whole are not.
-        """
-        rows = len(self.plan.documents)
-        span = slice(max(segment.first - rows, 0), max(segment.last - rows, 0))
-        return self._whole.isdisjoint(self.plan.array[span].tolist())
-
-    def _fill_from_staged(self, slots: Iterable[Slot]) -> Iterator[Slot]:
-        assert self._staged is not None  # noqa: S101 — see `write_segment`
+    def _fill_from(self, staged: AlignedBuffer, slots: Iterable[Slot]) -> Iterator[Slot]:
         for slot in slots:
             if slot.array in self._whole:
                 yield from self._fill([slot])
             else:
                 start = int(self.plan.offsets[slot.entry])
-                copy_bytes(self._staged.view[start : start + len(slot.memory)], slot.memory)
+                copy_bytes(staged.view[start : start + len(slot.memory)], slot.memory)
                 yield slot
 
     def _note_checksums(self, slots: Iterable[Slot]) -> None:

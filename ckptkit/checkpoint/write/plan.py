@@ -22,6 +22,7 @@ from ckptkit.format.arrays import (
     group_document,
     key_of,
 )
+from ckptkit.format.manifest import documents_to_doc
 from ckptkit.format.names import groups_of
 from ckptkit.format.pack import (
     Directory,
@@ -31,10 +32,9 @@ from ckptkit.format.pack import (
     directory,
     local_headers,
 )
-from ckptkit.format.record import documents_to_doc
 from ckptkit.model import Box, Grid, Part
 from ckptkit.model.grid import I64
-from ckptkit.plan.write import Owned, writes_document
+from ckptkit.plan.chunks import Owned, writes_document
 
 # Places of chunks: as many as a few layers have.
 _KEPT = 4096
@@ -70,9 +70,15 @@ class PackPlan:
         self.arrays = arrays
         self.made_for = made_for
         self.parts = parts
-        self.begins = _begins(arrays, parts) if parts else []
+        self.begins: list[int] = []
         """For each chunk where it begins in what the rank holds of its array, in bytes, if it lies
         there as it is stored; else -1."""
+        known: dict[tuple[int, int, int], list[int]] = {}
+        for (info, chunks), part in zip(arrays, parts, strict=bool(parts)):
+            alike = id(info.kind), id(chunks), id(part)
+            if alike not in known:
+                known[alike] = _begins(info, chunks, part)
+            self.begins += known[alike]
         counts = [len(array.chunks) for array in arrays]
         nothing = np.zeros(0, dtype=np.int64)
         self.array = np.repeat(np.arange(len(arrays), dtype=np.uint32), counts)
@@ -103,9 +109,18 @@ class PackPlan:
         place = {name: index for index, name in enumerate(table.names)}
         in_table = np.array([place[array.info.name] for array in arrays], dtype=np.uint32)
         self.array_in_table = in_table[self.array]
-        self.scattered = self._scattered()
+        self.scattered: dict[int, int] = {}
         """Where the first chunk of an array is, by the array's place, if the rank holds most chunks
         of it row by row, and all of what it holds fits where its chunks are."""
+        rows = self.array[: len(self.begins)][np.array(self.begins, dtype=np.int64) < 0]
+        numbers, many = np.unique(rows, return_counts=True)
+        for number, count in zip(numbers.tolist(), many.tolist(), strict=True):
+            first, after = np.searchsorted(self.array, [number, number + 1]).tolist()
+            start = int(self.offsets[len(documents) + first])
+            stop = int(self.ends[len(documents) + after - 1])
+            size = math.prod(parts[number].shape) * arrays[number].info.dtype.itemsize
+            if size <= stop - start and 2 * count > after - first:
+                self.scattered[number] = start
         self._headers: list[bytes] = []
         self._directory: Directory | None = None
 
@@ -133,19 +148,6 @@ class PackPlan:
         offsets = np.append(self.offsets, record.offset)
         all_crcs = np.append(crcs, np.uint32(record.crc))
         return directory(Entries(names, offsets, lengths, all_crcs))
-
-    def _scattered(self) -> dict[int, int]:
-        rows = len(self.documents)
-        begins = np.array(self.begins, dtype=np.int64)
-        found: dict[int, int] = {}
-        numbers, counts = np.unique(self.array[: len(begins)][begins < 0], return_counts=True)
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            first, after = np.searchsorted(self.array, [number, number + 1]).tolist()
-            start, end = int(self.offsets[rows + first]), int(self.ends[rows + after - 1])
-            size = math.prod(self.parts[number].shape) * self.arrays[number].info.dtype.itemsize
-            if size <= end - start and 2 * count > after - first:
-                found[number] = start
-        return found
 
     def entries(self, first: int, last: int, crcs: npt.NDArray[np.uint32]) -> Entries:
         """Some entries of a pack whose entries have these checksums."""
@@ -184,32 +186,22 @@ def _ends(kind: ArrayKind, chunks: I64) -> Iterator[tuple[str, int]]:
         yield chunk_key("", index), nbytes
 
 
-def _begins(arrays: Sequence[PackedArray], parts: Sequence[Part]) -> list[int]:
-    known: dict[tuple[int, int, int], list[int]] = {}
-    found: list[int] = []
-    for (info, chunks), part in zip(arrays, parts, strict=True):
-        kind = id(info.kind), id(chunks), id(part)
-        if kind not in known:
-            grid, itemsize = info.grid, info.dtype.itemsize
-            known[kind] = [_begin(grid, chunk, part, itemsize) for chunk in chunks.tolist()]
-        found += known[kind]
+def _begins(info: ArrayInfo, chunks: I64, part: Part) -> list[int]:
+    found = []
+    for chunk in chunks.tolist():
+        box, stored_shape = _box_of(info.grid, chunk)
+        at = place_in(part, box)
+        is_run = at is not None and box.shape == stored_shape and 0 not in box.shape
+        begin, is_whole, stride = 0, True, info.dtype.itemsize
+        dims = zip(at[:-1], part.shape, strict=True) if at is not None else ()
+        for place, extent in reversed(list(dims)):
+            length = place.stop - place.start
+            is_run = is_run and (is_whole or length == 1)
+            is_whole = is_whole and length == extent
+            begin += place.start * stride
+            stride *= extent
+        found.append(begin if is_run else -1)
     return found
-
-
-def _begin(grid: Grid, chunk: int, part: Part, itemsize: int) -> int:
-    box, stored_shape = _box_of(grid, chunk)
-    at = place_in(part, box)
-    if at is None or box.shape != stored_shape or 0 in box.shape:
-        return -1
-    begin, is_whole, stride = 0, True, 1
-    for place, extent in zip(reversed(at[:-1]), reversed(part.shape), strict=True):
-        length = place.stop - place.start
-        if not is_whole and length > 1:
-            return -1
-        is_whole = is_whole and length == extent
-        begin += place.start * stride
-        stride *= extent
-    return begin * itemsize
 
 
 def chunk_view(info: ArrayInfo, chunk: int, memory: memoryview) -> tuple[Box, npt.NDArray[Any]]:

@@ -37,7 +37,7 @@ from ckptkit.errors import (
 from ckptkit.format.array_table import ArrayTables
 from ckptkit.format.arrays import ROLES, TOO_LARGE, Alias, ArrayInfo, ArrayKind, is_addressable
 from ckptkit.format.leaves import dumps, unpack
-from ckptkit.format.manifest import pack_name
+from ckptkit.format.manifest import SaveInfo, pack_name
 from ckptkit.format.names import ancestors, checked_path
 from ckptkit.format.objects import (
     ObjectInfo,
@@ -48,7 +48,6 @@ from ckptkit.format.objects import (
     check_total,
     is_number,
 )
-from ckptkit.format.record import SaveInfo
 from ckptkit.model import (
     Assigned,
     DType,
@@ -147,7 +146,13 @@ class Writer:
         read faster. Without it all may be.
         """
         self._check_new(name)
-        known = _dtype_of_data(name, data, dtype)
+        if dtype is None and (dtype := getattr(data, "dtype", None)) is None:
+            raise UsageError("the dtype cannot be seen", where=name, hint="pass dtype=…")
+        try:
+            known = DType.of(dtype)
+        except UnsupportedTypeError as error:
+            error.where = name
+            raise
         if shape is None and (data is None or not hasattr(data, "shape")):
             raise UsageError("the shape cannot be seen", where=name, hint="pass shape=…")
         whole = tuple(data.shape if shape is None else shape)  # type: ignore[attr-defined]
@@ -439,18 +444,6 @@ def _placements_of(
         )
     row = (given.get(axis, Replicate()) for axis in axes)
     return tuple(parse_placement(p) if isinstance(p, str) else p for p in row)
-
-
-def _dtype_of_data(name: str, data: object, dtype: object) -> DType:
-    if dtype is None:
-        dtype = getattr(data, "dtype", None)
-    if dtype is None:
-        raise UsageError("the dtype cannot be seen", where=name, hint="pass dtype=…")
-    try:
-        return DType.of(dtype)
-    except UnsupportedTypeError as error:
-        error.where = name
-        raise
 
 
 def _raw_elements(

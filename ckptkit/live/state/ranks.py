@@ -32,6 +32,9 @@ from ckptkit.checkpoint.workers import copy_threads
 from ckptkit.errors import GivenUpError, PeerError, UsageError
 from ckptkit.format.leaves import dumps
 
+# Torch has called it so since 2.13.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 Axes: TypeAlias = tuple[int, ...]
 """Axes of a mesh by number, or something of each of its axes."""
 

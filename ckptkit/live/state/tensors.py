@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,8 @@ _KNOWN_TO_NUMPY = frozenset(
     [torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
 )
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+_PORTABLE = 1  # pinned for all devices of the process
 
 _USUAL = (torch.Tensor, torch.nn.Parameter)
 
@@ -197,3 +201,54 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     made = torch.empty(local.shape, dtype=local.dtype, device=local.device)
     return spread_as(made, tensor._spec) if isinstance(tensor, DTensor) else made
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
+    """The devices, other than the CPU, that tensors lie on."""
+    return {tensor.device for tensor in tensors if not tensor.is_cpu}
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait for all that any stream does on devices."""
+    for device in devices:
+        torch.accelerator.synchronize(device)
+
+
+def host_memory(size: int, devices: Iterable[torch.device]) -> torch.Tensor:
+    """Memory that tensors on these devices are copied to or from."""
+    if any(device.type == "cuda" for device in devices):
+        return pinned_memory(size)
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def pinned_memory(size: int) -> torch.Tensor:
+    """Host memory that CUDA copies to and from at full speed. Torch's own allocator takes the next
+    power of two of it, and gives none back.
+    """
+    memory = _Pinned(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # After a fork, a page that this process writes to would become another one, and the device
+        # would go on to copy into the old one.
+        memory.madvise(mmap.MADV_DONTFORK)
+    # Touched by all threads of torch: CUDA alone would do it page by page.
+    found = torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    memory.pin(found.data_ptr())
+    return found[:size]
+
+
+class _Pinned(mmap.mmap):
+    """Memory that CUDA knows for as long as it exists."""
+
+    _unpin: Callable[[], object] | None = None
+
+    def pin(self, address: int) -> None:
+        """Keep its pages where they are."""
+        cuda = torch.cuda.cudart()
+        torch.cuda.check_error(int(cuda.cudaHostRegister(address, len(self), _PORTABLE)))
+        self._unpin = partial(cuda.cudaHostUnregister, address)
+
+    def __del__(self) -> None:
+        if self._unpin is not None:
+            self._unpin()

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ckptkit.errors import UnsupportedTypeError
 from ckptkit.format.leaves import dumps
 from ckptkit.live.state.lines import SharedOut
-from ckptkit.live.state.ranks import GroupRanks, World
+from ckptkit.live.state.ranks import GroupRanks, World, all_gather_single
 from ckptkit.live.state.tensors import local_of
 from ckptkit.live.wrappers.entries import canonical_names, every_module
 
@@ -353,7 +353,7 @@ def of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """What all ranks of a group have, one after another."""
     found = mine.new_empty(mine.numel() * group.size())
     # As bytes: not every backend knows every dtype.
-    dist.all_gather_single(found.view(torch.uint8), mine.view(torch.uint8), group=group)
+    all_gather_single(found.view(torch.uint8), mine.view(torch.uint8), group=group)
     return found
 
 

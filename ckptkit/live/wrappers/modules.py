@@ -209,8 +209,13 @@ def _parameters_of_ddp(
 
 
 def own_param_groups(module: FSDPModule) -> list[Any]:
-    """What is gathered for a module, or for it and others."""
-    return list(module._get_fsdp_state()._fsdp_param_groups)
+    """What is gathered for a module, or for it and others, by the names of several torches."""
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several:  # asked for the one, torch raises where there are more
+        return list(several)
+    single = getattr(state, "_fsdp_param_group", None)
+    return [single] if single else []
 
 
 # Tensor parallelism: `parallelize_module`, or DTensors made by hand.

@@ -27,7 +27,7 @@ from ckptkit.live.state.ranks import World, current_world, meeting
 from ckptkit.live.state.sockets import Listener, connect, hear, own_address, tell
 from ckptkit.live.wrappers.entries import parameter_names
 from ckptkit.live.wrappers.training import Model
-from ckptkit.plan.write import owners_of
+from ckptkit.plan.chunks import owners_of
 
 log = logging.getLogger("ckptkit.parallel")
 

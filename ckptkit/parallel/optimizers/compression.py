@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.errors import UsageError
+from ckptkit.live.state.ranks import all_gather_single
 from ckptkit.live.wrappers.entries import parameter_names
 from ckptkit.live.wrappers.modules import own_param_groups
 from ckptkit.live.wrappers.training import Model
@@ -307,7 +308,7 @@ class Wire:
         padded = mine.new_zeros(largest)
         padded[: mine.numel()] = mine
         received = mine.new_empty(largest * self.size)
-        dist.all_gather_single(received, padded, group=self.group)
+        all_gather_single(received, padded, group=self.group)
         self.sent += padded.nbytes * (self.size - 1)
         rows = received.view(self.size, largest)
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ckptkit.checkpoint.ranks import DEFAULT_TIMEOUT
 from ckptkit.errors import PeerError, UsageError
+from ckptkit.live.state.ranks import all_gather_single
 from ckptkit.parallel.ranks.messages import combined
 
 T = TypeVar("T")
@@ -129,7 +130,7 @@ class TorchCarrier:
         mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
         mine = mine.to(self.device)
         found = torch.empty(size * self.size, dtype=torch.uint8, device=self.device)
-        self._wait(lambda: dist.all_gather_single(found, mine, self._group, async_op=True))
+        self._wait(lambda: all_gather_single(found, mine, self._group, async_op=True))
         whole = found.cpu().numpy().tobytes()
         return [whole[at : at + size] for at in range(0, len(whole), size)]
 

@@ -276,6 +276,12 @@ class MpiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.recv(tensors, int(status.Get_source()), tag)
 
     allreduce_coalesced = allreduce
+    # The names that torch had for these before 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
 
     def _reduce(
         self,

@@ -10,9 +10,8 @@ import pytest
 import ckptkit
 from ckptkit.checkpoint.places import stores_at
 from ckptkit.checkpoint.reshard import plan
-from ckptkit.checkpoint.reshard.copy import Budget
 from ckptkit.checkpoint.reshard.engines import Task
-from ckptkit.checkpoint.reshard.target import ReshardOptions
+from ckptkit.checkpoint.reshard.target import Budget, ReshardOptions
 from ckptkit.storage import Address, LocalStore, Location, MemoryStore
 from ckptkit.storage.base.sink import piece_size
 from tests.checkpoint.remote import MIB, RemoteStore

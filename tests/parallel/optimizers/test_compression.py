@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.errors import UsageError
 from ckptkit.live import Checkpointer
+from ckptkit.live.state.ranks import all_gather_single
 from ckptkit.model import Strategy
 from ckptkit.parallel import compression_of
 from ckptkit.parallel.strategies.options import StrategyOptions
@@ -157,8 +158,8 @@ def layer_bytes(spec: str) -> tuple[float, float]:
     with pytest.MonkeyPatch.context() as patch:
         for name in share:
             patch.setattr(dist, name, partial(count, name, getattr(dist, name)))
-        gather = partial(count, "", dist.all_gather_single)
-        patch.setattr(dist, "all_gather_single", gather)
+        gather = partial(count, "", all_gather_single)
+        patch.setattr("ckptkit.parallel.optimizers.compression.all_gather_single", gather)
         model(torch.ones(2, 1024)).sum().backward()
     whole = 2 * (size - 1) / size * 4 * 2**20
     assert compression.bytes_uncompressed == whole

@@ -1,4 +1,6 @@
-"""The contract over NCCL, on machines that have GPUs: a rank for each of up to four."""
+"""NCCL, on machines that have GPUs, a rank for each of up to four: the contract of communicators,
+ways to spread a model, and strategies.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from tests.parallel.ranks.contract import CONTRACT
+from tests.parallel.ranks.nccl_job import COMPRESSIONS, KINDS, WAYS
 
 GPUS = min(4, torch.cuda.device_count())
 ROOT = Path(__file__).parents[3]
@@ -29,7 +32,12 @@ def told(
     command += ["--nproc-per-node", f"{request.param}"]
     done = subprocess.run(
         [*command, "-m", "tests.parallel.ranks.nccl_job", str(folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+            "CKPTKIT_TEST_DEVICE": "cuda",
+        },
         capture_output=True,
         text=True,
         timeout=280,
@@ -37,6 +45,16 @@ def told(
     )
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_one_way_saves_every_way_loads(told: list[dict[str, str]], way: str) -> None:
+    assert [rank[way] for rank in told] == [""] * len(told)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *COMPRESSIONS])
+def test_a_strategy_trains_as_one_process(told: list[dict[str, str]], kind: str) -> None:
+    assert [rank[kind] for rank in told] == [""] * len(told)
 
 
 @pytest.mark.parametrize("check", CONTRACT)
