@@ -358,11 +358,12 @@ def mixtral() -> Any:
     from transformers.utils import output_capturing  # noqa: PLC0415
 
     # DeepSpeed 0.19.8 asks it as transformers had it before 5.20.
-    registry = output_capturing._CanRecordRegistry
+    registry: Any = output_capturing._CanRecordRegistry
     registry.get = lambda self, key, default=None: dict.get(self, str(type(key)), default or {})
-    sizes = {"hidden_size": 8, "intermediate_size": 3, "num_local_experts": 4, "vocab_size": 7}
+    sizes: Any = {"hidden_size": 8, "intermediate_size": 3, "num_local_experts": 4}
+    sizes |= {"max_position_embeddings": 8, "vocab_size": 7}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    return MixtralForCausalLM(MixtralConfig(**sizes, max_position_embeddings=8))
+    return MixtralForCausalLM(MixtralConfig(**sizes))
 
 
 def write_experts(case: str, out: Path, rank: int) -> None:
