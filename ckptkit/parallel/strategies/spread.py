@@ -37,8 +37,7 @@ from ckptkit.parallel.strategies.options import (
     sharder_of,
     size_of,
 )
-from ckptkit.parallel.strategies.pipeline import StagePipeline
-from ckptkit.parallel.strategies.stages import split_into_stages
+from ckptkit.parallel.strategies.pipeline import StagePipeline, split_into_stages
 from ckptkit.parallel.strategies.tensor_parallel import parallelize, styles_of, try_out
 from ckptkit.plan.read import batches
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import LayoutError, UsageError
-from ckptkit.parallel.strategies.stages import most_even
+from ckptkit.parallel.strategies.pipeline import most_even
 
 
 def refusing(places: set[int]) -> Callable[[Sequence[int]], Sequence[int]]:
