@@ -346,7 +346,7 @@ def _not_committed(
         return NotFoundError(
             f"no checkpoint of ckptkit, but {known.what}",
             where=where,
-            hint=READABLE_HINT if known.reader else _FOREIGN_HINT,
+            hint=_FOREIGN_HINT if known.read is None else READABLE_HINT,
         )
     what = f"{len(names)} other files" if names else "nothing there"
     guess = "" if names else _steps_beside(store, prefix)

@@ -12,6 +12,8 @@ from typing import Any
 from ckptkit.errors import FormatError
 from ckptkit.storage import Store, Stored
 
+CONFIG = "config.json"
+_MOST_CONFIG = 1 << 24
 # Metadata is read whole, so it is bounded: no checkpoint that exists has a tenth of that.
 MOST_BYTES = 1 << 30
 # So much at a time of what lies near each other, and so many requests at a time to a server.
@@ -121,6 +123,14 @@ class Folder:
         for data in read:
             self.seen.update(data)
         return found
+
+
+def config_of(folder: Folder) -> dict[str, Any]:
+    """The `config.json` of a Hugging Face folder; nothing where there is none."""
+    if CONFIG not in folder.files or folder.size(CONFIG) > _MOST_CONFIG:
+        return {}
+    found = parsed(folder.read(CONFIG), folder.where(CONFIG))
+    return found if isinstance(found, dict) else {}
 
 
 def parsed(data: bytes, where: str) -> Any:

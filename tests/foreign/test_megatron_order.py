@@ -12,7 +12,7 @@ from ckptkit.foreign.readers.megatron_buckets import (
     _LocalParameter,
     _Slot,
 )
-from ckptkit.foreign.readers.samples import Stretches
+from ckptkit.foreign.samples import Stretches
 from ckptkit.model import DType
 
 BEFORE = ("self_attention.linear_qkv.layer_norm_weight",)

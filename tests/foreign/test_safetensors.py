@@ -301,11 +301,18 @@ def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:
         ckptkit.open(tmp_path)
 
 
-def test_an_optimizer_in_a_folder_beside_a_model_is_named(tmp_path: Path) -> None:
+def test_optimizers_in_folders_beside_a_model_are_named(tmp_path: Path) -> None:
+    """Which of several is that of the model nothing says; a single one is read with it."""
     write(tmp_path / "model.safetensors", {"w": random(0, (2, 3))})
-    for folder in ("optimizer_0", "logs"):
+    for folder in ("optimizer_0", "optimizer_1", "logs"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / ".metadata").touch()
     with ckptkit.open(tmp_path) as checkpoint:
         left_out = checkpoint.details["left_out"]
-    assert left_out == {"optimizer_0": "a checkpoint of its own that is not read: name its folder"}
+    why = "a checkpoint of its own that is not read: name its folder"
+    assert left_out == {"optimizer_0": why, "optimizer_1": why}
+    (tmp_path / "optimizer_1" / ".metadata").unlink()
+    with pytest.raises(FormatError, match=r"optimizer_0/\.metadata"):
+        ckptkit.open(tmp_path)
+    with ckptkit.open(tmp_path / "model.safetensors") as checkpoint:
+        assert set(checkpoint.arrays) == {"model/w"}

@@ -317,7 +317,7 @@ def _choose(store: Store, prefix: str, save_id: str | None) -> Manifest:
         raise UsageError(
             f"no step of ckptkit, but {known.what}: it has no manifest of ours to be made again",
             where=described(store, prefix),
-            hint=READABLE_HINT if known.reader else "load it with what wrote it",
+            hint=READABLE_HINT if known.read else "load it with what wrote it",
         )
     if not found:
         raise NotFoundError(

@@ -43,8 +43,7 @@ from ckptkit.errors import (
     PeerError,
     UsageError,
 )
-from ckptkit.foreign.folder import parsed
-from ckptkit.foreign.readers.safetensors import CONFIG
+from ckptkit.foreign.folder import CONFIG, parsed
 from ckptkit.format.names import MODEL, OPTIMIZER, inner_name, split
 from ckptkit.format.objects import ObjectInfo
 from ckptkit.model import Box

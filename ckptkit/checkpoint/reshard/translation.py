@@ -136,8 +136,12 @@ class Translation:
             if it.source.role == "param"
         }
         known, made, new = sizes_of(sizes), list[Chosen](), dict[str, tuple[str, ...]]()
+        told: set[tuple[str, ...]] = set()
         for line in self.lines:
             ours, theirs = line.sides[side], line.sides[1 - side]
+            if ours in told:  # another spelling of the other side, of which the first is written
+                continue
+            told.add(ours)
             for names, text in _alike(ours, inner, states):
                 inside = [_put_into(pattern, text) for pattern in theirs]
                 role = by_name[names[0]].source.role

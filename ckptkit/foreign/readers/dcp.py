@@ -32,6 +32,7 @@ from ckptkit.foreign.torch_file import (
     storage_of,
     tensor_of,
 )
+from ckptkit.format.names import inner_name
 from ckptkit.model import Box, DType, document
 from ckptkit.storage import MemoryStore, Stored
 
@@ -91,6 +92,50 @@ class Contents:
 def read_dcp(folder: Folder) -> ForeignStep:
     """The checkpoint in a folder."""
     has = contents_of(folder)
+    tree, beside, unread = _tree(folder, has)
+    found = states_of(tree, str(folder.store.location))
+    found.left_out |= unread
+    ranks = {int(m[1]) for file in has.files if (m := _FILE_OF_RANK.fullmatch(file))}
+    strategy, arrays = by_boxes(found.arrays, max(ranks, default=0) + 1)
+    used = (*has.files, *beside)
+    return found.step("dcp", folder, used, arrays=arrays, strategy=strategy, step=counted(tree))
+
+
+def with_optimizer(folder: Folder, model: ForeignStep) -> ForeignStep:
+    """A model of Hugging Face with the optimizer that a Trainer under FSDP has DCP write beside it,
+    into a folder of its own.
+    """
+    apart = [match[1] for key in folder.files if (match := _APART.fullmatch(key))]
+    if folder.only is not None or METADATA in folder.files or len(apart) != 1:
+        return model
+    roles = {it.role for it in model.arrays} | {it.name for it in model.objects}
+    if not apart[0].startswith("optimizer") or "optimizer" in roles:
+        return model
+    has = contents_of(folder)
+    tree, beside, unread = _tree(folder, has)
+    # So that the states are those of its parameters; its arrays stay as they are.
+    tree["model"] = {
+        inner_name(it.name, it.role): StateTensor(it.shape, it.dtype, it.extents)
+        for it in model.arrays
+    }
+    found = states_of(tree, str(folder.store.location))
+    details = {key: value for key, value in model.details.items() if key != "left_out"}
+    read = (*model.files, *has.files, *beside)
+    found.left_out |= unread | folder.unread(read)
+    found.left_out.pop(apart[0].rstrip("/"), None)
+    return replace(
+        model,
+        files={key: folder.size(key) for key in read},
+        arrays=[*model.arrays, *(it for it in found.arrays if it.role != "param")],
+        objects=[*model.objects, *found.objects],
+        theirs={**found.theirs, **model.theirs},
+        details=details | found.details,
+        step=model.step or counted(tree),
+    )
+
+
+def _tree(folder: Folder, has: Contents) -> tuple[dict[Any, Any], list[str], dict[str, str]]:
+    """The state dictionary, with what files beside it say; these files; and what cannot be read."""
     tree: dict[Any, Any] = {}
     paths = dict(has.paths)
     for name in (*has.tensors, *has.objects):
@@ -114,12 +159,7 @@ def read_dcp(folder: Folder) -> ForeignStep:
         if isinstance(more, dict) and not tree.keys() & more.keys():
             tree |= more
             beside.append(key)
-    found = states_of(tree, str(folder.store.location))
-    found.left_out |= unread
-    ranks = {int(m[1]) for file in has.files if (m := _FILE_OF_RANK.fullmatch(file))}
-    strategy, arrays = by_boxes(found.arrays, max(ranks, default=0) + 1)
-    used = (*has.files, *beside)
-    return found.step("dcp", folder, used, arrays=arrays, strategy=strategy, step=counted(tree))
+    return tree, beside, unread
 
 
 def contents_of(folder: Folder) -> Contents:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ckptkit.errors import CkptkitError, FormatError
@@ -22,25 +21,19 @@ if TYPE_CHECKING:
 _NUMBERED = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[_-]?([0-9]{1,18})")
 # As Orbax calls its steps; of others such folders are parts.
 _ONLY_NUMBER = re.compile("[0-9]{1,18}", re.ASCII)
-_MODULES = {
-    "orbax": "orbax.tree",
-    "torch": "readers.torch_save",
-    "torch_checkpointing": "readers.torch_save",
-}
 _MOST_FILES = 1 << 20
 _HEAD_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What a folder or a file is, and who reads it; nobody yet without `reader`."""
+    """What a folder or a file is, and who reads it; nobody yet without `read`."""
 
     what: str
     """In words: `a DCP checkpoint`."""
     pattern: str | bytes
     """Of a name in the folder; in bytes, of the first bytes of the file."""
-    reader: str = ""
-    """Of what name: `read_dcp` of `readers.dcp` is that of `dcp`."""
+    read: Callable[[Folder], ForeignStep] | None = None
     and_: str = ""
     """Of another name that has to be in the folder."""
 
@@ -56,13 +49,58 @@ class Format:
             for pattern in patterns
         )
 
-    def read(self, folder: Folder) -> ForeignStep:
-        """What is in a folder that is one."""
-        # Imported now: nearly all commands read none.
-        name = self.reader
-        module = import_module(f"ckptkit.foreign.{_MODULES.get(name, f'readers.{name}')}")
-        found: ForeignStep = getattr(module, f"read_{name}")(folder)
-        return found
+
+# Each reader is imported when there is something to read: nearly all commands need none of them.
+
+
+def _dcp(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.dcp import read_dcp  # noqa: PLC0415 — costs time
+
+    return read_dcp(folder)
+
+
+def _deepspeed(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.deepspeed.tag import read_deepspeed  # noqa: PLC0415
+
+    return read_deepspeed(folder)
+
+
+def _megatron(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.megatron import read_megatron  # noqa: PLC0415
+
+    return read_megatron(folder)
+
+
+def _orbax(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.orbax.tree import read_orbax  # noqa: PLC0415
+
+    return read_orbax(folder)
+
+
+def _safetensors(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.dcp import with_optimizer  # noqa: PLC0415
+    from ckptkit.foreign.readers.safetensors import read_safetensors  # noqa: PLC0415
+
+    return with_optimizer(folder, read_safetensors(folder))
+
+
+def _torch(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.dcp import with_optimizer  # noqa: PLC0415
+    from ckptkit.foreign.readers.torch_save import read_torch  # noqa: PLC0415
+
+    return with_optimizer(folder, read_torch(folder))
+
+
+def _torch_checkpointing(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.torch_save import read_torch_checkpointing  # noqa: PLC0415
+
+    return read_torch_checkpointing(folder)
+
+
+def _torchsnapshot(folder: Folder) -> ForeignStep:
+    from ckptkit.foreign.readers.torchsnapshot import read_torchsnapshot  # noqa: PLC0415
+
+    return read_torchsnapshot(folder)
 
 
 # The first that fits counts.
@@ -70,49 +108,50 @@ FORMATS = (
     Format(
         "a Megatron checkpoint (torch_dist)",
         r"\.metadata|.*\.distcp",
-        "megatron",
+        _megatron,
         and_=r"metadata\.json|common\.pt",
     ),
-    Format("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp", "dcp"),
-    Format("a snapshot of torchsnapshot", r"\.snapshot_metadata", "torchsnapshot"),
+    Format("a DCP checkpoint (torch.distributed.checkpoint)", r"\.metadata|.*\.distcp", _dcp),
+    Format("a snapshot of torchsnapshot", r"\.snapshot_metadata", _torchsnapshot),
     # Without its metadata, which `cp *` leaves out: so that this is said.
     Format(
-        "a snapshot of torchsnapshot", r"replicated|sharded|batched", "torchsnapshot", and_=r"\d+"
+        "a snapshot of torchsnapshot", r"replicated|sharded|batched", _torchsnapshot, and_=r"\d+"
     ),
-    Format("a DCP checkpoint of accelerate", r"pytorch_model_fsdp_\d+", "dcp"),
+    Format("a DCP checkpoint of accelerate", r"pytorch_model_fsdp_\d+", _dcp),
     Format(
         "a DeepSpeed checkpoint",
-        r"global_step\d+(_universal)?|zero_to_fp32\.py|.*zero_pp_rank_.*|mp_rank_\d+_model_states\.pt",
-        "deepspeed",
+        r"global_step\d+(_universal)?|zero_to_fp32\.py|.*zero_pp_rank_.*"
+        r"|(layer_\d+_expert_\d+_)?mp_rank_\d+_model_states\.pt",
+        _deepspeed,
     ),
     Format("a Megatron checkpoint of a file for each rank", r"mp_rank_\d+(_\d+)*"),
     Format("checkpoints of Megatron", r"iter_\d+|latest_checkpointed_iteration\.txt"),
-    Format("a Hugging Face model", r".*\.safetensors(\.index\.json)?", "safetensors"),
-    Format("a Hugging Face model", r"pytorch_model.*\.bin(\.index\.json)?", "torch"),
+    Format("a Hugging Face model", r".*\.safetensors(\.index\.json)?", _safetensors),
+    Format("a Hugging Face model", r"pytorch_model.*\.bin(\.index\.json)?", _torch),
     Format(
         "a checkpoint of Orbax",
         r"_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|orbax\.checkpoint",
-        "orbax",
+        _orbax,
     ),
     Format("a plain Zarr folder", r"zarr\.json|\.zgroup|\.zarray|\.zmetadata"),
     Format(
         "a checkpoint of torch_checkpointing",
         r"commit\.msgpack",
-        "torch_checkpointing",
+        _torch_checkpointing,
         and_="files",
     ),
     Format(
         "a checkpoint of torch_checkpointing",
         r"metadata\.pkl",
-        "torch_checkpointing",
+        _torch_checkpointing,
         and_=r".*_\d+\.pt",
     ),
-    Format("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)", "torch"),
-    Format("a safetensors file", rb".{5}\x00{3}\{", "safetensors"),
-    Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\".*\.bin\"", "torch"),
-    Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\"", "safetensors"),
+    Format("a folder of torch.save files", r".*\.(pt|pth|ckpt|bin)", _torch),
+    Format("a safetensors file", rb".{5}\x00{3}\{", _safetensors),
+    Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\".*\.bin\"", _torch),
+    Format("the index of a Hugging Face model", rb"\s*\{.*\"weight_map\"", _safetensors),
     # Before packs: a file, or a tensor in it, may be called zarr.json.
-    Format("a torch.save file", rb"PK\x03\x04.{26}[^\x00/]*/data\.pkl(?!/)", "torch"),
+    Format("a torch.save file", rb"PK\x03\x04.{26}[^\x00/]*/data\.pkl(?!/)", _torch),
     Format("the pack of one rank of a step", rb"PK\x03\x04.{26}.*zarr\.json"),
     Format("a pickle, as torch.save wrote before torch 1.6", rb"\x80[\x02-\x05]"),
     Format("a zip file", rb"PK\x03\x04"),
@@ -142,17 +181,17 @@ def find_foreign(store: Store) -> tuple[Store, str, ForeignManifest] | None:
     """
     names = store.children("")
     known = format_of(store, names)
-    if known and known.reader:
+    if known and known.read:
         if isinstance(known.pattern, str):
-            return store, "", _manifest(known, Folder(store, _files(store)))
+            return store, "", _manifest(known.read, Folder(store, _files(store)))
         name = store.location.name
         store = open_store(replace(store.address, location=store.location.parent))
         # One file is itself, whatever lies beside it; an index says which files it means.
         files = {it.key: it for it in store.list("") if "/" not in it.key}
-        return store, name, _manifest(known, Folder(store, files, name))
+        return store, name, _manifest(known.read, Folder(store, files, name))
     for _, below, known in numbered(store, names):
-        if known.reader:
-            return below, "", _manifest(known, Folder(below, _files(below)))
+        if known.read:
+            return below, "", _manifest(known.read, Folder(below, _files(below)))
     return None
 
 
@@ -165,9 +204,7 @@ def numbered(store: Store, names: Iterable[str]) -> Iterator[tuple[int, Store, F
     for number, name in sorted(found.items(), reverse=True):
         below = open_store(replace(store.address, location=store.location / name))
         known = format_of(below)
-        is_step = known is not None and (
-            not _ONLY_NUMBER.fullmatch(name) or known.reader == "orbax"
-        )
+        is_step = known is not None and (not _ONLY_NUMBER.fullmatch(name) or known.read is _orbax)
         if known and is_step and isinstance(known.pattern, str):
             yield number, below, known
 
@@ -181,10 +218,10 @@ def _files(store: Store) -> dict[str, Stored]:
     return files
 
 
-def _manifest(known: Format, folder: Folder) -> ForeignManifest:
+def _manifest(read: Callable[[Folder], ForeignStep], folder: Folder) -> ForeignManifest:
     from ckptkit.foreign.contents import manifest_of  # noqa: PLC0415 — as the readers
 
-    found = known.read(folder)
+    found = read(folder)
     if not found.arrays and not found.objects:
         raise FormatError(
             "no tensor is in the checkpoint",

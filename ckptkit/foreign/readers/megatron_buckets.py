@@ -21,7 +21,7 @@ import numpy as np
 
 from ckptkit.foreign.extents import Extent
 from ckptkit.foreign.folder import Folder
-from ckptkit.foreign.readers.samples import Stretches, samples
+from ckptkit.foreign.samples import Stretches, samples
 from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box
 from ckptkit.model.box import flat_boxes

@@ -13,12 +13,11 @@ from typing import Any
 
 from ckptkit.errors import FormatError, UnsupportedTypeError
 from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep
-from ckptkit.foreign.folder import Folder, parsed
+from ckptkit.foreign.folder import Folder, config_of, parsed
 from ckptkit.format.names import join
 from ckptkit.model import Box, DType, document
 
 INDEX = ".safetensors.index.json"
-CONFIG = "config.json"
 METADATA = "__metadata__"
 SHARDING = "DCP_SHARDING_INFO"
 
@@ -28,7 +27,6 @@ _LENGTH_BYTES = 8
 MOST_HEADER = 100_000_000  # as the format has it
 # Read at once: most headers fit, and need no second request.
 _FIRST_BYTES = 1 << 18
-_MOST_CONFIG = 1 << 24
 DTYPES = {
     "BOOL": "bool",
     **{
@@ -141,14 +139,6 @@ def read_header(folder: Folder, key: str) -> dict[str, Any]:
                 hint="the file is damaged; copy it again",
             )
     return header
-
-
-def config_of(folder: Folder) -> dict[str, Any]:
-    """The `config.json` of a Hugging Face folder; nothing where there is none."""
-    if CONFIG not in folder.files or folder.size(CONFIG) > _MOST_CONFIG:
-        return {}
-    found = parsed(folder.read(CONFIG), folder.where(CONFIG))
-    return found if isinstance(found, dict) else {}
 
 
 def _files(folder: Folder) -> tuple[list[str], dict[str, str] | None]:

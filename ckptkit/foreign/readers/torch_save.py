@@ -12,8 +12,8 @@ from typing import Any
 
 from ckptkit.errors import FormatError
 from ckptkit.foreign.extents import Extent, ForeignStep
-from ckptkit.foreign.folder import Folder
-from ckptkit.foreign.readers.safetensors import config_of, weight_map
+from ckptkit.foreign.folder import Folder, config_of
+from ckptkit.foreign.readers.safetensors import weight_map
 from ckptkit.foreign.spread import MeshPart, strategy_of
 from ckptkit.foreign.states import (
     MODEL_KEYS,

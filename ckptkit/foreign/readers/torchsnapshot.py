@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,14 @@ from urllib.parse import unquote
 
 from ckptkit.errors import CkptkitError, FormatError
 from ckptkit.foreign.extents import Extent, ForeignArray, ForeignStep
-from ckptkit.foreign.folder import Folder, parsed, read_yaml
+from ckptkit.foreign.folder import Folder
+from ckptkit.foreign.readers.snapshot_metadata import (
+    METADATA,
+    MOST_LEVELS,
+    check_slabs,
+    read_metadata,
+    tensors_of,
+)
 from ckptkit.foreign.spread import MeshPart, strategy_of
 from ckptkit.foreign.states import StateTensor, counted, states_of
 from ckptkit.foreign.torch_file import dtype_of, is_whole, read_file
@@ -38,11 +44,7 @@ from ckptkit.model import (
     layout_of,
 )
 
-METADATA = ".snapshot_metadata"
-_PATH = re.compile(r"(\d{1,8})/([^/]+(?:/[^/]+)*)")
-_MOST_RANKS = 1 << 24
 _MOST_OBJECT_BYTES = 1 << 28
-_DEPTH = 64
 _CONTAINERS = ("list", "dict", "OrderedDict")
 _PLAIN = ("int", "str", "bool", "bytes", "float")
 _WHOLE = ("Tensor", "ChunkedTensor")
@@ -52,17 +54,7 @@ _GONE = object()
 
 def read_torchsnapshot(folder: Folder) -> ForeignStep:
     """The snapshot in a folder."""
-    world, entries = _metadata(folder)
-    ranks = {rank for of_ranks in entries.values() for rank in of_ranks}
-    entry_of = [entry for of_ranks in entries.values() for entry in of_ranks.values()]
-    is_cut = any(entry.get("type") == "ShardedTensor" for entry in entry_of)
-    # Each rank lists at least the dictionaries that it has.
-    if is_cut and len(ranks) < world:
-        raise FormatError(
-            f"of {world} ranks it has entries of {len(ranks)}",
-            where=folder.where(METADATA),
-            hint="it was cut short or changed; copy it again",
-        )
+    world, entries = read_metadata(folder)
     snapshot = _Snapshot(folder, world, entries)
     tree = {
         unquote(name): value
@@ -77,6 +69,11 @@ def read_torchsnapshot(folder: Folder) -> ForeignStep:
         found.arrays.append(ForeignArray(name, tensor.shape, tensor.dtype, tensor.extents, "other"))
     found.left_out |= snapshot.left_out
     found.left_out |= folder.unread(snapshot.files)
+    listed = [entry for of_ranks in entries.values() for entry in of_ranks.values()]
+    known = {tensor.get("location") for entry in listed for tensor in tensors_of(entry)}
+    check_slabs(folder, listed)
+    lost = (key for key in folder.files if key.startswith("sharded/") and key not in known)
+    found.left_out |= dict.fromkeys(lost, "a file that no entry names")
     spreads = {
         array.name: spread
         for array in found.arrays
@@ -96,35 +93,6 @@ def read_torchsnapshot(folder: Folder) -> ForeignStep:
         details=found.details | {key: value for key, value in told.items() if value},
         step=counted(tree),
     )
-
-
-def _metadata(folder: Folder) -> tuple[int, dict[str, dict[int, dict[str, Any]]]]:
-    """How many ranks there were, and by path and rank what each of them has."""
-    where = folder.where(METADATA)
-    if METADATA not in folder.files:
-        raise FormatError(
-            "the metadata of the snapshot is missing",
-            where=where,
-            hint="a snapshot that was interrupted has none, and a copy by `cp *` neither; copy the "
-            "folder itself, or use another",
-        )
-    data = folder.read(METADATA)
-    # Until it was found to be slow, it was YAML, of which JSON is a part.
-    said = parsed(data, where) if data.lstrip()[:1] == b"{" else read_yaml(data, where)
-    if not isinstance(said, dict) or not isinstance(said.get("manifest"), dict):
-        raise FormatError("not the metadata of torchsnapshot", where=where)
-    world = document.integer(
-        said.get("world_size"), f"{where}: world_size", least=1, most=_MOST_RANKS
-    )
-    entries: dict[str, dict[int, dict[str, Any]]] = {}
-    for name, entry in said["manifest"].items():
-        match = _PATH.fullmatch(document.text(name, where))
-        if match is None or int(match[1]) >= world or match[2].count("/") > _DEPTH:
-            raise FormatError("not a path of a rank", where=where, value=name)
-        if not isinstance(entry, dict):
-            raise FormatError("must be a map", where=f"{where}: {name}", value=entry)
-        entries.setdefault(match[2], {})[int(match[1])] = entry
-    return world, entries
 
 
 class _Snapshot:
@@ -480,7 +448,7 @@ def _meshed(shape: tuple[int, ...], entry: Mapping[str, Any], where: str) -> Mes
     """
     sizes: list[int] = []
     mesh = entry.get("mesh")
-    while isinstance(mesh, list) and mesh and len(sizes) < _DEPTH:
+    while isinstance(mesh, list) and mesh and len(sizes) < MOST_LEVELS:
         sizes.append(len(mesh))
         mesh = mesh[0]
     cuts = entry.get("dim_map")

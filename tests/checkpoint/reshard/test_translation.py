@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,34 @@ def test_state_that_is_not_as_its_parameter_is_neither_merged_nor_cut(tmp_path: 
             ckptkit.reshard(run, tmp_path / "new", to="single", selection=Selection(names=table))
         selection = Selection(names=table, include=("model/*",))
         ckptkit.reshard(run, tmp_path / f"{names[0]}-new", to="single", selection=selection)
+
+
+def test_norms_of_mixtral_have_the_names_of_both_kinds_of_layers(tmp_path: Path) -> None:
+    """Megatron calls the norm before the experts otherwise with Transformer Engine than without."""
+    layer, theirs = MEGATRON.format(0), "model.layers.0.post_attention_layernorm.weight"
+    spellings = [f"{layer}pre_mlp_layernorm.weight", f"{layer}mlp.linear_fc1.layer_norm_weight"]
+    values = dict(zip(spellings, np.arange(8, dtype=np.float32).reshape(2, 4), strict=True))
+    values["decoder.final_layernorm.weight"] = np.ones(4, np.float32)
+
+    def converted(names: list[str], out: Path, source: Path | None = None) -> Path:
+        if source is None:
+            source = tmp_path / f"from-{out.name}"
+            with Writer(source, step=1, strategy="single") as writer:
+                for name in names:
+                    writer.add(f"model/{name}", values[name], role="param")
+        selection = Selection(names="mixtral-megatron")
+        ckptkit.reshard(source, out, to="single", selection=selection)
+        return out
+
+    for number, name in enumerate(spellings):
+        there = converted([name, "decoder.final_layernorm.weight"], tmp_path / f"hf{number}")
+        back = converted([], tmp_path / f"back{number}", there)
+        with ckptkit.open(there) as hf, ckptkit.open(back) as again:
+            assert np.array_equal(hf[f"model/{theirs}"][...], values[name])
+            assert np.array_equal(again[f"model/{spellings[0]}"][...], values[name])
+            assert len(again.arrays) == 2
+    with pytest.raises(InvalidNameError, match=re.escape(theirs)):
+        converted(spellings, tmp_path / "both")
 
 
 def test_an_array_is_in_one_line_of_a_table(run: Path, tmp_path: Path) -> None:

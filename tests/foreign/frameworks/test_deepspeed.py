@@ -40,6 +40,8 @@ STRATEGIES = {
     "pipe": "pp:2,zero1:2",
     "pipe-bf16": "pp:2,zero1:2",
     "tp": "zero1:2,tp:2",
+    "moe2": "ep:2",
+    "autoep3": "zero3:2,ep:2",
 }
 
 

@@ -190,6 +190,29 @@ def test_metadata_that_lost_some_entries_of_a_rank_is_refused_by_name(
     assert f"{lost[0][0]}/{name}" in str(caught.value)
 
 
+def test_metadata_that_lost_shards_of_an_entry_is_refused(snapshots: Path, tmp_path: Path) -> None:
+    """Nothing tells the shape; but the file of many tensors has bytes that are nobody's then."""
+    place = Path(shutil.copytree(snapshots / "sharded", tmp_path / "sharded"))
+    whole = (place / ".snapshot_metadata").read_text()
+    for rank in (0, 1):
+        said = json.loads(whole)
+        said["manifest"][f"{rank}/model/0.weight"]["shards"].pop()
+        (place / ".snapshot_metadata").write_text(json.dumps(said))
+        with pytest.raises(FormatError, match=r"no entry has the bytes|no file has this part"):
+            ckptkit.open(place)
+
+
+def test_a_file_of_a_shard_that_no_entry_names_is_told(tmp_path: Path) -> None:
+    """It may be of an older snapshot that was there, so it is not refused."""
+    (tmp_path / "sharded").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "sharded" / name).write_bytes(bytes(24))
+    said = {"offsets": [0, 0], "sizes": [2, 3], "tensor": tensor("sharded/a")}
+    written(tmp_path, model(a={"type": "ShardedTensor", "shards": [said]}))
+    with ckptkit.open(tmp_path) as checkpoint:
+        assert checkpoint.details["left_out"] == {"sharded/b": "a file that no entry names"}
+
+
 def test_a_stage_of_a_pipeline_need_not_have_shards_of_the_other(tmp_path: Path) -> None:
     manifest: Manifest = {}
     data = np.arange(6, dtype=np.float32).tobytes()

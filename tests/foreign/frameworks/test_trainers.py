@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckptkit
-from tests.foreign.contract import ForeignContract, Sample
+from ckptkit.errors import FormatError
+from tests.foreign.contract import ForeignContract, Sample, same
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 SHARDED = (".metadata", "__0_0.distcp", "__1_0.distcp")
@@ -53,6 +56,48 @@ def test_the_optimizer_of_a_job_goes_along(case: str, written: Path) -> None:
         assert checkpoint.foreign is not None
         strategy = checkpoint.foreign.strategy
         assert str(strategy) == ("None" if "ddp" in case else "fsdp:2")
+
+
+def test_a_model_of_hugging_face_goes_with_the_optimizer_beside_it(
+    written: Path, tmp_path: Path
+) -> None:
+    """As the Trainer of transformers saves under FSDP, where the model is saved whole."""
+    source = written / "accelerate" / "fsdp2"
+    with np.load(written / "accelerate" / "fsdp2.npz") as arrays:
+        wanted = dict(arrays)
+    model = {
+        name.removeprefix("model/"): torch.from_numpy(value)
+        for name, value in wanted.items()
+        if name.startswith("model/")
+    }
+    for to, file, save in (
+        ("hf", "model.safetensors", save_file),
+        ("torch", "pytorch_model.bin", torch.save),
+    ):
+        place = tmp_path / to / "checkpoint-3"
+        place.mkdir(parents=True)
+        weights = place / file
+        save(model, weights)
+        shutil.copytree(source / OPTIMIZER, place / OPTIMIZER)
+        shutil.copy(source / "scheduler.bin", place / "scheduler.pt")
+        with ckptkit.open(tmp_path / to) as checkpoint:
+            assert checkpoint.step == 3
+            assert set(checkpoint.arrays) == set(wanted)
+            for name, value in wanted.items():
+                assert same(checkpoint[name][...], value), name
+            assert checkpoint["optimizer/0.weight/exp_avg"].info.of == "model/0.weight"
+            (said,) = checkpoint.objects["optimizer"]
+            assert said["kind"] == "AdamW"
+            assert checkpoint.objects["extra/scheduler"]["step_size"] == 2
+            assert "left_out" not in checkpoint.details
+        run = tmp_path / f"{to}-run"
+        ckptkit.reshard(place, run, to="fsdp:3")
+        assert ckptkit.diff(place, run).same
+        (place / OPTIMIZER / "__1_0.distcp").unlink()
+        with pytest.raises(FormatError, match="is missing"):
+            ckptkit.open(place)
+        with ckptkit.open(weights) as checkpoint:  # itself, whatever lies beside
+            assert all(name.startswith("model/") for name in checkpoint.arrays)
 
 
 def test_what_lies_beside_a_folder_of_shards_is_read_or_named(written: Path) -> None:

@@ -1,12 +1,13 @@
 """Checkpoints that DeepSpeed writes on a CPU, and what DeepSpeed itself has of them.
 
-`write_deepspeed.py OUT`, and `deepspeed.zip` is all that is in OUT then.
+`write_deepspeed.py OUT`, or `OUT CASE …` to try some; `deepspeed.zip` is all that is in OUT then.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import shutil
 import socket
 import sys
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -308,6 +310,128 @@ def write_tensor_parallel(case: str, out: Path, rank: int) -> None:
         np.savez(out / f"{case}.npz", **arrays)
 
 
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 3)
+        self.down = nn.Linear(3, 5, bias=False)
+        self.register_buffer("seen", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Sparse(nn.Module):
+    """Two layers of experts."""
+
+    def __init__(self, ep_size: int) -> None:
+        super().__init__()
+        given = {"num_experts": 4, "ep_size": ep_size, "min_capacity": 8}
+        self.embed = nn.Embedding(7, 5)
+        self.layers = nn.ModuleList([MoE(5, Expert(), **given) for _ in range(2)])
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 7, bias=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(self.norm(x))[0]
+        return self.head(x)
+
+
+# By name: ranks, how many of these have all experts, precision, and what is said of ZeRO.
+EXPERTS: dict[str, tuple[int, int, str, dict[str, Any]]] = {
+    "moe0": (2, 2, "fp32", {"stage": 0}),
+    "moe1": (4, 2, "bf16", {"stage": 1, "accumulate": "fp32"}),
+    "moe1-neighbours": (4, 2, "fp32", {"stage": 1}),
+    "moe2": (2, 2, "fp32", {"stage": 2}),
+    "moe2-whole": (2, 1, "bf16", {"stage": 2}),
+    "autoep0": (2, 2, "fp32", {"stage": 0}),
+    "autoep2": (4, 2, "bf16", {"stage": 2}),
+    "autoep3": (4, 2, "bf16", {"stage": 3}),
+}
+
+
+def mixtral() -> Any:
+    """A model of transformers, whose experts DeepSpeed's AutoEP shares out."""
+    from transformers import MixtralConfig, MixtralForCausalLM  # noqa: PLC0415 — takes seconds
+    from transformers.utils import output_capturing  # noqa: PLC0415
+
+    # DeepSpeed 0.19.8 asks it as transformers had it before 5.20.
+    registry: Any = output_capturing._CanRecordRegistry
+    registry.get = lambda self, key, default=None: dict.get(self, str(type(key)), default or {})
+    sizes: Any = {"hidden_size": 8, "intermediate_size": 3, "num_local_experts": 4}
+    sizes |= {"max_position_embeddings": 8, "vocab_size": 7}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    return MixtralForCausalLM(MixtralConfig(**sizes))
+
+
+def write_experts(case: str, out: Path, rank: int) -> None:
+    """What is wanted is what another engine has that has loaded what the first saved."""
+    world, ep_size, precision, zero = EXPERTS[case]
+    is_auto = case.startswith("autoep")
+    made = config(precision, zero)
+    made["use_data_before_expert_parallelism"] = case.endswith("neighbours")
+    own = {"autoep_size": ep_size, "use_grouped_mm": False, "preset_model": "mixtral"}
+    made["expert_parallel"] = {"enabled": is_auto, **own}
+
+    def engine_of(seed: int) -> Any:
+        torch.manual_seed(seed)
+        net = mixtral() if is_auto else Sparse(ep_size)
+        torch.manual_seed(seed + rank)
+        for name, value in net.state_dict().items():  # DeepSpeed makes all ranks' experts alike
+            if "deepspeed_experts" in name and value.ndim:
+                value.normal_()
+        given: Any = list(net.parameters())
+        return deepspeed.initialize(model=net, model_parameters=given, config=made)[0]
+
+    engine = engine_of(7)
+    for step in range(3):
+        torch.manual_seed(100 * step + rank)
+        x = torch.randint(7, (2, 4))
+        loss = engine(input_ids=x, labels=x).loss if is_auto else engine(x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    engine.save_checkpoint(str(out / case))
+    engine = engine_of(70)
+    engine.load_checkpoint(str(out / case))
+    if zero["stage"] in (1, 2):  # else these are found after the next step
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    is_data_first = made["use_data_before_expert_parallelism"]
+    team = rank // (world // ep_size) if is_data_first else rank % ep_size
+    mine: dict[str, Any] = {}
+    for name, parameter in engine.module.named_parameters():
+        if zero["stage"]:
+            found = state_of(engine, parameter, zero)
+        else:
+            found = {key: as_numpy(it) for key, it in engine.optimizer.state[parameter].items()}
+            found["fp32"] = as_numpy(parameter)
+        mine |= {f"{name} {key}": it for key, it in found.items() if key != "low"}
+    buffers = {n: it for n, it in engine.module.named_buffers() if n in engine.module.state_dict()}
+    mine |= {f"{name} buffer": as_numpy(value) for name, value in buffers.items()}
+    by_rank: list[Any] = [None] * world
+    dist.all_gather_object(by_rank, (team, mine))
+    arrays: dict[str, Any] = {}
+    stacked: dict[str, dict[int, Any]] = {}
+    for of_team, each in by_rank:
+        for key, value in each.items():
+            name, kind = key.split()
+            if match := re.fullmatch(r"(.*deepspeed_experts\.)(\d+)(\..*)", name):
+                number = int(match[2]) + of_team * (4 // ep_size)
+                name = f"{match[1]}{number}{match[3]}"
+            whole = f"model/{name}" if kind in ("fp32", "buffer") else f"optimizer/{name}/{kind}"
+            if re.fullmatch(r".*\.experts\.w[123]", name) and value.ndim:
+                stacked.setdefault(whole, {})[of_team] = value
+            else:
+                assert np.array_equal(arrays.setdefault(whole, value), value), whole
+    for name, parts in stacked.items():
+        arrays[name] = np.concatenate([parts[number] for number in range(ep_size)])
+    for name in [name for name in arrays if ".router." in name and name.startswith("model/")]:
+        arrays[name.replace(".router.", ".gate.")] = arrays[name]
+    if rank == 0:
+        np.savez(out / f"{case}.npz", **arrays)
+
+
 def universal(place: Path, out: Path) -> dict[str, Any]:
     """A Universal Checkpoint of one, and what is in it."""
     tag = out / "global_step3_universal"
@@ -342,14 +466,16 @@ def worker(rank: int, world: int, port: int, out: str, cases: list[str]) -> None
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     for case in cases:
         kind = write_pipe if case.startswith("pipe") else write_tensor_parallel
-        (write if case in CASES else kind)(case, Path(out), rank)
+        kind = write if case in CASES else write_experts if case in EXPERTS else kind
+        kind(case, Path(out), rank)
 
 
-def main(out: str) -> None:
+def main(out: str, *only: str) -> None:
     jobs = [(world, [c for c, it in CASES.items() if it[0] == world]) for world in (1, 2, 3, 4)]
     # Their groups of ranks are global: one in a process.
     jobs += [(4, [case]) for case in ("pipe", "pipe-bf16", "tp")]
-    for world, cases in jobs:
+    jobs += [(it[0], [case]) for case, it in EXPERTS.items()]
+    for world, cases in (job for job in jobs if not only or {*job[1]} & {*only}):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -364,11 +490,11 @@ def main(out: str) -> None:
             process.join()
         if any(process.exitcode for process in ranks):
             raise SystemExit(f"a job on {world} ranks failed: {cases}")
-    for case in ("zero1-bf16", "zero3"):
+    for case in {"zero1-bf16", "zero3"} & set(only or CASES):
         universal(Path(out) / case, Path(out) / f"{case}-universal")
     for script in Path(out).glob("*/zero_to_*.py"):
         script.unlink()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

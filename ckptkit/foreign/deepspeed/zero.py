@@ -3,6 +3,8 @@
 Nothing in a piece says whose elements it holds. `param_shapes` of the model's file has the names
 and shapes in the order of the rows. Stages 1 and 2 cut each row into equal pieces, wherever that
 falls; stage 3 cuts each parameter for itself, and a rank's pieces lie one after the other.
+
+A row of experts is of some ranks only, a team: others have such a row of experts of their own.
 """
 
 from __future__ import annotations
@@ -14,13 +16,21 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ckptkit.errors import FormatError
+from ckptkit.foreign.deepspeed.experts import SharedExperts
+from ckptkit.foreign.deepspeed.files import MIXED, ModelPart
+from ckptkit.foreign.deepspeed.pieces import (
+    ByRank,
+    RankPieces,
+    counts_of,
+    read_piece,
+    states_of_row,
+    text_of,
+)
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.interpreter import Placeholder
-from ckptkit.foreign.readers.samples import check_paddings
+from ckptkit.foreign.samples import check_paddings
 from ckptkit.foreign.states import StateTensor
 from ckptkit.model import Box, document
-
-MIXED = "the files are of different saves; copy the folder of one of them again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +54,6 @@ class _Parameter:
 
 
 @dataclass(slots=True)
-class _Piece:
-    """What the optimizer's file of one rank says: of each row its piece."""
-
-    where: str
-    said: Mapping[str, Any]
-    stage: int
-    weights: list[StateTensor] = field(default_factory=list)
-    states: list[Mapping[str, Any]] = field(default_factory=list)
-    groups: list[Mapping[str, Any]] = field(default_factory=list)
-
-    @property
-    def lengths(self) -> list[int]:
-        return [weight.shape[0] for weight in self.weights]
-
-
-class _ByRank(list[Any]):
-    """Of each rank its piece of a state."""
-
-
-@dataclass(slots=True)
 class Zero:
     """What the optimizer's files of all ranks hold, by parameter."""
 
@@ -79,15 +69,12 @@ class Zero:
 def read_zero(
     folder: Folder,
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
-    files: Sequence[tuple[str, Mapping[str, Any]]],
-    stage: int,
-    *,
-    reordered: bool,
+    part: ModelPart,
+    experts: SharedExperts,
 ) -> Zero:
-    """What is in the optimizer's files of the ranks 0, 1, …: of each where it is, and what it
-    says. With `reordered` its own list of fragments is of another order than the elements are.
-    """
-    pieces = [_piece(where, said, stage, len(files)) for where, said in files]
+    """What is in the optimizer's files of all ranks of data parallelism."""
+    files, stage = part.optimizers, part.stage
+    pieces = [read_piece(where, said, part, experts) for where, said in files]
     for piece in pieces[1:]:
         if len(piece.weights) != len(pieces[0].weights):
             raise FormatError(
@@ -95,7 +82,16 @@ def read_zero(
                 where=piece.where,
                 hint=MIXED,
             )
-        if _plain(piece.groups) != _plain(pieces[0].groups):
+        kinds = [[group.get("name") for group in each.groups] for each in (piece, pieces[0])]
+        if kinds[0] != kinds[1] and set(map(repr, kinds[0])) == set(map(repr, kinds[1])):
+            raise FormatError(
+                "its groups of experts are in another order than those of rank 0",
+                where=piece.where,
+                value=kinds[0],
+                hint="so DeepSpeed does by chance where layers have several `ep_size`: save again "
+                "in a job with PYTHONHASHSEED=0",
+            )
+        if text_of(piece.groups) != text_of(pieces[0].groups):
             raise FormatError(
                 "its options of the optimizer are not those of rank 0",
                 where=piece.where,
@@ -104,18 +100,19 @@ def read_zero(
     found = Zero()
     if isinstance(scaler := pieces[0].said.get("loss_scaler"), Placeholder):
         found.scaler = scaler.fields()
-    parameters = _by_parameters(shapes, pieces) if stage == 3 else _by_rows(shapes, pieces)
-    if stage < 3 and not reordered:
-        _check_fragments(parameters, pieces)
-    rows = [_states(row, pieces, found.left_out) for row in range(len(pieces[0].weights))]
+    if stage == 3:
+        parameters = _by_parameters(shapes, pieces, experts)
+    else:
+        parameters = _by_rows(shapes, pieces, experts, reordered=part.reordered)
+    rows = [states_of_row(row, pieces, found.left_out) for row in range(len(pieces[0].weights))]
     # Of each state, by rank, its pieces of all rows.
     cut = {
         key: [
-            [row[key][rank] if type(row.get(key)) is _ByRank else None for row in rows]
+            [row[key][rank] if type(row.get(key)) is ByRank else None for row in rows]
             for rank in range(len(pieces))
         ]
         for key in dict.fromkeys(
-            k for row in rows for k, value in row.items() if type(value) is _ByRank
+            k for row in rows for k, value in row.items() if type(value) is ByRank
         )
     }
     if stage == 3:
@@ -127,7 +124,7 @@ def read_zero(
         found.weights[name] = _tensor(name, parameter, weights, pieces)
         states = {
             key: _tensor(f"{name}/{key}", parameter, cut[key], pieces)
-            if type(said) is _ByRank
+            if type(said) is ByRank
             else said
             for key, said in rows[parameter.row].items()
         }
@@ -169,35 +166,44 @@ def shapes_of(said: Any, where: str) -> list[dict[str, tuple[int, ...]]]:
 
 
 def shapes_by_fragments(
-    files: Sequence[tuple[str, Any]], module: Mapping[str, Any]
+    part: ModelPart, module: Mapping[str, Any], experts: SharedExperts
 ) -> list[dict[str, tuple[int, ...]]]:
     """The same, where only the ranks' own lists of fragments have the names in order; the shapes
     are those of the copies in the model, where these are known.
     """
     found: list[dict[str, int]] = []
-    for where, said in files:
+    teams: list[Sequence[range]] = []
+    for rank, (where, said) in enumerate(part.optimizers):
         told = said.get("param_slice_mappings") if isinstance(said, dict) else None
         if not isinstance(told, list) or (found and len(told) != len(found)):
             raise FormatError("nothing says which parameters are where", where=where)
-        found = found or [{} for _ in told]
-        for row, names in zip(found, told, strict=True):
-            for name, at in names.items() if isinstance(names, dict) else ():
+        if not found:
+            found = [{} for _ in told]
+            counts = counts_of(said, len(told), len(part.optimizers), where)
+            teams = [experts.teams(count, len(part.optimizers)) for count in counts]
+        for number, names in enumerate(told):
+            if rank not in teams[number][0] or not isinstance(names, dict):
+                continue  # other ranks have as much of other experts
+            for name, at in names.items():
                 fields = at.fields() if isinstance(at, Placeholder) else {}
                 count = document.integer(fields.get("numel"), f"{where}: {name}")
-                row[document.text(name, where)] = row.get(name, 0) + count
+                key = document.text(name, where)
+                found[number][key] = found[number].get(key, 0) + count
     shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in found]
-    for row, into in zip(found, shapes, strict=True):
+    for number, row in enumerate(found):
         for name, count in row.items():
             copy = module.get(name)
             known = copy.shape if isinstance(copy, StateTensor) else (count,)
+            if name in experts.counts and known:
+                known = (known[0] // len(teams[number]), *known[1:])
             if math.prod(known) != count:
                 raise FormatError(
                     f"{name} of the model has the shape {known}, that of the optimizer {count} "
                     "elements",
-                    where=files[0][0],
+                    where=part.where,
                     hint=MIXED,
                 )
-            into[name] = known
+            shapes[number][name] = known
     return shapes
 
 
@@ -222,59 +228,16 @@ def pieces_of(
     return _tensor(name, _Parameter(shape, runs, 0), [[each] for each in ranks], where)
 
 
-def _piece(where: str, said: Any, stage: int, world: int) -> _Piece:
-    """What one rank's file says, its shape checked."""
-    if not isinstance(said, dict):
-        raise FormatError("no optimizer is in the file", where=where)
-    counts = said.get("partition_count", world)
-    counts = list(counts) if isinstance(counts, (list, tuple)) else [counts]
-    if "ds_zero_partition_groups" in said or any(
-        type(count) is not int or count != world for count in counts
-    ):
-        raise FormatError(
-            f"its groups are cut for {sorted(set(map(str, counts)))} ranks, there are the files of "
-            f"{world}",
-            where=where,
-            hint="files of other ranks are missing or too many; what cuts experts, or shards in "
-            "groups of ranks (MiCS), is not read here",
-        )
-    rows = said.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
-    inner = said.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
-    if not isinstance(rows, (list, tuple)):
-        raise FormatError("the file has no master weights", where=where, hint=MIXED)
-    piece = _Piece(where, said, stage)
-    for row, weight in enumerate(rows):
-        if not _is_row(weight):
-            raise FormatError(
-                "a group of weights that is no row of numbers", where=where, value=row
-            )
-        piece.weights.append(weight)
-    if isinstance(inner, dict):
-        groups, states = inner.get("param_groups"), inner.get("state")
-        if not isinstance(groups, list) or not isinstance(states, dict):
-            raise FormatError("not the state of an optimizer of torch", where=where)
-        piece.groups = [group for group in groups if isinstance(group, dict)]
-        by_row = [states.get(row, {}) for row in range(len(rows))]
-        piece.states = [state if isinstance(state, dict) else {} for state in by_row]
-    elif isinstance(inner, list) and len(inner) == len(rows):  # of an elastic checkpoint
-        piece.states = [state if isinstance(state, dict) else {} for state in inner]
-    else:
-        raise FormatError("the file has no state of an optimizer", where=where, hint=MIXED)
-    return piece
-
-
-def _is_row(value: Any) -> bool:
-    return (
-        isinstance(value, StateTensor)
-        and len(value.shape) == 1
-        and value.extents[0].strides is None
-    )
-
-
 def _by_rows(
-    shapes: Sequence[Mapping[str, tuple[int, ...]]], pieces: Sequence[_Piece]
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    pieces: Sequence[RankPieces],
+    experts: SharedExperts,
+    *,
+    reordered: bool,
 ) -> dict[str, _Parameter]:
-    """Where the elements of each parameter are, as stages 1 and 2 cut."""
+    """Where the elements of each parameter are, as stages 1 and 2 cut. With `reordered` the ranks'
+    own lists of fragments are of another order than the elements are.
+    """
     first = pieces[0]
     if len(shapes) != len(first.weights):
         raise FormatError(
@@ -285,40 +248,85 @@ def _by_rows(
     gaps = first.said.get("param_alignment_paddings")
     found: dict[str, _Parameter] = {}
     for row, names in enumerate(shapes):
-        lengths = [piece.lengths[row] for piece in pieces]
-        last = max((rank for rank, length in enumerate(lengths) if length), default=0)
-        if len({*lengths[:last]} | {max(lengths)}) > 1:
-            raise FormatError(
-                f"the pieces of group {row} are not of one length",
-                where=first.where,
-                value=lengths[:16],
-                hint=MIXED,
-            )
-        starts = [0, *accumulate(lengths)]
         between = gaps[row] if isinstance(gaps, list) and row < len(gaps) else [0] * len(names)
         between = document.integers(between, f"{first.where}: param_alignment_paddings")
         if len(between) != len(names):
             raise FormatError("not one padding for each parameter", where=first.where, value=row)
-        at = 0
-        for (name, shape), gap in zip(names.items(), between, strict=True):
-            stop = at + math.prod(shape)
-            runs = tuple(
-                _Run(
-                    rank, row, max(at, low) - low, max(at, low) - at, min(stop, high) - max(at, low)
-                )
-                for rank, (low, high) in enumerate(pairwise(starts))
-                if max(at, low) < min(stop, high)
-            )
-            found[name] = _Parameter(shape, runs, row)
-            at = stop + gap
-        # The rows are aligned to two elements for each rank.
-        if not 0 <= starts[-1] - at < 2 * len(pieces):
-            raise _other_count(row, at, starts[-1], first.where)
+        teams = first.teams[row]
+        for number, team in enumerate(teams):
+            mine = _by_row(row, names, between, team, pieces)
+            if not reordered:
+                _check_fragments(row, mine, team, pieces)
+            for name, parameter in mine.items():
+                _add(found, experts, parameter, name, (number, len(teams)), first.where)
     return found
 
 
+def _by_row(
+    row: int,
+    names: Mapping[str, tuple[int, ...]],
+    gaps: Sequence[int],
+    team: Sequence[int],
+    pieces: Sequence[RankPieces],
+) -> dict[str, _Parameter]:
+    """Where the elements of the parameters of a row are that these ranks have cut."""
+    where = pieces[team[0]].where
+    lengths = [pieces[rank].lengths[row] for rank in team]
+    last = max((at for at, length in enumerate(lengths) if length), default=0)
+    if len({*lengths[:last]} | {max(lengths)}) > 1:
+        raise FormatError(
+            f"the pieces of group {row} are not of one length",
+            where=where,
+            value=lengths[:16],
+            hint=MIXED,
+        )
+    starts = [0, *accumulate(lengths)]
+    found: dict[str, _Parameter] = {}
+    at = 0
+    for (name, shape), gap in zip(names.items(), gaps, strict=True):
+        stop = at + math.prod(shape)
+        runs = tuple(
+            _Run(rank, row, max(at, low) - low, max(at, low) - at, min(stop, high) - max(at, low))
+            for rank, (low, high) in zip(team, pairwise(starts), strict=True)
+            if max(at, low) < min(stop, high)
+        )
+        found[name] = _Parameter(shape, runs, row)
+        at = stop + gap
+    # The rows are aligned to two elements for each rank.
+    if not 0 <= starts[-1] - at < 2 * len(team):
+        raise _other_count(row, at, starts[-1], where)
+    return found
+
+
+def _add(
+    found: dict[str, _Parameter],
+    experts: SharedExperts,
+    parameter: _Parameter,
+    name: str,
+    team: tuple[int, int],
+    where: str,
+) -> None:
+    """Add what a team, of so many, has of a parameter, by its name in the whole model."""
+    number, teams = team
+    name = experts.named(name, number, teams, where)
+    if teams > 1 and name in experts.counts:  # it is all experts of a rank, one after the other
+        shape = parameter.shape
+        whole = (experts.counts[name], *shape[1:])
+        if not shape or shape[0] * teams != whole[0]:
+            raise FormatError(
+                f"{teams} times {shape} of {name} are not {whole}", where=where, hint=MIXED
+            )
+        begin = number * math.prod(shape)
+        runs = tuple(replace(run, begin=begin + run.begin) for run in parameter.runs)
+        before = found[name].runs if name in found else ()
+        parameter = _Parameter(whole, (*before, *runs), parameter.row)
+    found[name] = parameter
+
+
 def _by_parameters(
-    shapes: Sequence[Mapping[str, tuple[int, ...]]], pieces: Sequence[_Piece]
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    pieces: Sequence[RankPieces],
+    experts: SharedExperts,
 ) -> dict[str, _Parameter]:
     """Where the elements of each parameter are, as stage 3 cuts: its part of a rank may begin in
     one row and end in the next.
@@ -335,21 +343,26 @@ def _by_parameters(
     starts = [0, *accumulate(lengths)]
     found: dict[str, _Parameter] = {}
     at = row = 0
-    for names in shapes:
+    for number, names in enumerate(shapes):
+        teams = pieces[0].teams_of(number, len(pieces))
         for name, shape in names.items():
             numel = math.prod(shape)
-            part = -(-numel // len(pieces))
+            part = -(-numel // len(teams[0]))
             while row < len(lengths) and starts[row + 1] <= at:
                 row += 1
-            runs = tuple(
-                run
-                for rank in range(len(pieces))
-                for run in _crossing(
-                    rank, rank * part, at, min(part, numel - rank * part), row, starts
+            for each, team in enumerate(teams):
+                runs = tuple(
+                    run
+                    for n, rank in enumerate(team)
+                    for run in _crossing(
+                        rank, n * part, at, min(part, numel - n * part), row, starts
+                    )
                 )
-            )
-            found[name] = _Parameter(shape, runs, row)
+                mine = _Parameter(shape, runs, row)
+                _add(found, experts, mine, name, (each, len(teams)), pieces[0].where)
             at += part
+        if len(teams) > 1 and at != starts[number + 1]:
+            raise _other_count(number, at, starts[number + 1], pieces[0].where)
     if at != starts[-1]:
         raise _other_count(None, at, starts[-1], pieces[0].where)
     return found
@@ -367,22 +380,24 @@ def _crossing(
 
 
 def _paddings(
-    shapes: Sequence[Mapping[str, tuple[int, ...]]], pieces: Sequence[_Piece]
+    shapes: Sequence[Mapping[str, tuple[int, ...]]], pieces: Sequence[RankPieces]
 ) -> list[list[tuple[int, int, int]]]:
     """Of each rank where it has nothing of a parameter, as stage 3 cuts: (row, start, count)."""
     lengths = pieces[0].lengths
     starts = [0, *accumulate(lengths)]
     found: list[list[tuple[int, int, int]]] = [[] for _ in pieces]
     at = row = 0
-    for numel in (math.prod(shape) for names in shapes for shape in names.values()):
-        part = -(-numel // len(pieces))
-        while row < len(lengths) and starts[row + 1] <= at:
-            row += 1
-        for rank, mine in enumerate(found):
-            count = min(part, max(0, (rank + 1) * part - numel))
-            runs = _crossing(rank, 0, at + part - count, count, row, starts)
-            mine.extend((run.row, run.start, run.count) for run in runs)
-        at += part
+    for number, names in enumerate(shapes):
+        teams = pieces[0].teams_of(number, len(pieces))
+        for numel in map(math.prod, names.values()):
+            part = -(-numel // len(teams[0]))
+            while row < len(lengths) and starts[row + 1] <= at:
+                row += 1
+            for n, rank in ((n, rank) for team in teams for n, rank in enumerate(team)):
+                count = min(part, max(0, (n + 1) * part - numel))
+                runs = _crossing(rank, 0, at + part - count, count, row, starts)
+                found[rank].extend((run.row, run.start, run.count) for run in runs)
+            at += part
     return found
 
 
@@ -395,86 +410,43 @@ def _other_count(row: int | None, wanted: int, there: int, where: str) -> Format
     )
 
 
-def _check_fragments(parameters: Mapping[str, _Parameter], pieces: Sequence[_Piece]) -> None:
-    """Refuse ranks whose own list of what they have says something else."""
-    for rank, piece in enumerate(pieces):
-        told = piece.said.get("param_slice_mappings")
-        for row, names in enumerate(told if isinstance(told, list) else ()):
-            mine = {
-                name: (run.start, run.count)
-                for name, parameter in parameters.items()
-                for run in parameter.runs
-                if (run.rank, run.row) == (rank, row)
-            }
-            said = {
-                name: (at.fields().get("start"), at.fields().get("numel"))
-                for name, at in (names.items() if isinstance(names, dict) else ())
-                if isinstance(at, Placeholder)
-            }
-            if said != mine:
-                wrong = next(n for n in (*mine, *said) if mine.get(n) != said.get(n))
-                raise FormatError(
-                    f"the file says that {wrong} is at {said.get(wrong)} (start, count), by "
-                    f"param_shapes it is at {mine.get(wrong)}",
-                    where=piece.where,
-                    hint="the file is of another save, or of another model; copy the folder again",
-                )
-
-
-def _states(row: int, pieces: Sequence[_Piece], left_out: dict[str, str]) -> dict[str, Any]:
-    """The states of a row: those that are cut as it is by rank, others as they are."""
-    by_rank = [piece.states[row] for piece in pieces]
-    found: dict[str, Any] = {}
-    for key in dict.fromkeys(key for state in by_rank for key in state):
-        values = [state.get(key) for state in by_rank]
-        name = f"optimizer/{row}/{key}"
-        fits = [_fits(value, piece, row) for value, piece in zip(values, pieces, strict=True)]
-        if any(fits):
-            if not all(fits):
-                raise FormatError(
-                    f"the pieces of {key} are not as long as those of the weights",
-                    where=pieces[fits.index(False)].where,
-                    hint=MIXED,
-                )
-            found[key] = _ByRank(values)
-        elif any(isinstance(value, StateTensor) and value.shape for value in values):
-            left_out[name] = "a state that is not cut as the parameters are"
-        elif len({_scalar(value) for value in values}) > 1:
-            rank = next(n for n, v in enumerate(values) if _scalar(v) != _scalar(values[0]))
+def _check_fragments(
+    row: int,
+    parameters: Mapping[str, _Parameter],
+    team: Sequence[int],
+    pieces: Sequence[RankPieces],
+) -> None:
+    """Refuse ranks whose own list of what they have of a row says something else."""
+    for rank in team:
+        told = pieces[rank].said.get("param_slice_mappings")
+        if not isinstance(told, list) or row >= len(told):
+            continue
+        mine = {
+            name: (run.start, run.count)
+            for name, parameter in parameters.items()
+            for run in parameter.runs
+            if run.rank == rank
+        }
+        said = {
+            name: (at.fields().get("start"), at.fields().get("numel"))
+            for name, at in (told[row].items() if isinstance(told[row], dict) else ())
+            if isinstance(at, Placeholder)
+        }
+        if said != mine:
+            wrong = next(n for n in (*mine, *said) if mine.get(n) != said.get(n))
             raise FormatError(
-                f"its {key} is not that of rank 0", where=pieces[rank].where, hint=MIXED
+                f"the file says that {wrong} is at {said.get(wrong)} (start, count), by "
+                f"param_shapes it is at {mine.get(wrong)}",
+                where=pieces[rank].where,
+                hint="the file is of another save, or of another model; copy the folder again",
             )
-        else:
-            found[key] = values[0]
-    return found
-
-
-def _fits(value: Any, piece: _Piece, row: int) -> bool:
-    """Whether a state is a row as long as that of the weights, of which the padding may be cut."""
-    if not _is_row(value):
-        return False
-    paddings = piece.said.get("group_paddings")
-    padding = paddings[row] if isinstance(paddings, list) and row < len(paddings) else 0
-    length = piece.lengths[row]
-    return value.shape[0] in (length, length + document.integer(padding, piece.where))
-
-
-def _scalar(value: Any) -> object:
-    """Equal for scalars that are: of those in files as their checksums tell."""
-    return value.content if isinstance(value, StateTensor) else repr(value)
-
-
-def _plain(groups: Sequence[Mapping[str, Any]]) -> str:
-    return repr(
-        [{k: v for k, v in each.items() if not isinstance(v, StateTensor)} for each in groups]
-    )
 
 
 def _tensor(
     name: str,
     parameter: _Parameter,
     ranks: Sequence[Sequence[Any]],
-    where: str | Sequence[_Piece],
+    where: str | Sequence[RankPieces],
 ) -> StateTensor:
     """A parameter, or a state of it, of the rows of all ranks."""
     extents = []

@@ -11,30 +11,30 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.errors import FormatError
+from ckptkit.foreign.deepspeed.files import MIXED, UNIVERSAL, TagFiles
+from ckptkit.foreign.deepspeed.model_parallel import same_on_all
+from ckptkit.foreign.deepspeed.zero import Zero
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.pickles.interpreter import Placeholder
-from ckptkit.foreign.readers.model_parallel import same_on_all
-from ckptkit.foreign.readers.zero import MIXED, Zero
 from ckptkit.foreign.states import StateTensor
 from ckptkit.foreign.torch_file import read_file
 from ckptkit.model import Box, document
 
-FOLDER = "zero/"
 _STATES = "optimizer_state.pt"
 _FILE = re.compile(r"(?P<name>.+)/(?P<key>[^/]+)\.pt")
 
 
 def read_universal(
-    folder: Folder, tag: str, parts: Sequence[Sequence[Mapping[str, tuple[int, ...]]]]
+    folder: Folder, tagged: TagFiles, parts: Sequence[Sequence[Mapping[str, tuple[int, ...]]]]
 ) -> Zero:
     """The weights and states of the parameters of `param_shapes` of all parts of a model. Of all
     else in the folder the model's own files have what was saved: here it was made float32, and of
     tied parameters it is the copy.
     """
-    top = f"{tag}{FOLDER}"
+    top = f"{tagged.tag}{UNIVERSAL}"
     files: dict[str, dict[str, str]] = {}
-    for key in folder.files:
-        if key.startswith(top) and (match := _FILE.fullmatch(key.removeprefix(top))):
+    for key in tagged.universal:
+        if match := _FILE.fullmatch(key.removeprefix(top)):
             files.setdefault(match["name"], {})[match["key"]] = key
     rows: list[dict[str, set[tuple[int, ...]]]] = []
     for shapes in parts:

@@ -1,0 +1,273 @@
+"""Which files of a tag's folder are whose, and what those of each rank say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from ckptkit.errors import FormatError
+from ckptkit.foreign.folder import Folder
+from ckptkit.foreign.pickles.interpreter import Placeholder
+from ckptkit.foreign.torch_file import read_file
+from ckptkit.model import document
+
+_LATEST = ("latest", "latest_universal")
+_TAG = re.compile(r"(?:.*[^0-9])?global_step(\d{1,18})(_universal)?")
+_MODEL = re.compile(
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,9})_)?mp_rank_(?P<mp>\d{1,9})_model_states\.pt"
+)
+_OPTIMIZER = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_optim_states\.pt"
+)
+_LAYER = re.compile(r"layer_(?P<layer>\d{1,9})(?:-model_(?P<tp>\d{1,9}))?-model_states\.pt")
+# Without its layer before DeepSpeed 0.5.9.
+_EXPERT = re.compile(
+    r"(?:layer_(?P<layer>\d{1,9})_)?expert_(?P<expert>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_model_states\.pt"
+)
+_OF_EXPERTS = re.compile(r"expp_rank_(?P<ep>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_optim_states\.pt")
+
+MIXED = "the files are of different saves; copy the folder of one of them again"
+UNIVERSAL = "zero/"
+
+NOT_COPIED = "it was not copied along; copy the folder again"
+OTHERWISE = "load it with DeepSpeed in the job that wrote it, and save it with `ckptkit.live.save`"
+
+
+@dataclass(slots=True)
+class RankFiles:
+    """The files of one rank of model parallelism, by rank of data parallelism."""
+
+    models: dict[int, str] = field(default_factory=dict)
+    optimizers: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class TagFiles:
+    """The files of a tag, none of which is missing."""
+
+    tag: str
+    """The folder, with a slash behind it; empty where it is the folder that was named."""
+    ranks: dict[int, RankFiles] = field(default_factory=dict)
+    """By rank of model parallelism."""
+    layers: dict[int, dict[int, str]] = field(default_factory=dict)
+    """Those of the layers of a pipeline, by rank of tensor parallelism."""
+    experts: dict[int, dict[int, str]] = field(default_factory=dict)
+    """By layer, and by number of the expert in it."""
+    expert_optimizers: dict[int, str] = field(default_factory=dict)
+    """By rank of expert parallelism."""
+    universal: list[str] = field(default_factory=list)
+    """Those of a Universal Checkpoint."""
+
+    @property
+    def all(self) -> list[str]:
+        groups = [it for rank in self.ranks.values() for it in (rank.models, rank.optimizers)]
+        groups += [*self.layers.values(), *self.experts.values(), self.expert_optimizers]
+        return [*(key for group in groups for key in group.values()), *self.universal]
+
+
+@dataclass(slots=True)
+class ModelPart:
+    """What the files of one rank of model parallelism say: a stage of a pipeline, or some of each
+    tensor; mostly all there is.
+    """
+
+    where: str
+    models: list[dict[str, Any]]
+    """Of one file; of stage 3 of those of all ranks of data parallelism."""
+    optimizers: list[tuple[str, Any]]
+    world: int
+    """How many ranks of data parallelism there are."""
+    stage: int
+    reordered: bool
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        return self.models[0]
+
+    def names(self, key: str) -> list[str]:
+        said = self.tree.get(key)
+        return [name for name in said if type(name) is str] if isinstance(said, list) else []
+
+
+def _tag_folder(folder: Folder) -> str:
+    """The folder of the tag that counts, with a slash behind it; empty where it is this one."""
+    here = (_MODEL, _OPTIMIZER, _EXPERT)
+    if any(pattern.fullmatch(key) for key in folder.files for pattern in here):
+        return ""
+    tags = {key.partition("/")[0] for key in folder.files if "/" in key}
+    for latest in _LATEST:
+        if latest not in folder.files:
+            continue
+        text = folder.read(latest, 0, min(folder.size(latest), 4096)).decode("utf-8", "replace")
+        if text.strip() not in tags:
+            raise FormatError(
+                "the folder that it names is missing",
+                where=folder.where(latest),
+                value=text.strip()[:200],
+                hint="copy it along, or name the folder of another tag",
+            )
+        return f"{text.strip()}/"
+    numbered = {
+        (int(match[1]), not match[2]): tag for tag in tags if (match := _TAG.fullmatch(tag))
+    }
+    if not numbered:
+        raise FormatError(
+            "no file of a model's or an optimizer's states is in the folder",
+            where=str(folder.store.location),
+            hint="name the folder that has the files zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        )
+    return f"{numbered[max(numbered)]}/"
+
+
+def find_files(folder: Folder) -> TagFiles:
+    """The files of the tag that counts: the one that `latest` names, or the newest."""
+    tag = _tag_folder(folder)
+    found = TagFiles(tag)
+    for key in folder.files:
+        name = key.removeprefix(tag) if key.startswith(tag) else "/"
+        if match := _LAYER.fullmatch(name):
+            found.layers.setdefault(int(match["tp"] or 0), {})[int(match["layer"])] = key
+        elif match := _EXPERT.fullmatch(name):
+            if match["layer"] is None:
+                raise FormatError(
+                    "a file with an expert of all layers, as DeepSpeed wrote it in 2021",
+                    where=folder.where(key),
+                    hint=OTHERWISE,
+                )
+            of_layer = found.experts.setdefault(int(match["layer"]), {})
+            _add(folder, of_layer, int(match["expert"]), key)
+        elif match := _OF_EXPERTS.fullmatch(name):
+            _add(folder, found.expert_optimizers, int(match["ep"]), key)
+        elif name.startswith(UNIVERSAL):
+            found.universal.append(key)
+        for pattern in (_MODEL, _OPTIMIZER):
+            if match := pattern.fullmatch(name):
+                rank = found.ranks.setdefault(int(match["mp"]), RankFiles())
+                files = rank.models if pattern is _MODEL else rank.optimizers
+                _add(folder, files, int(match["dp"] or 0), key)
+    for number, rank in found.ranks.items():
+        if not rank.models:
+            raise FormatError(
+                "the file of the model is missing: it says which weights are where",
+                where=folder.where(f"{tag}mp_rank_{number:02d}_model_states.pt"),
+                hint=NOT_COPIED,
+            )
+        _check_all(folder, rank.models, len(rank.models))
+        _check_all(folder, rank.optimizers, len(rank.optimizers))
+    if not found.ranks:
+        raise FormatError(
+            "the file of the model is missing",
+            where=folder.where(f"{tag}mp_rank_00_model_states.pt"),
+            hint=NOT_COPIED,
+        )
+    first_files = {number: rank.models[0] for number, rank in found.ranks.items()}
+    _check_all(folder, first_files, len(found.ranks), "mp")
+    _check_all(folder, found.expert_optimizers, len(found.expert_optimizers), "expp")
+    for others in found.layers.values():
+        if others.keys() != next(iter(found.layers.values())).keys():
+            raise FormatError(
+                "not all ranks have files of the same layers", where=folder.where(tag), hint=MIXED
+            )
+    return found
+
+
+def _add(folder: Folder, files: dict[int, str], number: int, key: str) -> None:
+    if number in files:
+        raise FormatError(
+            "two files of one rank, or of one expert",
+            where=str(folder.store.location),
+            value=[files[number], key],
+            hint="they are of different saves: remove the files of one of them",
+        )
+    files[number] = key
+
+
+def _check_all(folder: Folder, there: Mapping[int, str], count: int, what: str = "pp") -> None:
+    """Refuse files of ranks of which one is missing, or that are of more ranks than they say."""
+    world = max([count, *(rank + 1 for rank in there)])
+    some = next(iter(there.values()), "")
+    # A name may say any number of ranks.
+    missing = islice((rank for rank in range(world) if rank not in there), 8)
+    number = re.compile(rf"(?<={what}_rank_)\d+")
+    width = len((number.search(some) or [""])[0])
+    named = [number.sub(f"{rank:0{width}}", some) for rank in missing]
+    if named:
+        raise FormatError(
+            f"the files of {world} ranks belong together, {world - len(there)} are missing",
+            where=str(folder.store.location),
+            value=named,
+            hint="copy the files of all ranks into one folder",
+        )
+    if len(there) > count:
+        raise FormatError(
+            f"the checkpoint is of {count} ranks, and there are files of {len(there)}",
+            where=folder.where(there[count]),
+            hint="they are of different saves: remove those that are too many",
+        )
+
+
+def read_part(folder: Folder, rank: RankFiles, *, is_universal: bool) -> ModelPart:
+    """What the files of one rank of model parallelism say, which is the same where it should be."""
+    models = [read_tree(folder, rank.models[dp]) for dp in range(len(rank.models))]
+    tree, where = models[0], folder.where(rank.models[0])
+    config = tree.get("ds_config")
+    said = config.get("zero_optimization") if isinstance(config, dict) else {}
+    said = said if isinstance(said, dict) else {}
+    groups = said.get("mics_shard_size")
+    if type(groups) is int and groups > 0:
+        raise FormatError(
+            "shards in groups of ranks (MiCS) are not read here",
+            where=where,
+            value=f"mics_shard_size {groups}",
+            hint=OTHERWISE,
+        )
+    world = document.integer(tree.get("dp_world_size", 1), f"{where}: dp_world_size", least=1)
+    optimizers = {
+        dp: (folder.where(key), read_tree(folder, key).get("optimizer_state_dict"))
+        for dp, key in rank.optimizers.items()
+    }
+    own = said.get("stage", 0) if is_universal else 0
+    if optimizers:
+        first = optimizers[0][1]
+        own = first.get("zero_stage") if isinstance(first, dict) else None
+        own = own.args[0] if isinstance(own, Placeholder) and own.args else own
+        # The optimizer for bfloat16 does not say it: it is of stage 1.
+        own = 1 if own is None else own
+        _check_all(folder, rank.optimizers, world)
+    elif tree.get("param_shapes") is not None and not is_universal:
+        raise FormatError(
+            "the files of the optimizer are missing, in which the weights are",
+            where=where,
+            hint="copy them along; the copies of the weights that the model's file may have are "
+            "what you get where you name that file itself",
+        )
+    stage = document.integer(own, f"{where}: stage", most=3)
+    _check_all(folder, rank.models, world if stage == 3 else 1)
+    for dp, other in enumerate(models):
+        for name in ("global_steps", "dp_world_size", "param_shapes", "frozen_param_shapes"):
+            # As text: the order of shapes counts, and an array is equal to nothing.
+            if repr(other.get(name)) != repr(tree.get(name)):
+                raise FormatError(
+                    f"{name} is not that of rank 0",
+                    where=folder.where(rank.models[dp]),
+                    hint=MIXED,
+                )
+        if dp and other.get("shared_params") and not tree.get("shared_params"):
+            raise FormatError(
+                "it says which parameters are tied, as only the file of rank 0 does",
+                where=folder.where(rank.models[dp]),
+                hint="the files have each other's names: copy the folder again",
+            )
+    reordered = world > 1 and bool(said.get("round_robin_gradients"))
+    found = [optimizers[dp] for dp in range(len(optimizers))]
+    return ModelPart(where, models, found, world, stage, reordered)
+
+
+def read_tree(folder: Folder, key: str) -> dict[str, Any]:
+    found = read_file(folder, key).tree
+    if not isinstance(found, dict):
+        raise FormatError("not a file of DeepSpeed", where=folder.where(key))
+    return found

@@ -1,0 +1,327 @@
+"""Checkpoints of DeepSpeed: a folder for each tag, with the files of the model and those of its
+optimizer, one for each rank.
+
+The optimizer's files have the weights in full precision. Those of the model have copies, of 16 bits
+mostly, which are left out; what only they have are buffers and frozen parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.errors import FormatError
+from ckptkit.foreign.deepspeed.experts import SharedExperts, by_order, read_experts, read_optimizers
+from ckptkit.foreign.deepspeed.files import (
+    MIXED,
+    ModelPart,
+    TagFiles,
+    find_files,
+    read_part,
+    read_tree,
+)
+from ckptkit.foreign.deepspeed.model_parallel import (
+    ParallelModel,
+    degrees,
+    joined,
+    named,
+    same_on_all,
+)
+from ckptkit.foreign.deepspeed.universal import read_universal
+from ckptkit.foreign.deepspeed.zero import (
+    Zero,
+    groups_of,
+    pieces_of,
+    read_zero,
+    shapes_by_fragments,
+    shapes_of,
+)
+from ckptkit.foreign.extents import ForeignArray, ForeignStep
+from ckptkit.foreign.folder import Folder, config_of
+from ckptkit.foreign.samples import check_copies, check_step
+from ckptkit.foreign.states import StateTensor, states_of
+from ckptkit.model import (
+    Axis,
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    Stage,
+    Strategy,
+    Strided,
+    document,
+)
+
+# Of a model's file: how its tensors lie, which is told otherwise here.
+_LAYOUT = (
+    *("module", "optimizer", "buffer_names", "param_shapes", "shared_params"),
+    *("frozen_param_shapes", "frozen_param_fragments", "universal_checkpoint_info"),
+)
+
+
+def read_deepspeed(folder: Folder) -> ForeignStep:
+    """The checkpoint in a folder; of one of tags the one that `latest` names, or the newest."""
+    # Which files there are, and what those of each rank of model parallelism say.
+    files = find_files(folder)
+    where = folder.where(files.tag).rstrip("/")
+    is_universal = bool(files.universal)
+    ranks = range(len(files.ranks))
+    parts = [read_part(folder, files.ranks[rank], is_universal=is_universal) for rank in ranks]
+    for part in parts[1:]:
+        for key in ("global_steps", "dp_world_size"):
+            if len({(repr(each.tree.get(key)), each.stage) for each in (part, parts[0])}) > 1:
+                raise FormatError(f"{key} is not that of rank 0", where=part.where, hint=MIXED)
+    experts = read_experts(folder, files, parts)
+
+    # The stages of a pipeline make a model, of which ranks of tensor parallelism have columns.
+    stages, columns = degrees(parts[0].tree, len(parts), files.layers, where)
+    whole = None
+    if files.universal:
+        shapes = [_shapes(part, {}, experts) for part in parts]
+        whole = read_universal(folder, files, shapes)
+    zeros = [whole] if whole else []
+    models: list[ParallelModel] = []
+    for column in range(columns):
+        of_stages = [parts[stage * columns + column] for stage in range(stages)]
+        trees = {n: read_tree(folder, key) for n, key in files.layers.get(column, {}).items()}
+        models.append(_read_stages(folder, of_stages, trees, experts, whole, zeros))
+    steps = [next((it.get("step") for it in zero.states.values()), None) for zero in zeros]
+    if steps:
+        same_on_all("step", steps, where)
+    model = models[0]
+    if columns > 1:
+        info = parts[0].tree.get("universal_checkpoint_info")
+        uncut = whole.weights if whole else ()
+        model = joined(models, info, uncut, [part.where for part in parts[:columns]], where)
+
+    # Universal Checkpoints are for any strategy: nothing is cut.
+    sizes = {} if whole else {"pp": stages, "tp": columns}
+    return _as_step(folder, files, parts, model, zeros, experts, sizes)
+
+
+def _shapes(
+    part: ModelPart, module: Mapping[str, Any], experts: SharedExperts
+) -> list[dict[str, tuple[int, ...]]]:
+    """The names and shapes of the parameters of the optimizer, group by group."""
+    said = part.tree.get("param_shapes")
+    if said is None and part.optimizers and not part.reordered:
+        return shapes_by_fragments(part, module, experts)
+    return shapes_of([] if said is None and not part.optimizers else said, part.where)
+
+
+def _read_stages(
+    folder: Folder,
+    mine: Sequence[ModelPart],
+    layers: Mapping[int, Mapping[str, Any]],
+    experts: SharedExperts,
+    whole: Zero | None,
+    zeros: list[Zero],
+) -> ParallelModel:
+    """What the stages of a pipeline, or a single part, have: the weights of the optimizer, in place
+    of their copies, and what only the model's files have. What was read is added to `zeros`.
+    """
+    first, where = mine[0], mine[0].where
+    module: Any = first.tree.get("module")
+    known = {name for part in mine for row in _shapes(part, {}, experts) for name in row}
+    model = ParallelModel(buffers={name for part in mine for name in part.names("buffer_names")})
+    if layers:
+        module = named(layers, known | model.buffers, where)
+    elif module is None and whole:  # of a pipeline, whose layers' files are not copied along
+        module = {name: whole.weights[name] for name in known}
+    if not isinstance(module, dict):
+        raise FormatError("the file has no model", where=where)
+    module = {**module, **experts.tensors}
+    weights: dict[str, StateTensor] = {}
+    several: set[str] = set()
+    for stage, part in enumerate(mine):
+        shapes, zero = _shapes(part, module, experts), whole
+        if part.optimizers and not zero:
+            zero = read_zero(folder, shapes, part, experts)
+            zeros.append(zero)
+            check_step(folder, zero.states, part.tree.get("global_steps"), part.where)
+        told, states = (zero.weights, zero.states) if zero else ({}, {})
+        if whole:
+            told = {name: told[name] for row in shapes for name in row if name in told}
+        for name, weight in told.items():
+            if part.stage == 3 and name in experts.counts:  # there are no copies of these
+                module.setdefault(name, weight)
+            copy = module.get(name)
+            if not isinstance(copy, StateTensor) or (
+                part.stage < 3 and not whole and copy.shape != weight.shape
+            ):
+                raise FormatError(
+                    f"the model has no {name} of {weight.shape}, as param_shapes say",
+                    where=part.where,
+                    value=getattr(copy, "shape", None),
+                    hint="the file was changed; copy the folder again",
+                )
+            if name in weights:  # stages of a pipeline share it
+                several.add(name)
+                continue
+            weights[name] = weight
+            model.stages[name] = stage
+            model.states[name] = states.get(name, {})
+            if part.stage < 3:
+                model.copies[name] = copy.dtype.name
+        copied = {
+            n: w for n, w in told.items() if module[n] is not w and module[n].shape == w.shape
+        }
+        check_copies(folder, copied, module)
+    model.stages = {n: stage for n, stage in model.stages.items() if n not in several}
+    model.buffers = {each for name in model.buffers for each in experts.alike(name)}
+    _add_the_rest(model, module, weights | _frozen(first), experts, first)
+    return model
+
+
+def _add_the_rest(
+    model: ParallelModel,
+    module: Mapping[str, Any],
+    weights: Mapping[str, StateTensor],
+    experts: SharedExperts,
+    part: ModelPart,
+) -> None:
+    """Add the tensors of the model, its weights in place of their copies."""
+    said = part.tree.get("shared_params")
+    routers = experts.routers({n: t for n, t in module.items() if isinstance(t, StateTensor)})
+    module = {**module, **{name: module[of] for name, of in routers.items()}}
+    tied = dict(routers)
+    for name, of in said.items() if isinstance(said, dict) else ():
+        tied.update(zip(experts.alike(str(name)), experts.alike(str(of)), strict=False))
+    # Only the very first rank says which parameters are tied; their copies are one tensor.
+    copies = {getattr(module.get(n), "identity", None): n for n in model.copies}
+    for name, value in module.items():
+        of = str(tied.get(name) or copies.get(getattr(value, "identity", None)))
+        if name in weights or of in weights:
+            shapes = {getattr(each, "shape", None) for each in (value, module.get(of, value))}
+            if name not in weights and len(shapes) > 1:  # in stage 3 the copies are empty
+                raise FormatError(f"{name} is not of the shape of {of}", where=part.where)
+            model.tensors[name] = weights[name if name in weights else of]
+            continue
+        if not isinstance(value, StateTensor):
+            raise FormatError(f"{name} is no tensor", where=part.where)
+        if part.stage == 3 and name not in model.buffers and value.shape == (0,):
+            raise FormatError(f"no file has the values of {name}", where=part.where)
+        model.tensors[name] = value
+        others = [each.get("module") for each in part.models[1:]]
+        same = [other[name] for other in others if isinstance(other, dict) and name in other]
+        if any(getattr(other, "content", None) != value.content for other in same):
+            model.of_rank_0.add(name)
+
+
+def _frozen(part: ModelPart) -> dict[str, StateTensor]:
+    """The parameters that the optimizer has not, where ranks have cut them."""
+    said = part.tree.get("frozen_param_shapes") if part.stage == 3 else None
+    found: dict[str, StateTensor] = {}
+    for name, shape in shapes_of([said or {}], part.where)[0].items():
+        by_rank = [each.get("frozen_param_fragments") for each in part.models]
+        pieces = [each.get(name) if isinstance(each, dict) else None for each in by_rank]
+        parts = [each for each in pieces if isinstance(each, StateTensor)]
+        if len(parts) < len(pieces):
+            raise FormatError(f"not a part of {name} for each rank", where=part.where)
+        found[name] = pieces_of(name, shape, parts, part.where)
+    return found
+
+
+def _as_step(
+    folder: Folder,
+    files: TagFiles,
+    parts: Sequence[ModelPart],
+    model: ParallelModel,
+    zeros: Sequence[Zero],
+    experts: SharedExperts,
+    sizes: Mapping[str, int],
+) -> ForeignStep:
+    first = parts[0]
+    tree: dict[str, Any] = {"model": model.tensors}
+    rest = {k: v for k, v in first.tree.items() if k not in _LAYOUT and v is not None}
+    left_out: dict[str, str] = {}
+    is_by_order = False
+    if zeros:
+        states = {name: state for name, state in model.states.items() if state}
+        tree["optimizer"] = {"state": states, "param_groups": groups_of(zeros)}
+        for zero in zeros:
+            left_out |= zero.left_out
+            rest |= {"loss_scaler": dict(zero.scaler)} if zero.scaler else {}
+    elif owns := read_optimizers(folder, files, first, experts) or [
+        own for part in parts if isinstance(own := part.tree.get("optimizer"), dict)
+    ]:
+        inner = [own.get("optimizer_state_dict", own) for own in owns]
+        tree["optimizer"] = inner[0] if len(inner) == 1 else inner
+        if files.expert_optimizers:
+            firsts = {t.identity: n for n, t in reversed(model.tensors.items())}
+            names = {n for n in firsts.values() if n not in model.buffers}
+            by_name = {n: t for n, t in model.tensors.items() if n in names}
+            one = by_order(inner, by_name, experts, first.where)
+            is_by_order = one is not None
+            tree["optimizer"] = inner if one is None else one
+            experts.degrees.add(len(inner))
+        more = [{k: v for k, v in own.items() if k != "optimizer_state_dict"} for own in owns]
+        for number, own in enumerate(more if inner[0] is not owns[0] else ()):
+            rest |= {f"rank.{number}": own} if files.expert_optimizers else own
+    # What is saved along may have any name.
+    tree |= {f"client.{key}" if key in tree else key: value for key, value in rest.items()}
+    found = states_of(tree, folder.where(files.tag).rstrip("/"), model.buffers)
+    if not sizes and first.tree.get("module") is None:
+        left_out["layer_…-model_states.pt"] = "buffers and frozen parameters, in no file here"
+    found.is_by_order |= is_by_order
+    found.left_out |= left_out | folder.unread(files.all)
+    details = dict(found.details)
+    if model.copies:
+        kinds = ", ".join(sorted(set(model.copies.values())))
+        details["copies"] = f"{len(model.copies)} in {kinds}, left out for the master weights"
+    # Names of files alone tell them apart where ranks have as much each, and nothing twice.
+    is_unsure = first.stage == 3 and first.world > 1 and zeros and sizes
+    if is_unsure or len(files.expert_optimizers) > 1:
+        details["not_checked"] = "of which rank a file is, but by its name"
+    if model.of_rank_0:
+        details["of_rank_0"] = sorted(model.of_rank_0)
+    arrays: Sequence[ForeignArray] = found.arrays
+    strategy = None
+    if sizes:
+        strategy, arrays = _strategy_of(first, model, arrays, experts, sizes)
+    return ForeignStep(
+        format="DeepSpeed",
+        files={key: folder.size(key) for key in files.all},
+        arrays=arrays,
+        aliases=found.aliases,
+        objects=found.objects,
+        strategy=strategy,
+        step=document.integer(first.tree.get("global_steps", 0), f"{first.where}: global_steps"),
+        theirs={name: name.partition("/")[2].replace("/", ".") for name in found.theirs},
+        details=details,
+        sizes=config_of(folder),
+    )
+
+
+def _strategy_of(
+    part: ModelPart,
+    model: ParallelModel,
+    arrays: Sequence[ForeignArray],
+    experts: SharedExperts,
+    sizes: Mapping[str, int],
+) -> tuple[Strategy | None, Sequence[ForeignArray]]:
+    """What wrote the arrays, in our words, and how that cuts them. DeepSpeed's own cuts go by
+    elements, which no placement can say: what is stored is where the extents are.
+    """
+    kind = f"zero{part.stage}" if part.stage else "ddp"
+    if len(experts.degrees) > 1 or any(part.world % each for each in experts.degrees):
+        return None, arrays  # no mesh has layers with experts on more and on fewer ranks
+    ep = max(experts.degrees, default=1)
+    ranks = [(kind, part.world // ep), ("ep", ep)]
+    ranks = ranks[::-1] if experts.is_data_first else ranks
+    wanted = [("pp", sizes["pp"]), *ranks, ("tp", sizes["tp"])]
+    axes = tuple(Axis(kind, kind, size) for kind, size in wanted if size > 1)
+    found = []
+    for array in arrays:
+        name = (array.of or array.name).partition("/")[2]
+        tp = model.cuts.get(name, Replicate()) if array.shape else Replicate()
+        data: Placement = Replicate()
+        if part.stage > 1 and array.shape and array.role in ("param", "optimizer"):
+            data = Strided(0) if isinstance(tp, Shard) and tp.dim == 0 else Shard(0)
+        stage = model.stages.get(name)
+        pp = Replicate() if stage is None else Stage(stage)
+        own = experts.placement(name, ep) if array.shape else None
+        by_kind = {"pp": pp, kind: data, "ep": data if own is None else own, "tp": tp}
+        found.append(replace(array, placements=tuple(by_kind[axis.kind] for axis in axes)))
+    return Strategy(Mesh(axes)), found

@@ -1,0 +1,178 @@
+"""Hostile checkpoints of other programs: recorded ones, changed in a few places.
+
+`python -m tests.foreign.fuzzing FIRST COUNT` makes so many, the first of this number, and prints
+those that end in anything but success or one of ckptkit's errors. The process has little memory to
+spare, and each checkpoint little processor time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import random
+import re
+import resource
+import signal
+import sys
+import traceback
+import warnings
+import zipfile
+from pathlib import Path
+
+import ckptkit
+from ckptkit.errors import CkptkitError
+from tests.checkpoint.saving import memory_with
+from tests.foreign.test_pickles import OPCODES
+
+Files = dict[str, bytes]
+
+RECORDED = Path(__file__).parent / "frameworks"
+SPARE = 1 << 30
+SECONDS = 10.0
+# What is near an end of a file is mostly metadata: a directory, a header.
+NEAR = 2048
+NUMBERS = (b"0", b"-1", b"1.5", b"4294967296", b"9223372036854775807", b"1" * 400, b"null", b"true")
+TEXTS = (b"..", b"a/../b", b"/x", b"", b"\xff", b"\\u0000", b"\xc3\xa9", b"[" * 300, b"{}", b"[]")
+SIZES = (0, 1, 255, 2**16 - 1, 2**31, 2**32 - 1)
+
+
+class Hung(BaseException):
+    """A checkpoint took too much processor time."""
+
+
+def bases() -> list[Files]:
+    """The recorded checkpoints, each as the files of one folder."""
+    found: dict[tuple[str, str], Files] = {}
+    for archive in sorted(RECORDED.glob("*.zip")):
+        with zipfile.ZipFile(archive) as file:
+            for name in file.namelist():
+                case, _, key = name.partition("/")
+                if key and not name.endswith("/"):
+                    found.setdefault((archive.stem, case), {})[key] = file.read(name)
+    return [found[case] for case in sorted(found)]
+
+
+def regions(data: bytes) -> list[tuple[int, int]]:
+    """Where the metadata of a file is."""
+    if data[:4] != b"PK\3\4":
+        return [(0, min(len(data), NEAR)), (max(0, len(data) - NEAR), len(data))]
+    found = [(0, min(len(data), 128)), (max(0, len(data) - NEAR), len(data))]
+    with contextlib.suppress(zipfile.BadZipFile):
+        for item in zipfile.ZipFile(io.BytesIO(data)).infolist():
+            if item.filename.endswith("data.pkl"):
+                start = item.header_offset + 30 + len(item.filename)
+                found += [(start, start + item.file_size + 64)] * 4
+    return found
+
+
+def changed(data: bytes, dice: random.Random) -> bytes:
+    """A file with some bytes other than they were."""
+    if not data:
+        return b"x"
+    begin, end = dice.choice(regions(data))
+    edited = bytearray(data)
+    for _ in range(dice.randint(1, 3)):
+        at = dice.randrange(begin, max(begin + 1, min(end, len(edited))))
+        length = dice.randint(1, 8)
+        match dice.randrange(8):
+            case 0:
+                edited[at] = dice.randrange(256)
+            case 1:
+                edited[at] = dice.choice(OPCODES)
+            case 2:
+                other = dice.randrange(begin, max(begin + 1, min(end, len(edited))))
+                edited[at : at + length] = edited[other : other + length].ljust(length, b"\0")
+            case 3:
+                edited[at : at + 4] = dice.choice(SIZES).to_bytes(4, "little")
+            case 4:
+                del edited[at : at + length]
+            case 5:
+                edited[at:at] = edited[at : at + length] * dice.randint(1, 50)
+            case 6:  # a number of JSON or YAML
+                numbers = [m.span() for m in re.finditer(rb"(?<=[ :\[,])-?\d+", edited[begin:end])]
+                if numbers:
+                    a, b = dice.choice(numbers)
+                    edited[begin + a : begin + b] = dice.choice(NUMBERS)
+            case 7:
+                texts = [m.span(1) for m in re.finditer(rb'"([^"]{0,80})"', edited[begin:end])]
+                if texts:
+                    a, b = dice.choice(texts)
+                    edited[begin + a : begin + b] = dice.choice(TEXTS)
+        if not edited:
+            break
+    return bytes(edited)
+
+
+def hostile(files: Files, dice: random.Random) -> Files:
+    """A folder with a file or two changed, missing, cut short, or of another's name."""
+    found = dict(files)
+    for _ in range(dice.randint(1, 2)):
+        keys = sorted(found)
+        if not keys:
+            break
+        # Where small files are metadata, and large ones tensors.
+        key = min(dice.sample(keys, min(3, len(keys))), key=lambda key: len(found[key]))
+        match dice.randrange(12):
+            case 0:
+                del found[key]
+            case 1:
+                found[key] = found[key][: dice.randrange(len(found[key]) + 1)]
+            case 2:
+                other = dice.choice(keys)
+                found[key], found[other] = found[other], found[key]
+            case 3:
+                name = re.sub(r"\d+", lambda _: str(dice.choice([0, 1, 7, 10**8])), key, count=1)
+                found[name] = found.pop(key)
+            case _:
+                found[key] = changed(found[key], dice)
+    return found
+
+
+def look_at(files: Files) -> None:
+    """Everything that reads a foreign checkpoint."""
+    store = memory_with(files)
+    ckptkit.verify(store)
+    with ckptkit.open(store) as checkpoint:
+        dict(checkpoint.objects)
+        for name in checkpoint.arrays:
+            with contextlib.suppress(CkptkitError):
+                checkpoint.read(name)
+
+
+def hung(number: int, frame: object) -> None:
+    raise Hung
+
+
+def main(first: int, count: int) -> int:
+    warnings.simplefilter("error")
+    signal.signal(signal.SIGPROF, hung)
+    recorded = bases()
+    for files in recorded:  # what is loaded once is no part of a checkpoint's means
+        look_at(files)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + SPARE, used + SPARE))
+    failures = accepted = 0
+    for number in range(first, first + count):
+        dice = random.Random(number)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        faulthandler.dump_traceback_later(60 * SECONDS, exit=True)
+        try:
+            look_at(hostile(dice.choice(recorded), dice))
+            accepted += 1
+        except CkptkitError:
+            pass
+        except BaseException:  # noqa: BLE001 — an alarm too
+            failures += 1
+            print(f"checkpoint {number}:\n{traceback.format_exc(limit=-8)}")  # noqa: T201 — a program
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            faulthandler.cancel_dump_traceback_later()
+        if failures == 5:
+            break
+    print(f"{accepted} accepted")  # noqa: T201 — as above
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
