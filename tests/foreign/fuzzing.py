@@ -58,7 +58,7 @@ def regions(data: bytes) -> list[tuple[int, int]]:
     if data[:4] != b"PK\3\4":
         return [(0, min(len(data), NEAR)), (max(0, len(data) - NEAR), len(data))]
     found = [(0, min(len(data), 128)), (max(0, len(data) - NEAR), len(data))]
-    with contextlib.suppress(zipfile.BadZipFile):
+    with contextlib.suppress(zipfile.BadZipFile, ValueError, NotImplementedError):
         for item in zipfile.ZipFile(io.BytesIO(data)).infolist():
             if item.filename.endswith("data.pkl"):
                 start = item.header_offset + 30 + len(item.filename)

@@ -396,6 +396,18 @@ def test_the_strategy_is_what_the_shardings_say(said: Any, strategy: str, tmp_pa
         ckptkit.open(place)
 
 
+def test_a_time_that_cannot_be_is_not_believed(checkpoints: Path, tmp_path: Path) -> None:
+    source = min(checkpoints.rglob("_CHECKPOINT_METADATA")).parent
+    place = Path(shutil.copytree(source, tmp_path / "step"))
+    said = json.loads((place / "_CHECKPOINT_METADATA").read_text())
+    for time in (10**400, -1, "soon"):
+        (place / "_CHECKPOINT_METADATA").write_text(
+            json.dumps(said | {"commit_timestamp_nsecs": time})
+        )
+        with ckptkit.open(place) as checkpoint:
+            assert checkpoint.arrays
+
+
 def test_state_of_two_optimizers_is_not_mixed_up(tmp_path: Path) -> None:
     names = ("params.w", "opt_state.0.mu.w", "opt_state.1.mu.w", "opt_state.0.nu.w")
     place = written(tmp_path, {name: numbers(2, 2) for name in (*names, "opt_state.2.w")})
