@@ -15,13 +15,16 @@ import pytest
 import tensorstore
 
 import ckptkit
-from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.checkpoint.workers import share_out
+from ckptkit.errors import CkptkitError, FormatError, UsageError
 from ckptkit.foreign import decoded
 from ckptkit.foreign.decoded import inflated, read_places
 from ckptkit.foreign.folder import Folder
 from ckptkit.foreign.orbax.database import read_database
 from ckptkit.storage import Location, MemoryStore
+from tests.checkpoint.reshard.test_memory import measured
 from tests.foreign.contract import BitForBit, ForeignContract, Sample, read_all, same
+from tests.servers.s3_server import Bucket
 from tests.storage.counting import CountingStore
 
 
@@ -422,7 +425,6 @@ def test_few_chunks_are_kept_and_each_is_read_once_by_those_who_need_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoded, "_KEPT_BYTES", 100)
-    monkeypatch.setattr(decoded, "_LARGE_BYTES", 64)
     array = numbers(40, 40)
     place = written(tmp_path, {"params.w": array})
     with ckptkit.open(place) as checkpoint:
@@ -430,6 +432,17 @@ def test_few_chunks_are_kept_and_each_is_read_once_by_those_who_need_it(
         opened = next(iter(checkpoint.packs._open.values()))
         assert isinstance(opened, decoded.DecodedSource)
         assert opened._kept_bytes <= 100
+
+        def read_some(number: int) -> None:
+            at = number * 36 % (opened.size - 70)
+            assert opened.fetch(at, 70) == whole[at : at + 70]
+
+        # A chunk in the making is larger than what may be kept: then it is alone.
+        whole = opened.fetch(0, opened.size)
+        share_out(range(500), read_some, 8)
+        assert opened._kept_bytes <= 100
+        assert not any(kept.users for kept in opened._kept.values())
+        assert checkpoint.packs.kept_bytes == max(100, *(c.making_bytes for c in opened._chunks))
     # In its middle, where no size is told.
     file = place / "params.w" / "3.4"
     data = bytearray(file.read_bytes())
@@ -437,6 +450,41 @@ def test_few_chunks_are_kept_and_each_is_read_once_by_those_who_need_it(
     file.write_bytes(data)
     with pytest.raises(CkptkitError, match=r"3\.4.*damaged"):
         read_all(place)
+
+
+def test_memory_counts_the_chunks_that_are_decoded(tmp_path: Path) -> None:
+    """One of 64 MiB at a time, and what it was decoded from."""
+    leaves = {f"params.w{n}": numbers(4096, 4096, dtype="int32") for n in range(3)}
+    place = written(tmp_path / "step", leaves, chunk=4096)
+    (length,) = {path.stat().st_size for path in place.glob("*/0.0")}
+    least = (64 << 20) + length
+    with pytest.raises(UsageError, match=r"(?s)too little memory.*decoded whole"):
+        ckptkit.reshard(place, tmp_path / "run", to="fsdp:4", memory=least)
+    with pytest.raises(UsageError, match=r"(?s)too little memory.*decoded whole"):
+        ckptkit.export(place, tmp_path / "out", to_format="hf", memory=least)
+    with pytest.raises(UsageError, match="too little memory"):
+        ckptkit.digest(place, memory=least)
+    grown = measured(tmp_path, (place, tmp_path / "run"), f"{least + (72 << 20)}", "threads", {})
+    assert least < grown <= least + (72 << 20)
+    assert ckptkit.diff(tmp_path / "run", place).same
+
+
+@pytest.mark.parametrize("kind", ["bucket", "gcs_bucket"])
+@pytest.mark.parametrize("name", ["manager", "files", "processes"])
+def test_one_in_a_bucket_is_the_same(
+    kind: str, name: str, checkpoints: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    bucket: Bucket = request.getfixturevalue(kind)
+    sample = sample_of(checkpoints, name)
+    store = ckptkit.open_store(f"{bucket.url}/step", bucket.options)
+    for file in (path for path in sample.place.rglob("*") if path.is_file()):
+        store.put(str(file.relative_to(sample.place)), file.read_bytes())
+    with ckptkit.open(store) as checkpoint:
+        assert set(checkpoint.arrays) == set(sample.arrays)
+        for array, wanted in sample.arrays.items():
+            assert same(checkpoint[array][...], wanted), array
+    ckptkit.reshard(store, tmp_path, to="fsdp:2", memory="192MiB", replicate_unknown=True)
+    assert ckptkit.diff(tmp_path, sample.place).same
 
 
 def test_no_memory_is_asked_for_that_only_a_lie_needs() -> None:
